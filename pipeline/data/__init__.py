@@ -1,0 +1,1 @@
+"""Turn raw rows into Parquet shards, and shards into batches."""

@@ -1,0 +1,138 @@
+"""Say how raw rows look, what becomes of their ids and splits, and how shards are read (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Dict, List, Optional
+
+from pipeline.checks import check_above, check_at_least, check_choice, check_within
+
+FORMATS = ("criteo_tsv", "csv", "tsv", "parquet")
+DENSE_TRANSFORMS = ("log1p", "none")
+ID_KINDS = ("vocabulary", "hash")
+SPLIT_KINDS = ("row_range", "time", "files")
+SHUFFLES = ("row_groups", "none")
+
+
+@dataclass
+class ColumnsConfig:
+    """Names of the source's columns. Criteo's own (label, int_0..12, cat_0..25) are fixed by the format.
+
+    A list-valued categorical column (Parquet list, or text joined by `list_separator`) goes
+    into `multi_hot`; every other categorical column into `sparse`.
+    """
+
+    label: str = "label"
+    dense: List[str] = field(default_factory=list)
+    sparse: List[str] = field(default_factory=list)
+    multi_hot: List[str] = field(default_factory=list)
+    timestamp: Optional[str] = None
+    list_separator: str = "|"
+
+
+@dataclass
+class IdsConfig:
+    """How a categorical value becomes a row number.
+
+    vocabulary: by descending frequency from 1; 0 is the unknown or rare id (seen < min_frequency times).
+    hash: seeded hash into `hash_size` rows.
+    """
+
+    kind: str = "vocabulary"
+    min_frequency: int = 1
+    max_size: Optional[int] = None
+    hash_size: Optional[int] = None
+    hash_seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("ids.kind", self.kind, ID_KINDS)
+        check_at_least("ids.min_frequency", self.min_frequency, 1)
+        check_at_least("ids.max_size", self.max_size, 1, allow_none=True)
+        check_at_least("ids.hash_size", self.hash_size, 2, allow_none=True)
+        if self.kind == "hash" and self.hash_size is None:
+            raise ValueError("ids.kind=hash needs ids.hash_size=<rows>")
+
+
+@dataclass
+class SplitConfig:
+    """Which rows train, validate and test; never a row in two of them.
+
+    row_range: the last `validation_fraction` + `test_fraction` of the rows, in source order.
+    time: the same fractions by the timestamp column (rows of one timestamp stay together).
+    files: the last source file (1TB: day 23) is cut in halves, validation then test.
+    """
+
+    kind: str = "row_range"
+    validation_fraction: float = 0.1
+    test_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_choice("split.kind", self.kind, SPLIT_KINDS)
+        check_within("split.validation_fraction", self.validation_fraction, 0.0, 0.9)
+        check_within("split.test_fraction", self.test_fraction, 0.0, 0.9)
+        if self.validation_fraction + self.test_fraction >= 1.0:
+            raise ValueError(
+                f"split fractions add up to {self.validation_fraction + self.test_fraction:g}: nothing is left to train on"
+            )
+
+
+@dataclass
+class ReaderConfig:
+    """How shards become batches. `num_streams` fixes the order of rows for every world size that divides it."""
+
+    num_streams: int = 16
+    shuffle: str = "row_groups"
+    prefetch_batches: int = 8
+    decode_threads: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("reader.shuffle", self.shuffle, SHUFFLES)
+        check_at_least("reader.num_streams", self.num_streams, 1)
+        check_at_least("reader.prefetch_batches", self.prefetch_batches, 1)
+        check_at_least("reader.decode_threads", self.decode_threads, 1)
+
+
+@dataclass
+class SyntheticConfig:
+    """A generated data set with a planted teacher, for `python -m pipeline.data.synthetic`."""
+
+    num_rows: int = 400_000
+    num_dense: int = 13
+    cardinalities: List[int] = field(default_factory=lambda: [50, 100, 1000, 5000, 20000])
+    zipf_exponent: float = 1.1
+    teacher_scale: float = 1.5
+    positive_rate: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least("synthetic.num_rows", self.num_rows, 1)
+        check_above("synthetic.zipf_exponent", self.zipf_exponent, 0.0)
+        check_within("synthetic.positive_rate", self.positive_rate, 0.001, 0.999)
+
+
+@dataclass
+class DataConfig:
+    """One data set: its raw format, how it is prepared into `path`, and how it is read from there."""
+
+    name: str = "???"
+    path: str = "datasets/${.name}"
+    format: str = "criteo_tsv"
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    dense_transform: str = "log1p"
+    ids: IdsConfig = field(default_factory=IdsConfig)
+    feature_ids: Dict[str, IdsConfig] = field(default_factory=dict)
+    split: SplitConfig = field(default_factory=SplitConfig)
+    rows_per_shard: int = 1_000_000
+    rows_per_row_group: int = 16_384
+    max_quarantined_fraction: float = 0.001
+    # Multi-hot sizes drawn on the fly from one-hot ids, as MLPerf DLRMv2 does; feature name -> ids a sample.
+    synthetic_multi_hot: Dict[str, int] = field(default_factory=dict)
+    reader: ReaderConfig = field(default_factory=ReaderConfig)
+    synthetic: Optional[SyntheticConfig] = None
+
+    def __post_init__(self) -> None:
+        check_choice("data.format", self.format, FORMATS)
+        check_choice("data.dense_transform", self.dense_transform, DENSE_TRANSFORMS)
+        check_at_least("data.rows_per_shard", self.rows_per_shard, 1)
+        check_at_least("data.rows_per_row_group", self.rows_per_row_group, 1)
+        check_within("data.max_quarantined_fraction", self.max_quarantined_fraction, 0.0, 1.0)

@@ -1,0 +1,109 @@
+"""Turn dataset.json into a Dataset and back (stdlib only, so that a job is checked without torch or pyarrow).
+
+dataset.json freezes what `prepare` made: the files of each split with rows, sizes and checksums,
+the features with cardinality, pooling factor and frequency curve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Dict, List, Optional
+
+FILE_NAME = "dataset.json"
+FORMAT_VERSION = 1
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One Parquet file; `path` is relative to the data set's folder, `row_groups` are row counts in order."""
+
+    path: str
+    num_rows: int
+    size_bytes: int
+    sha256: str
+    row_groups: List[int]
+
+
+@dataclass(frozen=True)
+class Split:
+    files: List[ShardFile]
+    num_rows: int
+    num_positives: int
+
+
+@dataclass(frozen=True)
+class FrequencyCurve:
+    """`shares[i]` of all training lookups fall on the `ranks[i]` most frequent ids (both ascending)."""
+
+    ranks: List[int]
+    shares: List[float]
+
+
+@dataclass(frozen=True)
+class SparseFeature:
+    """A categorical feature; ids lie in [0, cardinality), 0 the unknown or rare id, 1.. by descending frequency."""
+
+    name: str
+    cardinality: int
+    multi_hot: bool
+    mean_pooling_factor: float
+    frequency_curve: FrequencyCurve
+    vocabulary: Optional[str] = None  # path of the vocabulary's Parquet file, relative; None when hashed
+    hash_size: Optional[int] = None
+    hash_seed: int = 0
+    num_distinct: int = 0  # distinct raw values seen in the training split, rare ones included
+
+
+@dataclass(frozen=True)
+class Dataset:
+    name: str
+    label: str
+    dense_features: List[str]
+    sparse_features: List[SparseFeature]
+    splits: Dict[str, Split]
+    source_rows: int
+    accepted_rows: int
+    quarantined_rows: int
+    dense_transform: str
+    sources: List[Dict[str, Any]] = field(default_factory=list)  # path, size_bytes, num_rows, num_quarantined
+    versions: Dict[str, str] = field(default_factory=dict)
+    bayes_auc: Dict[str, float] = field(default_factory=dict)  # split -> best AUC the draw allows; synthetic data only
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def sparse_feature_names(self) -> List[str]:
+        return [feature.name for feature in self.sparse_features]
+
+    def sparse_feature(self, name: str) -> SparseFeature:
+        """Raises KeyError for an unknown name."""
+        return {feature.name: feature for feature in self.sparse_features}[name]
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical JSON: equal only for equal files, schema and statistics."""
+        return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()
+
+    def to_json(self, indent: Optional[int] = 1) -> str:
+        return json.dumps(asdict(self), indent=indent, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Dataset":
+        """Raises ValueError for a file of another format version."""
+        raw = json.loads(text)
+        version = raw.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{FILE_NAME} has format_version {version}, this release reads {FORMAT_VERSION}: "
+                "run `python -m pipeline.prepare` again"
+            )
+        raw["sparse_features"] = [
+            SparseFeature(**{**feature, "frequency_curve": FrequencyCurve(**feature["frequency_curve"])})
+            for feature in raw["sparse_features"]
+        ]
+        raw["splits"] = {
+            name: Split(**{**split, "files": [ShardFile(**shard) for shard in split["files"]]})
+            for name, split in raw["splits"].items()
+        }
+        return cls(**raw)

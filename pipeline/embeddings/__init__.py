@@ -1,0 +1,1 @@
+"""Turn table configs into an EmbeddingBagCollection."""

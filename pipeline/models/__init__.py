@@ -1,0 +1,1 @@
+"""Turn a model config and tables into an nn.Module on the meta device."""

@@ -1,0 +1,1 @@
+"""Turn a model, hardware and data statistics into a ShardingPlan, and a plan into a file."""

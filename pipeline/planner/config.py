@@ -1,0 +1,52 @@
+"""Say what the planner may spend and on which hardware (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from pipeline.checks import check_above, check_at_least, check_choice, check_within
+
+PLANNERS = ("torchrec", "file")
+COMPUTE_DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass
+class HardwareConfig:
+    """One rank's share of a host. None = probed from the device at hand; a plan for absent hardware needs all of them.
+
+    Capacities are per rank, in GiB (2**30 bytes); bandwidths in GB/s (1e9 bytes).
+    """
+
+    name: str = "auto"
+    compute_device: str = "auto"
+    hbm_cap_gb: Optional[float] = None
+    ddr_cap_gb: Optional[float] = None
+    hbm_gb_per_s: Optional[float] = None
+    ddr_gb_per_s: Optional[float] = None
+    hbm_to_ddr_gb_per_s: Optional[float] = None
+    intra_host_gb_per_s: Optional[float] = None
+    inter_host_gb_per_s: Optional[float] = None
+    ranks_per_host: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        check_choice("hardware.compute_device", self.compute_device, COMPUTE_DEVICES)
+        for name, value in vars(self).items():
+            if value is not None and name.endswith(("_gb", "_gb_per_s")):
+                check_at_least(f"hardware.{name}", value, 0.0)
+        check_at_least("hardware.ranks_per_host", self.ranks_per_host, 1, allow_none=True)
+
+
+@dataclass
+class PlannerConfig:
+    """torchrec: TorchRec's EmbeddingShardingPlanner; file: the plan in `plan_file`, refused when it is for other tables or hardware."""
+
+    kind: str = "torchrec"
+    plan_file: str = "sharding_plans/${name}.${hardware.name}x${world_size}.json"
+    reserved_memory_fraction: float = 0.15  # of each capacity, kept free for activations and the dense part
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_choice("planner.kind", self.kind, PLANNERS)
+        check_within("planner.reserved_memory_fraction", self.reserved_memory_fraction, 0.0, 0.95)
+        check_above("planner.timeout_s", self.timeout_s, 0.0)

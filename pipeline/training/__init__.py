@@ -1,0 +1,1 @@
+"""Turn a plan and batches into trained weights."""

@@ -1,0 +1,168 @@
+"""Say how a model is trained: optimizers, schedules, collectives' precision, steps, checkpoints (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from pipeline.checks import check_above, check_at_least, check_choice, check_within
+
+SPARSE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "lars_sgd")
+DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
+SCHEDULES = ("constant", "poly", "cosine", "step")
+COMM_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+PRECISIONS = ("fp32", "bf16")
+TRAIN_PIPELINES = ("sparse_dist", "base")
+NON_FINITE_POLICIES = ("stop", "skip")
+EARLY_STOP_METRICS = ("ne", "auc", "logloss")
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass
+class SparseOptimizerConfig:
+    """The tables' optimizer, fused into backward; data_parallel tables get the same settings as a dense optimizer."""
+
+    name: str = "rowwise_adagrad"
+    lr: float = 0.02
+    eps: float = 1e-8
+    momentum: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer.sparse.name", self.name, SPARSE_OPTIMIZERS)
+        check_above("optimizer.sparse.lr", self.lr, 0.0)
+        check_at_least("optimizer.sparse.weight_decay", self.weight_decay, 0.0)
+
+
+@dataclass
+class DenseOptimizerConfig:
+    name: str = "adam"
+    lr: float = 0.001
+    eps: float = 1e-8
+    momentum: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer.dense.name", self.name, DENSE_OPTIMIZERS)
+        check_above("optimizer.dense.lr", self.lr, 0.0)
+        check_at_least("optimizer.dense.weight_decay", self.weight_decay, 0.0)
+
+
+@dataclass
+class OptimizerConfig:
+    sparse: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
+    dense: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
+
+
+@dataclass
+class LRSchedule:
+    """A factor on the learning rate: linear warm-up from 0, then constant until `decay_start_step`, then a decay.
+
+    poly: (1 - t) ** power over `decay_steps`; cosine: half a wave; step: times `gamma` every `decay_steps`.
+    Never below `end_factor`.
+    """
+
+    kind: str = "constant"
+    warmup_steps: int = 0
+    decay_start_step: int = 0
+    decay_steps: int = 0
+    power: float = 2.0
+    gamma: float = 0.1
+    end_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("schedule.kind", self.kind, SCHEDULES)
+        for name in ("warmup_steps", "decay_start_step", "decay_steps"):
+            check_at_least(f"schedule.{name}", getattr(self, name), 0)
+        if self.kind != "constant":
+            check_at_least(f"schedule.decay_steps (kind={self.kind})", self.decay_steps, 1)
+            check_at_least("schedule.decay_start_step", self.decay_start_step, self.warmup_steps)
+        check_within("schedule.end_factor", self.end_factor, 0.0, 1.0)
+
+
+@dataclass
+class ScheduleConfig:
+    sparse: LRSchedule = field(default_factory=LRSchedule)
+    dense: LRSchedule = field(default_factory=LRSchedule)
+
+
+@dataclass
+class CommsConfig:
+    """Precision of pooled embeddings forward and of their gradients backward; ids are never quantized."""
+
+    forward_precision: str = "fp32"
+    backward_precision: str = "fp32"
+    backend: str = "auto"
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_choice("comms.forward_precision", self.forward_precision, COMM_PRECISIONS)
+        check_choice("comms.backward_precision", self.backward_precision, COMM_PRECISIONS)
+        check_choice("comms.backend", self.backend, BACKENDS)
+        check_above("comms.timeout_s", self.timeout_s, 0.0)
+
+
+@dataclass
+class CheckpointConfig:
+    save_every_steps: int = 0  # 0: at the end of training only
+    keep_last_n: int = 2
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        check_at_least("checkpoint.save_every_steps", self.save_every_steps, 0)
+        check_at_least("checkpoint.keep_last_n", self.keep_last_n, 1)
+
+
+@dataclass
+class EarlyStopConfig:
+    """Stop after `patience` evaluations in a row without an improvement of `min_delta`; patience 0 never stops."""
+
+    patience: int = 0
+    metric: str = "ne"
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_at_least("trainer.early_stop.patience", self.patience, 0)
+        check_choice("trainer.early_stop.metric", self.metric, EARLY_STOP_METRICS)
+
+
+@dataclass
+class TrainerConfig:
+    """Steps count optimizer updates. `batch_size` (a rank's rows a step) is global_batch_size / world_size."""
+
+    global_batch_size: int = 2048
+    epochs: int = 1
+    max_steps: Optional[int] = None
+    seed: int = 0
+    precision: str = "fp32"
+    pipeline: str = "sparse_dist"
+    gradient_clip_norm: Optional[float] = None
+    gradient_accumulation_steps: int = 1
+    log_every_steps: int = 50
+    evaluate_every_steps: int = 0  # 0: at the end of training only
+    evaluate_max_batches: Optional[int] = None
+    evaluate_batch_size: Optional[int] = None  # global; None: global_batch_size
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    non_finite_loss: str = "stop"
+    max_non_finite_steps: int = 10
+
+    def __post_init__(self) -> None:
+        for name in (
+            "global_batch_size",
+            "epochs",
+            "gradient_accumulation_steps",
+            "log_every_steps",
+            "max_non_finite_steps",
+        ):
+            check_at_least(f"trainer.{name}", getattr(self, name), 1)
+        check_at_least("trainer.max_steps", self.max_steps, 1, allow_none=True)
+        check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
+        check_choice("trainer.precision", self.precision, PRECISIONS)
+        check_choice("trainer.pipeline", self.pipeline, TRAIN_PIPELINES)
+        check_choice("trainer.non_finite_loss", self.non_finite_loss, NON_FINITE_POLICIES)
+        if self.gradient_clip_norm is not None:
+            check_above("trainer.gradient_clip_norm", self.gradient_clip_norm, 0.0)

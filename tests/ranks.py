@@ -1,0 +1,94 @@
+"""One pool of gloo ranks for the whole test session: importing torchrec costs seconds, a spawn a test would too.
+
+A test asks for the `ranks` fixture and calls `ranks.run(world_size, function, *args)`; `function(rank, *args)`
+is a module-level function, runs on `world_size` processes inside a fresh gloo process group, and its return
+values (picklable) come back in rank order. LOCAL_WORLD_SIZE is `local_world_size` (default: world_size).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+TIMEOUT_S = 180
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    import torch.distributed as dist
+
+    while (task := pipe.recv()) is not None:
+        function, args, rank, world_size, local_world_size, store = task
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % local_world_size),
+            LOCAL_WORLD_SIZE=str(local_world_size), MASTER_ADDR="localhost", MASTER_PORT="0",
+        )  # fmt: skip
+        try:
+            random.seed(0)
+            torch.manual_seed(0)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )  # fmt: skip
+            result = function(rank, *args)
+            dist.barrier()
+            pipe.send((True, result))
+        except BaseException:  # the parent decides what to do with it
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class RankPool:
+    """Processes start on first use and are reused; a failed run replaces them, for a rank may hang in a collective."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, local_world_size: int | None = None
+    ) -> list[Any]:
+        """Raises RuntimeError with the traceback of every rank that failed."""
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < world_size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            workers = self._workers[:world_size]
+            for rank, (_, pipe) in enumerate(workers):
+                pipe.send((function, args, rank, world_size, local_world_size or world_size, f"{folder}/store"))
+            results: dict[int, Any] = {}
+            failures: dict[int, str] = {}
+            for rank, (_, pipe) in enumerate(workers):
+                # Once a rank has failed, the others may wait for it in vain.
+                if not pipe.poll(5 if failures else TIMEOUT_S + 20):
+                    failures[rank] = "no answer: hangs, probably in a collective\n"
+                    continue
+                try:
+                    passed, value = pipe.recv()
+                except EOFError:
+                    passed, value = False, "the process died\n"
+                (results if passed else failures)[rank] = value
+        if failures:
+            self.close()
+            raise RuntimeError("".join(f"--- rank {rank}\n{text}" for rank, text in sorted(failures.items())))
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._workers.clear()
