@@ -1,4 +1,4 @@
-"""Turn dataset.json into a Dataset and back (stdlib only, so that a job is checked without torch or pyarrow).
+"""Turn dataset.json into a Dataset and back (no torch or pyarrow, so that a job is checked without them).
 
 dataset.json freezes what `prepare` made: the files of each split with rows, sizes and checksums,
 the features with cardinality, pooling factor and frequency curve.
@@ -10,6 +10,8 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, Optional
+
+from pipeline import storage
 
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
@@ -107,3 +109,14 @@ class Dataset:
             for name, split in raw["splits"].items()
         }
         return cls(**raw)
+
+
+def load_dataset(folder: str) -> Dataset:
+    """Raises ValueError where `prepare` has not finished."""
+    path = storage.join(folder, FILE_NAME)
+    if not storage.is_file(path):
+        raise ValueError(
+            f"there is no {FILE_NAME} in {folder!r}: prepare it first with "
+            "`python -m pipeline.prepare data=<name> source=<file, folder or glob>`, or set data.path"
+        )
+    return Dataset.from_json(storage.read_text(path))
