@@ -1,0 +1,91 @@
+"""Turn a batch into a loss and predictions, as TorchRec's train pipelines call a model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from pipeline.data.batch import Batch
+
+
+class Prediction(NamedTuple):
+    """Detached tensors of shape [batch], float32; sample_weights are 0.0 on padding rows."""
+
+    loss: torch.Tensor  # scalar
+    logits: torch.Tensor
+    labels: torch.Tensor
+    sample_weights: torch.Tensor
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss of a step is NaN or infinite on at least one rank; no rank has updated anything."""
+
+
+class GuardedLoss(nn.Module):
+    """Binary cross-entropy with logits that never lets a non-finite loss reach the tables.
+
+    The tables' optimizer runs inside backward, so a bad loss must be stopped before it: all ranks agree on
+    a flag, and where it is set the loss returned is a leaf of its own, whose backward touches no parameter.
+    `on_non_finite` is "skip" or "stop" (raise NonFiniteLossError on every rank).
+    """
+
+    def __init__(self, on_non_finite: str, scale: float = 1.0) -> None:
+        super().__init__()
+        self.on_non_finite = on_non_finite
+        self.scale = scale
+        self.num_skipped = 0
+        self.last_step_skipped = False
+
+    def forward(
+        self, logits: torch.Tensor, labels: torch.Tensor, sample_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, Prediction]:
+        """Collective in training mode."""
+        logits = logits.reshape(-1).float()
+        loss = F.binary_cross_entropy_with_logits(logits, labels, weight=sample_weights)
+        prediction = Prediction(loss.detach(), logits.detach(), labels, sample_weights)
+        if not self.training:
+            return loss, prediction
+        self.last_step_skipped = not _finite_on_all_ranks(loss.detach())
+        if not self.last_step_skipped:
+            return loss * self.scale, prediction
+        if self.on_non_finite == "stop":
+            raise NonFiniteLossError(
+                f"the loss is {loss.item()} on this rank and not finite on at least one; nothing was updated. "
+                "Look for NaN labels or dense values, lower the learning rates or warm up (schedule=...), "
+                "or set trainer.non_finite_loss=skip"
+            )
+        self.num_skipped += 1
+        return torch.zeros_like(loss).requires_grad_(), prediction
+
+
+def _finite_on_all_ranks(loss: torch.Tensor) -> bool:
+    finite = torch.isfinite(loss).to(torch.int32)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    return bool(finite.item())
+
+
+class CTRTask(nn.Module):
+    """Click-through-rate prediction: forward(batch) -> (loss, Prediction). `bf16` autocasts all but the loss."""
+
+    def __init__(
+        self, model: nn.Module, precision: str = "fp32", on_non_finite: str = "stop", loss_scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = GuardedLoss(on_non_finite, loss_scale)
+        self._bf16 = precision == "bf16"
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, Prediction]:
+        # Two branches, not a flag to autocast: TorchRec traces this with torch.fx, where batch has no device yet.
+        if self._bf16:
+            device_type = "cuda" if next(self.model.parameters()).is_cuda else "cpu"
+            with torch.autocast(device_type, dtype=torch.bfloat16):
+                logits = self.model(batch.dense_features, batch.sparse_features)
+        else:
+            logits = self.model(batch.dense_features, batch.sparse_features)
+        return self.loss(logits, batch.labels, batch.sample_weights)
