@@ -1,0 +1,74 @@
+"""Turn decoded columns into the Batch that a model reads: dense features, a KeyedJaggedTensor and labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+# One dtype on every rank: ids of dtypes that differ between ranks arrive as garbage, with no error.
+ID_DTYPE = torch.int64
+LENGTH_DTYPE = torch.int32
+
+
+@dataclass
+class Batch(Pipelineable):
+    """The samples of one step on one rank.
+
+    dense_features: [batch, num_dense] float32
+    sparse_features: keys in the data set's order, int64 values, int32 lengths [num_features * batch]
+    labels: [batch] float32, 0 or 1
+    sample_weights: [batch] float32; 0 marks the padding rows (dense 0, label 0, no ids) of an evaluation batch
+    """
+
+    dense_features: torch.Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: torch.Tensor
+    sample_weights: torch.Tensor
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of this rank, padding included."""
+        return self.labels.shape[0]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return Batch(
+            self.dense_features.to(device, non_blocking=non_blocking),
+            self.sparse_features.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+            self.sample_weights.to(device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.dense_features.record_stream(stream)
+        self.sparse_features.record_stream(stream)
+        self.labels.record_stream(stream)
+        self.sample_weights.record_stream(stream)
+
+    def pin_memory(self) -> Batch:
+        return Batch(
+            self.dense_features.pin_memory(),
+            self.sparse_features.pin_memory(),
+            self.labels.pin_memory(),
+            self.sample_weights.pin_memory(),
+        )
+
+
+def keyed_jagged_tensor(
+    keys: list[str], values: torch.Tensor, lengths: torch.Tensor, batch_size: int, length_per_key: list[int]
+) -> KeyedJaggedTensor:
+    """A KeyedJaggedTensor that knows its sizes per key, so that nobody has to ask the device for them.
+
+    values: [sum(length_per_key)], one feature after the other; lengths: [len(keys) * batch_size].
+    """
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=values.to(ID_DTYPE),
+        lengths=lengths.to(LENGTH_DTYPE),
+        stride=batch_size,
+        length_per_key=length_per_key,
+        offset_per_key=[0, *accumulate(length_per_key)],
+    )
