@@ -87,9 +87,17 @@ class _BarProgress:
         self._bar.advance(self._task, count)
 
 
+class _NoProgress:
+    def advance(self, count: float) -> None:
+        pass
+
+
 @contextmanager
-def progress(description: str, total: float | None = None) -> Iterator[Progress]:
-    """A progress bar on stderr where that is a terminal, else a plain line now and then."""
+def progress(description: str, total: float | None = None, visible: bool = True) -> Iterator[Progress]:
+    """A progress bar on stderr where that is a terminal, else a plain line now and then; nothing unless `visible`."""
+    if not visible:
+        yield _NoProgress()
+        return
     if not sys.stderr.isatty():
         yield _PlainProgress(description, total)
         return

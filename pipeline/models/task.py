@@ -30,15 +30,13 @@ class GuardedLoss(nn.Module):
 
     The tables' optimizer runs inside backward, so a bad loss must be stopped before it: all ranks agree on
     a flag, and where it is set the loss returned is a leaf of its own, whose backward touches no parameter.
-    `on_non_finite` is "skip" or "stop" (raise NonFiniteLossError on every rank).
+    `max_in_a_row` such losses are skipped, the next raises NonFiniteLossError on every rank; 0 skips none.
     """
 
-    def __init__(self, on_non_finite: str, scale: float = 1.0) -> None:
+    def __init__(self, max_in_a_row: int = 0, scale: float = 1.0) -> None:
         super().__init__()
-        self.on_non_finite = on_non_finite
-        self.scale = scale
-        self.num_skipped = 0
-        self.last_step_skipped = False
+        self.max_in_a_row, self.scale = max_in_a_row, scale
+        self.num_skipped = self._in_a_row = 0
 
     def forward(
         self, logits: torch.Tensor, labels: torch.Tensor, sample_weights: torch.Tensor
@@ -49,14 +47,15 @@ class GuardedLoss(nn.Module):
         prediction = Prediction(loss.detach(), logits.detach(), labels, sample_weights)
         if not self.training:
             return loss, prediction
-        self.last_step_skipped = not _finite_on_all_ranks(loss.detach())
-        if not self.last_step_skipped:
+        if _finite_on_all_ranks(loss.detach()):
+            self._in_a_row = 0
             return loss * self.scale, prediction
-        if self.on_non_finite == "stop":
+        self._in_a_row += 1
+        if self._in_a_row > self.max_in_a_row:
             raise NonFiniteLossError(
-                f"the loss is {loss.item()} on this rank and not finite on at least one; nothing was updated. "
-                "Look for NaN labels or dense values, lower the learning rates or warm up (schedule=...), "
-                "or set trainer.non_finite_loss=skip"
+                f"the loss is {loss.item()} on this rank and not finite on at least one, {self._in_a_row} time(s) in a "
+                f"row with {self.max_in_a_row} allowed; this batch has updated nothing. Look for NaN labels or dense "
+                "values, lower the learning rates or warm up (schedule=...), or set trainer.non_finite_loss=skip"
             )
         self.num_skipped += 1
         return torch.zeros_like(loss).requires_grad_(), prediction
@@ -73,11 +72,11 @@ class CTRTask(nn.Module):
     """Click-through-rate prediction: forward(batch) -> (loss, Prediction). `bf16` autocasts all but the loss."""
 
     def __init__(
-        self, model: nn.Module, precision: str = "fp32", on_non_finite: str = "stop", loss_scale: float = 1.0
+        self, model: nn.Module, precision: str = "fp32", max_non_finite_in_a_row: int = 0, loss_scale: float = 1.0
     ) -> None:
         super().__init__()
         self.model = model
-        self.loss = GuardedLoss(on_non_finite, loss_scale)
+        self.loss = GuardedLoss(max_non_finite_in_a_row, loss_scale)
         self._bf16 = precision == "bf16"
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Prediction]:

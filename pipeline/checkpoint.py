@@ -1,0 +1,243 @@
+"""Turn training state into an immutable, verified step folder and back.
+
+    <folder>/step_00000300/  __0_0.distcp ... .metadata   what torch.distributed.checkpoint writes, resharded on load
+                             manifest.json                step, sizes and checksums, and what the run says of itself
+
+Every rank writes into a fresh attempt folder and checksums its own bytes; the rename of that folder, after
+manifest.json is on disk, is the commit. `_commit` is the only place where it happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+
+from pipeline import storage
+from pipeline.distributed import DistributedContext
+from pipeline.logs import get_logger
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+STEP_FOLDER = re.compile(r"step_(\d{8,})")
+logger = get_logger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used; the message says which one, why, and what to do."""
+
+
+class Checkpointer:
+    """Save and restore a sharded model and its optimizers; all methods but list_steps are collective.
+
+    `about` goes into every manifest: resolved config, plan, data set fingerprint.
+    `optimizer` None restores the model alone (evaluation, export).
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        model: nn.Module,
+        optimizer: KeyedOptimizer | None,
+        context: DistributedContext,
+        keep_last_n: int = 2,
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self._model, self._optimizer, self._context = model, optimizer, context
+        self._keep_last_n = keep_last_n
+        self._about = about or {}
+
+    def save(self, step: int, values: dict[str, Any] | None = None) -> str:
+        """Write step `step` with `values` (position, metrics) in its manifest; the path of its folder.
+
+        Raises:
+            CheckpointError: a rank could not write; nothing is committed.
+        """
+        attempt = storage.join(self.folder, f".attempt-{step:08d}-{self._agreed_id()}")
+        failure, files = "", {}
+        try:
+            dcp.save(self._state(), checkpoint_id=attempt)
+            files = self._checksums(attempt)
+        except (CheckpointException, OSError, RuntimeError) as error:  # CheckpointException is a BaseException
+            failure = f"rank {self._context.rank}: {error}"
+        reports = self._gather((files, failure))
+        failures = [text for _, text in reports if text]
+        path = storage.join(self.folder, step_name(step))
+        if not failures and self._context.is_main:
+            manifest = {
+                "format_version": FORMAT_VERSION,
+                "step": step,
+                "world_size": self._context.world_size,
+                "files": {name: entry for part, _ in reports for name, entry in part.items()},
+                **(values or {}),
+                **self._about,
+            }
+            try:
+                _commit(attempt, path, manifest)
+                self._purge()
+            except OSError as error:
+                failures = [f"rank 0: {error}"]
+        failures = self._broadcast(failures)
+        if failures:
+            if self._context.is_main:
+                shutil.rmtree(attempt, ignore_errors=True)
+            raise CheckpointError(
+                f"step {step} was not saved, earlier checkpoints are untouched: {'; '.join(failures)[:500]}. "
+                f"Is the disk of {self.folder} full or read-only?"
+            )
+        return path
+
+    def restore_latest(self) -> dict[str, Any] | None:
+        """Restore the newest step that verifies and return its manifest; None when the folder holds no step.
+
+        Raises:
+            CheckpointError: there are steps, and not one can be restored.
+        """
+        steps = list_steps(self.folder)
+        for step in reversed(steps):
+            problem = self._verify(step)
+            if not problem:
+                return self.restore(step, verified=True)
+            logger.warning("checkpoint step %d does not verify (%s); going back to the one before", step, problem)
+        if steps:
+            raise CheckpointError(
+                f"none of the {len(steps)} checkpoints in {self.folder} verifies; delete that folder to start anew"
+            )
+        return None
+
+    def restore(self, step: int, verified: bool = False) -> dict[str, Any]:
+        """Restore step `step` in place, whatever plan and world size wrote it, and return its manifest.
+
+        Raises:
+            CheckpointError: the step is missing, damaged, or does not fit this model and plan.
+        """
+        path = storage.join(self.folder, step_name(step))
+        if not verified and (problem := self._verify(step)):
+            raise CheckpointError(
+                f"checkpoint {path} cannot be used: {problem}; steps there: {list_steps(self.folder)}"
+            )
+        if self._optimizer is not None:
+            _materialize_state(self._optimizer)
+        state = self._state()
+        try:
+            dcp.load(state, checkpoint_id=path)
+        except CheckpointException as error:
+            raise CheckpointError(_misfit(path, error)) from None
+        self._model.load_state_dict(state["model"])
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        return read_manifest(path)
+
+    def _state(self) -> dict[str, Any]:
+        state = {"model": self._model.state_dict()}
+        if self._optimizer is not None:
+            state["optimizer"] = self._optimizer.state_dict()
+        return state
+
+    def _checksums(self, attempt: str) -> dict[str, dict[str, Any]]:
+        """Of the files that this rank wrote; rank 0 also of .metadata."""
+        mine = [name for name in sorted(os.listdir(attempt)) if name.startswith(f"__{self._context.rank}_")]
+        mine += [".metadata"] if self._context.is_main else []
+        return {
+            name: {"size_bytes": os.path.getsize(f"{attempt}/{name}"), "sha256": storage.sha256_of(f"{attempt}/{name}")}
+            for name in mine
+        }
+
+    def _verify(self, step: int) -> str:
+        """Empty when the step is intact, else what is wrong; ranks share the work and agree on the answer."""
+        path = storage.join(self.folder, step_name(step))
+        problem = ""
+        try:
+            files = read_manifest(path)["files"]
+            for name in sorted(files)[self._context.rank :: self._context.world_size]:
+                problem = problem or _damage(f"{path}/{name}", files[name])
+        except (OSError, ValueError, KeyError) as error:
+            problem = f"unreadable manifest: {error}"
+        return next((text for text in self._gather(problem) if text), "")
+
+    def _purge(self) -> None:
+        for step in list_steps(self.folder)[: -self._keep_last_n]:
+            shutil.rmtree(storage.join(self.folder, step_name(step)))
+
+    def _agreed_id(self) -> str:
+        return self._broadcast(uuid.uuid4().hex[:8])
+
+    def _broadcast(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _gather(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self._context.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def list_steps(folder: str) -> list[int]:
+    """Committed steps, ascending."""
+    if not storage.exists(folder):
+        return []
+    matches = (STEP_FOLDER.fullmatch(name) for name in storage.list_folder(folder))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def read_manifest(path: str) -> dict[str, Any]:
+    manifest = json.loads(storage.read_text(storage.join(path, MANIFEST)))
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"format_version {manifest['format_version']}, this release reads {FORMAT_VERSION}")
+    return manifest
+
+
+def _commit(attempt: str, path: str, manifest: dict[str, Any]) -> None:
+    """Rank 0 only. Raises OSError when `path` exists: a committed step is never written again."""
+    if os.path.exists(path):
+        raise FileExistsError(f"{path} is already committed")
+    storage.publish_text(storage.join(attempt, MANIFEST), json.dumps(manifest, indent=1))
+    os.rename(attempt, path)
+    _sync_folder(os.path.dirname(path))
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _damage(path: str, expected: dict[str, Any]) -> str:
+    if not os.path.exists(path):
+        return f"{path} is missing"
+    if (size := os.path.getsize(path)) != expected["size_bytes"]:
+        return f"{path} has {size} bytes, its manifest says {expected['size_bytes']}"
+    return "" if storage.sha256_of(path) == expected["sha256"] else f"{path} does not match its checksum"
+
+
+def _misfit(path: str, error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if "Error" in line]
+    return (
+        f"checkpoint {path} does not fit this model, optimizer or plan: {(lines or [str(error)])[-1][:400]}. "
+        "Train with the config in its manifest.json, or choose another run_dir"
+    )
+
+
+def _materialize_state(optimizer: KeyedOptimizer) -> None:
+    """torch optimizers make their state at the first step; loading needs it before (KeyedOptimizer.init_state)."""
+    parts = [part for _, part in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    for part in parts:
+        if isinstance(part, KeyedOptimizerWrapper):
+            part.init_state(sparse_grad_parameter_names=set())

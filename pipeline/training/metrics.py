@@ -1,0 +1,131 @@
+"""Turn predictions into NE, logloss, calibration, label rate (TorchRec's metrics) and exact AUC and AUPRC."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torchrec.metrics.calibration import CalibrationMetric
+from torchrec.metrics.ctr import CTRMetric
+from torchrec.metrics.metrics_config import RecTaskInfo
+from torchrec.metrics.ne import NEMetric
+
+from pipeline.distributed import DistributedContext
+from pipeline.models.task import Prediction
+
+TASK = RecTaskInfo(name="click", label_name="label", prediction_name="prediction", weight_name="weight")
+# TorchRec's metric keys -> ours. Its logloss is in bits (log2), ours in nats as the field reports it.
+NAMES = {"ne-click|{}_ne": "ne", "ne-click|{}_logloss": "logloss", "calibration-click|{}_calibration": "calibration"}
+LABEL_RATE = "ctr-click|{}_ctr"
+
+
+class RunningMetrics:
+    """NE, logloss [nats], calibration (sum of predictions / sum of labels) and label rate over all ranks.
+
+    `window_samples` None: over everything since construction; else over about that many last samples of all ranks.
+    """
+
+    def __init__(self, context: DistributedContext, batch_size: int, window_samples: int | None = None) -> None:
+        def make(metric: type, **extra: bool):  # type: ignore[no-untyped-def]
+            return metric(
+                world_size=context.world_size,
+                my_rank=context.rank,
+                batch_size=batch_size,
+                tasks=[TASK],
+                window_size=max(window_samples or 0, batch_size * context.world_size),
+                compute_on_all_ranks=True,
+                process_group=dist.group.WORLD,
+                **extra,
+            ).to(context.device)
+
+        self._metrics = [make(NEMetric, include_logloss=True), make(CalibrationMetric), make(CTRMetric)]
+        self._prefix = "window" if window_samples else "lifetime"
+
+    def update(self, prediction: Prediction) -> None:
+        values = {
+            "predictions": {TASK.name: torch.sigmoid(prediction.logits.double())},
+            "labels": {TASK.name: prediction.labels.double()},
+            "weights": {TASK.name: prediction.sample_weights.double()},
+        }
+        for metric in self._metrics:
+            metric.update(**values)
+
+    def compute(self) -> dict[str, float]:
+        """Collective: the same numbers on every rank."""
+        raw = {name: float(value) for metric in self._metrics for name, value in metric.compute().items()}
+        values = {ours: raw[theirs.format(self._prefix)] for theirs, ours in NAMES.items()}
+        values["logloss"] *= math.log(2.0)
+        values["label_rate"] = raw[LABEL_RATE.format(self._prefix)]
+        return values
+
+
+class ScoreCollector:
+    """Keeps every sample's logit and label (5 bytes a sample) for metrics that need them all."""
+
+    def __init__(self) -> None:
+        self._logits: list[torch.Tensor] = []
+        self._labels: list[torch.Tensor] = []
+
+    def update(self, prediction: Prediction) -> None:
+        real = prediction.sample_weights > 0
+        self._logits.append(prediction.logits[real].cpu())
+        self._labels.append(prediction.labels[real].to(torch.uint8).cpu())
+
+    def compute(self, context: DistributedContext) -> dict[str, float]:
+        """Collective: exact AUC and AUPRC over all ranks' samples, and their number."""
+        logits = torch.cat(self._logits) if self._logits else torch.empty(0)
+        labels = torch.cat(self._labels) if self._labels else torch.empty(0, dtype=torch.uint8)
+        logits, labels = _gather_to_main(logits, context), _gather_to_main(labels, context)
+        values = torch.zeros(3, dtype=torch.float64)
+        if context.is_main:
+            values = torch.tensor([auc(logits, labels), auprc(logits, labels), len(logits)], dtype=torch.float64)
+        values = values.to(context.device)
+        dist.broadcast(values, src=0)
+        area, precision_area, num_samples = values.tolist()
+        return {"auc": area, "auprc": precision_area, "num_samples": int(num_samples)}
+
+
+def _gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Tensor:
+    """Collective: all ranks' 1-D tensors one after the other on rank 0, an empty tensor elsewhere."""
+    size = torch.tensor([len(local)], device=context.device)
+    sizes = [torch.zeros_like(size) for _ in range(context.world_size)]
+    dist.all_gather(sizes, size)
+    longest = int(max(sizes))
+    padded = torch.zeros(longest, dtype=local.dtype, device=context.device)
+    padded[: len(local)] = local.to(context.device)
+    gathered = [torch.empty_like(padded) for _ in sizes] if context.is_main else None
+    dist.gather(padded, gathered, dst=0)
+    if gathered is None:
+        return local[:0]
+    return torch.cat([part[: int(length)].cpu() for part, length in zip(gathered, sizes, strict=True)])
+
+
+def _curve(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts of positives and of all samples in each group of equal scores, highest score first; float64."""
+    order = torch.argsort(scores, descending=True)
+    _, group_sizes = torch.unique_consecutive(scores[order], return_counts=True)
+    positives_so_far = labels[order].to(torch.int64).cumsum(0)[group_sizes.cumsum(0) - 1]
+    positives = torch.diff(positives_so_far, prepend=torch.zeros(1, dtype=torch.int64))
+    return positives.double(), group_sizes.double()
+
+
+def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    """Exact area under the ROC curve, ties counted half (Mann-Whitney U / (P N)); NaN with one class only."""
+    if len(scores) == 0:
+        return math.nan
+    positives, sizes = _curve(scores, labels)
+    negatives = sizes - positives
+    num_positives, num_negatives = positives.sum(), negatives.sum()
+    above = positives.cumsum(0) - positives
+    concordant = (negatives * (above + positives / 2)).sum()
+    return float(concordant / (num_positives * num_negatives))
+
+
+def auprc(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    """Average precision: the sum over score thresholds of precision times the step in recall."""
+    if len(scores) == 0:
+        return math.nan
+    positives, sizes = _curve(scores, labels)
+    precision = positives.cumsum(0) / sizes.cumsum(0)
+    return float((precision * positives).sum() / positives.sum())

@@ -1,0 +1,99 @@
+"""Turn timed steps into log lines: training metrics, samples/s, share of time that waited for input, memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from pipeline.data.reader import ShardReader
+from pipeline.distributed import DistributedContext
+from pipeline.logs import MetricsWriter, get_logger
+from pipeline.models.task import Prediction
+from pipeline.training.config import TrainerConfig
+from pipeline.training.metrics import RunningMetrics
+
+logger = get_logger("pipeline.training")
+
+
+class StepLog:
+    """Counts training steps alone: evaluation and saving are not on its clock."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        reader: ShardReader,
+        context: DistributedContext,
+        writer: MetricsWriter | None,
+        start_step: int,
+        total_steps: int,
+    ) -> None:
+        self._reader, self._context, self._writer = reader, context, writer
+        self._samples_a_step = config.global_batch_size
+        self._total_steps = total_steps
+        self._running = RunningMetrics(context, reader.batch_size, config.global_batch_size * config.log_every_steps)
+        self._seconds = 0.0
+        self._num_steps = 0
+        self._logged_step = start_step
+        self._logged = self._after_first = (0.0, 0.0)  # seconds, stall seconds
+
+    @contextmanager
+    def timed_step(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - started
+        self._num_steps += 1
+        if self._num_steps == 1:  # the first step also builds: pipeline stages, DDP buckets, threads
+            self._after_first = (self._seconds, self._reader.stall_seconds)
+
+    def update(self, prediction: Prediction) -> None:
+        self._running.update(prediction)
+
+    def write(self, step: int, extra: dict[str, float]) -> None:
+        """Collective: one line for the window since the last."""
+        values = {
+            **self._running.compute(),
+            **self._rates(step - self._logged_step, self._logged),
+            "peak_memory_gb": peak_memory_gb(self._context),
+            **extra,
+        }
+        self._logged, self._logged_step = (self._seconds, self._reader.stall_seconds), step
+        logger.info(
+            "step %d/%d  NE %.4f  %s samples/s  input stall %.1f %%  %.2f GiB  %.0f s left",
+            step,
+            self._total_steps,
+            values["ne"],
+            f"{values['samples_per_s']:,.0f}",
+            values["input_stall_percent"],
+            values["peak_memory_gb"],
+            (self._total_steps - step) * self._seconds / self._num_steps,
+        )
+        if self._writer:
+            self._writer.write("train", step, values)
+
+    def summary(self) -> dict[str, float]:
+        """Collective: rates over all steps but the first."""
+        rates = self._rates(self._num_steps - 1, self._after_first)
+        return {**rates, "peak_memory_gb": peak_memory_gb(self._context)}
+
+    def _rates(self, num_steps: int, since: tuple[float, float]) -> dict[str, float]:
+        seconds = max(self._seconds - since[0], 1e-9)
+        return {
+            "samples_per_s": num_steps * self._samples_a_step / seconds,
+            "input_stall_percent": 100 * (self._reader.stall_seconds - since[1]) / seconds,
+        }
+
+
+def peak_memory_gb(context: DistributedContext) -> float:
+    """Collective: GiB of the rank that needed most; device memory on GPUs, resident memory elsewhere."""
+    if context.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(context.device) / 2**30
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+    value = torch.tensor(peak, device=context.device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)

@@ -1,0 +1,215 @@
+"""Turn batches into updates: a TorchRec train pipeline, schedules, evaluation, saving and logging at their own cadence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.optim.keyed import KeyedOptimizer
+
+from pipeline.checkpoint import Checkpointer
+from pipeline.data.batch import Batch
+from pipeline.data.reader import ShardReader
+from pipeline.distributed import DistributedContext
+from pipeline.logs import MetricsWriter, get_logger
+from pipeline.models.task import CTRTask
+from pipeline.training.config import CheckpointConfig, EarlyStopConfig, ScheduleConfig, TrainerConfig
+from pipeline.training.evaluation import evaluate_model
+from pipeline.training.lr_schedule import apply_schedule
+from pipeline.training.optimizer import clip_dense_gradients
+from pipeline.training.throughput import StepLog
+
+PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
+HIGHER_IS_BETTER = {"auc"}
+logger = get_logger(__name__)
+
+
+@dataclass
+class FitResult:
+    """`throughput` is StepLog.summary(), empty when nothing was left to train; `metrics` are the last evaluation's."""
+
+    step: int
+    stopped_early: bool = False
+    throughput: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class StepOptimizer:
+    """What the train pipeline calls around backward; one step is `accumulation` micro-batches.
+
+    Dense gradients add up over the micro-batches. The fused tables update in each backward, with the loss
+    scaled by 1/accumulation: exactly a larger batch for SGD as long as no row recurs, an approximation else.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: KeyedOptimizer,
+        schedule: ScheduleConfig,
+        trainer: TrainerConfig,
+    ) -> None:
+        self._model, self._optimizer, self._schedule = model, optimizer, schedule
+        self._clip_norm = trainer.gradient_clip_norm
+        self._accumulation = trainer.gradient_accumulation_steps
+        self.micro_step = 0
+
+    @property
+    def step_count(self) -> int:
+        return self.micro_step // self._accumulation
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.micro_step % self._accumulation == 0:
+            apply_schedule(self._optimizer, self._schedule, self.step_count)
+            self._optimizer.zero_grad(set_to_none=set_to_none)  # also hands the new rate to the fused tables
+
+    def step(self) -> None:
+        self.micro_step += 1
+        if self.micro_step % self._accumulation == 0:
+            if self._clip_norm is not None:
+                clip_dense_gradients(self._model, self._clip_norm)
+            self._optimizer.step()
+
+
+class EarlyStop:
+    """Counts evaluations in a row without an improvement; all ranks see the same metrics, so all agree."""
+
+    def __init__(self, config: EarlyStopConfig, best: float | None = None, num_worse: int = 0) -> None:
+        self._config = config
+        self.best, self.num_worse = best, num_worse
+
+    def should_stop(self, metrics: dict[str, float]) -> bool:
+        value = metrics[self._config.metric]
+        value = -value if self._config.metric in HIGHER_IS_BETTER else value
+        if self.best is None or value < self.best - self._config.min_delta:
+            self.best, self.num_worse = value, 0
+        else:
+            self.num_worse += 1
+        return 0 < self._config.patience <= self.num_worse
+
+
+class Trainer:
+    """Every rank builds one and calls fit()."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        schedule: ScheduleConfig,
+        checkpoint: CheckpointConfig,
+        *,
+        model: DistributedModelParallel,
+        task: CTRTask,
+        optimizer: KeyedOptimizer,
+        reader: ShardReader,
+        validation_reader: ShardReader | None,
+        checkpointer: Checkpointer,
+        writer: MetricsWriter | None,
+        context: DistributedContext,
+    ) -> None:
+        self._config, self._save_every = config, checkpoint.save_every_steps
+        self._model, self._task, self._context = model, task, context
+        self._reader, self._validation_reader = reader, validation_reader
+        self._checkpointer, self._writer = checkpointer, writer
+        self._optimizer = StepOptimizer(model, optimizer, schedule, config)
+        self._train_optimizer = optimizer
+        self._accumulation = config.gradient_accumulation_steps
+        self.total_steps = min(config.epochs * reader.steps_per_epoch // self._accumulation, config.max_steps or 2**62)
+        self._last_metrics: dict[str, float] = {}
+        self._early_stop = EarlyStop(config.early_stop)
+
+    def fit(self, restored: dict[str, Any] | None = None) -> FitResult:
+        """Collective: train from the restored manifest's step (None: from 0) to the last step, and save there.
+
+        Raises:
+            NonFiniteLossError: the loss is not finite, under the policy `stop` or too often in a row.
+        """
+        start_step = self._resume_from(restored)
+        if start_step >= self.total_steps:
+            logger.info("step %d of %d: nothing left to train", start_step, self.total_steps)
+            return FitResult(start_step, metrics=self._last_metrics or self._evaluate(start_step))
+        log = StepLog(self._config, self._reader, self._context, self._writer, start_step, self.total_steps)
+        batches = self._micro_batches(start_step)
+        pipeline = self._make_pipeline()
+        step, saved_step, evaluated_step, stopped_early = start_step, start_step, -1, False
+        while step < self.total_steps and not stopped_early:
+            with log.timed_step():
+                for _ in range(self._accumulation):
+                    log.update(pipeline.progress(batches))
+            step += 1
+            if _due(step, self._config.log_every_steps) or step == self.total_steps:
+                log.write(step, {**self._learning_rates(), "num_skipped_steps": self._task.loss.num_skipped})
+            if _due(step, self._config.evaluate_every_steps):
+                stopped_early, evaluated_step = self._early_stop.should_stop(self._evaluate(step, pipeline)), step
+            if _due(step, self._save_every):
+                self._save(step)
+                saved_step = step
+        batches.close()
+        if evaluated_step < step:
+            self._evaluate(step, pipeline)
+        if saved_step < step:
+            self._save(step)
+        return FitResult(step, stopped_early, log.summary(), self._last_metrics)
+
+    def _resume_from(self, restored: dict[str, Any] | None) -> int:
+        if restored is None:
+            return 0
+        self._last_metrics = restored.get("metrics", {})
+        self._early_stop = EarlyStop(self._config.early_stop, **restored.get("early_stop", {}))
+        self._optimizer.micro_step = restored["step"] * self._accumulation
+        return int(restored["step"])
+
+    def _micro_batches(self, start_step: int) -> Iterator[Batch]:
+        """All that is left to train on, epoch after epoch; the pipeline reads a few ahead of the step."""
+        position, end = start_step * self._accumulation, self.total_steps * self._accumulation
+        while position < end:
+            epoch, within = divmod(position, self._reader.steps_per_epoch)
+            count = min(self._reader.steps_per_epoch - within, end - position)
+            yield from islice(self._reader.batches(epoch, start_step=within), count)
+            position += count
+
+    def _make_pipeline(self) -> Any:
+        kind = PIPELINES[self._config.pipeline]
+        extra = {"execute_all_batches": True} if kind is TrainPipelineSparseDist else {}
+        self._model.train()
+        return kind(self._model, self._optimizer, self._context.device, **extra)
+
+    def _evaluate(self, step: int, pipeline: Any = None) -> dict[str, float]:
+        if self._validation_reader is None:
+            return {}
+        if hasattr(pipeline, "detach"):  # the pipeline rewrote the tables' forward for batches of its own
+            pipeline.detach()
+        metrics = evaluate_model(
+            self._model, self._validation_reader, self._context, self._config.evaluate_max_batches, "validation"
+        )
+        logger.info("step %d  validation  %s", step, _described(metrics))
+        if self._writer:
+            self._writer.write("validation", step, metrics)
+        self._last_metrics = metrics
+        return metrics
+
+    def _save(self, step: int) -> None:
+        started = time.monotonic()
+        values = {
+            "reader": {"epoch": step * self._accumulation // self._reader.steps_per_epoch,
+                       "step": step * self._accumulation % self._reader.steps_per_epoch},
+            "metrics": self._last_metrics,
+            "early_stop": {"best": self._early_stop.best, "num_worse": self._early_stop.num_worse},
+        }  # fmt: skip
+        path = self._checkpointer.save(step, values)
+        logger.info("step %d  saved to %s in %.1f s", step, path, time.monotonic() - started)
+
+    def _learning_rates(self) -> dict[str, float]:
+        groups = self._train_optimizer.param_groups
+        return {"lr_" + str(group.get("name", index)): float(group["lr"]) for index, group in enumerate(groups)}
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _described(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:,.4f}".replace(".0000", "") for name, value in metrics.items())

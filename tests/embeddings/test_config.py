@@ -1,0 +1,56 @@
+"""Tables resolve against a data set, or say what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.embeddings.config import InitConfig, TableConfig, resolve_tables
+from tests.datasets import described_dataset
+
+DATASET = described_dataset({"user": 100, "item": 5000, "context": 7})
+
+
+def test_every_feature_gets_a_table_of_its_cardinality() -> None:
+    tables = resolve_tables({"default": TableConfig(embedding_dim=16)}, DATASET)
+    assert [(table.name, table.num_embeddings, table.embedding_dim) for table in tables] == [
+        ("user", 100, 16), ("item", 5000, 16), ("context", 7, 16),
+    ]  # fmt: skip
+
+
+def test_a_table_overrides_the_default_field_by_field() -> None:
+    tables = resolve_tables(
+        {
+            "default": TableConfig(embedding_dim=16, pooling="mean", init=InitConfig("normal", 0.1)),
+            "item": TableConfig(num_embeddings=6000, embedding_dim=32),
+        },
+        DATASET,
+    )
+    item = tables[1]
+    assert (item.num_embeddings, item.embedding_dim, item.pooling, item.init.scale) == (6000, 32, "mean", 0.1)
+    assert tables[0].embedding_dim == 16
+
+
+def test_a_shared_table_holds_the_largest_of_its_features_and_stands_at_the_first() -> None:
+    tables = resolve_tables({"shared": TableConfig(feature_names=["user", "context"])}, DATASET)
+    assert [(table.name, table.feature_names, table.num_embeddings) for table in tables] == [
+        ("shared", ["user", "context"], 100), ("item", ["item"], 5000),
+    ]  # fmt: skip
+
+
+def test_multi_hot_sizes_replace_the_pooling_factor() -> None:
+    tables = resolve_tables({}, DATASET, multi_hot={"item": 20})
+    assert [table.pooling_factors for table in tables] == [[1.0], [20.0], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"itme": TableConfig()}, "embeds feature 'itme'.*did you mean 'item'"),
+        ({"item": TableConfig(num_embeddings=10)}, "num_embeddings=10 but the data's ids reach 4999.*max_size=9"),
+        ({"a": TableConfig(feature_names=["item"]), "item": TableConfig()}, "'item' is in tables 'a' and 'item'"),
+        ({"default": TableConfig(num_embeddings=10)}, "belong to one table"),
+    ],
+)
+def test_tables_that_do_not_fit_the_data_are_refused(tables: dict[str, TableConfig], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_tables(tables, DATASET)
