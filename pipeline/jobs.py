@@ -1,0 +1,73 @@
+"""Say what each verb needs to know: one dataclass a verb, made of its parts' own configs (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.checks import check_above, check_at_least, check_choice
+from pipeline.data.config import DataConfig
+from pipeline.data.dataset import SPLITS
+from pipeline.embeddings.config import TableConfig
+from pipeline.models.config import ModelConfig
+from pipeline.planner.config import HardwareConfig, PlannerConfig
+from pipeline.training.config import CheckpointConfig, CommsConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
+
+
+@dataclass
+class PrepareJob:
+    """source: a file, a folder or a glob; the shards and dataset.json go to data.path."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    source: str = "???"
+    memory_limit_gb: float = 2.0
+    threads: int | None = None  # None: all cores
+    temp_dir: str | None = None  # None: beside data.path
+
+    def __post_init__(self) -> None:
+        check_above("memory_limit_gb", self.memory_limit_gb, 0.0)
+        check_at_least("threads", self.threads, 1, allow_none=True)
+
+
+@dataclass
+class TrainJob:
+    """`world_size` is set by torchrun; elsewhere it says for how many ranks to validate or plan."""
+
+    name: str = "???"
+    run_dir: str = "runs/${name}"
+    world_size: int = 1
+    data: DataConfig = field(default_factory=DataConfig)
+    tables: dict[str, TableConfig] = field(default_factory=dict)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    comms: CommsConfig = field(default_factory=CommsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        check_at_least("world_size", self.world_size, 1)
+
+
+@dataclass
+class PlanJob(TrainJob):
+    """The train job, planned for `world_size` ranks of `hardware` and written to planner.plan_file."""
+
+
+@dataclass
+class EvaluateJob:
+    """run: a run folder; step None takes its newest checkpoint; batch size None takes the training one."""
+
+    run: str = "???"
+    split: str = "test"
+    step: int | None = None
+    global_batch_size: int | None = None
+    max_batches: int | None = None
+    world_size: int = 1
+    data_path: str | None = None  # None: the data set the run was trained on
+
+    def __post_init__(self) -> None:
+        check_choice("split", self.split, SPLITS)
+        check_at_least("global_batch_size", self.global_batch_size, 1, allow_none=True)
+        check_at_least("max_batches", self.max_batches, 1, allow_none=True)
