@@ -92,14 +92,51 @@ class ReaderConfig:
         check_at_least("reader.decode_threads", self.decode_threads, 1)
 
 
+def check_batch_geometry(global_batch_size: int, num_streams: int, world_size: int) -> None:
+    """Raise ValueError unless every rank owns the same number of streams and every stream gives a batch the same rows."""
+    if num_streams % world_size:
+        ranks = [n for n in range(1, num_streams + 1) if num_streams % n == 0]
+        raise ValueError(
+            f"data.reader.num_streams={num_streams} cannot be dealt evenly to {world_size} ranks: run on "
+            f"{_either(ranks)} ranks, or set data.reader.num_streams={_either(_multiples_near(num_streams, world_size))} "
+            "(another number of streams is another order of rows)"
+        )
+    if global_batch_size % num_streams:
+        streams = [n for n in range(world_size, global_batch_size + 1, world_size) if global_batch_size % n == 0]
+        nearest = min(streams, key=lambda n: (abs(n - num_streams), n), default=None)
+        raise ValueError(
+            f"a global batch of {global_batch_size} rows cannot be dealt evenly to data.reader.num_streams={num_streams}: "
+            f"use a global batch size of {_either(_multiples_near(global_batch_size, num_streams))}"
+            + (f", or data.reader.num_streams={nearest}" if nearest else "")
+        )
+
+
+def _multiples_near(value: int, factor: int) -> List[int]:
+    below = value // factor * factor
+    return [n for n in (below, below + factor) if n]
+
+
+def _either(choices: List[int]) -> str:
+    *others, last = [str(choice) for choice in choices]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 @dataclass
 class SyntheticConfig:
-    """A generated data set with a planted teacher, for `python -m pipeline.data.synthetic`."""
+    """A generated data set with a planted teacher, for `python -m pipeline.data.synthetic`, in Criteo's format.
 
-    num_rows: int = 400_000
-    num_dense: int = 13
-    cardinalities: List[int] = field(default_factory=lambda: [50, 100, 1000, 5000, 20000])
-    zipf_exponent: float = 1.1
+    Ids have probability ~ rank^-zipf_exponent among the feature's `cardinalities` (26 of them). The teacher's logits
+    have standard deviation `teacher_scale`; `num_interactions` pairs of the smallest features interact.
+    """
+
+    num_rows: int = 800_000
+    cardinalities: List[int] = field(
+        default_factory=lambda: [
+            3, 4, 6, 8, 10, 12, 15, 18, 20, 25, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 800, 1000, 2000, 5000, 10000, 20000
+        ]
+    )  # fmt: skip
+    zipf_exponent: float = 1.2
+    num_interactions: int = 5
     teacher_scale: float = 1.5
     positive_rate: float = 0.25
     seed: int = 0
@@ -107,7 +144,14 @@ class SyntheticConfig:
     def __post_init__(self) -> None:
         check_at_least("synthetic.num_rows", self.num_rows, 1)
         check_above("synthetic.zipf_exponent", self.zipf_exponent, 0.0)
+        check_above("synthetic.teacher_scale", self.teacher_scale, 0.0)
         check_within("synthetic.positive_rate", self.positive_rate, 0.001, 0.999)
+        check_within("synthetic.num_interactions", self.num_interactions, 0, len(self.cardinalities) // 2)
+        if len(self.cardinalities) != 26 or min(self.cardinalities) < 1:
+            raise ValueError(
+                f"synthetic.cardinalities has {len(self.cardinalities)} values, the least {min(self.cardinalities, default=0)}; "
+                "Criteo's format has 26 categorical features of at least 1 id each"
+            )
 
 
 @dataclass

@@ -1,0 +1,87 @@
+"""Turn an iterator into one that a background thread keeps a few items ahead of its consumer."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+JOIN_TIMEOUT_S = 30.0
+
+
+class _Buffer(Generic[Item]):
+    """What consumer and thread share. Holds no reference to the Prefetcher, so that dropping that ends the thread."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.items: deque[Item] = deque()
+        self.error: BaseException | None = None
+        self.ended = False
+        self.stopped = False
+        self.changed = threading.Condition()
+
+    def fill(self, source: Generator[Item, None, None]) -> None:
+        """The thread: runs until the source ends or fails, or the consumer stops it."""
+        try:
+            for item in source:
+                with self.changed:
+                    self.items.append(item)
+                    self.changed.notify_all()
+                    self.changed.wait_for(lambda: self.stopped or len(self.items) < self.depth)
+                    if self.stopped:
+                        break
+        except BaseException as error:  # the consumer raises it
+            self.error = error
+        finally:
+            source.close()
+            with self.changed:
+                self.ended = True
+                self.changed.notify_all()
+
+    def stop(self, thread: threading.Thread) -> None:
+        with self.changed:
+            self.stopped = True
+            self.items.clear()
+            self.changed.notify_all()
+        if thread is not threading.current_thread():  # the garbage collector may run anywhere
+            thread.join(JOIN_TIMEOUT_S)
+
+
+class Prefetcher(Iterator[Item]):
+    """Items of `source`, in order; an exception of the thread is raised after the items before it, and from then on.
+
+    The thread ends with the source, at close(), when this object is garbage collected, and at interpreter exit.
+    waited: called with the seconds that a next() had to wait.
+    """
+
+    def __init__(
+        self, source: Generator[Item, None, None], depth: int, name: str, waited: Callable[[float], None]
+    ) -> None:
+        self._buffer: _Buffer[Item] = _Buffer(depth)
+        self._waited = waited
+        thread = threading.Thread(target=self._buffer.fill, args=(source,), name=name, daemon=True)
+        thread.start()
+        self._stop = weakref.finalize(self, self._buffer.stop, thread)
+
+    def __next__(self) -> Item:
+        buffer = self._buffer
+        with buffer.changed:
+            if not buffer.items and not buffer.ended:
+                began = time.perf_counter()
+                buffer.changed.wait_for(lambda: buffer.items or buffer.ended)
+                self._waited(time.perf_counter() - began)
+            if buffer.items:
+                item = buffer.items.popleft()
+                buffer.changed.notify_all()
+                return item
+        if buffer.error is not None and not buffer.stopped:
+            raise buffer.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the thread and drops what it had read ahead; further next() calls raise StopIteration."""
+        self._stop()
