@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
@@ -41,10 +41,12 @@ __all__ = [
     "load_saved_job",
     "main",
     "print_user_errors",
+    "run_verb",
     "save_job",
 ]
 
 Job = TypeVar("Job")
+Result = TypeVar("Result")
 CONFIG_NAMES: dict[type, str] = {
     PrepareJob: "prepare", PlanJob: "plan", TrainJob: "train", EvaluateJob: "evaluate",
 }  # fmt: skip
@@ -66,6 +68,31 @@ def main(job_type: type[Job], doc: str | None) -> Job:
     return job
 
 
+def run_verb(
+    job_type: type[Job], verb: Callable[[Job], Result], doc: str | None, describe: Callable[[Result], str] | None = None
+) -> None:
+    """A verb's command line: compose the job, run it, and print on rank 0 what came of it."""
+    job = main(job_type, doc)
+    with print_user_errors():
+        result = _record_for_torchrun(verb)(job)
+        if describe is not None and is_rank_zero():
+            print(describe(result), flush=True)
+
+
+def _record_for_torchrun(verb: Callable[[Job], Result]) -> Callable[[Job], Result]:
+    """Under torchrun an error also goes to the file from which torchrun tells which rank failed, and why."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return verb
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    recorded: Callable[[Job], Result] = record(verb)
+    return recorded
+
+
+def is_rank_zero() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def print_user_errors() -> Iterator[None]:
     """End the process with one line instead of a traceback for a ValueError that our own checks raised.
@@ -78,7 +105,7 @@ def print_user_errors() -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         if Path(__file__).parent not in Path(frames[-1].filename).parents:
             raise
-        if os.environ.get("RANK", "0") == "0":  # every rank finds the same error: it is said once
+        if is_rank_zero():  # every rank finds the same error: it is said once
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR)
 
