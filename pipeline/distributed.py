@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -46,16 +45,12 @@ def init_distributed(backend: str = "auto", timeout_s: float = 300.0) -> Distrib
         dist.init_process_group(
             chosen, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), store=store
         )
+        atexit.register(_leave)
     return DistributedContext(
         rank, world_size, local_rank, int(environ.get("LOCAL_WORLD_SIZE", world_size)), device, chosen
     )
 
 
-@contextmanager
-def rank_zero_first(context: DistributedContext) -> Iterator[None]:
-    """Collective: rank 0 runs the body, then the others."""
-    if not context.is_main:
-        dist.barrier()
-    yield
-    if context.is_main:
-        dist.barrier()
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
