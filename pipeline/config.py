@@ -23,6 +23,7 @@ from pipeline import storage
 from pipeline.checks import did_you_mean
 from pipeline.compose import CONFIG_NAMES, compose_job, config_folders, group_options, instantiate, near_field
 from pipeline.jobs import EvaluateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.logs import configure_logging
 from pipeline.models.config import MODEL_CONFIGS
 
 __all__ = [
@@ -63,6 +64,7 @@ def run_verb(
 ) -> None:
     """A verb's command line: compose the job, run it, and print on rank 0 what came of it."""
     job = main(job_type, doc)
+    configure_logging(int(os.environ.get("RANK", "0")))
     with print_user_errors():
         result = _record_for_torchrun(verb)(job)
         if describe is not None and is_rank_zero():
