@@ -1,0 +1,171 @@
+"""Turn an EmbeddingBagCollection on meta into its sharded form, with TorchRec's silent traps mended or refused.
+
+Each trap below was seen on torchrec 1.8; all but the optimizer ones concern every plan that a planner may draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from pipeline.data.batch import ID_DTYPE, LENGTH_DTYPE
+from pipeline.training.sharding_checks import check_sharding, optimizer_class_of
+from pipeline.training.table_init import initialize_tables
+
+ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
+MEAN, SUM = PoolingType.MEAN.value, PoolingType.SUM.value
+
+
+class ShardedTables(ShardedEmbeddingBagCollection):
+    """TorchRec's sharded collection behind a check of what comes in."""
+
+    tables_without_optimizer: list[str]
+
+    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Any:
+        """Collective.
+
+        Raises:
+            ValueError: ids or lengths of another dtype than the one that all ranks have agreed on.
+        """
+        dtypes = (features.values().dtype, features.lengths().dtype)
+        if dtypes != (ID_DTYPE, LENGTH_DTYPE):
+            raise ValueError(
+                f"sparse_features have {dtypes[0]} ids and {dtypes[1]} lengths; every rank must send {ID_DTYPE} ids and "
+                f"{LENGTH_DTYPE} lengths, for where dtypes differ between ranks the ids arrive as garbage. "
+                "Build batches with pipeline.data.batch.keyed_jagged_tensor"
+            )
+        if self._device is not None and self._device.type == "cpu":
+            # A train pipeline may switch this on; on CPU it would free the caller's batch, not a copy of it.
+            self._free_features_storage_early = False
+        awaitable = super().input_dist(ctx, features)
+        if self._has_mean_pooling_callback and features.weights_or_none() is None:
+            # TorchRec adds 1e-6 to every length, also to the 1 of the tables that are not to be divided.
+            ctx.divisor = ctx.divisor.round_().clamp_(min=1)
+        return awaitable
+
+
+class TableSharder(EmbeddingBagCollectionSharder):
+    """Shards tables by any sharding type on any device, and draws their weights from `seed` alone."""
+
+    def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None, seed: int = 0) -> None:
+        super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
+        self._seed = seed
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        # On cpu TorchRec leaves out what needs a reduce-scatter, which gloo has had since torch 2.8.
+        return super().sharding_types("cuda" if compute_device_type == "cpu" else compute_device_type)
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedTables:
+        """Collective.
+
+        Raises:
+            ValueError: the plan asks for what TorchRec would do wrongly without saying so.
+        """
+        device = device or torch.device("cpu")
+        check_sharding(module, params, device)
+        _give_each_parameter_its_own_kwargs(module)
+        configs = module.embedding_bag_configs()
+        grid_means = [
+            config
+            for config in configs
+            if config.pooling == PoolingType.MEAN and params[config.name].sharding_type == "grid_shard"
+        ]
+        with _pooled_as_sum(grid_means), _not_drawn(configs):
+            sharded = ShardedTables(
+                module=module,
+                table_name_to_parameter_sharding=params,
+                env=env,
+                fused_params=self.fused_params,
+                device=device,
+                qcomm_codecs_registry=self.qcomm_codecs_registry,
+                module_fqn=module_fqn,
+            )
+        _mend_mean_pooling(sharded, configs, grid_means, params)
+        sharded.tables_without_optimizer = [
+            name for name, weight in self.shardable_parameters(module).items() if optimizer_class_of(weight) is None
+        ]
+        initialize_tables(sharded, self._seed)
+        return sharded
+
+
+def _give_each_parameter_its_own_kwargs(module: EmbeddingBagCollection) -> None:
+    """TorchRec renames `lr` inside the dict that apply_optimizer_in_backward was given, and all tables share it."""
+    for weight in module.parameters():
+        if hasattr(weight, "_optimizer_kwargs"):
+            weight._optimizer_kwargs = [dict(kwargs) for kwargs in weight._optimizer_kwargs]
+
+
+@contextmanager
+def _pooled_as_sum(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
+    """Under grid_shard each rank sees some of a bag's rows: their mean is not a part of the bag's mean, their sum is."""
+    for config in configs:
+        config.pooling = PoolingType.SUM
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.pooling = PoolingType.MEAN
+
+
+@contextmanager
+def _not_drawn(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
+    """Without TorchRec's own draw from the rank's random state: initialize_tables overwrites it anyway."""
+    init_fns = [config.init_fn for config in configs]
+    for config in configs:
+        config.init_fn = _keep
+    try:
+        yield
+    finally:
+        for config, init_fn in zip(configs, init_fns, strict=True):
+            config.init_fn = init_fn
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _mend_mean_pooling(
+    sharded: ShardedTables,
+    configs: list[EmbeddingBagConfig],
+    grid_means: list[EmbeddingBagConfig],
+    params: dict[str, ParameterSharding],
+) -> None:
+    """Let TorchRec divide the sums of row-sharded MEAN tables by the bags' lengths, and no other table's.
+
+    It divides every feature that is not on its list of row-sharded SUM features; tables that are not sharded
+    by rows are on no list. Putting them on the SUM list makes their divisor 1.
+    """
+    features = sharded._pooling_type_to_rs_features
+    for config in grid_means:
+        features[MEAN].extend(config.feature_names)
+    sharded._has_mean_pooling_callback = MEAN in features
+    if not sharded._has_mean_pooling_callback:
+        return
+    for config in configs:
+        if config not in grid_means and params[config.name].sharding_type not in ROW_SHARDING_TYPES:
+            features[SUM].extend(config.feature_names)
+    if twice := set(features[MEAN]) & set(features[SUM]):
+        # The divisor goes by feature, so the tables of one feature cannot differ in it.
+        raise ValueError(
+            f"feature {sorted(twice)[0]!r} is in a row-sharded MEAN table and in a table of another pooling or sharding; "
+            "give both the same, or the feature to one table"
+        )

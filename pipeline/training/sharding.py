@@ -1,0 +1,78 @@
+"""Turn a model with tables on meta and a ShardingPlan into a DistributedModelParallel that trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+
+from pipeline.distributed import DistributedContext
+from pipeline.embeddings.config import Table
+from pipeline.logs import get_logger
+from pipeline.training.comms import describe_comms, make_codecs
+from pipeline.training.config import CommsConfig
+from pipeline.training.sharder import TableSharder
+from pipeline.training.sharding_checks import (
+    check_dense_layers_can_be_drawn,
+    check_plan_covers_tables,
+    check_plan_is_exact,
+)
+
+logger = get_logger(__name__)
+
+
+def make_sharders(comms: CommsConfig, seed: int = 0) -> list[ModuleSharder[nn.Module]]:
+    """What a planner enumerates sharding types with, and shard_model shards with."""
+    return [TableSharder(make_codecs(comms), seed)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
+
+
+def shard_model(
+    model: nn.Module,
+    plan: ShardingPlan,
+    comms: CommsConfig,
+    context: DistributedContext,
+    *,
+    seed: int = 0,
+    tables: list[Table] | None = None,
+) -> DistributedModelParallel:
+    """Collective: place tables by `plan`, replicate the dense layers, draw what is on meta from `seed`.
+
+    Every rank passes the same seed; the first weights do not depend on plan or world size. With `tables`, column
+    shards under a row-wise optimizer are refused unless the table's config names them.
+
+    Raises:
+        ValueError: the plan does not fit the model, or asks for what would silently go wrong.
+    """
+    check_plan_covers_tables(model, plan)
+    check_dense_layers_can_be_drawn(model)
+    if tables is not None:
+        check_plan_is_exact(model, plan, tables)
+    world = dist.GroupMember.WORLD
+    assert world is not None, "init_distributed comes first"
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(world),
+        device=context.device,
+        plan=plan,
+        sharders=make_sharders(comms, seed),
+        init_data_parallel=False,
+        init_parameters=False,
+        # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
+    )
+    sharded.init_parameters = True  # only now, so that dense layers on meta are drawn from the seed
+    with torch.random.fork_rng(devices=[context.device] if context.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        sharded.init_data_parallel()
+    _log(plan, comms)
+    return sharded
+
+
+def _log(plan: ShardingPlan, comms: CommsConfig) -> None:
+    kinds = Counter(sharding.sharding_type for shardings in plan.plan.values() for sharding in shardings.values())
+    logger.info("tables: %s", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
+    logger.info("comms: %s", ", ".join(f"{name} {what}" for name, what in describe_comms(comms).items()))
