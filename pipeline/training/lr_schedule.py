@@ -1,0 +1,34 @@
+"""Turn an LRSchedule and a step into a factor on the learning rate, and set it: no state, so a resume is exact."""
+
+from __future__ import annotations
+
+import math
+
+from pipeline.training.config import LRSchedule, ScheduleConfig
+from pipeline.training.optimizer import TrainingOptimizer
+
+
+def lr_factor(schedule: LRSchedule, step: int) -> float:
+    """The factor of update `step`, counted from 0.
+
+    Warm-up ends at 1 with its last step and does not waste the first: (step + 1) / warmup_steps.
+    t = (step - decay_start_step) / decay_steps, held at 1 afterwards (`step` goes on decaying).
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant" or step < schedule.decay_start_step:
+        return 1.0
+    decayed = step - schedule.decay_start_step
+    t = min(1.0, decayed / schedule.decay_steps)
+    if schedule.kind == "poly":
+        factor = (1.0 - t) ** schedule.power
+    elif schedule.kind == "cosine":
+        factor = 0.5 * (1.0 + math.cos(math.pi * t))
+    else:
+        factor = schedule.gamma ** (decayed // schedule.decay_steps)
+    return max(schedule.end_factor, factor)
+
+
+def apply_schedule(optimizer: TrainingOptimizer, schedule: ScheduleConfig, step: int) -> None:
+    """Set the learning rates of update `step`; call it before that step's backward, where the tables update."""
+    optimizer.scale_learning_rates(lr_factor(schedule.sparse, step), lr_factor(schedule.dense, step))

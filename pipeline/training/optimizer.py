@@ -1,0 +1,165 @@
+"""Turn a sharded model into one optimizer: fused tables, replicated tables and dense layers, each parameter once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from pipeline.training.config import DenseOptimizerConfig, OptimizerConfig
+from pipeline.training.sharder import ShardedTables
+from pipeline.training.sparse_optimizer import STEP_COUNTING, ReplicatedTablesOptimizer, materialize_state
+
+
+class DenseOptimizer(KeyedOptimizerWrapper):
+    """A torch optimizer by parameter name, whose state is there before the first step."""
+
+    def __init__(self, params: dict[str, nn.Parameter], config: DenseOptimizerConfig) -> None:
+        super().__init__(params, lambda weights: _make_dense(weights, config))
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Nothing to do; the dummy step that others need here would count as a step of Adam."""
+
+
+class TrainingOptimizer(CombinedOptimizer):
+    """What the trainer steps, schedules and checkpoints.
+
+    state_dict() is the same before the first step and after, and the same for a table whether it is fused or
+    replicated, so torch.distributed.checkpoint loads it in place and reshards it. `num_steps` counts step().
+    """
+
+    def __init__(
+        self,
+        fused: KeyedOptimizer,
+        replicated: ReplicatedTablesOptimizer | None,
+        dense: DenseOptimizer | None,
+        config: OptimizerConfig,
+    ) -> None:
+        parts = [fused, replicated, dense]
+        super().__init__([part for part in parts if part is not None])
+        self._fused, self._replicated, self._dense = fused, replicated, dense
+        self._config = config
+        self.num_steps = 0
+        for name, groups in (("sparse", self._sparse_groups()), ("dense", self._dense_groups())):
+            for group in groups:
+                group["name"] = name
+
+    def _sparse_groups(self) -> list[Any]:
+        return [*self._fused.param_groups, *(self._replicated.param_groups if self._replicated else [])]
+
+    def _dense_groups(self) -> list[Any]:
+        return list(self._dense.param_groups) if self._dense else []
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.num_steps += 1
+
+    def scale_learning_rates(self, sparse_factor: float, dense_factor: float) -> None:
+        """Set every rate to its configured one times the factor, at once also inside the fused tables."""
+        for group in self._sparse_groups():
+            group["lr"] = self._config.sparse.lr * sparse_factor
+        for group in self._dense_groups():
+            group["lr"] = self._config.dense.lr * dense_factor
+        self._fused.zero_grad()  # hands the rate to FBGEMM and does nothing else: there are no gradients
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._config.sparse.name in STEP_COUNTING:
+            steps = self._replicated.num_steps if self._replicated else self.num_steps
+            state["num_steps"] = torch.tensor(steps)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if "num_steps" in state_dict:
+            self.num_steps = int(state_dict["num_steps"])
+            for part in (self._fused, self._replicated):
+                if part is not None:
+                    part.set_optimizer_step(self.num_steps)
+
+
+def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) -> TrainingOptimizer:
+    """The optimizer of a model on which apply_sparse_optimizer was called with the same config before sharding.
+
+    Raises:
+        ValueError: a table without an optimizer, or settings that its place in the plan does not allow.
+    """
+    if forgotten := sorted(name for tables in _sharded_tables(model) for name in tables.tables_without_optimizer):
+        raise ValueError(
+            f"table(s) {', '.join(forgotten)} were sharded without an optimizer and would train by FBGEMM's default, "
+            "SGD at 0.01; call apply_sparse_optimizer before shard_model"
+        )
+    tables, layers = replicated_tables(model), dense_parameters(model)
+    replicated = ReplicatedTablesOptimizer(tables, config.sparse) if tables else None
+    dense = DenseOptimizer(layers, config.dense) if layers else None
+    parts: list[KeyedOptimizer | None] = [model.fused_optimizer, replicated, dense]
+    assert_every_parameter_has_one_optimizer(model, [part for part in parts if part is not None])
+    return TrainingOptimizer(model.fused_optimizer, replicated, dense, config)
+
+
+def _make_dense(weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    betas = (config.beta1, config.beta2)
+    optimizer: torch.optim.Optimizer
+    if config.name == "sgd":
+        optimizer = torch.optim.SGD(weights, momentum=config.momentum, **common)
+    elif config.name == "adagrad":
+        optimizer = torch.optim.Adagrad(weights, eps=config.eps, **common)
+    else:
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
+        optimizer = kind(weights, eps=config.eps, betas=betas, **common)
+    materialize_state(optimizer)
+    return optimizer
+
+
+def _sharded_tables(model: DistributedModelParallel) -> Iterator[ShardedTables]:
+    return (module for module in model.module.modules() if isinstance(module, ShardedTables))
+
+
+def replicated_tables(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
+    """Name -> weights of the data_parallel tables."""
+    mine = {id(bag.weight) for tables in _sharded_tables(model) for bag in tables.embedding_bags.values()}
+    outside = in_backward_optimizer_filter(model.named_parameters())
+    return {name: weight for name, weight in outside if id(weight) in mine and weight.requires_grad}
+
+
+def dense_parameters(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
+    """Name -> all that trains and is no table."""
+    tables = replicated_tables(model)
+    outside = in_backward_optimizer_filter(model.named_parameters())
+    return {name: weight for name, weight in outside if name not in tables and weight.requires_grad}
+
+
+def assert_every_parameter_has_one_optimizer(
+    model: DistributedModelParallel, optimizers: Sequence[KeyedOptimizer]
+) -> None:
+    """Raises ValueError that names the parameters, tables among them, which no optimizer or more than one would train."""
+    counts: dict[str, int] = {
+        name: 0
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and weight.numel()  # empty: a table of which this rank holds nothing
+    }
+    for optimizer in optimizers:
+        for name in optimizer.params:
+            counts[name] = counts.get(name, 0) + 1
+    uncovered = sorted(name for name, count in counts.items() if count == 0)
+    doubled = sorted(name for name, count in counts.items() if count > 1)
+    if uncovered:
+        raise ValueError(f"no optimizer trains {', '.join(uncovered)}: they would stay at their first values for ever")
+    if doubled:
+        raise ValueError(f"more than one optimizer trains {', '.join(doubled)}: give each parameter to one")
+
+
+def clip_dense_gradients(model: DistributedModelParallel, max_norm: float) -> torch.Tensor:
+    """Scale the dense layers' gradients to a norm of at most `max_norm`; their norm before.
+
+    Call it after backward: DDP has averaged the gradients by then, so the norm of one rank is that of all.
+    Tables stay out: fused ones have no gradient to clip, and replicated ones follow them, so that the step does not
+    depend on the plan.
+    """
+    return torch.nn.utils.clip_grad_norm_(dense_parameters(model).values(), max_norm)
