@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -47,6 +48,9 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if comm := sys.modules.get("torchrec.distributed.comm"):
+                # TorchRec keeps the groups of a host and across hosts for the life of a process.
+                comm._INTRA_PG = comm._CROSS_PG = None  # type: ignore[attr-defined]
 
 
 class RankPool:
