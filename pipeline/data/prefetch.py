@@ -29,11 +29,11 @@ class _Buffer(Generic[Item]):
         try:
             for item in source:
                 with self.changed:
-                    self.items.append(item)
-                    self.changed.notify_all()
                     self.changed.wait_for(lambda: self.stopped or len(self.items) < self.depth)
                     if self.stopped:
                         break
+                    self.items.append(item)
+                    self.changed.notify_all()
         except BaseException as error:  # the consumer raises it
             self.error = error
         finally:

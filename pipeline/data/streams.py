@@ -45,7 +45,7 @@ def keyed_permutation(size: int, *key: int) -> NDArray[np.int64]:
     state: NDArray[np.uint64] = np.zeros(1, np.uint64)
     for word in key:
         state = mix(state ^ np.uint64(word % 2**64))
-    round_keys = mix(state + np.arange(2 * NUM_ROUNDS, dtype=np.uint64)).astype(np.uint32).reshape(NUM_ROUNDS, 2)
+    round_keys = mix(state + np.arange(2 * NUM_ROUNDS).astype(np.uint64)).astype(np.uint32).reshape(NUM_ROUNDS, 2)
     bits = max(1, (size - 1).bit_length())
     words = np.arange(2**bits, dtype=np.uint32)
     for factor, offset in round_keys:

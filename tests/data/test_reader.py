@@ -1,0 +1,374 @@
+"""The promises of ShardReader: same global batches at any world size, every row once, exact resume, loud errors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from iopath.common.file_io import PathHandler
+
+from pipeline import storage
+from pipeline.data.batch import Batch
+from pipeline.data.config import ReaderConfig
+from pipeline.data.dataset import Dataset
+from pipeline.data.decode import Block
+from pipeline.data.reader import ShardReader
+from pipeline.data.streams import Segment
+from tests.data.shard_files import MAX_TAGS, NUM_BUCKETS, tags_of, write_dataset
+
+RAGGED = [[20, 1, 7], [3], [16, 16, 16, 5], [1, 1, 1, 1], [9, 30]]
+NUM_ROWS = sum(map(sum, RAGGED))  # 127
+ORDERS = [(shuffle, drop_last) for shuffle in ("row_groups", "none") for drop_last in (True, False)]
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Dataset]:
+    folder = tmp_path_factory.mktemp("ragged")
+    return str(folder), write_dataset(folder, RAGGED)
+
+
+def make_reader(data: tuple[str, Dataset], rank: int = 0, world_size: int = 1, **changes: Any) -> ShardReader:
+    config = ReaderConfig(num_streams=4, prefetch_batches=2)
+    config = replace(config, **{key: changes.pop(key) for key in [*changes] if hasattr(config, key)})
+    arguments = {"global_batch_size": 16, "seed": 7} | changes
+    return ShardReader(*data, "train", rank=rank, world_size=world_size, config=config, **arguments)
+
+
+def epoch_of(reader: ShardReader, epoch: int = 0, start_step: int = 0) -> list[Batch]:
+    return list(reader.batches(epoch, start_step))
+
+
+KEYS = ("row", "bucket", "tags", "last")
+
+
+def samples_of(batch: Batch) -> list[tuple[Any, ...]]:
+    """Every sample as (dense, ids of each feature, label, weight)."""
+    bags = {key: tensor.to_dense() for key, tensor in batch.sparse_features.to_dict().items()}
+    return [
+        (
+            tuple(batch.dense_features[i].tolist()),
+            *(tuple(bags[key][i].tolist()) for key in KEYS),
+            batch.labels[i].item(),
+            batch.sample_weights[i].item(),
+        )
+        for i in range(batch.batch_size)
+    ]
+
+
+def rows_of(batches: list[Batch]) -> list[int]:
+    """Row numbers in reading order, padding left out."""
+    return [row for batch in batches for row in batch.sparse_features["row"].values().tolist()]
+
+
+def sample_of(row: int) -> tuple[Any, ...]:
+    ids = ((row,), (row * 7 % NUM_BUCKETS,), tuple(tags_of(row)), (row % 11,))
+    return ((float(row), float(-row)), *ids, float(row % 3 == 0), 1.0)
+
+
+PADDING = ((0.0, 0.0), (), (), (), (), 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("shuffle", "drop_last"), ORDERS)
+def test_1_2_and_4_ranks_see_the_same_global_batches(
+    ragged: tuple[str, Dataset], shuffle: str, drop_last: bool
+) -> None:
+    def global_batches(world_size: int) -> list[list[tuple[Any, ...]]]:
+        readers = [
+            make_reader(ragged, rank, world_size, shuffle=shuffle, drop_last=drop_last, multi_hot={"bucket": 3})
+            for rank in range(world_size)
+        ]
+        epochs = [epoch_of(reader, 1) for reader in readers]
+        assert {len(batches) for batches in epochs} == {readers[0].steps_per_epoch}
+        assert {batch.batch_size for batches in epochs for batch in batches} == {16 // world_size}
+        return [[sample for batch in step for sample in samples_of(batch)] for step in zip(*epochs, strict=True)]
+
+    alone = global_batches(1)
+    assert len(alone) == (NUM_ROWS // 16 if drop_last else -(-NUM_ROWS // 16))
+    assert global_batches(2) == alone
+    assert global_batches(4) == alone
+
+
+@pytest.mark.parametrize("shuffle", ["row_groups", "none"])
+def test_an_epoch_reads_every_row_once_but_for_less_than_a_batch(ragged: tuple[str, Dataset], shuffle: str) -> None:
+    batches = epoch_of(make_reader(ragged, shuffle=shuffle))
+    rows = rows_of(batches)
+    assert len(rows) == len(set(rows)) == NUM_ROWS // 16 * 16
+    assert [sample for batch in batches for sample in samples_of(batch)] == [sample_of(row) for row in rows]
+
+
+@pytest.mark.parametrize("shuffle", ["row_groups", "none"])
+@pytest.mark.parametrize("global_batch_size", [4, 16, 124, 128, 400])
+def test_evaluation_reads_every_row_once_and_fills_up_with_weight_0(
+    ragged: tuple[str, Dataset], shuffle: str, global_batch_size: int
+) -> None:
+    reader = make_reader(ragged, shuffle=shuffle, drop_last=False, global_batch_size=global_batch_size)
+    batches = epoch_of(reader)
+    assert sorted(rows_of(batches)) == list(range(NUM_ROWS))
+    samples = [sample for batch in batches for sample in samples_of(batch)]
+    assert [sample for sample in samples if sample != PADDING] == [sample_of(row) for row in rows_of(batches)]
+    assert samples.count(PADDING) == len(batches) * global_batch_size - NUM_ROWS < global_batch_size
+
+
+def test_epochs_and_seeds_read_in_other_orders_and_drop_other_rows(ragged: tuple[str, Dataset]) -> None:
+    first, second = (rows_of(epoch_of(make_reader(ragged), epoch)) for epoch in (0, 1))
+    assert first != second
+    assert set(first) != set(second)
+    assert rows_of(epoch_of(make_reader(ragged, seed=8))) != first
+    assert rows_of(epoch_of(make_reader(ragged), 0)) == first
+
+
+def test_without_shuffle_batches_follow_the_file_order(tmp_path: Path) -> None:
+    data = str(tmp_path), write_dataset(tmp_path, [[8] * 8, [8] * 8])
+    rows = rows_of(epoch_of(make_reader(data, shuffle="none"), epoch=3))
+    assert rows[:16] == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27]
+    rounds = np.array(rows).reshape(-1, 32)  # 4 streams of one row group each
+    assert np.array_equal(np.sort(rounds), np.arange(128).reshape(-1, 32))
+
+
+@given(epoch=st.integers(0, 3), start_step=st.integers(0, 8), order=st.sampled_from(ORDERS), rank=st.integers(0, 1))
+@settings(deadline=None, max_examples=40)
+def test_resume_at_any_step_continues_exactly(
+    ragged: tuple[str, Dataset], epoch: int, start_step: int, order: tuple[str, bool], rank: int
+) -> None:
+    reader = make_reader(ragged, rank, 2, shuffle=order[0], drop_last=order[1])
+    start_step = min(start_step, reader.steps_per_epoch)
+    whole = [samples_of(batch) for batch in epoch_of(reader, epoch)]
+    assert [samples_of(batch) for batch in epoch_of(reader, epoch, start_step)] == whole[start_step:]
+
+
+def test_resume_decodes_only_the_row_groups_that_are_left(
+    ragged: tuple[str, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = make_reader(ragged)
+    decoded: list[Segment] = []
+    decode = reader._shards.decode
+
+    def counting_decode(segment: Segment, seed: int, epoch: int, shuffled: bool) -> Block:
+        decoded.append(segment)
+        return decode(segment, seed, epoch, shuffled)
+
+    monkeypatch.setattr(reader._shards, "decode", counting_decode)
+    epoch_of(reader, 0, reader.steps_per_epoch - 1)
+    rows_left = NUM_ROWS - (reader.steps_per_epoch - 1) * 16
+    assert sum(segment.stop - segment.start for segment in decoded) == rows_left
+
+
+def test_more_decode_threads_change_nothing(ragged: tuple[str, Dataset]) -> None:
+    one, three = (rows_of(epoch_of(make_reader(ragged, decode_threads=threads))) for threads in (1, 3))
+    assert one == three
+
+
+def test_position_is_bound_to_data_seed_streams_and_batch_size(ragged: tuple[str, Dataset]) -> None:
+    same = make_reader(ragged).order_fingerprint
+    assert make_reader(ragged, rank=1, world_size=2, decode_threads=2).order_fingerprint == same
+    for change in ({"seed": 8}, {"num_streams": 8}, {"shuffle": "none"}, {"global_batch_size": 32}):
+        assert make_reader(ragged, **change).order_fingerprint != same
+
+
+def test_the_time_that_the_consumer_waits_is_counted(ragged: tuple[str, Dataset]) -> None:
+    reader = make_reader(ragged)
+    assert reader.stall_seconds == 0.0
+    epoch_of(reader)
+    assert 0.0 < reader.stall_seconds < 10.0
+
+
+# What must not be trained on
+
+
+def spoil(column: str, values: Callable[[list[Any]], list[Any]]) -> Callable[[pa.Table], pa.Table]:
+    def change(table: pa.Table) -> pa.Table:
+        field = table.schema.field(column)
+        spoilt = pa.array(values(table.column(column).to_pylist()), field.type)
+        return table.set_column(table.schema.get_field_index(column), field, spoilt)
+
+    return change
+
+
+SPOILT = {
+    "id too large": (spoil("bucket", lambda ids: [*ids[:-1], 50]), r"'bucket' holds 1 ids outside \[0, 50\), the first is 50"),
+    "negative id": (spoil("row", lambda ids: [-1, *ids[1:]]), r"part-0.*row group 0: .*'row' holds 1 ids .* the first is -1"),
+    "id in a list": (spoil("tags", lambda tags: [[3, 99], *tags[1:]]), r"'tags' holds 1 ids outside .* the first is 99"),
+    "missing id": (spoil("last", lambda ids: [None, *ids[1:]]), r"'last' holds 1 nulls"),
+    "missing id in a list": (spoil("tags", lambda tags: [[None], *tags[1:]]), r"lists of 'tags' hold 1 nulls"),
+    "missing label": (spoil("label", lambda labels: [None, *labels[1:]]), r"'label' holds 1 nulls"),
+    "label 2": (spoil("label", lambda labels: [2, *labels[1:]]), r"'label' holds 2, only 0 and 1"),
+    "NaN": (spoil("int_1", lambda values: [float("nan"), *values[1:]]), r"'int_1' holds 1 NaN or infinite"),
+    "infinity": (spoil("int_0", lambda values: [*values[:-1], float("inf")]), r"'int_0' holds 1 NaN or infinite"),
+    "missing column": (lambda table: table.drop_columns(["bucket"]), r"has no column 'bucket'"),
+    "text for ids": (lambda table: table.set_column(4, "bucket", table["bucket"].cast(pa.string())), r"'bucket' is string, expected an integer"),
+    "ids for lists": (lambda table: table.set_column(5, "tags", table["last"]), r"'tags' is int32, expected a list of integers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_values_that_would_train_wrong_are_refused_by_name(tmp_path: Path, case: str) -> None:
+    change, message = SPOILT[case]
+    data = str(tmp_path), write_dataset(tmp_path, [[16, 16]], change)
+    with pytest.raises(ValueError, match=message) as error:
+        epoch_of(make_reader(data))
+    assert "part-0.parquet" in str(error.value)
+    assert "python -m pipeline.prepare" in str(error.value)
+
+
+def test_a_nan_label_is_refused(tmp_path: Path) -> None:
+    def change(table: pa.Table) -> pa.Table:
+        return table.set_column(0, "label", pa.array([float("nan"), *[1.0] * (len(table) - 1)]))
+
+    data = str(tmp_path), write_dataset(tmp_path, [[16, 16]], change)
+    with pytest.raises(ValueError, match="'label' holds nan"):
+        epoch_of(make_reader(data))
+
+
+def test_batches_before_the_bad_row_group_still_arrive(tmp_path: Path) -> None:
+    data = str(tmp_path), write_dataset(tmp_path, [[16] * 8], spoil("last", lambda ids: [*ids[:-1], 99]))
+    iterator = make_reader(data, shuffle="none", global_batch_size=4).batches(0)
+    arrived = []
+    with pytest.raises(ValueError, match="row group 7"):
+        for batch in iterator:
+            arrived.append(batch)
+    assert len(arrived) == 16  # rows 64..128 are the second round, and its last row group is bad
+    with pytest.raises(ValueError, match="row group 7"):
+        next(iterator)
+
+
+def test_missing_shards_are_named_before_anything_is_read(tmp_path: Path) -> None:
+    data = str(tmp_path), write_dataset(tmp_path, RAGGED)
+    for index in (1, 3):
+        (tmp_path / "train" / f"part-{index}.parquet").unlink()
+    with pytest.raises(ValueError, match=r"2 of 5 shards are missing from .*, the first is train/part-1.parquet"):
+        make_reader(data)
+
+
+def test_a_shard_of_another_size_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    data = str(tmp_path), write_dataset(tmp_path, RAGGED)
+    with open(tmp_path / "train" / "part-2.parquet", "ab") as file:
+        file.write(b"12345")
+    size = data[1].splits["train"].files[2].size_bytes
+    with pytest.raises(ValueError, match=rf"part-2.parquet has {size + 5} bytes, dataset.json says {size}"):
+        make_reader(data)
+
+
+def test_a_shard_with_other_row_groups_is_refused(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path, [[16, 16]])
+    dataset.splits["train"].files[0].row_groups[:] = [8, 24]
+    with pytest.raises(ValueError, match="has 2 row groups with 32 rows"):
+        epoch_of(make_reader((str(tmp_path), dataset)))
+
+
+def test_flipped_bits_in_a_page_are_refused(tmp_path: Path) -> None:
+    data = str(tmp_path), write_dataset(tmp_path, [[64] * 4])
+    path = tmp_path / "train" / "part-0.parquet"
+    spoilt = bytearray(path.read_bytes())
+    spoilt[100] ^= 0x10
+    path.write_bytes(spoilt)
+    with pytest.raises(ValueError, match=r"part-0.parquet.* cannot be read .*; compare the file's checksum"):
+        epoch_of(make_reader(data))
+
+
+def test_a_split_smaller_than_a_global_batch_is_refused(ragged: tuple[str, Dataset]) -> None:
+    with pytest.raises(
+        ValueError, match=r"'train' of data set 'tiny' has 127 rows, fewer than one global batch of 128"
+    ):
+        make_reader(ragged, global_batch_size=128)
+
+
+def test_wrong_arguments_are_refused_with_the_way_out(ragged: tuple[str, Dataset]) -> None:
+    with pytest.raises(ValueError, match="no split 'trian', it has train; did you mean 'train'"):
+        ShardReader(*ragged, "trian", global_batch_size=16, rank=0, world_size=1, config=ReaderConfig(), seed=0)
+    with pytest.raises(ValueError, match="num_streams=4 cannot be dealt evenly to 3 ranks"):
+        make_reader(ragged, 0, 3)
+    with pytest.raises(ValueError, match=r"rank=2 must lie within \[0, 1\]"):
+        make_reader(ragged, 2, 2)
+    with pytest.raises(ValueError, match="names 'buckets', which is no sparse feature; did you mean 'bucket'"):
+        make_reader(ragged, multi_hot={"buckets": 3})
+    with pytest.raises(ValueError, match="bucket=0 must be at least 1"):
+        make_reader(ragged, multi_hot={"bucket": 0})
+    with pytest.raises(ValueError, match="the data hold lists for 'tags'"):
+        make_reader(ragged, multi_hot={"tags": 3})
+    with pytest.raises(ValueError, match=r"start_step=8: .* an epoch has 7 steps"):
+        make_reader(ragged).batches(0, 8)
+
+
+# Threads
+
+
+def reader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("reader-")]
+
+
+def test_an_iterator_closed_early_leaves_no_thread(ragged: tuple[str, Dataset]) -> None:
+    iterator = make_reader(ragged).batches(0)
+    next(iterator)
+    assert reader_threads()
+    iterator.close()
+    assert reader_threads() == []
+    assert list(iterator) == []
+
+
+def test_a_dropped_iterator_leaves_no_thread(ragged: tuple[str, Dataset]) -> None:
+    iterator = make_reader(ragged).batches(0)
+    next(iterator)
+    del iterator
+    gc.collect()
+    assert reader_threads() == []
+
+
+# Storage other than local paths
+
+
+class FarAway(PathHandler):
+    """faraway://x stands for <root>/x; counts what is downloaded."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+        self.downloads: list[str] = []
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return ["faraway://"]
+
+    def _local(self, path: str) -> str:
+        return os.path.join(self.root, path.removeprefix("faraway://"))
+
+    def _ls(self, path: str, **_: Any) -> list[str]:
+        return os.listdir(self._local(path))
+
+    def _isfile(self, path: str, **_: Any) -> bool:
+        return os.path.isfile(self._local(path))
+
+    def _exists(self, path: str, **_: Any) -> bool:
+        return os.path.exists(self._local(path))
+
+    def _get_local_path(self, path: str, force: bool = False, **_: Any) -> str:
+        self.downloads.append(path)
+        return self._local(path)
+
+
+def test_shards_behind_a_uri_are_read_alike_and_missing_ones_named(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "set", RAGGED)
+    handler = FarAway(tmp_path)
+    storage.path_manager().register_handler(handler, allow_override=True)
+    batches = epoch_of(make_reader(("faraway://set", dataset)))
+    assert rows_of(batches) == rows_of(epoch_of(make_reader((str(tmp_path / "set"), dataset))))
+    assert sorted(set(handler.downloads)) == [f"faraway://set/train/part-{index}.parquet" for index in range(5)]
+    (tmp_path / "set" / "train" / "part-4.parquet").unlink()
+    with pytest.raises(ValueError, match="1 of 5 shards are missing from faraway://set, the first is train/part-4"):
+        make_reader(("faraway://set", dataset))
+
+
+def test_lists_of_every_length_arrive(ragged: tuple[str, Dataset]) -> None:
+    batch = epoch_of(make_reader(ragged))[0]
+    lengths = batch.sparse_features["tags"].lengths()
+    assert set(lengths.tolist()) == set(range(MAX_TAGS))
+    assert lengths.dtype == torch.int32
