@@ -1,0 +1,121 @@
+"""Turn tables' own limits, the optimizer and the hardware into what the planner may choose for each table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ModuleSharder
+
+from pipeline.embeddings.config import Table
+from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES, allowed_sharding_types
+from pipeline.planner.hardware import Hardware
+
+# Without a limit of the table's own. On cpu only these two exist, and dense serves data_parallel alone.
+KERNELS = {"cpu": ("dense", "fused"), "cuda": ("dense", "fused", "fused_uvm", "fused_uvm_caching")}
+COLUMN_STEP = 4  # FBGEMM wants dims divisible by it
+TORCHREC_MIN_PARTITION = 128
+
+
+@dataclass(frozen=True)
+class PlacedTable:
+    """A table, and where in the model its parameter stands; `module` is the path of its EmbeddingBagCollection."""
+
+    table: Table
+    module: str
+    parameter: nn.Parameter
+    sharder: ModuleSharder[nn.Module]
+
+
+def place_tables(tables: list[Table], model: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[PlacedTable]:
+    """Find each table in the model, in the order of `tables`."""
+    by_type = {sharder.module_type: sharder for sharder in sharders}
+    found = {
+        name: (path, parameter, by_type[type(module)])
+        for path, module in _sharded_modules("", model, set(by_type))
+        for name, parameter in by_type[type(module)].shardable_parameters(module).items()
+    }
+    expected = {table.name for table in tables}
+    assert found.keys() == expected, f"model and tables differ in {sorted(found.keys() ^ expected)}"
+    return [PlacedTable(table, *found[table.name]) for table in tables]
+
+
+def _sharded_modules(path: str, module: nn.Module, types: set[type]) -> Iterator[tuple[str, nn.Module]]:
+    if type(module) in types:
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _sharded_modules(f"{path}.{name}" if path else name, child, types)
+
+
+def build_constraints(
+    placed: list[PlacedTable], hardware: Hardware, optimizer_name: str
+) -> dict[str, ParameterConstraints]:
+    """Per table: pooling factors from the data, and the sharding types and kernels that leave training exact.
+
+    Raises:
+        ValueError: nothing is left for a table, with what it asks for and what there is.
+    """
+    return {
+        entry.table.name: ParameterConstraints(
+            sharding_types=_sharding_types(entry, hardware, optimizer_name),
+            compute_kernels=_compute_kernels(entry, hardware),
+            min_partition=_min_partition(entry.table),
+            pooling_factors=list(entry.table.pooling_factors),
+        )
+        for entry in placed
+    }
+
+
+def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer_name: str) -> list[str]:
+    table, named = entry.table, bool(entry.table.sharding.sharding_types)
+    offered = entry.sharder.sharding_types(hardware.compute_device)
+    types = [kind for kind in allowed_sharding_types(table, optimizer_name) if kind in offered]
+    if table.pooling == "mean":
+        # The mean over each row shard's own ids is not the mean over all.
+        types = [kind for kind in types if kind != "grid_shard"]
+    if not named:
+        types = [kind for kind in types if kind in _worth_trying(table, hardware)]
+    if table.sharding.compute_kernels and "dense" not in table.sharding.compute_kernels:
+        types = [kind for kind in types if kind != "data_parallel"]
+    if not types:
+        raise ValueError(
+            f"table {table.name!r} ({table.pooling} pooling) may be sharded {table.sharding.sharding_types or 'any way'} "
+            f"with kernels {table.sharding.compute_kernels or 'of any kind'}, but on {hardware.compute_device} "
+            f"there is {', '.join(sorted(offered))}, grid_shard for sum pooling only and data_parallel with the "
+            f"dense kernel only; change tables.{table.name}.sharding"
+        )
+    return types
+
+
+def _worth_trying(table: Table, hardware: Hardware) -> list[str]:
+    """Of types that nobody asked for: those that are no other type once more on this hardware."""
+    if hardware.world_size == 1:
+        return ["table_wise"]
+    by_columns = table.embedding_dim > (table.sharding.min_partition or TORCHREC_MIN_PARTITION)
+    types = ["data_parallel", "table_wise", "row_wise"] + (["column_wise"] if by_columns else [])
+    if hardware.num_hosts > 1:
+        types += ["table_row_wise"] + (["table_column_wise"] if by_columns else [])
+    return types
+
+
+def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
+    table, there = entry.table, KERNELS[hardware.compute_device]
+    kernels = [kernel for kernel in table.sharding.compute_kernels or there if kernel in there]
+    if not kernels:
+        raise ValueError(
+            f"table {table.name!r} asks for kernels {table.sharding.compute_kernels}, on {hardware.compute_device} "
+            f"there are {', '.join(there)}; change tables.{table.name}.sharding.compute_kernels"
+        )
+    return kernels
+
+
+def _min_partition(table: Table) -> int | None:
+    """Least width of a column shard; None is TorchRec's 128. A table that must be cut by columns is cut in two at least."""
+    sharding, half = table.sharding, table.embedding_dim // 2
+    only_columns = bool(sharding.sharding_types) and set(sharding.sharding_types) <= set(COLUMN_SHARDING_TYPES)
+    if sharding.min_partition is None and only_columns and half < TORCHREC_MIN_PARTITION and half % COLUMN_STEP == 0:
+        return half
+    return sharding.min_partition

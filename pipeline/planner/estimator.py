@@ -1,0 +1,140 @@
+"""Turn tables into TorchRec's sharding options, with the memory that training really takes of each shard.
+
+TorchRec counts optimizer state from an attribute that only one way of setting the optimizer leaves on the
+parameter, and by the kind of the optimizer's class: none for fused_params, fp16 state for fp16 tables, one
+moment of LAMB's two. Here the state follows from the optimizer's name alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, StorageReservation, Topology
+from torchrec.distributed.types import ModuleSharder
+
+STATE_BYTES = 4  # FBGEMM and torch keep optimizer state in fp32 whatever the table's type
+OPTIMIZER_STATES = {  # name -> (fp32 numbers per element of the table, per row)
+    "sgd": (0, 0),
+    "adagrad": (1, 0),
+    "rowwise_adagrad": (0, 1),
+    "adam": (2, 0),
+    "partial_rowwise_adam": (1, 1),
+    "lamb": (2, 0),
+    "lars_sgd": (1, 0),
+}
+# A data_parallel table's gradient is dense and as large as the table, and DDP reduces a copy of it.
+DATA_PARALLEL_GRADIENT_COPIES = 2
+# Of a dense parameter: itself, gradient, DDP's bucket, two moments of Adam; 6 is TorchRec's own factor.
+DENSE_PARAMETER_COPIES = 6
+
+
+def shard_state_bytes(optimizer_name: str, num_rows: int, num_columns: int) -> int:
+    """Optimizer state of a shard [num_rows, num_columns]; row-wise state is kept once a column shard."""
+    per_element, per_row = OPTIMIZER_STATES[optimizer_name]
+    return STATE_BYTES * num_rows * (per_element * num_columns + per_row)
+
+
+class SortedEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumeration in one order whatever PYTHONHASHSEED is, with our count of training memory."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints],
+        optimizer_name: str,
+    ) -> None:
+        super().__init__(topology, batch_size, constraints)
+        self._optimizer_name = optimizer_name
+
+    # TorchRec intersects sets of strings, so its order of options, and which of two equals wins, changes by process.
+    def _filter_sharding_types(self, name: str, allowed_sharding_types: list[str], sharder_key: str = "") -> list[str]:
+        return sorted(super()._filter_sharding_types(name, allowed_sharding_types, sharder_key))
+
+    def _filter_compute_kernels(self, name: str, allowed_compute_kernels: list[str], sharding_type: str) -> list[str]:
+        return sorted(super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type))
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        with _without_optimizer(sharding_options):
+            super().populate_estimates(sharding_options)
+        for option in sharding_options:
+            self._add_training_memory(option)
+
+    def _add_training_memory(self, option: ShardingOption) -> None:
+        for shard in option.shards:
+            extra = shard_state_bytes(self._optimizer_name, *shard.size)
+            if option.compute_kernel == "dense":
+                num_rows, num_columns = shard.size
+                extra += DATA_PARALLEL_GRADIENT_COPIES * num_rows * num_columns * option.tensor.element_size()
+            # The state of a table in host memory stays there, cached or not.
+            in_hbm = self._compute_device == "cuda" and option.compute_kernel in ("dense", "fused")
+            assert shard.storage is not None  # just estimated
+            if in_hbm:
+                shard.storage.hbm += extra
+            else:
+                shard.storage.ddr += extra
+
+
+@contextmanager
+def _without_optimizer(options: list[ShardingOption]) -> Iterator[None]:
+    """Hide the attribute that TorchRec counts state from, so that nothing is counted twice."""
+    hidden = {}
+    for option in options:
+        if (classes := option.tensor.__dict__.pop("_optimizer_classes", None)) is not None:
+            hidden[id(option.tensor)] = (option.tensor, classes)
+    try:
+        yield
+    finally:
+        for tensor, classes in hidden.values():
+            tensor._optimizer_classes = classes
+
+
+class KeepFree(StorageReservation):
+    """Take from each rank a fraction of its memory (activations, workspace) and the dense part's own bytes.
+
+    TorchRec's reservations leave host memory whole, so a CPU plan would fill it to the last byte.
+    """
+
+    def __init__(self, fraction: float, dense_bytes: int) -> None:
+        self._percentage = fraction  # TorchRec's own text for a failed search reads it
+        self._dense_bytes = dense_bytes
+        self._reserved: Topology | None = None
+
+    def reserve(
+        self,
+        topology: Topology,
+        batch_size: int,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        constraints: dict[str, ParameterConstraints] | None = None,
+    ) -> Topology:
+        reserved = copy.deepcopy(topology)
+        for device in reserved.devices:
+            device.storage.hbm, device.storage.ddr = usable_bytes(
+                topology.compute_device, device.storage.hbm, device.storage.ddr, self._percentage, self._dense_bytes
+            )
+        self._reserved = reserved
+        return reserved
+
+    @property
+    def last_reserved_topology(self) -> Topology | None:
+        return self._reserved
+
+
+def usable_bytes(
+    compute_device: str, hbm_cap_bytes: int, ddr_cap_bytes: int, fraction: float, dense_bytes: int
+) -> tuple[int, int]:
+    """HBM and host memory that tables may take on a rank; below 0 where the dense part alone is too large."""
+    hbm, ddr = int((1 - fraction) * hbm_cap_bytes), int((1 - fraction) * ddr_cap_bytes)
+    return (hbm - dense_bytes, ddr) if compute_device == "cuda" else (0, ddr - dense_bytes)
+
+
+def dense_part_bytes(model: nn.Module, table_parameters: list[nn.Parameter]) -> int:
+    """Training memory of all parameters that are no table; works on meta parameters."""
+    tables = {id(parameter) for parameter in table_parameters}
+    dense = (parameter for parameter in model.parameters() if id(parameter) not in tables)
+    return DENSE_PARAMETER_COPIES * sum(parameter.numel() * parameter.element_size() for parameter in dense)

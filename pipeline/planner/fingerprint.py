@@ -1,0 +1,95 @@
+"""Turn what a plan was made for into exact text, and two such into the lines in which they differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+from pipeline.planner.constraints import PlacedTable
+from pipeline.planner.hardware import Hardware
+
+# One of each line's packages is installed; the CUDA and the CPU build have names of their own.
+LIBRARIES = {"torch": ("torch",), "torchrec": ("torchrec",), "fbgemm": ("fbgemm-gpu", "fbgemm-gpu-cpu")}
+MAX_LINES = 8
+
+Fingerprint = dict[str, Any]
+
+
+def take_fingerprint(
+    placed: list[PlacedTable], hardware: Hardware, optimizer_name: str, batch_size: int
+) -> Fingerprint:
+    """Plain JSON values: topology, tables, optimizer, batch size a rank and library versions."""
+    topology = asdict(hardware)
+    del topology["name"]  # a label: two presets of the same numbers are the same hardware
+    return {
+        "topology": topology,
+        "tables": {entry.table.name: _describe_table(entry) for entry in placed},
+        "sparse_optimizer": optimizer_name,
+        "batch_size": batch_size,
+        "libraries": library_versions(),
+    }
+
+
+def _describe_table(entry: PlacedTable) -> dict[str, Any]:
+    described = asdict(entry.table)
+    del described["name"], described["init"]  # the key, and nothing that a plan depends on
+    return {**described, "module": entry.module}
+
+
+def library_versions() -> dict[str, str]:
+    return {name: next(_installed(packages), "none") for name, packages in LIBRARIES.items()}
+
+
+def _installed(packages: tuple[str, ...]) -> Iterator[str]:
+    for package in packages:
+        try:
+            yield metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def canonical_text(fingerprint: Fingerprint) -> str:
+    """Equal bytes only for equal values: floats are written so that they read back exactly."""
+    return json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
+
+
+def sha256_of(fingerprint: Fingerprint) -> str:
+    return hashlib.sha256(canonical_text(fingerprint).encode()).hexdigest()
+
+
+def differing_lines(plan: Fingerprint, job: Fingerprint) -> list[str]:
+    """`key: value in the plan, value in this job` for every value that differs, but for library versions."""
+    ours, theirs = dict(_flatten(job)), dict(_flatten(plan))
+    return [
+        f"{key}: {_show(theirs, key)} in the plan, {_show(ours, key)} in this job"
+        for key in sorted(ours.keys() | theirs.keys())
+        if not key.startswith("libraries.") and _show(theirs, key) != _show(ours, key)
+    ]
+
+
+def differing_libraries(plan: Fingerprint, job: Fingerprint) -> list[str]:
+    """`torch 2.11.0 (here 2.13.0)` for every version that differs.
+
+    They do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.8, and a plan for a cluster is
+    made on a laptop with other builds. They can make it another than a fresh search would find.
+    """
+    here = job["libraries"]
+    return [
+        f"{name} {version} (here {here[name]})" for name, version in plan["libraries"].items() if version != here[name]
+    ]
+
+
+def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _flatten(child, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
+def _show(values: dict[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "nothing"

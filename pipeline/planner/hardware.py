@@ -1,0 +1,174 @@
+"""Turn a HardwareConfig and the devices at hand into exact capacities and bandwidths, and those into a TorchRec Topology.
+
+TorchRec's own defaults are a 32 GB V100; nothing here falls back on them. What the config leaves open is
+probed from the device, and what no device can tell is asked for by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torchrec.distributed.planner import types as torchrec_planner
+from torchrec.distributed.planner.types import Topology
+
+from pipeline.planner.config import HardwareConfig
+
+GIB = 1 << 30
+BYTES_PER_MS = 1e6  # in one GB/s
+PROBE_STEP_BYTES = GIB // 4
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's capacities in bytes and bandwidths in GB/s; on cpu both hbm_ values are 0."""
+
+    name: str
+    compute_device: str
+    world_size: int
+    local_world_size: int
+    hbm_cap_bytes: int
+    ddr_cap_bytes: int
+    hbm_gb_per_s: float
+    ddr_gb_per_s: float
+    hbm_to_ddr_gb_per_s: float
+    intra_host_gb_per_s: float
+    inter_host_gb_per_s: float
+
+    @property
+    def num_hosts(self) -> int:
+        return self.world_size // self.local_world_size
+
+
+def resolve_hardware(
+    config: HardwareConfig, world_size: int, *, local_world_size: int | None = None, device_type: str | None = None
+) -> Hardware:
+    """Fill what the config leaves open from the devices at hand.
+
+    A running rank passes its `local_world_size` and `device_type`; a plan for absent hardware passes neither.
+
+    Raises:
+        ValueError: a value that is neither given nor to be probed, ranks that do not fill whole hosts, or
+            hardware of another kind than the running rank's.
+    """
+    device = _compute_device(config, device_type)
+    local = local_world_size or min(world_size, config.ranks_per_host or _ranks_at_hand(device, world_size))
+    if world_size % local:
+        raise ValueError(
+            f"world_size={world_size} does not fill hosts of {local} ranks; "
+            f"use a multiple of {local}, or set hardware.ranks_per_host"
+        )
+    cuda = device == "cuda"
+    return Hardware(
+        name=config.name,
+        compute_device=device,
+        world_size=world_size,
+        local_world_size=local,
+        hbm_cap_bytes=_bytes(config, "hbm_cap_gb", _probe_hbm_bytes) if cuda else 0,
+        ddr_cap_bytes=_bytes(config, "ddr_cap_gb", lambda: host_memory_bytes() // local),
+        hbm_gb_per_s=_bandwidth(config, "hbm_gb_per_s", _probe_hbm_gb_per_s) if cuda else 0.0,
+        ddr_gb_per_s=_bandwidth(config, "ddr_gb_per_s"),
+        hbm_to_ddr_gb_per_s=_bandwidth(config, "hbm_to_ddr_gb_per_s") if cuda else 0.0,
+        intra_host_gb_per_s=_bandwidth(config, "intra_host_gb_per_s"),
+        inter_host_gb_per_s=_bandwidth(config, "inter_host_gb_per_s"),
+    )
+
+
+def build_topology(hardware: Hardware) -> Topology:
+    """The same numbers as TorchRec's planner takes them (bytes and bytes/ms)."""
+
+    def speed(gb_per_s: float) -> float:
+        return gb_per_s * BYTES_PER_MS
+
+    return torchrec_planner.TopologyFactory.create_topology(
+        torchrec_planner.TrainerConfig(
+            world_size=hardware.world_size,
+            local_world_size=hardware.local_world_size,
+            # TorchRec 1.6 takes a capacity of 0 for a missing one and puts 2 TB of SSD in its place; a list it keeps.
+            additional_params={
+                "custom_topology_data": torchrec_planner.CustomTopologyData(
+                    {"ssd_cap": [0] * hardware.world_size}, hardware.world_size
+                )
+            },
+        ),
+        torchrec_planner.HardwareConfig(
+            hbm_cap_bytes=hardware.hbm_cap_bytes,
+            ddr_cap_bytes=max(1, hardware.ddr_cap_bytes),  # 1.6: 0 would become 128 GB
+            ssd_cap_bytes=0,
+            intra_host_bw=speed(hardware.intra_host_gb_per_s),
+            inter_host_bw=speed(hardware.inter_host_gb_per_s),
+            # On cpu TorchRec puts these two into a lookup of all kernels and then reads only the cpu's.
+            hbm_mem_bw=speed(hardware.hbm_gb_per_s or hardware.ddr_gb_per_s),
+            hbm_to_ddr_mem_bw=speed(hardware.hbm_to_ddr_gb_per_s or hardware.ddr_gb_per_s),
+            ddr_mem_bw=speed(hardware.ddr_gb_per_s),
+        ),
+        # Without the flag TorchRec 1.8 drops every bandwidth above for its own defaults; 1.6 never does.
+        torchrec_planner.KernelConfig(compute_device=hardware.compute_device, use_hardware_based_bandwidth=True),
+    )
+
+
+def host_memory_bytes() -> int:
+    """Memory of this host, or of the container's limit where that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in CGROUP_LIMITS:
+        if Path(path).exists() and (limit := Path(path).read_text().strip()).isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def _compute_device(config: HardwareConfig, device_type: str | None) -> str:
+    if config.compute_device == "auto":
+        return device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type is not None and config.compute_device != device_type:
+        raise ValueError(
+            f"hardware={config.name} is for {config.compute_device} but this rank runs on {device_type}; "
+            "use hardware=auto, or a preset of this device"
+        )
+    return config.compute_device
+
+
+def _ranks_at_hand(device: str, world_size: int) -> int:
+    return torch.cuda.device_count() or world_size if device == "cuda" else world_size
+
+
+def _bytes(config: HardwareConfig, name: str, probe: Callable[[], int]) -> int:
+    given = getattr(config, name)
+    if given is not None:
+        return int(given * GIB)
+    # Rounded down: a driver or kernel update moves the total by some MiB, and a plan file must outlive it.
+    return probe() // PROBE_STEP_BYTES * PROBE_STEP_BYTES
+
+
+def _bandwidth(config: HardwareConfig, name: str, probe: Callable[[], float] | None = None) -> float:
+    value = getattr(config, name)
+    if value is None and probe is not None:
+        value = probe()
+    if not value:
+        raise ValueError(
+            f"hardware={config.name} does not say {name}, and it cannot be probed; "
+            f"set hardware.{name}=<GB/s>, or use a preset of conf/hardware"
+        )
+    return float(value)
+
+
+def _probe_hbm_bytes() -> int:
+    return int(torch.cuda.get_device_properties(_probed_gpu("hbm_cap_gb")).total_memory)
+
+
+def _probe_hbm_gb_per_s() -> float:
+    """Peak: two transfers a clock over the whole bus; clock rates are in kHz."""
+    properties = torch.cuda.get_device_properties(_probed_gpu("hbm_gb_per_s"))
+    return float(2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 / 1e9)
+
+
+def _probed_gpu(name: str) -> int:
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"hardware.{name} is not set and torch sees no GPU to probe it from; "
+            "use a preset (hardware=h100_80gb), or hardware=cpu"
+        )
+    return torch.cuda.current_device()

@@ -1,0 +1,271 @@
+"""Turn a plan into a file and back.
+
+The file holds every field of every ParameterSharding, choices, loads and cost, and the fingerprint of what the
+plan was made for: a stale or foreign plan is refused, with the lines that differ, before memory is allocated.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import types
+import typing
+from dataclasses import asdict, fields, is_dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+
+from pipeline import storage
+from pipeline.logs import get_logger
+from pipeline.planner.fingerprint import MAX_LINES, Fingerprint, differing_libraries, differing_lines, sha256_of
+from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice
+
+FORMAT_VERSION = 1
+FOLDER = "sharding_plans"
+SPEC = "sharding_spec"  # the one field of ParameterSharding with a form of its own
+REPOSITORY = Path(__file__).resolve().parents[2]
+logger = get_logger(__name__)
+
+
+def write_plan(path: str, record: PlanRecord) -> None:
+    """Atomic. The same plan gives the same bytes."""
+    storage.publish_text(path, encode_record(record))
+
+
+def encode_record(record: PlanRecord) -> str:
+    content = {
+        "format_version": FORMAT_VERSION,
+        "planner": record.planner,
+        "hardware": record.hardware,
+        "objective": asdict(record.objective),
+        "fingerprint_sha256": sha256_of(record.fingerprint),
+        "fingerprint": record.fingerprint,
+        "usable_hbm_bytes": record.usable_hbm_bytes,
+        "usable_ddr_bytes": record.usable_ddr_bytes,
+        "tables": [asdict(choice) for choice in record.tables],
+        "ranks": [asdict(load) for load in record.ranks],
+        "plan": encode_plan(record.plan),
+    }
+    return _to_json(content) + "\n"
+
+
+def load_plan(path: str, expected: Fingerprint, command: str) -> PlanRecord:
+    """The plan in `path`, made for exactly what `expected` says; `command` is what makes a fresh one.
+
+    Raises:
+        ValueError: no such file, not a plan file, or a plan for something else.
+    """
+    found = find_plan_file(path, command)
+    record = read_plan(found, command)
+    if lines := differing_lines(record.fingerprint, expected):
+        shown = "".join(f"\n  {line}" for line in lines[:MAX_LINES])
+        more = f"\n  and {len(lines) - MAX_LINES} more" if len(lines) > MAX_LINES else ""
+        raise ValueError(f"plan file {found} was made for another job:{shown}{more}\nmake a fresh one: {command}")
+    if libraries := differing_libraries(record.fingerprint, expected):
+        logger.warning("plan file %s was made with %s", found, ", ".join(libraries))
+    return record
+
+
+def read_plan(path: str, command: str = "python -m pipeline.plan") -> PlanRecord:
+    """The plan in `path`, whatever it was made for. Raises ValueError where the file is damaged or no plan."""
+    try:
+        text = storage.read_text(path)
+        content = json.loads(text)
+        version = content["format_version"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a plan file ({error!r}); make one: {command}") from None
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"plan file {path} has format_version {version}, this release reads {FORMAT_VERSION}; make it again: {command}"
+        )
+    try:
+        record = decode_record(text)
+        _check_shards(record)
+        if sha256_of(record.fingerprint) != content["fingerprint_sha256"]:
+            raise ValueError("its fingerprint was changed by hand")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"plan file {path} is damaged: {error}; make it again: {command}") from error
+    return record
+
+
+def find_plan_file(path: str, command: str) -> str:
+    """Look at `path`, then in sharding_plans/ beside the package of a checkout, else in the installed package."""
+    if storage.is_file(path):
+        return path
+    looked = [path]
+    name = path.removeprefix(FOLDER + "/")
+    if not path.startswith("/") and "://" not in path:
+        shipped = REPOSITORY / FOLDER if (REPOSITORY / "setup.cfg").is_file() else _installed_folder()
+        if shipped is not None:
+            looked.append(str(shipped / name))
+            if storage.is_file(looked[-1]):
+                return looked[-1]
+    raise ValueError(f"no plan file at {' or '.join(looked)}; make one: {command}")
+
+
+def _installed_folder() -> Path | None:
+    try:
+        return Path(str(resources.files(f"pipeline.{FOLDER}")))
+    except ModuleNotFoundError:
+        return None
+
+
+def encode_plan(plan: ShardingPlan) -> dict[str, Any]:
+    """Plain JSON values: module path -> table -> every field of its ParameterSharding."""
+    encoded: dict[str, Any] = {}
+    for path, module_plan in plan.plan.items():
+        assert isinstance(module_plan, EmbeddingModuleShardingPlan)
+        encoded[path] = {table: _encode_sharding(sharding) for table, sharding in module_plan.items()}
+    return encoded
+
+
+def decode_plan(encoded: dict[str, Any]) -> ShardingPlan:
+    """Equal, field by field, to the plan that was encoded. Raises ValueError for a field this TorchRec lacks."""
+    return ShardingPlan(
+        {
+            path: EmbeddingModuleShardingPlan({table: _decode_sharding(raw) for table, raw in tables.items()})
+            for path, tables in encoded.items()
+        }
+    )
+
+
+def _encode_sharding(sharding: ParameterSharding) -> dict[str, Any]:
+    encoded = {field.name: _encode(getattr(sharding, field.name)) for field in fields(sharding) if field.name != SPEC}
+    spec = sharding.sharding_spec
+    assert spec is None or isinstance(spec, EnumerableShardingSpec), (
+        f"TorchRec's planners give no {type(spec).__name__}"
+    )
+    encoded[SPEC] = spec and [
+        {"offsets": list(shard.shard_offsets), "sizes": list(shard.shard_sizes), "placement": str(shard.placement)}
+        for shard in spec.shards
+    ]
+    return encoded
+
+
+def _decode_sharding(raw: dict[str, Any]) -> ParameterSharding:
+    shards = raw.get(SPEC)
+    rest = {name: value for name, value in raw.items() if name != SPEC}
+    sharding: ParameterSharding = _decode(rest, ParameterSharding)
+    if shards is not None:
+        sharding.sharding_spec = EnumerableShardingSpec(
+            [ShardMetadata(shard["offsets"], shard["sizes"], shard["placement"]) for shard in shards]
+        )
+    return sharding
+
+
+def _encode(value: Any) -> Any:
+    """Dataclasses and named tuples as those fields that are not at their default, enums by name."""
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if is_dataclass(value) and not isinstance(value, type):
+        defaults = {field.name: field.default for field in fields(value)}
+        return {name: _encode(getattr(value, name)) for name in defaults if getattr(value, name) != defaults[name]}
+    if hasattr(value, "_fields"):
+        return {name: _encode(getattr(value, name)) for name in value._fields}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    raise ValueError(f"a plan file cannot hold {type(value).__name__}: {value!r}")
+
+
+def _decode(value: Any, hint: Any) -> Any:
+    """The value of type `hint` that `_encode` made `value` of."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if value is None:
+        return None
+    if origin in (typing.Union, types.UnionType):
+        return _decode(value, next(argument for argument in arguments if argument is not type(None)))
+    if origin is tuple:
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(_decode(item, kind) for item, kind in zip(value, kinds, strict=True))
+    if origin is list:
+        return [_decode(item, arguments[0]) for item in value]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint[value]
+    if is_dataclass(hint) or hasattr(hint, "_fields"):
+        hints = typing.get_type_hints(hint)
+        if unknown := sorted(value.keys() - hints.keys()):
+            raise ValueError(f"{hint.__name__} has no field {', '.join(unknown)} in this version of TorchRec")
+        return hint(**{name: _decode(item, hints[name]) for name, item in value.items()})
+    return value
+
+
+def decode_record(text: str) -> PlanRecord:
+    """Equal to the record that was encoded."""
+    content = json.loads(text)
+    return PlanRecord(
+        planner=content["planner"],
+        hardware=content["hardware"],
+        plan=decode_plan(content["plan"]),
+        tables=[TableChoice(**raw) for raw in content["tables"]],
+        ranks=[RankLoad(**raw) for raw in content["ranks"]],
+        objective=Objective(**content["objective"]),
+        usable_hbm_bytes=content["usable_hbm_bytes"],
+        usable_ddr_bytes=content["usable_ddr_bytes"],
+        fingerprint=content["fingerprint"],
+    )
+
+
+def _check_shards(record: PlanRecord) -> None:
+    """Raises ValueError unless each table of the fingerprint is there once and its shards tile it exactly."""
+    described, world_size = record.fingerprint["tables"], record.fingerprint["topology"]["world_size"]
+    planned = {
+        (path, table): sharding for path, tables in record.plan.plan.items() for table, sharding in tables.items()
+    }
+    if planned.keys() != {(table["module"], name) for name, table in described.items()}:
+        raise ValueError("its plan and its fingerprint name different tables")
+    for (_, name), sharding in planned.items():
+        ranks = sharding.ranks or []
+        if not ranks or not all(0 <= rank < world_size for rank in ranks):
+            raise ValueError(f"table {name!r} is on ranks {ranks} of {world_size}")
+        spec = sharding.sharding_spec
+        if (spec is None) != (sharding.sharding_type == "data_parallel"):
+            raise ValueError(
+                f"table {name!r} is {sharding.sharding_type} {'without' if spec is None else 'with'} shards"
+            )
+        if spec is not None:
+            shape = (described[name]["num_embeddings"], described[name]["embedding_dim"])
+            _check_tiling(name, shape, spec.shards, ranks)
+
+
+def _check_tiling(name: str, shape: tuple[int, int], shards: list[ShardMetadata], ranks: list[int]) -> None:
+    """Column blocks side by side, each cut into rows from top to bottom: all of TorchRec's types look like this."""
+    if [shard.placement and shard.placement.rank() for shard in shards] != ranks:
+        raise ValueError(f"table {name!r} names ranks {ranks} that its shards are not on")
+    blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for shard in shards:
+        (row, column), (num_rows, num_columns) = shard.shard_offsets, shard.shard_sizes
+        blocks.setdefault((column, num_columns), []).append((row, num_rows))
+    whole = _tiles(sorted(blocks), shape[1]) and all(_tiles(sorted(rows), shape[0]) for rows in blocks.values())
+    if not whole:
+        raise ValueError(f"the shards of table {name!r} leave out or double parts of its {shape[0]} x {shape[1]}")
+
+
+def _tiles(pieces: list[tuple[int, int]], length: int) -> bool:
+    """Whether pieces (offset, size), some of them empty, cover 0..length without gap or overlap."""
+    end = 0
+    for offset, size in pieces:
+        if size and offset != end:
+            return False
+        end += size
+    return end == length
+
+
+def _to_json(value: Any, indent: int = 0) -> str:
+    """JSON with one line for each shard, table and rank: what holds nothing nested stands on a line of its own."""
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if not any(isinstance(item, dict) or (isinstance(item, list) and _is_nested(item)) for item in items):
+        return json.dumps(value)
+    pad, end = "\n" + " " * (indent + 1), "\n" + " " * indent
+    if isinstance(value, dict):
+        inner = f",{pad}".join(f"{json.dumps(key)}: {_to_json(item, indent + 1)}" for key, item in value.items())
+        return f"{{{pad}{inner}{end}}}"
+    return f"[{pad}{f',{pad}'.join(_to_json(item, indent + 1) for item in value)}{end}]"
+
+
+def _is_nested(value: list[Any]) -> bool:
+    return any(isinstance(item, (dict, list)) for item in value)

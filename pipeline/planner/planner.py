@@ -1,0 +1,258 @@
+"""Turn a model on meta, its tables and the hardware into a ShardingPlan with its cost, found once and equal on all ranks.
+
+TorchRec enumerates and estimates; a searcher decides. A planner of our own is one more entry in SEARCHERS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Shard, ShardingOption
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+from pipeline.distributed import DistributedContext
+from pipeline.embeddings.config import Table
+from pipeline.embeddings.exact_sharding import sharding_types_exact_for
+from pipeline.planner.config import HardwareConfig, PlannerConfig
+from pipeline.planner.constraints import PlacedTable, build_constraints, place_tables
+from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, shard_state_bytes, usable_bytes
+from pipeline.planner.fingerprint import take_fingerprint
+from pipeline.planner.hardware import GIB, Hardware, build_topology, resolve_hardware
+from pipeline.planner.infeasible import explain_infeasible, table_bytes
+from pipeline.planner.planfile import decode_record, encode_record, load_plan
+from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms
+
+PHASES = {
+    "forward_compute_ms": "fwd_compute",
+    "forward_comms_ms": "fwd_comms",
+    "backward_compute_ms": "bwd_compute",
+    "backward_comms_ms": "bwd_comms",
+}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is made for. `batch_size` is a rank's; the model may be on meta, its tables must be."""
+
+    tables: list[Table]
+    model: nn.Module
+    sharders: list[ModuleSharder[nn.Module]]
+    hardware: Hardware
+    optimizer_name: str
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A request made ready for a searcher. `usable` is HBM and host memory a rank that tables may take."""
+
+    request: PlanRequest
+    placed: list[PlacedTable]
+    constraints: dict[str, ParameterConstraints]
+    usable: tuple[int, int]
+    reservation: KeepFree
+
+
+def load_or_search_plan(
+    config: PlannerConfig,
+    hardware: HardwareConfig,
+    tables: list[Table],
+    model: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+    *,
+    optimizer_name: str,
+    batch_size: int,
+    context: DistributedContext,
+) -> PlanRecord:
+    """Collective: rank 0 reads or searches the plan, and every rank gets the same one, or the same ValueError.
+
+    Raises:
+        ValueError: no plan holds the tables, or the plan file is missing, damaged or for something else.
+    """
+    text, error = "", ""
+    if context.is_main:
+        try:
+            here = resolve_hardware(
+                hardware,
+                context.world_size,
+                local_world_size=context.local_world_size,
+                device_type=context.device.type,
+            )
+            request = PlanRequest(tables, model, sharders, here, optimizer_name, batch_size)
+            record = make_plan(config, request)
+            text = encode_record(record)
+        except ValueError as failure:
+            if context.world_size == 1:
+                raise
+            error = str(failure)
+    if context.world_size > 1:
+        message = [text, error]
+        dist.broadcast_object_list(message, src=0, device=context.device)
+        text, error = message
+    if error:
+        raise ValueError(error)
+    # Rank 0 too: what all go by is what a file would hold.
+    return decode_record(text)
+
+
+def make_plan(config: PlannerConfig, request: PlanRequest) -> PlanRecord:
+    """On this rank alone: the plan of planner.plan_file, or a fresh one. Raises ValueError as load_or_search_plan."""
+    problem = _pose(config, request)
+    if config.kind != "file":
+        return search_plan(config, problem)
+    hardware = request.hardware
+    command = f"python -m pipeline.plan <this job's overrides> world_size={hardware.world_size} planner.plan_file={config.plan_file}"
+    expected = take_fingerprint(problem.placed, hardware, request.optimizer_name, request.batch_size)
+    record = load_plan(config.plan_file, expected, command)
+    _check_fits(record, problem.usable, f"plan file {config.plan_file}", command)
+    return record
+
+
+def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
+    """The same plan in every process, unless planner.timeout_s cuts the search short."""
+    plan, options = SEARCHERS[config.kind](config, problem)
+    record = _build_record(config.kind, problem, plan, options)
+    _check_fits(record, problem.usable, f"{config.kind}'s plan", "raise planner.reserved_memory_fraction")
+    return record
+
+
+def _pose(config: PlannerConfig, request: PlanRequest) -> Problem:
+    hardware, fraction = request.hardware, config.reserved_memory_fraction
+    placed = place_tables(request.tables, request.model, request.sharders)
+    constraints = build_constraints(placed, hardware, request.optimizer_name)
+    dense_bytes = dense_part_bytes(request.model, [entry.parameter for entry in placed])
+    usable = usable_bytes(
+        hardware.compute_device, hardware.hbm_cap_bytes, hardware.ddr_cap_bytes, fraction, dense_bytes
+    )
+    if (usable[0] if hardware.compute_device == "cuda" else usable[1]) <= 0:
+        raise ValueError(
+            f"the dense part takes {dense_bytes / GIB:.1f} GiB in training, and of a rank of {hardware.name} "
+            f"({(hardware.hbm_cap_bytes or hardware.ddr_cap_bytes) / GIB:.1f} GiB) {100 * fraction:g} % are kept free: nothing "
+            "is left for tables; use smaller layers, other hardware=, or a lower planner.reserved_memory_fraction"
+        )
+    return Problem(request, placed, constraints, usable, KeepFree(fraction, dense_bytes))
+
+
+def _search_torchrec(config: PlannerConfig, problem: Problem) -> tuple[ShardingPlan, list[ShardingOption]]:
+    request = problem.request
+    topology = build_topology(request.hardware)
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=request.batch_size,
+        enumerator=SortedEnumerator(topology, request.batch_size, problem.constraints, request.optimizer_name),
+        storage_reservation=problem.reservation,
+        constraints=problem.constraints,
+        stats=NoopEmbeddingStats(),
+        debug=False,
+        timeout_seconds=config.timeout_s,  # type: ignore[arg-type]  # only compared with a float
+    )
+    try:
+        plan = planner.plan(request.model, request.sharders)
+    except (PlannerError, RuntimeError) as error:
+        text = explain_infeasible(
+            problem.placed,
+            problem.constraints,
+            request.hardware,
+            request.optimizer_name,
+            problem.usable,
+            config.reserved_memory_fraction,
+        )
+        raise ValueError(text) from error
+    options = planner._best_plan
+    assert options, "a model without tables"
+    return plan, options
+
+
+SEARCHERS: dict[str, Callable[[PlannerConfig, Problem], tuple[ShardingPlan, list[ShardingOption]]]] = {
+    "torchrec": _search_torchrec,
+}
+
+
+def _build_record(planner: str, problem: Problem, plan: ShardingPlan, options: list[ShardingOption]) -> PlanRecord:
+    request = problem.request
+    by_name = {option.name: option for option in options}
+    ranks = _rank_loads(options, request.hardware.world_size)
+    return PlanRecord(
+        planner=planner,
+        hardware=request.hardware.name,
+        plan=plan,
+        tables=[_choice(entry, by_name[entry.table.name], problem) for entry in problem.placed],
+        ranks=ranks,
+        objective=Objective("max_rank", max(load.cost_ms for load in ranks), critical_path_ms(ranks)),
+        usable_hbm_bytes=problem.usable[0],
+        usable_ddr_bytes=problem.usable[1],
+        fingerprint=take_fingerprint(problem.placed, request.hardware, request.optimizer_name, request.batch_size),
+    )
+
+
+def _rank_loads(options: list[ShardingOption], world_size: int) -> list[RankLoad]:
+    shards: list[list[Shard]] = [[] for _ in range(world_size)]
+    for option in options:
+        for shard in option.shards:
+            assert shard.rank is not None  # TorchRec validates it
+            shards[shard.rank].append(shard)
+    return [
+        RankLoad(
+            rank=rank,
+            hbm_bytes=sum(shard.storage.hbm for shard in mine if shard.storage),
+            ddr_bytes=sum(shard.storage.ddr for shard in mine if shard.storage),
+            **{ours: float(sum(getattr(shard.perf, theirs) for shard in mine)) for ours, theirs in PHASES.items()},
+        )
+        for rank, mine in enumerate(shards)
+    ]
+
+
+def _choice(entry: PlacedTable, option: ShardingOption, problem: Problem) -> TableChoice:
+    table, storage = entry.table, option.total_storage
+    return TableChoice(
+        name=table.name,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        weight_bytes=table.num_embeddings * table.embedding_dim * entry.parameter.element_size(),
+        state_bytes=shard_state_bytes(problem.request.optimizer_name, table.num_embeddings, table.embedding_dim),
+        hbm_bytes=storage.hbm,
+        ddr_bytes=storage.ddr,
+        sharding_type=option.sharding_type,
+        compute_kernel=option.compute_kernel,
+        ranks=[shard.rank for shard in option.shards if shard.rank is not None],
+        cost_ms=float(option.total_perf),
+        reason=_reason(entry, option, problem),
+    )
+
+
+def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str:
+    """Why a table is sharded as it is, in a few words; what a type costs in exactness is said too."""
+    optimizer, world_size = problem.request.optimizer_name, problem.request.hardware.world_size
+    size, room = table_bytes(entry, optimizer) / GIB, max(problem.usable) / GIB
+    if len(problem.constraints[entry.table.name].sharding_types or []) == 1 and entry.table.sharding.sharding_types:
+        why = f"tables.{entry.table.name}.sharding allows nothing else"
+    elif world_size == 1:
+        why = "there is one rank"
+    elif option.sharding_type == "data_parallel":
+        why = "small: a copy on every rank saves the all-to-all"
+    elif option.sharding_type == "table_wise":
+        why = "fits one rank, cheapest whole"
+    elif size > room:
+        why = f"{size:.1f} GiB does not fit one rank's {room:.1f} GiB"
+    else:
+        why = f"spreads {size:.1f} GiB and its lookups over {len({shard.rank for shard in option.shards})} ranks"
+    if option.compute_kernel in ("fused_uvm", "fused_uvm_caching"):
+        why += "; in host memory, for HBM does not hold all tables"
+    if option.sharding_type not in sharding_types_exact_for(optimizer) and option.num_shards > 1:
+        why += f"; {optimizer} keeps a state per column shard, unlike unsharded"
+    return why
+
+
+def _check_fits(record: PlanRecord, usable: tuple[int, int], what: str, way_out: str) -> None:
+    for load in record.ranks:
+        for tier, taken, room in (("HBM", load.hbm_bytes, usable[0]), ("host memory", load.ddr_bytes, usable[1])):
+            if taken > room:
+                raise ValueError(
+                    f"{what} puts {taken / GIB:.2f} GiB of tables into the {tier} of rank {load.rank}, where "
+                    f"{room / GIB:.2f} GiB are left beside the dense part and the reserve; {way_out}"
+                )

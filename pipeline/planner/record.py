@@ -1,0 +1,81 @@
+"""What is known of a plan beside the ShardingPlan itself: choices, loads, cost, and what it was made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrec.distributed.types import ShardingPlan
+
+from pipeline.planner.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True)
+class TableChoice:
+    """Byte counts and `cost_ms` are summed over the table's shards; in- and output buffers count as memory."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    weight_bytes: int  # one copy of the table
+    state_bytes: int  # optimizer state of that copy
+    hbm_bytes: int
+    ddr_bytes: int
+    sharding_type: str
+    compute_kernel: str
+    ranks: list[int]
+    cost_ms: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """What the tables take of one rank; times are TorchRec's estimates."""
+
+    rank: int
+    hbm_bytes: int
+    ddr_bytes: int
+    forward_compute_ms: float
+    forward_comms_ms: float
+    backward_compute_ms: float
+    backward_comms_ms: float
+
+    @property
+    def cost_ms(self) -> float:
+        return self.forward_compute_ms + self.forward_comms_ms + self.backward_compute_ms + self.backward_comms_ms
+
+
+@dataclass(frozen=True)
+class Objective:
+    """max_rank: the slowest rank's whole cost, which TorchRec minimises. critical_path: per phase the slowest rank's.
+
+    `lower_bound_ms` and `gap` (of the objective named `minimised`) are None where nothing was proven.
+    """
+
+    minimised: str
+    max_rank_ms: float
+    critical_path_ms: float
+    lower_bound_ms: float | None = None
+    gap: float | None = None
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """`usable_*_bytes` is what tables may take on each rank: capacity less the reserve and the dense part."""
+
+    planner: str
+    hardware: str
+    plan: ShardingPlan
+    tables: list[TableChoice]
+    ranks: list[RankLoad]
+    objective: Objective
+    usable_hbm_bytes: int
+    usable_ddr_bytes: int
+    fingerprint: Fingerprint
+
+
+def critical_path_ms(ranks: list[RankLoad]) -> float:
+    """Every phase ends in a collective, where all wait for the slowest."""
+    return sum(
+        max(getattr(load, phase) for load in ranks)
+        for phase in ("forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
+    )
