@@ -48,9 +48,15 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            if comm := sys.modules.get("torchrec.distributed.comm"):
-                # TorchRec keeps the groups of a host and across hosts for the life of a process.
-                comm._INTRA_PG = comm._CROSS_PG = None  # type: ignore[attr-defined]
+            _forget_groups()
+
+
+def _forget_groups() -> None:
+    """TorchRec keeps for the life of a process what it agreed on, or made, within a process group."""
+    if comm := sys.modules.get("torchrec.distributed.comm"):
+        comm._INTRA_PG = comm._CROSS_PG = None  # type: ignore[attr-defined]
+    if validation := sys.modules.get("torchrec.distributed.collective_utils"):
+        validation._INITIALIZED = False  # type: ignore[attr-defined]  # 1.8; ranks that were not there would wait
 
 
 class RankPool:
