@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline import storage
 from pipeline.distributed import DistributedContext
@@ -72,7 +72,7 @@ class Checkpointer:
             failure = f"rank {self._context.rank}: {error}"
         reports = self._gather((files, failure))
         failures = [text for _, text in reports if text]
-        path = storage.join(self.folder, step_name(step))
+        path = step_path(self.folder, step)
         if not failures and self._context.is_main:
             manifest = {
                 "format_version": FORMAT_VERSION,
@@ -121,13 +121,11 @@ class Checkpointer:
         Raises:
             CheckpointError: the step is missing, damaged, or does not fit this model and plan.
         """
-        path = storage.join(self.folder, step_name(step))
+        path = step_path(self.folder, step)
         if not verified and (problem := self._verify(step)):
             raise CheckpointError(
                 f"checkpoint {path} cannot be used: {problem}; steps there: {list_steps(self.folder)}"
             )
-        if self._optimizer is not None:
-            _materialize_state(self._optimizer)
         state = self._state()
         try:
             dcp.load(state, checkpoint_id=path)
@@ -155,7 +153,7 @@ class Checkpointer:
 
     def _verify(self, step: int) -> str:
         """Empty when the step is intact, else what is wrong; ranks share the work and agree on the answer."""
-        path = storage.join(self.folder, step_name(step))
+        path = step_path(self.folder, step)
         problem = ""
         try:
             files = read_manifest(path)["files"]
@@ -167,7 +165,7 @@ class Checkpointer:
 
     def _purge(self) -> None:
         for step in list_steps(self.folder)[: -self._keep_last_n]:
-            shutil.rmtree(storage.join(self.folder, step_name(step)))
+            shutil.rmtree(step_path(self.folder, step))
 
     def _agreed_id(self) -> str:
         return self._broadcast(uuid.uuid4().hex[:8])
@@ -181,6 +179,10 @@ class Checkpointer:
         gathered: list[Any] = [None] * self._context.world_size
         dist.all_gather_object(gathered, value)
         return gathered
+
+
+def step_path(folder: str, step: int) -> str:
+    return storage.join(folder, step_name(step))
 
 
 def step_name(step: int) -> str:
@@ -234,10 +236,3 @@ def _misfit(path: str, error: BaseException) -> str:
         "Train with the config in its manifest.json, or choose another run_dir"
     )
 
-
-def _materialize_state(optimizer: KeyedOptimizer) -> None:
-    """torch optimizers make their state at the first step; loading needs it before (KeyedOptimizer.init_state)."""
-    parts = [part for _, part in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    for part in parts:
-        if isinstance(part, KeyedOptimizerWrapper):
-            part.init_state(sparse_grad_parameter_names=set())

@@ -1,0 +1,136 @@
+"""A checkpoint brings back every bit, at any world size, or is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.checkpoint import Checkpointer, CheckpointError, list_steps
+from tests.ranks import RankPool
+from tests.sharded_models import build_sharded, digest, draw_batches, full_state, train_steps
+
+MIXED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
+ROWS = dict.fromkeys(MIXED, "row_wise")
+
+
+def _train_and_save(rank: int, folder: str, kinds: dict[str, str], world_size: int, steps: int) -> tuple[str, str]:
+    """Digests at the step saved, and three steps later."""
+    _, model, optimizer, context = build_sharded(kinds)
+    train_steps(model, optimizer, draw_batches(rank, world_size, steps))
+    saved = digest(model)
+    Checkpointer(folder, model, optimizer, context, about={"experiment": "test"}).save(steps, {"metrics": {"ne": 0.5}})
+    train_steps(model, optimizer, draw_batches(rank, world_size, 3, start=steps))
+    return saved, digest(model)
+
+
+def _restore_and_train(rank: int, folder: str, kinds: dict[str, str], world_size: int) -> tuple[str, str, dict]:
+    _, model, optimizer, context = build_sharded(kinds, seed=99)
+    manifest = Checkpointer(folder, model, optimizer, context).restore_latest()
+    assert manifest is not None
+    restored = digest(model)
+    train_steps(model, optimizer, draw_batches(rank, world_size, 3, start=manifest["step"]))
+    return restored, digest(model), manifest
+
+
+def test_resumed_training_equals_uninterrupted_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoints")
+    saved = ranks.run(2, _train_and_save, folder, MIXED, 2, 5)[0]
+    restored, later, manifest = ranks.run(2, _restore_and_train, folder, MIXED, 2)[0]
+    assert (restored, later) == saved
+    assert (manifest["step"], manifest["metrics"], manifest["experiment"]) == (5, {"ne": 0.5}, "test")
+
+
+@pytest.mark.parametrize(("world_size", "kinds"), [(1, MIXED), (4, MIXED), (2, ROWS)])
+def test_a_checkpoint_of_two_ranks_restores_exactly_elsewhere(
+    ranks: RankPool, tmp_path: Path, world_size: int, kinds: dict[str, str]
+) -> None:
+    folder = str(tmp_path / "checkpoints")
+    saved, _ = ranks.run(2, _train_and_save, folder, MIXED, 2, 3)[0]
+    restored, _, _ = ranks.run(world_size, _restore_and_train, folder, kinds, world_size)[0]
+    assert restored == saved
+
+
+def _saves(rank: int, folder: str, steps: list[int], keep_last_n: int) -> None:
+    _, model, optimizer, context = build_sharded(ROWS)
+    checkpointer = Checkpointer(folder, model, optimizer, context, keep_last_n)
+    for step in steps:
+        checkpointer.save(step)
+
+
+def _restored_step(rank: int, folder: str) -> int | str:
+    """The step that restore_latest takes, or what its error says."""
+    logging.disable(logging.WARNING)
+    _, model, optimizer, context = build_sharded(ROWS)
+    try:
+        manifest = Checkpointer(folder, model, optimizer, context).restore_latest()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        logging.disable(logging.NOTSET)
+    return manifest["step"] if manifest else -1
+
+
+def test_only_the_last_n_steps_are_kept(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, _saves, str(tmp_path), [1, 2, 3, 4], 2)
+    assert list_steps(str(tmp_path)) == [3, 4]
+
+
+def test_a_committed_step_is_never_written_again(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, _saves, str(tmp_path), [1], 2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(RuntimeError, match="already committed"):
+        ranks.run(1, _saves, str(tmp_path), [1], 2)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_steps_are_passed_over_and_named(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _saves, str(tmp_path), [1, 2, 3, 4], 9)
+    _flip_a_bit(next((tmp_path / "step_00000004").glob("*.distcp")))
+    (tmp_path / "step_00000003" / ".metadata").unlink()
+    (tmp_path / "step_00000002" / "manifest.json").write_text("{")
+    (tmp_path / ".attempt-00000005-abc").mkdir()  # a save that was killed
+    assert ranks.run(2, _restored_step, str(tmp_path)) == [1, 1]
+    _flip_a_bit(next((tmp_path / "step_00000001").glob("*.distcp")))
+    for message in ranks.run(2, _restored_step, str(tmp_path)):
+        assert "none of the 4 checkpoints" in str(message)
+
+
+def test_an_empty_folder_restores_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(1, _restored_step, str(tmp_path / "none")) == [-1]
+
+
+def _restore_into_another_model(rank: int, folder: str) -> str:
+    from pipeline.training.config import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+
+    other = OptimizerConfig(SparseOptimizerConfig("adagrad", lr=0.1), DenseOptimizerConfig("adam"))
+    _, model, optimizer, context = build_sharded(ROWS, optimizers=other)
+    before = {name: value.clone() for name, value in full_state(model).items()}
+    with pytest.raises(CheckpointError) as error:
+        Checkpointer(folder, model, optimizer, context).restore(1)
+    assert all(torch.equal(value, before[name]) for name, value in full_state(model).items())
+    return str(error.value)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _saves, str(tmp_path), [1], 2)
+    for message in ranks.run(2, _restore_into_another_model, str(tmp_path)):
+        assert "does not fit this model, optimizer or plan" in message and "run_dir" in message
+
+
+def test_the_manifest_lists_every_file_with_size_and_checksum(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _saves, str(tmp_path), [7], 2)
+    manifest = json.loads((tmp_path / "step_00000007" / "manifest.json").read_text())
+    on_disk = {path.name: path.stat().st_size for path in (tmp_path / "step_00000007").iterdir()}
+    del on_disk["manifest.json"]
+    assert {name: entry["size_bytes"] for name, entry in manifest["files"].items()} == on_disk
+    assert manifest["world_size"] == 2
