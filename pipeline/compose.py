@@ -237,7 +237,7 @@ def _explain_composition(error: Exception, job_type: type, groups: dict[str, lis
         return f"{text.split(' full_key:')[0]}{_near_field_of(match[1], match[2], job_type)}"
     if match := re.search(r"Could not override '([\w/]+)'", text):
         return f"{text}{did_you_mean(match[1], groups)}"
-    return text.split(" reference_type=")[0].split(" object_type=")[0]
+    return re.split(r" (?:full_key:|reference_type=|object_type=)", text)[0]
 
 
 def _near_field_of(name: str, class_name: str, job_type: type) -> str:
