@@ -17,6 +17,15 @@ from pipeline.planner.hardware import Hardware
 KERNELS = {"cpu": ("dense", "fused"), "cuda": ("dense", "fused", "fused_uvm", "fused_uvm_caching")}
 COLUMN_STEP = 4  # FBGEMM wants dims divisible by it
 TORCHREC_MIN_PARTITION = 128
+REPLICABLE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")  # of these torch has the same as FBGEMM
+
+
+@dataclass(frozen=True)
+class TableOptimizer:
+    """What a plan depends on of the sparse optimizer."""
+
+    name: str
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ def _sharded_modules(path: str, module: nn.Module, types: set[type]) -> Iterator
 
 
 def build_constraints(
-    placed: list[PlacedTable], hardware: Hardware, optimizer_name: str
+    placed: list[PlacedTable], hardware: Hardware, optimizer: TableOptimizer
 ) -> dict[str, ParameterConstraints]:
     """Per table: pooling factors from the data, and the sharding types and kernels that leave training exact.
 
@@ -60,7 +69,7 @@ def build_constraints(
     """
     return {
         entry.table.name: ParameterConstraints(
-            sharding_types=_sharding_types(entry, hardware, optimizer_name),
+            sharding_types=_sharding_types(entry, hardware, optimizer),
             compute_kernels=_compute_kernels(entry, hardware),
             min_partition=_min_partition(entry.table),
             pooling_factors=list(entry.table.pooling_factors),
@@ -69,35 +78,34 @@ def build_constraints(
     }
 
 
-def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer_name: str) -> list[str]:
+def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer: TableOptimizer) -> list[str]:
     table, named = entry.table, bool(entry.table.sharding.sharding_types)
     offered = entry.sharder.sharding_types(hardware.compute_device)
-    types = [kind for kind in allowed_sharding_types(table, optimizer_name) if kind in offered]
-    if table.pooling == "mean":
-        # The mean over each row shard's own ids is not the mean over all.
-        types = [kind for kind in types if kind != "grid_shard"]
+    types = [kind for kind in allowed_sharding_types(table, optimizer.name) if kind in offered]
     if not named:
-        types = [kind for kind in types if kind in _worth_trying(table, hardware)]
+        types = [kind for kind in types if kind in _worth_trying(table, hardware, optimizer)]
     if table.sharding.compute_kernels and "dense" not in table.sharding.compute_kernels:
         types = [kind for kind in types if kind != "data_parallel"]
     if not types:
         raise ValueError(
-            f"table {table.name!r} ({table.pooling} pooling) may be sharded {table.sharding.sharding_types or 'any way'} "
-            f"with kernels {table.sharding.compute_kernels or 'of any kind'}, but on {hardware.compute_device} "
-            f"there is {', '.join(sorted(offered))}, grid_shard for sum pooling only and data_parallel with the "
-            f"dense kernel only; change tables.{table.name}.sharding"
+            f"table {table.name!r} may be sharded as {table.sharding.sharding_types or 'anything exact'} with kernels "
+            f"{table.sharding.compute_kernels or 'of any kind'}, but on {hardware.compute_device} there is "
+            f"{', '.join(sorted(offered))}, and data_parallel goes with the dense kernel; change tables.{table.name}.sharding"
         )
     return types
 
 
-def _worth_trying(table: Table, hardware: Hardware) -> list[str]:
-    """Of types that nobody asked for: those that are no other type once more on this hardware."""
+def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -> list[str]:
+    """Of types that nobody asked for: those that train, and that are no other type once more on this hardware."""
     if hardware.world_size == 1:
         return ["table_wise"]
     by_columns = table.embedding_dim > (table.sharding.min_partition or TORCHREC_MIN_PARTITION)
-    types = ["data_parallel", "table_wise", "row_wise"] + (["column_wise"] if by_columns else [])
+    types = ["table_wise", "row_wise"] + (["column_wise"] if by_columns else [])
     if hardware.num_hosts > 1:
         types += ["table_row_wise"] + (["table_column_wise"] if by_columns else [])
+    # A replicated table has a torch optimizer, which decays every row at every step and keeps state in the table's type.
+    if table.data_type == "fp32" and optimizer.name in REPLICABLE_OPTIMIZERS and not optimizer.weight_decay:
+        types.append("data_parallel")
     return types
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from pipeline.planner.constraints import PlacedTable
+from pipeline.planner.constraints import PlacedTable, TableOptimizer
 from pipeline.planner.hardware import Hardware
 
 # One of each line's packages is installed; the CUDA and the CPU build have names of their own.
@@ -20,7 +20,7 @@ Fingerprint = dict[str, Any]
 
 
 def take_fingerprint(
-    placed: list[PlacedTable], hardware: Hardware, optimizer_name: str, batch_size: int
+    placed: list[PlacedTable], hardware: Hardware, optimizer: TableOptimizer, batch_size: int
 ) -> Fingerprint:
     """Plain JSON values: topology, tables, optimizer, batch size a rank and library versions."""
     topology = asdict(hardware)
@@ -28,7 +28,7 @@ def take_fingerprint(
     return {
         "topology": topology,
         "tables": {entry.table.name: _describe_table(entry) for entry in placed},
-        "sparse_optimizer": optimizer_name,
+        "sparse_optimizer": asdict(optimizer),
         "batch_size": batch_size,
         "libraries": library_versions(),
     }

@@ -10,7 +10,8 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from pipeline.embeddings.config import Table
 from pipeline.planner.constraints import PlacedTable
 from pipeline.planner.estimator import shard_state_bytes
-from pipeline.planner.hardware import GIB, Hardware
+from pipeline.planner.hardware import Hardware
+from pipeline.planner.record import show_bytes
 
 NUM_LARGEST = 5
 SPLITTING_TYPES = ("row_wise", "table_row_wise", "column_wise", "table_column_wise", "grid_shard")
@@ -29,9 +30,9 @@ def explain_infeasible(
     sizes = {entry.table.name: table_bytes(entry, optimizer_name) for entry in placed}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:NUM_LARGEST]
     lines = [
-        f"no plan holds the {len(placed)} tables: with their {optimizer_name} state they take {_gib(sum(sizes.values()))}, "
-        f"{hardware.world_size} rank(s) of {hardware.name} have {_gib(hardware.world_size * sum(usable))} for them",
-        "largest: " + ", ".join(f"{name} {_gib(sizes[name])}" for name in largest),
+        f"no plan holds the {len(placed)} tables: with their {optimizer_name} state they take {show_bytes(sum(sizes.values()))}, "
+        f"{hardware.world_size} rank(s) of {hardware.name} have {show_bytes(hardware.world_size * sum(usable))} for them",
+        "largest: " + ", ".join(f"{name} {show_bytes(sizes[name])}" for name in largest),
         f"a rank: {_capacity(hardware, usable)} ({100 * reserved_fraction:g} % kept free, and the dense part's share)",
         *_unsplittable(placed, constraints, sizes, usable),
         "ways out:",
@@ -49,8 +50,12 @@ def table_bytes(entry: PlacedTable, optimizer_name: str, bytes_per_number: int |
 
 
 def _capacity(hardware: Hardware, usable: tuple[int, int]) -> str:
-    host = f"{_gib(usable[1])} of {_gib(hardware.ddr_cap_bytes)} host memory"
-    return f"{_gib(usable[0])} of {_gib(hardware.hbm_cap_bytes)} HBM, {host}" if hardware.hbm_cap_bytes else host
+    host = f"{show_bytes(usable[1])} of {show_bytes(hardware.ddr_cap_bytes)} host memory"
+    return (
+        f"{show_bytes(usable[0])} of {show_bytes(hardware.hbm_cap_bytes)} HBM, {host}"
+        if hardware.hbm_cap_bytes
+        else host
+    )
 
 
 def _room(entry: PlacedTable, constraints: dict[str, ParameterConstraints], usable: tuple[int, int]) -> int:
@@ -73,8 +78,8 @@ def _unsplittable(
         types = constraints[name].sharding_types or []
         if sizes[name] > room and not set(types) & set(SPLITTING_TYPES):
             yield (
-                f"table {name} may only be {' or '.join(types)}, so one rank must hold {_gib(sizes[name])} and has "
-                f"{_gib(room)}: add row_wise to tables.{name}.sharding.sharding_types"
+                f"table {name} may only be {' or '.join(types)}, so one rank must hold {show_bytes(sizes[name])} and has "
+                f"{show_bytes(room)}: add row_wise to tables.{name}.sharding.sharding_types"
             )
 
 
@@ -87,10 +92,10 @@ def _ways_out(
         yield f"world_size={hosts * hardware.local_world_size} at least"
     rowwise = sum(table_bytes(entry, "rowwise_adagrad") for entry in placed)
     if rowwise < total:
-        yield f"optimizer.sparse.name=rowwise_adagrad: {_gib(rowwise)} in all"
+        yield f"optimizer.sparse.name=rowwise_adagrad: {show_bytes(rowwise)} in all"
     half = sum(table_bytes(entry, optimizer_name, bytes_per_number=2) for entry in placed)
     if half < total:
-        yield f"tables.default.data_type=fp16: {_gib(half)} in all"
+        yield f"tables.default.data_type=fp16: {show_bytes(half)} in all"
     largest = max((entry.table for entry in placed), key=lambda table: sizes[table.name])
     yield f"fewer rows: tables.{largest.name} has {largest.num_embeddings:,}; data.ids.min_frequency or max_size drops rare ones"
     if limited := [entry.table.name for entry in placed if _is_limited(entry.table)]:
@@ -100,7 +105,3 @@ def _ways_out(
 
 def _is_limited(table: Table) -> bool:
     return bool(table.sharding.sharding_types or table.sharding.compute_kernels)
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.1f} GiB" if abs(num_bytes) >= GIB / 10 else f"{num_bytes / (1 << 20):,.1f} MiB"

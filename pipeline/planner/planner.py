@@ -5,6 +5,7 @@ TorchRec enumerates and estimates; a searcher decides. A planner of our own is o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,15 +19,17 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from pipeline.distributed import DistributedContext
 from pipeline.embeddings.config import Table
 from pipeline.embeddings.exact_sharding import sharding_types_exact_for
+from pipeline.logs import get_logger
 from pipeline.planner.config import HardwareConfig, PlannerConfig
-from pipeline.planner.constraints import PlacedTable, build_constraints, place_tables
+from pipeline.planner.constraints import PlacedTable, TableOptimizer, build_constraints, place_tables
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, shard_state_bytes, usable_bytes
 from pipeline.planner.fingerprint import take_fingerprint
-from pipeline.planner.hardware import GIB, Hardware, build_topology, resolve_hardware
+from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
 from pipeline.planner.infeasible import explain_infeasible, table_bytes
 from pipeline.planner.planfile import decode_record, encode_record, load_plan
-from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms
+from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms, show_bytes
 
+logger = get_logger(__name__)
 PHASES = {
     "forward_compute_ms": "fwd_compute",
     "forward_comms_ms": "fwd_comms",
@@ -43,7 +46,7 @@ class PlanRequest:
     model: nn.Module
     sharders: list[ModuleSharder[nn.Module]]
     hardware: Hardware
-    optimizer_name: str
+    optimizer: TableOptimizer
     batch_size: int
 
 
@@ -65,7 +68,7 @@ def load_or_search_plan(
     model: nn.Module,
     sharders: list[ModuleSharder[nn.Module]],
     *,
-    optimizer_name: str,
+    optimizer: TableOptimizer,
     batch_size: int,
     context: DistributedContext,
 ) -> PlanRecord:
@@ -83,7 +86,7 @@ def load_or_search_plan(
                 local_world_size=context.local_world_size,
                 device_type=context.device.type,
             )
-            request = PlanRequest(tables, model, sharders, here, optimizer_name, batch_size)
+            request = PlanRequest(tables, model, sharders, here, optimizer, batch_size)
             record = make_plan(config, request)
             text = encode_record(record)
         except ValueError as failure:
@@ -107,7 +110,7 @@ def make_plan(config: PlannerConfig, request: PlanRequest) -> PlanRecord:
         return search_plan(config, problem)
     hardware = request.hardware
     command = f"python -m pipeline.plan <this job's overrides> world_size={hardware.world_size} planner.plan_file={config.plan_file}"
-    expected = take_fingerprint(problem.placed, hardware, request.optimizer_name, request.batch_size)
+    expected = take_fingerprint(problem.placed, hardware, request.optimizer, request.batch_size)
     record = load_plan(config.plan_file, expected, command)
     _check_fits(record, problem.usable, f"plan file {config.plan_file}", command)
     return record
@@ -124,15 +127,15 @@ def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
 def _pose(config: PlannerConfig, request: PlanRequest) -> Problem:
     hardware, fraction = request.hardware, config.reserved_memory_fraction
     placed = place_tables(request.tables, request.model, request.sharders)
-    constraints = build_constraints(placed, hardware, request.optimizer_name)
+    constraints = build_constraints(placed, hardware, request.optimizer)
     dense_bytes = dense_part_bytes(request.model, [entry.parameter for entry in placed])
     usable = usable_bytes(
         hardware.compute_device, hardware.hbm_cap_bytes, hardware.ddr_cap_bytes, fraction, dense_bytes
     )
     if (usable[0] if hardware.compute_device == "cuda" else usable[1]) <= 0:
         raise ValueError(
-            f"the dense part takes {dense_bytes / GIB:.1f} GiB in training, and of a rank of {hardware.name} "
-            f"({(hardware.hbm_cap_bytes or hardware.ddr_cap_bytes) / GIB:.1f} GiB) {100 * fraction:g} % are kept free: nothing "
+            f"the dense part takes {show_bytes(dense_bytes)} in training, and of a rank of {hardware.name} "
+            f"({show_bytes(hardware.hbm_cap_bytes or hardware.ddr_cap_bytes)}) {100 * fraction:g} % are kept free: nothing "
             "is left for tables; use smaller layers, other hardware=, or a lower planner.reserved_memory_fraction"
         )
     return Problem(request, placed, constraints, usable, KeepFree(fraction, dense_bytes))
@@ -144,25 +147,30 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> tuple[ShardingP
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=request.batch_size,
-        enumerator=SortedEnumerator(topology, request.batch_size, problem.constraints, request.optimizer_name),
+        enumerator=SortedEnumerator(topology, request.batch_size, problem.constraints, request.optimizer.name),
         storage_reservation=problem.reservation,
         constraints=problem.constraints,
         stats=NoopEmbeddingStats(),
         debug=False,
         timeout_seconds=config.timeout_s,  # type: ignore[arg-type]  # only compared with a float
     )
+    started = time.monotonic()
     try:
         plan = planner.plan(request.model, request.sharders)
-    except (PlannerError, RuntimeError) as error:
+    except (PlannerError, RuntimeError) as error:  # TorchRec raises both where nothing fits
         text = explain_infeasible(
             problem.placed,
             problem.constraints,
             request.hardware,
-            request.optimizer_name,
+            request.optimizer.name,
             problem.usable,
             config.reserved_memory_fraction,
         )
         raise ValueError(text) from error
+    if time.monotonic() - started > config.timeout_s:
+        logger.warning(
+            "planner.timeout_s=%g cut the search short: a longer one may find a better plan", config.timeout_s
+        )
     options = planner._best_plan
     assert options, "a model without tables"
     return plan, options
@@ -186,7 +194,7 @@ def _build_record(planner: str, problem: Problem, plan: ShardingPlan, options: l
         objective=Objective("max_rank", max(load.cost_ms for load in ranks), critical_path_ms(ranks)),
         usable_hbm_bytes=problem.usable[0],
         usable_ddr_bytes=problem.usable[1],
-        fingerprint=take_fingerprint(problem.placed, request.hardware, request.optimizer_name, request.batch_size),
+        fingerprint=take_fingerprint(problem.placed, request.hardware, request.optimizer, request.batch_size),
     )
 
 
@@ -214,7 +222,7 @@ def _choice(entry: PlacedTable, option: ShardingOption, problem: Problem) -> Tab
         num_embeddings=table.num_embeddings,
         embedding_dim=table.embedding_dim,
         weight_bytes=table.num_embeddings * table.embedding_dim * entry.parameter.element_size(),
-        state_bytes=shard_state_bytes(problem.request.optimizer_name, table.num_embeddings, table.embedding_dim),
+        state_bytes=shard_state_bytes(problem.request.optimizer.name, table.num_embeddings, table.embedding_dim),
         hbm_bytes=storage.hbm,
         ddr_bytes=storage.ddr,
         sharding_type=option.sharding_type,
@@ -227,8 +235,8 @@ def _choice(entry: PlacedTable, option: ShardingOption, problem: Problem) -> Tab
 
 def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str:
     """Why a table is sharded as it is, in a few words; what a type costs in exactness is said too."""
-    optimizer, world_size = problem.request.optimizer_name, problem.request.hardware.world_size
-    size, room = table_bytes(entry, optimizer) / GIB, max(problem.usable) / GIB
+    optimizer, world_size = problem.request.optimizer.name, problem.request.hardware.world_size
+    size, room = table_bytes(entry, optimizer), max(problem.usable[:1] if problem.usable[0] else problem.usable)
     if len(problem.constraints[entry.table.name].sharding_types or []) == 1 and entry.table.sharding.sharding_types:
         why = f"tables.{entry.table.name}.sharding allows nothing else"
     elif world_size == 1:
@@ -238,11 +246,11 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
     elif option.sharding_type == "table_wise":
         why = "fits one rank, cheapest whole"
     elif size > room:
-        why = f"{size:.1f} GiB does not fit one rank's {room:.1f} GiB"
+        why = f"{show_bytes(size)} does not fit one rank's {show_bytes(room)}"
     else:
-        why = f"spreads {size:.1f} GiB and its lookups over {len({shard.rank for shard in option.shards})} ranks"
+        why = f"spreads {show_bytes(size)} and its lookups over {len({shard.rank for shard in option.shards})} ranks"
     if option.compute_kernel in ("fused_uvm", "fused_uvm_caching"):
-        why += "; in host memory, for HBM does not hold all tables"
+        why += "; in host memory: HBM does not hold all"
     if option.sharding_type not in sharding_types_exact_for(optimizer) and option.num_shards > 1:
         why += f"; {optimizer} keeps a state per column shard, unlike unsharded"
     return why
@@ -253,6 +261,6 @@ def _check_fits(record: PlanRecord, usable: tuple[int, int], what: str, way_out:
         for tier, taken, room in (("HBM", load.hbm_bytes, usable[0]), ("host memory", load.ddr_bytes, usable[1])):
             if taken > room:
                 raise ValueError(
-                    f"{what} puts {taken / GIB:.2f} GiB of tables into the {tier} of rank {load.rank}, where "
-                    f"{room / GIB:.2f} GiB are left beside the dense part and the reserve; {way_out}"
+                    f"{what} puts {show_bytes(taken)} of tables into the {tier} of rank {load.rank}, where "
+                    f"{show_bytes(room)} is left beside the dense part and the reserve; {way_out}"
                 )

@@ -79,3 +79,11 @@ def critical_path_ms(ranks: list[RankLoad]) -> float:
         max(getattr(load, phase) for load in ranks)
         for phase in ("forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
     )
+
+
+def show_bytes(num_bytes: float) -> str:
+    """In the largest unit of which there is a tenth at least."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if abs(num_bytes) >= size / 10:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes / 1024:,.2f} KiB"

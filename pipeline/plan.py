@@ -1,0 +1,107 @@
+"""Plan how tables are sharded:  python -m pipeline.plan experiment=quickstart world_size=2
+
+The hardware need not be at hand:  python -m pipeline.plan experiment=... hardware=h100_80gb world_size=64
+The plan goes to planner.plan_file, and training with planner=file uses it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+
+from pipeline.config import PlanJob, run_verb
+
+
+@dataclass
+class PlanSummary:
+    plan_file: str
+    planner: str
+    hardware: str
+    world_size: int
+    local_world_size: int
+    max_rank_ms: float
+    critical_path_ms: float
+    seconds: float
+    explanation: str
+
+
+def plan(job: PlanJob) -> PlanSummary:
+    """Build the model on meta, plan for `world_size` ranks of `hardware`, and write planner.plan_file.
+
+    Raises:
+        ValueError: no plan holds the tables, or the job does not fit the data or the number of ranks.
+    """
+    # Imported here, for a typo in the command line must fail before torch is loaded.
+    from pipeline.assembly import build_task
+    from pipeline.data.dataset import load_dataset
+    from pipeline.embeddings.config import resolve_tables
+    from pipeline.planner.constraints import TableOptimizer
+    from pipeline.planner.explain import explain
+    from pipeline.planner.hardware import resolve_hardware
+    from pipeline.planner.planfile import write_plan
+    from pipeline.planner.planner import PlanRequest, make_plan
+    from pipeline.training.comms import check_batch_fits_comms
+    from pipeline.training.sharding import make_sharders
+
+    started = time.monotonic()
+    dataset = load_dataset(job.data.path)
+    tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
+    batch_size = batch_size_of(job)
+    check_batch_fits_comms(job.comms, batch_size, tables)
+    hardware = resolve_hardware(job.hardware, job.world_size)
+    task = build_task(job, tables, dataset)
+    sharders = make_sharders(job.comms, job.trainer.seed)
+    sparse = job.optimizer.sparse
+    request = PlanRequest(
+        tables, task, sharders, hardware, TableOptimizer(sparse.name, sparse.weight_decay), batch_size
+    )
+    record = make_plan(job.planner, request)
+    if job.planner.kind != "file":
+        write_plan(job.planner.plan_file, record)
+    return PlanSummary(
+        plan_file=job.planner.plan_file,
+        planner=record.planner,
+        hardware=hardware.name,
+        world_size=hardware.world_size,
+        local_world_size=hardware.local_world_size,
+        max_rank_ms=record.objective.max_rank_ms,
+        critical_path_ms=record.objective.critical_path_ms,
+        seconds=time.monotonic() - started,
+        explanation=explain(record),
+    )
+
+
+def batch_size_of(job: PlanJob) -> int:
+    """Rows a rank and step. Raises ValueError where the global batch does not divide."""
+    global_batch_size, world_size = job.trainer.global_batch_size, job.world_size
+    if global_batch_size % world_size:
+        raise ValueError(
+            f"trainer.global_batch_size={global_batch_size} does not divide by world_size={world_size}; "
+            f"use {global_batch_size // world_size * world_size or world_size}"
+        )
+    return global_batch_size // world_size
+
+
+def train_command(summary: PlanSummary, overrides: list[str]) -> str:
+    """The training that replays the plan, with the overrides that it was made with."""
+    kept = [shlex.quote(word) for word in overrides if not word.startswith("planner=")]
+    arguments = " ".join([*kept, "planner=file"])
+    if summary.world_size == 1:
+        return f"python -m pipeline.train {arguments}"
+    hosts = summary.world_size // summary.local_world_size
+    return f"torchx run -s local_cwd pipeline.train -j {hosts}x{summary.local_world_size} -- {arguments}"
+
+
+def describe(summary: PlanSummary) -> str:
+    return (
+        f"{summary.explanation}\n\n"
+        f"plan        {summary.plan_file} ({summary.planner}, {summary.world_size} rank(s) of {summary.hardware}, "
+        f"{summary.seconds:.1f} s)\n"
+        f"next        {train_command(summary, sys.argv[1:])}"
+    )
+
+
+if __name__ == "__main__":
+    run_verb(PlanJob, plan, __doc__, describe)

@@ -1,0 +1,118 @@
+"""Turn a PlanRecord into text: the choice for each table with its reason, and each rank's memory and time as bars."""
+
+from __future__ import annotations
+
+from collections import Counter
+from io import StringIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as Grid
+
+from pipeline.planner.record import PlanRecord, RankLoad, TableChoice, show_bytes
+
+WIDTH = 140
+MAX_TABLES = 40
+MAX_RANKS = 16
+BAR_WIDTH = 24
+
+
+def summarize(record: PlanRecord) -> str:
+    """One line for a log: what was chosen, the fullest rank, the estimated cost."""
+    kinds = ", ".join(
+        f"{count} {kind}" for kind, count in Counter(choice.sharding_type for choice in record.tables).most_common()
+    )
+    tier, room = _main_tier(record)
+    fullest = max(_taken(record, load) for load in record.ranks)
+    return (
+        f"plan by {record.planner} for {len(record.ranks)} rank(s) of {record.hardware}: {kinds}; fullest rank "
+        f"{show_bytes(fullest)} of {show_bytes(room)} {tier} for tables; slowest rank {record.objective.max_rank_ms:.3g} ms a step"
+    )
+
+
+def explain(record: PlanRecord) -> str:
+    """Tables by size, the largest MAX_TABLES of them; then ranks, or the extremes where there are many."""
+    shown = sorted(record.tables, key=lambda choice: (-choice.weight_bytes - choice.state_bytes, choice.name))
+    hidden = shown[MAX_TABLES:]
+    lines = [_table_grid(record, shown[:MAX_TABLES]).rstrip()]
+    if hidden:
+        size = sum(choice.weight_bytes + choice.state_bytes for choice in hidden)
+        lines.append(f"and {len(hidden)} smaller tables, {show_bytes(size)} together")
+    return "\n".join([*lines, "", *_rank_lines(record), "", *_cost_lines(record)])
+
+
+def _table_grid(record: PlanRecord, choices: list[TableChoice]) -> str:
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("table", no_wrap=True)
+    for heading in ("rows", "dim", "size + state"):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("sharding", "kernel", "ranks"):
+        grid.add_column(heading, no_wrap=True)
+    grid.add_column("why", overflow="fold")
+    for choice in choices:
+        grid.add_row(
+            choice.name,
+            f"{choice.num_embeddings:,}",
+            str(choice.embedding_dim),
+            show_bytes(choice.weight_bytes + choice.state_bytes),
+            choice.sharding_type,
+            choice.compute_kernel,
+            _ranks(choice.ranks, len(record.ranks)),
+            choice.reason,
+        )
+    text = StringIO()
+    Console(file=text, width=WIDTH, color_system=None).print(grid)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _ranks(ranks: list[int], world_size: int) -> str:
+    distinct = sorted(set(ranks))
+    if len(distinct) == world_size and world_size > 1:
+        return "all"
+    if len(distinct) > 1 and distinct == list(range(distinct[0], distinct[-1] + 1)):
+        return f"{distinct[0]}-{distinct[-1]}"
+    return ",".join(map(str, distinct))
+
+
+def _rank_lines(record: PlanRecord) -> list[str]:
+    tier, room = _main_tier(record)
+    slowest = record.objective.max_rank_ms or 1.0
+    loads = record.ranks
+    if len(loads) > MAX_RANKS:
+        fullest = sorted(loads, key=lambda load: (-_taken(record, load), load.rank))
+        slow = sorted(loads, key=lambda load: (-load.cost_ms, load.rank))
+        loads = list(dict.fromkeys([fullest[0], fullest[-1], slow[0], slow[-1]]))
+    lines = [f"{'rank':>5}  {tier + ' by tables, of ' + show_bytes(room):<{BAR_WIDTH + 12}}  estimated ms a step"]
+    for load in loads:
+        taken = _taken(record, load)
+        lines.append(
+            f"{load.rank:>5}  {_bar(taken / max(room, 1))} {show_bytes(taken):>11}  {_bar(load.cost_ms / slowest)} {load.cost_ms:.3g}"
+        )
+    if len(loads) < len(record.ranks):
+        lines.append(f"       the fullest, emptiest, slowest and fastest of {len(record.ranks)} ranks")
+    if tier == "HBM" and any(load.ddr_bytes for load in record.ranks):
+        most = max(load.ddr_bytes for load in record.ranks)
+        lines.append(f"       host memory: at most {show_bytes(most)} a rank, of {show_bytes(record.usable_ddr_bytes)}")
+    return lines
+
+
+def _cost_lines(record: PlanRecord) -> list[str]:
+    objective = record.objective
+    bound = "" if objective.gap is None else f", at most {100 * objective.gap:.1f} % above the best possible"
+    return [
+        f"slowest rank {objective.max_rank_ms:.4g} ms, critical path {objective.critical_path_ms:.4g} ms a step "
+        f"(estimates of the embedding part; minimised: {objective.minimised}{bound})"
+    ]
+
+
+def _main_tier(record: PlanRecord) -> tuple[str, int]:
+    return ("HBM", record.usable_hbm_bytes) if record.usable_hbm_bytes else ("host memory", record.usable_ddr_bytes)
+
+
+def _taken(record: PlanRecord, load: RankLoad) -> int:
+    return load.hbm_bytes if record.usable_hbm_bytes else load.ddr_bytes
+
+
+def _bar(share: float) -> str:
+    filled = min(BAR_WIDTH, round(BAR_WIDTH * share))
+    return "#" * filled + "." * (BAR_WIDTH - filled)
