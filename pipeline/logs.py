@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -127,7 +128,8 @@ class MetricsWriter:
         self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=resume_step + 1 if resume_step else None)
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
+        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **finite}, allow_nan=False)
         with open(self.path, "a") as file:
             file.write(line + "\n")
             file.flush()

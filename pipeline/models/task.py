@@ -58,7 +58,8 @@ class GuardedLoss(nn.Module):
                 "values, lower the learning rates or warm up (schedule=...), or set trainer.non_finite_loss=skip"
             )
         self.num_skipped += 1
-        return torch.zeros_like(loss).requires_grad_(), prediction
+        nothing = torch.zeros_like(logits.detach())  # weight 0: metrics must not see the NaN either
+        return torch.zeros_like(loss).requires_grad_(), Prediction(loss.detach(), nothing, nothing, nothing)
 
 
 def _finite_on_all_ranks(loss: torch.Tensor) -> bool:

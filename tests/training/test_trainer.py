@@ -1,0 +1,219 @@
+"""The trainer does what a plain loop does, and evaluating, saving and resuming leave no trace in the weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.checkpoint import Checkpointer, list_steps
+from pipeline.data.batch import Batch
+from pipeline.logs import MetricsWriter
+from pipeline.models.task import NonFiniteLossError
+from pipeline.training.config import (
+    CheckpointConfig,
+    DenseOptimizerConfig,
+    EarlyStopConfig,
+    LRSchedule,
+    OptimizerConfig,
+    ScheduleConfig,
+    SparseOptimizerConfig,
+    TrainerConfig,
+)
+from pipeline.training.lr_schedule import apply_schedule
+from pipeline.training.optimizer import clip_dense_gradients
+from pipeline.training.trainer import EarlyStop, FitResult, Trainer
+from tests.ranks import RankPool
+from tests.sharded_models import build_sharded, digest, draw_batches, full_state
+
+KINDS = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
+STEPS_PER_EPOCH = 6
+CONFIG = TrainerConfig(global_batch_size=32, epochs=2, log_every_steps=4)
+SCHEDULE = ScheduleConfig(
+    sparse=LRSchedule("poly", warmup_steps=3, decay_start_step=4, decay_steps=20), dense=LRSchedule(warmup_steps=2)
+)
+
+
+class DrawnReader:
+    """As much of a ShardReader as the trainer uses, over drawn batches; epochs differ."""
+
+    def __init__(
+        self, rank: int, world_size: int, global_batch_size: int = 32, nan_steps: tuple[int, ...] = ()
+    ) -> None:
+        self.steps_per_epoch = STEPS_PER_EPOCH * 32 // global_batch_size
+        self.batch_size = global_batch_size // world_size
+        self.stall_seconds = 0.0
+        self._rank, self._world_size, self._global, self._nan = rank, world_size, global_batch_size, nan_steps
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        first = epoch * self.steps_per_epoch + start_step
+        drawn = draw_batches(self._rank, self._world_size, self.steps_per_epoch - start_step, first, self._global)
+        for number, batch in enumerate(drawn, start=first):
+            if number in self._nan and self._rank == 0:
+                batch.labels[0] = math.nan
+            yield batch
+
+
+def _fit(
+    rank: int, world_size: int, folder: str, config: TrainerConfig = CONFIG, save_every: int = 0,
+    optimizers: OptimizerConfig | None = None, nan_steps: tuple[int, ...] = (),
+) -> tuple[str, FitResult]:  # fmt: skip
+    """Resume from `folder` where it holds a step, train to the end; the model's digest and the result."""
+    extra: dict[str, Any] = {"optimizers": optimizers} if optimizers else {}
+    allowed = config.max_non_finite_steps if config.non_finite_loss == "skip" else 0
+    task, model, optimizer, context = build_sharded(KINDS, max_non_finite=allowed, **extra)
+    task.loss.scale = 1.0 / config.gradient_accumulation_steps
+    checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context, keep_last_n=9)
+    restored = checkpointer.restore_latest()
+    micro_batch = config.global_batch_size // config.gradient_accumulation_steps
+    writer = MetricsWriter(folder, restored["step"] if restored else 0) if rank == 0 else None
+    trainer = Trainer(
+        config, SCHEDULE, CheckpointConfig(save_every_steps=save_every), model=model, task=task, optimizer=optimizer,
+        reader=DrawnReader(rank, world_size, micro_batch, nan_steps), writer=writer,
+        validation_reader=DrawnReader(rank, world_size), checkpointer=checkpointer, context=context,
+    )  # fmt: skip
+    result = trainer.fit(restored)
+    if writer:
+        writer.close()
+    return digest(model), result
+
+
+def _plain_loop(rank: int, world_size: int, clip: float | None) -> str:
+    _, model, optimizer, _ = build_sharded(KINDS)
+    model.train()
+    for step, batch in enumerate(draw_batches(rank, world_size, 2 * STEPS_PER_EPOCH)):
+        apply_schedule(optimizer, SCHEDULE, step)
+        optimizer.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        if clip is not None:
+            clip_dense_gradients(model, clip)
+        optimizer.step()
+    return digest(model)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "base"])
+def test_training_equals_a_plain_loop_bit_for_bit(
+    ranks: RankPool, tmp_path: Path, pipeline: str, clip: float | None
+) -> None:
+    config = replace(CONFIG, pipeline=pipeline, gradient_clip_norm=clip)
+    assert ranks.run(2, _fit, 2, str(tmp_path), config)[0][0] == ranks.run(2, _plain_loop, 2, clip)[0]
+
+
+def test_evaluating_and_saving_along_the_way_change_no_weight(ranks: RankPool, tmp_path: Path) -> None:
+    quiet = ranks.run(2, _fit, 2, str(tmp_path / "quiet"))[0][0]
+    config = replace(CONFIG, evaluate_every_steps=3)
+    busy, result = ranks.run(2, _fit, 2, str(tmp_path / "busy"), config, 5)[0]
+    assert busy == quiet
+    assert list_steps(str(tmp_path / "busy" / "checkpoints")) == [5, 10, 12]
+    lines = [json.loads(line) for line in (tmp_path / "busy" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "validation"] == [3, 6, 9, 12]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [4, 8, 12]
+    assert result.metrics["num_samples"] == STEPS_PER_EPOCH * 32
+
+
+def test_a_run_cut_in_two_ends_where_the_uninterrupted_one_does(ranks: RankPool, tmp_path: Path) -> None:
+    whole = ranks.run(2, _fit, 2, str(tmp_path / "whole"))[0][0]
+    for max_steps in (4, 8):  # within an epoch, and across its end
+        ranks.run(2, _fit, 2, str(tmp_path / "cut"), replace(CONFIG, max_steps=max_steps))
+    cut, result = ranks.run(2, _fit, 2, str(tmp_path / "cut"))[0]
+    assert (cut, result.step) == (whole, 12)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    again, result = ranks.run(2, _fit, 2, str(tmp_path / "cut"))[0]
+    assert (again, result.step) == (whole, 12)  # a second run of a finished job trains nothing
+
+
+def test_accumulated_micro_batches_update_dense_layers_as_one_batch(ranks: RankPool, tmp_path: Path) -> None:
+    """With SGD the tables agree too, up to the order of sums, as long as rates are small."""
+    optimizers = OptimizerConfig(SparseOptimizerConfig("sgd", lr=1e-6), DenseOptimizerConfig("sgd", lr=0.1))
+    config = replace(CONFIG, gradient_accumulation_steps=2, max_steps=6)
+
+    states = ranks.run(2, _accumulated_and_reference, config, optimizers, str(tmp_path))[0]
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, states[1][name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def _accumulated_and_reference(
+    rank: int, config: TrainerConfig, optimizers: OptimizerConfig, folder: str
+) -> list[dict[str, torch.Tensor]]:
+    task, model, optimizer, context = build_sharded(KINDS, optimizers=optimizers)
+    task.loss.scale = 0.5
+    checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context)
+    Trainer(
+        config, ScheduleConfig(), CheckpointConfig(), model=model, task=task, optimizer=optimizer,
+        reader=DrawnReader(rank, 2, 16), writer=None, validation_reader=None, checkpointer=checkpointer, context=context,
+    ).fit()  # fmt: skip
+    accumulated = full_state(model)
+    _, model, optimizer, _ = build_sharded(KINDS, optimizers=optimizers)
+    model.train()
+    micro = list(draw_batches(rank, 2, 12, global_batch_size=16))
+    for step in range(6):
+        optimizer.zero_grad()
+        losses = [model(batch)[0] for batch in micro[2 * step : 2 * step + 2]]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+    return [accumulated, full_state(model)]
+
+
+def test_non_finite_steps_are_skipped_on_all_ranks_or_stop_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    skipping = replace(CONFIG, non_finite_loss="skip", max_non_finite_steps=2)
+    clean = ranks.run(2, _fit, 2, str(tmp_path / "clean"))[0][0]
+    skipped, _ = ranks.run(2, _fit, 2, str(tmp_path / "skip"), skipping, 0, None, (0, 7))[0]
+    assert skipped != clean
+    lines = [json.loads(line) for line in (tmp_path / "skip" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["num_skipped_steps"] for line in lines if line["kind"] == "train"][-1] == 2
+    assert all(line["ne"] is not None for line in lines)
+    for message in ranks.run(2, _stops, str(tmp_path / "stop")):
+        assert "updated nothing" in message
+    assert list_steps(str(tmp_path / "stop" / "checkpoints")) == []
+
+
+def _stops(rank: int, folder: str) -> str:
+    with pytest.raises(NonFiniteLossError) as error:
+        _fit(rank, 2, folder, nan_steps=(3,))
+    return str(error.value)
+
+
+def test_early_stop_counts_evaluations_without_improvement() -> None:
+    stop = EarlyStop(EarlyStopConfig(patience=2, metric="auc", min_delta=0.01))
+    values = [0.6, 0.7, 0.705, 0.72, 0.5, 0.72]
+    assert [stop.should_stop({"auc": value}) for value in values] == [False, False, False, False, False, True]
+    assert not any(EarlyStop(EarlyStopConfig()).should_stop({"ne": value}) for value in (1.0, 2.0, 3.0))
+
+
+def test_a_run_that_stops_early_saves_and_says_so(ranks: RankPool, tmp_path: Path) -> None:
+    config = replace(CONFIG, evaluate_every_steps=2, early_stop=EarlyStopConfig(patience=1, min_delta=10.0))
+    _, result = ranks.run(2, _fit, 2, str(tmp_path), config)[0]
+    assert (result.step, result.stopped_early) == (4, True)
+    assert list_steps(str(tmp_path / "checkpoints")) == [4]
+
+
+def test_bf16_stays_close_to_fp32(ranks: RankPool, tmp_path: Path) -> None:
+    full, half = ranks.run(2, _losses_of_both_precisions)[0]
+    assert full != half
+    assert half == pytest.approx(full, abs=0.02)
+
+
+def _losses_of_both_precisions(rank: int) -> tuple[list[float], list[float]]:
+    curves = []
+    for bf16 in (False, True):
+        task, model, optimizer, _ = build_sharded(KINDS)
+        task._bf16 = bf16
+        model.train()
+        losses = []
+        for batch in draw_batches(rank, 2, 6):
+            optimizer.zero_grad()
+            loss, _ = model(batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(losses)
+    return curves[0], curves[1]
