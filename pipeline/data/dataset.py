@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, Optional
 
 from pipeline import storage
+from pipeline.checks import did_you_mean
 
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
@@ -120,3 +121,34 @@ def load_dataset(folder: str) -> Dataset:
             "`python -m pipeline.prepare data=<name> source=<file, folder or glob>`, or set data.path"
         )
     return Dataset.from_json(storage.read_text(path))
+
+
+def check_split(dataset: Dataset, split: str, least_rows: int) -> None:
+    """Raise ValueError unless the split is there and holds a batch."""
+    if split not in dataset.splits:
+        raise ValueError(
+            f"data set {dataset.name!r} has no split {split!r}, it has {', '.join(dataset.splits)}"
+            f"{did_you_mean(split, dataset.splits)}"
+        )
+    num_rows = dataset.splits[split].num_rows
+    if num_rows < least_rows:
+        raise ValueError(
+            f"split {split!r} of data set {dataset.name!r} has {num_rows} rows, fewer than one global batch of "
+            f"{least_rows}: use a smaller global batch size, or prepare more rows"
+        )
+
+
+def check_multi_hot(dataset: Dataset, multi_hot: dict[str, int]) -> None:
+    """Raise ValueError for a size below 1, and for a feature that is unknown or has lists of its own."""
+    features = {feature.name: feature for feature in dataset.sparse_features}
+    for name, size in multi_hot.items():
+        if name not in features:
+            raise ValueError(
+                f"data.synthetic_multi_hot names {name!r}, which is no sparse feature{did_you_mean(name, features)}"
+            )
+        if size < 1:
+            raise ValueError(f"data.synthetic_multi_hot.{name}={size} must be at least 1")
+        if features[name].multi_hot:
+            raise ValueError(
+                f"data.synthetic_multi_hot.{name}={size}, but the data hold lists for {name!r}: leave it out"
+            )

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.checks import did_you_mean
 from pipeline.data.batch import Batch, keyed_jagged_tensor
 from pipeline.data.config import ReaderConfig, check_batch_geometry
-from pipeline.data.dataset import Dataset
+from pipeline.data.dataset import Dataset, check_multi_hot, check_split
 from pipeline.data.decode import Block, Shards
 from pipeline.data.multi_hot import draw_bags
 from pipeline.data.prefetch import Prefetcher
@@ -231,34 +230,3 @@ def _gather_bags(pieces: list[Piece], index: int, lengths: NDArray[np.int32]) ->
         lengths[place : place + stop - start] = np.diff(bags.offsets[start : stop + 1])
         values.append(bags.ids[bags.offsets[start] : bags.offsets[stop]])
     return np.concatenate(values, dtype=np.int64)
-
-
-def check_split(dataset: Dataset, split: str, least_rows: int) -> None:
-    """Raise ValueError unless the split is there and holds a batch."""
-    if split not in dataset.splits:
-        raise ValueError(
-            f"data set {dataset.name!r} has no split {split!r}, it has {', '.join(dataset.splits)}"
-            f"{did_you_mean(split, dataset.splits)}"
-        )
-    num_rows = dataset.splits[split].num_rows
-    if num_rows < least_rows:
-        raise ValueError(
-            f"split {split!r} of data set {dataset.name!r} has {num_rows} rows, fewer than one global batch of "
-            f"{least_rows}: use a smaller global batch size, or prepare more rows"
-        )
-
-
-def check_multi_hot(dataset: Dataset, multi_hot: dict[str, int]) -> None:
-    """Raise ValueError for a size below 1, and for a feature that is unknown or has lists of its own."""
-    features = {feature.name: feature for feature in dataset.sparse_features}
-    for name, size in multi_hot.items():
-        if name not in features:
-            raise ValueError(
-                f"data.synthetic_multi_hot names {name!r}, which is no sparse feature{did_you_mean(name, features)}"
-            )
-        if size < 1:
-            raise ValueError(f"data.synthetic_multi_hot.{name}={size} must be at least 1")
-        if features[name].multi_hot:
-            raise ValueError(
-                f"data.synthetic_multi_hot.{name}={size}, but the data hold lists for {name!r}: leave it out"
-            )

@@ -11,8 +11,6 @@ import json
 import types
 import typing
 from dataclasses import asdict, fields, is_dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
@@ -21,12 +19,11 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from pipeline import storage
 from pipeline.logs import get_logger
 from pipeline.planner.fingerprint import MAX_LINES, Fingerprint, differing_libraries, differing_lines, sha256_of
+from pipeline.planner.plan_folder import find_plan_file
 from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice
 
 FORMAT_VERSION = 1
-FOLDER = "sharding_plans"
 SPEC = "sharding_spec"  # the one field of ParameterSharding with a form of its own
-REPOSITORY = Path(__file__).resolve().parents[2]
 logger = get_logger(__name__)
 
 
@@ -89,28 +86,6 @@ def read_plan(path: str, command: str = "python -m pipeline.plan") -> PlanRecord
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"plan file {path} is damaged: {error}; make it again: {command}") from error
     return record
-
-
-def find_plan_file(path: str, command: str) -> str:
-    """Look at `path`, then in sharding_plans/ beside the package of a checkout, else in the installed package."""
-    if storage.is_file(path):
-        return path
-    looked = [path]
-    name = path.removeprefix(FOLDER + "/")
-    if not path.startswith("/") and "://" not in path:
-        shipped = REPOSITORY / FOLDER if (REPOSITORY / "setup.cfg").is_file() else _installed_folder()
-        if shipped is not None:
-            looked.append(str(shipped / name))
-            if storage.is_file(looked[-1]):
-                return looked[-1]
-    raise ValueError(f"no plan file at {' or '.join(looked)}; make one: {command}")
-
-
-def _installed_folder() -> Path | None:
-    try:
-        return Path(str(resources.files(f"pipeline.{FOLDER}")))
-    except ModuleNotFoundError:
-        return None
 
 
 def encode_plan(plan: ShardingPlan) -> dict[str, Any]:

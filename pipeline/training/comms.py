@@ -11,33 +11,15 @@ import torch
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.types import CommOp, QuantizedCommCodecs
 
-from pipeline.embeddings.config import Table
 from pipeline.training.config import CommsConfig
+from pipeline.training.precisions import check_batch_fits_comms, describe_comms, precisions
 
-INT8_ROW = 32  # fbgemm's codec quantizes this many neighbouring values with one scale and bias
+__all__ = ["check_batch_fits_comms", "describe_comms", "make_codecs", "precisions"]
+
 COLLECTIVES = {
     "all_to_all": CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
     "reduce_scatter": CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
 }
-
-
-def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:
-    """Collective -> (forward, backward) precision that it really gets.
-
-    A reduce-scatter adds up on the wire what int8 cannot add up (each 32 values have a scale of their own):
-    it gets fp16, and so does the all-gather of its gradients.
-    """
-    asked = (comms.forward_precision, comms.backward_precision)
-    summed = ["fp16" if precision == "int8" else precision for precision in asked]
-    return {"all_to_all": asked, "reduce_scatter": (summed[0], summed[1])}
-
-
-def describe_comms(comms: CommsConfig) -> dict[str, str]:
-    """Collective -> what its bytes are, e.g. {"all_to_all": "int8 forward / fp16 backward", ...}."""
-    described = {
-        name: f"{forward} forward / {backward} backward" for name, (forward, backward) in precisions(comms).items()
-    }
-    return {**described, "all_reduce": "fp32"}
 
 
 def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
@@ -48,16 +30,3 @@ def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
         # device="cuda" whatever the device: for "cpu" the registry makes bf16 into fp16, though gloo carries bf16.
         registry |= get_qcomm_codecs_registry(config, [COLLECTIVES[name]], torch.device("cuda")) or {}
     return registry or None
-
-
-def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Table]) -> None:
-    """Raises ValueError when int8 all-to-all would stop at the first step: it cuts a rank's values into rows of 32."""
-    if "int8" not in precisions(comms)["all_to_all"] or batch_size % INT8_ROW == 0:
-        return
-    odd = [table for table in tables if batch_size * table.embedding_dim % INT8_ROW]
-    if odd:
-        raise ValueError(
-            f"comms int8 sends {INT8_ROW} values to a scale, but batch_size={batch_size} (a rank's rows) times "
-            f"embedding_dim={odd[0].embedding_dim} of table {odd[0].name!r} is not a multiple of {INT8_ROW}; "
-            f"make the batch size a rank a multiple of {INT8_ROW}, or use comms precision fp16"
-        )

@@ -1,0 +1,40 @@
+"""Turn CommsConfig into what each collective really carries (stdlib only, for jobs are checked without torch)."""
+
+from __future__ import annotations
+
+from pipeline.embeddings.config import Table
+from pipeline.training.config import CommsConfig
+
+INT8_ROW = 32  # fbgemm's codec quantizes this many neighbouring values with one scale and bias
+
+
+def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:
+    """Collective -> (forward, backward) precision that it really gets.
+
+    A reduce-scatter adds up on the wire what int8 cannot add up (each 32 values have a scale of their own):
+    it gets fp16, and so does the all-gather of its gradients.
+    """
+    asked = (comms.forward_precision, comms.backward_precision)
+    summed = ["fp16" if precision == "int8" else precision for precision in asked]
+    return {"all_to_all": asked, "reduce_scatter": (summed[0], summed[1])}
+
+
+def describe_comms(comms: CommsConfig) -> dict[str, str]:
+    """Collective -> what its bytes are, e.g. {"all_to_all": "int8 forward / fp16 backward", ...}."""
+    described = {
+        name: f"{forward} forward / {backward} backward" for name, (forward, backward) in precisions(comms).items()
+    }
+    return {**described, "all_reduce": "fp32"}
+
+
+def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Table]) -> None:
+    """Raises ValueError when int8 all-to-all would stop at the first step: it cuts a rank's values into rows of 32."""
+    if "int8" not in precisions(comms)["all_to_all"] or batch_size % INT8_ROW == 0:
+        return
+    odd = [table for table in tables if batch_size * table.embedding_dim % INT8_ROW]
+    if odd:
+        raise ValueError(
+            f"comms int8 sends {INT8_ROW} values to a scale, but batch_size={batch_size} (a rank's rows) times "
+            f"embedding_dim={odd[0].embedding_dim} of table {odd[0].name!r} is not a multiple of {INT8_ROW}; "
+            f"make the batch size a rank a multiple of {INT8_ROW}, or use comms precision fp16"
+        )
