@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -162,7 +162,7 @@ class Trainer:
         self._optimizer.micro_step = restored["step"] * self._accumulation
         return int(restored["step"])
 
-    def _micro_batches(self, start_step: int) -> Iterator[Batch]:
+    def _micro_batches(self, start_step: int) -> Generator[Batch, None, None]:
         """All that is left to train on, epoch after epoch; the pipeline reads a few ahead of the step."""
         position, end = start_step * self._accumulation, self.total_steps * self._accumulation
         while position < end:

@@ -1,0 +1,85 @@
+"""Turn a train job into a sharded model, the same way for training and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from pipeline.data.dataset import Dataset
+from pipeline.data.reader import ShardReader
+from pipeline.distributed import DistributedContext
+from pipeline.embeddings.config import Table, resolve_tables
+from pipeline.jobs import TrainJob
+from pipeline.models.build import build_model
+from pipeline.models.task import CTRTask
+from pipeline.planner.constraints import TableOptimizer
+from pipeline.planner.planner import load_or_search_plan
+from pipeline.planner.record import PlanRecord
+from pipeline.training.comms import check_batch_fits_comms
+from pipeline.training.sharding import make_sharders, shard_model
+from pipeline.training.sparse_optimizer import apply_sparse_optimizer
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """`task` is the module inside `model`; `tables` are resolved against the data set."""
+
+    tables: list[Table]
+    task: CTRTask
+    model: DistributedModelParallel
+    plan: PlanRecord
+
+
+def build_task(job: TrainJob, tables: list[Table], dataset: Dataset) -> CTRTask:
+    """The model with its loss, tables on meta, the sparse optimizer attached to them."""
+    trainer = job.trainer
+    task = CTRTask(
+        build_model(job.model, tables, len(dataset.dense_features), seed=trainer.seed),
+        precision=trainer.precision,
+        max_non_finite_in_a_row=trainer.max_non_finite_steps if trainer.non_finite_loss == "skip" else 0,
+        loss_scale=1.0 / trainer.gradient_accumulation_steps,
+    )
+    apply_sparse_optimizer(task, job.optimizer.sparse)
+    return task
+
+
+def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> Assembly:
+    """Collective: build, plan, shard, initialise."""
+    tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
+    batch_size = job.trainer.global_batch_size // context.world_size
+    check_batch_fits_comms(job.comms, batch_size, tables)
+    task = build_task(job, tables, dataset)
+    sharders = make_sharders(job.comms, job.trainer.seed)
+    sparse = job.optimizer.sparse
+    record = load_or_search_plan(
+        job.planner,
+        job.hardware,
+        tables,
+        task,
+        sharders,
+        optimizer=TableOptimizer(sparse.name, sparse.weight_decay),
+        batch_size=batch_size,
+        context=context,
+    )
+    model = shard_model(task, record.plan, job.comms, context, seed=job.trainer.seed, tables=tables)
+    return Assembly(tables, task, model, record)
+
+
+def open_reader(
+    job: TrainJob, dataset: Dataset, split: str, context: DistributedContext, global_batch_size: int | None = None
+) -> ShardReader:
+    """Training reads whole global batches in shuffled order; the other splits every row once, in file order."""
+    training = split == "train"
+    return ShardReader(
+        job.data.path,
+        dataset,
+        split,
+        global_batch_size=global_batch_size or job.trainer.global_batch_size,
+        rank=context.rank,
+        world_size=context.world_size,
+        config=job.data.reader,
+        seed=job.trainer.seed,
+        multi_hot=job.data.synthetic_multi_hot,
+        drop_last=training,
+    )

@@ -1,0 +1,84 @@
+"""Evaluate a trained model:  python -m pipeline.evaluate run=runs/quickstart split=test
+
+Any step of the run (step=300), any split, on any number of ranks:
+torchx run -s local_cwd pipeline.evaluate -j 1x2 -- run=runs/quickstart split=validation
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from pipeline.config import EvaluateJob, TrainJob, load_saved_job, run_verb
+from pipeline.train import checkpoint_folder, describe_quality
+
+
+@dataclass
+class EvaluateSummary:
+    run: str
+    split: str
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    bayes_auc: float | None = None
+    path: str = ""
+
+
+def evaluate(job: EvaluateJob) -> EvaluateSummary:
+    """Collective: restore a checkpoint under a plan for this world size and measure a split.
+
+    Raises:
+        ValueError: the run folder holds no run, or no such step.
+    """
+    # Imported here, for a typo in the command line must fail before torch is loaded.
+    from pipeline import storage
+    from pipeline.assembly import assemble, open_reader
+    from pipeline.checkpoint import Checkpointer
+    from pipeline.data.dataset import load_dataset
+    from pipeline.distributed import init_distributed
+    from pipeline.training.evaluation import evaluate_model
+
+    trained = load_trained_job(job)
+    context = init_distributed(trained.comms.backend, trained.comms.timeout_s)
+    dataset = load_dataset(trained.data.path)
+    assembly = assemble(trained, dataset, context)
+    checkpointer = Checkpointer(checkpoint_folder(job.run), assembly.model, None, context)
+    restored = checkpointer.restore_latest() if job.step is None else checkpointer.restore(job.step)
+    if restored is None:
+        raise ValueError(
+            f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train run_dir={job.run} ..."
+        )
+    reader = open_reader(trained, dataset, job.split, context, job.global_batch_size)
+    metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}")
+    summary = EvaluateSummary(job.run, job.split, restored["step"], metrics, dataset.bayes_auc.get(job.split))
+    summary.path = storage.join(job.run, f"evaluation.{job.split}.step_{summary.step}.json")
+    if context.is_main:
+        storage.publish_text(summary.path, json.dumps({"split": job.split, "step": summary.step, **metrics}, indent=1))
+    return summary
+
+
+def load_trained_job(job: EvaluateJob) -> TrainJob:
+    """The run's own config, planned anew for the ranks at hand."""
+    from pipeline import storage
+
+    path = storage.join(job.run, "config.yaml")
+    if not storage.exists(path):
+        raise ValueError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")
+    trained = load_saved_job(TrainJob, path)
+    trained.planner.kind = "torchrec"
+    trained.world_size = job.world_size
+    if job.data_path is not None:
+        trained.data.path = job.data_path
+    return trained
+
+
+def describe(summary: EvaluateSummary) -> str:
+    names = ("ne", "logloss", "auc", "auprc", "calibration", "label_rate", "num_samples")
+    lines = [f"{summary.split} split at step {summary.step} of {summary.run}"]
+    lines += [f"  {name:<12}{summary.metrics[name]:,.6g}" for name in names]
+    lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")
+    lines.append(f"written to  {summary.path}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_verb(EvaluateJob, evaluate, __doc__, describe)

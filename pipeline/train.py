@@ -1,0 +1,163 @@
+"""Train one model:  python -m pipeline.train experiment=quickstart
+
+On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
+A run folder that holds a checkpoint is resumed; another run_dir starts anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.config import TrainJob, run_verb, save_job
+
+
+@dataclass
+class TrainSummary:
+    """What a finished run leaves behind; `validation` are the last evaluation's metrics."""
+
+    run_dir: str
+    checkpoint: str
+    step: int
+    stopped_early: bool = False
+    throughput: dict[str, float] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    bayes_auc: float | None = None
+
+
+def train(job: TrainJob) -> TrainSummary:
+    """Collective: build, shard, resume, fit. Rank 0 writes the run folder.
+
+    Raises:
+        ValueError: the job does not fit the data, the hardware or the checkpoint in its run folder.
+    """
+    # Imported here, for a typo in the command line must fail before torch is loaded.
+    from pipeline.assembly import assemble, open_reader
+    from pipeline.checkpoint import Checkpointer, step_path
+    from pipeline.data.dataset import load_dataset
+    from pipeline.distributed import init_distributed
+    from pipeline.logs import MetricsWriter
+    from pipeline.planner.planfile import write_plan
+    from pipeline.training.optimizer import build_optimizer
+    from pipeline.training.trainer import Trainer
+
+    context = init_distributed(job.comms.backend, job.comms.timeout_s)
+    dataset = load_dataset(job.data.path)
+    assembly = assemble(job, dataset, context)
+    optimizer = build_optimizer(assembly.model, job.optimizer)
+    data_order = describe_data_order(job, dataset.fingerprint())
+    checkpointer = Checkpointer(
+        checkpoint_folder(job.run_dir),
+        assembly.model,
+        optimizer,
+        context,
+        keep_last_n=job.checkpoint.keep_last_n,
+        about={"data_order": data_order, "experiment": job.name},
+    )
+    restored = resume(job, checkpointer, data_order)
+    writer = None
+    if context.is_main:
+        writer = MetricsWriter(job.run_dir, restored["step"] if restored else 0)
+        save_job(job, f"{job.run_dir}/config.yaml")
+        write_plan(f"{job.run_dir}/plan.json", assembly.plan)
+    trainer = Trainer(
+        job.trainer,
+        job.schedule,
+        job.checkpoint,
+        model=assembly.model,
+        task=assembly.task,
+        optimizer=optimizer,
+        reader=open_reader(job, dataset, "train", context),
+        validation_reader=open_reader(job, dataset, "validation", context),
+        checkpointer=checkpointer,
+        writer=writer,
+        context=context,
+    )
+    result = trainer.fit(restored)
+    if writer:
+        writer.close()
+    return TrainSummary(
+        run_dir=job.run_dir,
+        checkpoint=step_path(checkpointer.folder, result.step),
+        step=result.step,
+        stopped_early=result.stopped_early,
+        throughput=result.throughput,
+        validation=result.metrics,
+        bayes_auc=dataset.bayes_auc.get("validation"),
+    )
+
+
+def checkpoint_folder(run_dir: str) -> str:
+    return f"{run_dir}/checkpoints"
+
+
+def describe_data_order(job: TrainJob, dataset_fingerprint: str) -> dict[str, Any]:
+    """All that decides which rows step g trains on; a resumed run must not change it."""
+    return {
+        "dataset": dataset_fingerprint,
+        "trainer.seed": job.trainer.seed,
+        "trainer.global_batch_size": job.trainer.global_batch_size,
+        "trainer.gradient_accumulation_steps": job.trainer.gradient_accumulation_steps,
+        "data.reader.num_streams": job.data.reader.num_streams,
+        "data.reader.shuffle": job.data.reader.shuffle,
+    }
+
+
+def resume(job: TrainJob, checkpointer: Any, data_order: dict[str, Any]) -> dict[str, Any] | None:
+    """Collective: the manifest of the step that was restored, None for a fresh run folder.
+
+    Raises:
+        ValueError: the run folder holds a run over other data, or any run at all with checkpoint.resume=false.
+    """
+    from pipeline.checkpoint import list_steps
+
+    if not job.checkpoint.resume:
+        if steps := list_steps(checkpointer.folder):
+            raise ValueError(
+                f"checkpoint.resume=false, but {checkpointer.folder} holds {len(steps)} checkpoint(s), the newest at "
+                f"step {steps[-1]}; choose another run_dir, or delete that folder"
+            )
+        return None
+    restored = checkpointer.restore_latest()
+    if restored is None:
+        return None
+    for key, now in data_order.items():
+        then = restored["data_order"].get(key)
+        if then != now:
+            raise ValueError(
+                f"{job.run_dir} was trained to step {restored['step']} with {key}={then}, this job has {now}: step "
+                f"{restored['step']} would not be followed by the rows that come next; keep the value, or choose "
+                "another run_dir"
+            )
+    return restored
+
+
+def describe(summary: TrainSummary) -> str:
+    """What a person wants to know at the end: where things lie, how good, how fast, what next."""
+    lines = [f"trained to step {summary.step}{' (stopped early)' if summary.stopped_early else ''}"]
+    lines.append(f"model       {summary.checkpoint}")
+    lines.append(f"plan        {summary.run_dir}/plan.json")
+    lines.append(f"metrics     {summary.run_dir}/metrics.jsonl")
+    lines.append(f"plots       tensorboard --logdir {summary.run_dir}/tensorboard")
+    if summary.validation:
+        lines.append(f"validation  {describe_quality(summary.validation, summary.bayes_auc)}")
+    if summary.throughput:
+        rates = summary.throughput
+        lines.append(
+            f"speed       {rates['samples_per_s']:,.0f} samples/s, {rates['input_stall_percent']:.1f} % of the time "
+            f"waiting for input, {rates['peak_memory_gb']:.2f} GiB a rank"
+        )
+    lines.append(f"next        python -m pipeline.evaluate run={summary.run_dir} split=test")
+    return "\n".join(lines)
+
+
+def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
+    text = f"AUC {metrics['auc']:.4f}"
+    if bayes_auc is not None:
+        share = (metrics["auc"] - 0.5) / (bayes_auc - 0.5)
+        text += f" of {bayes_auc:.4f}, the best that the data allows ({100 * share:.1f} % of the lift over 0.5)"
+    return f"{text}, NE {metrics['ne']:.4f}, calibration {metrics['calibration']:.3f}"
+
+
+if __name__ == "__main__":
+    run_verb(TrainJob, train, __doc__, describe)
