@@ -5,6 +5,7 @@ Thin over iopath's PathManager. Import stays stdlib + iopath, for configs and th
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import posixpath
@@ -53,6 +54,10 @@ def _register_s3() -> None:
 
 def join(folder: str, *names: str) -> str:
     return posixpath.join(folder, *names)
+
+
+def dirname(path: str) -> str:
+    return posixpath.dirname(path) or "."
 
 
 def open_file(path: str, mode: str = "r") -> IO[Any]:
@@ -108,9 +113,17 @@ def remove(path: str) -> None:
 
 
 def move_file(source: str, destination: str) -> None:
-    """Move a local file to `destination`: one rename locally, an upload elsewhere. Replaces what is there."""
+    """Move a local file to `destination`, which appears whole: a rename or an upload. Replaces what is there."""
     if is_local(destination):
-        os.replace(source, destination)
+        try:
+            os.replace(source, destination)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            staged = f"{destination}.tmp"  # another file system: only a copy beside it can be renamed
+            shutil.copyfile(source, staged)
+            os.replace(staged, destination)
+            os.remove(source)
         return
     # iopath 0.1.10 logs a failed S3 upload and returns False.
     if not path_manager().copy_from_local(source, destination, overwrite=True):

@@ -1,0 +1,32 @@
+"""Turn a function over many items into results in the items' order, by threads, with few results in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_ordered(
+    function: Callable[[Item], Result], items: Iterable[Item], threads: int, in_flight: int | None = None
+) -> Iterator[Result]:
+    """Like map(), with at most `in_flight` (default: threads + 1) items taken but not yet yielded.
+
+    Threads help where `function` releases the GIL, as numpy, pyarrow, hashlib and file reads do.
+    """
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) >= (in_flight or threads + 1):
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
