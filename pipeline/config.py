@@ -25,6 +25,7 @@ from pipeline.compose import CONFIG_NAMES, compose_job, config_folders, group_op
 from pipeline.jobs import EvaluateJob, PlanJob, PrepareJob, TrainJob
 from pipeline.logs import configure_logging
 from pipeline.models.config import MODEL_CONFIGS
+from pipeline.preflight import validate_evaluation, validate_job
 
 __all__ = [
     "EvaluateJob",
@@ -37,6 +38,8 @@ __all__ = [
     "print_user_errors",
     "run_verb",
     "save_job",
+    "validate_evaluation",
+    "validate_job",
 ]
 
 Job = TypeVar("Job")
@@ -45,17 +48,20 @@ FLAGS = ("--help", "--cfg", "--config-dir")
 USER_ERROR = 2  # exit code
 
 
-def main(job_type: type[Job], doc: str | None) -> Job:
-    """The verb's job from sys.argv. Does not return for --help and --cfg, or when the job is wrong (exit code 2)."""
+def main(job_type: type[Job], doc: str | None, argv: Iterable[str] | None = None, validate: bool = True) -> Job:
+    """The job of a command line (sys.argv), validated. Does not return for --help and --cfg, or on an error (exit code 2)."""
     with print_user_errors():
-        argv, flags = split_flags(sys.argv[1:])
+        overrides, flags = split_flags(sys.argv[1:] if argv is None else argv)
+        config_dir = flags.get("--config-dir")
         if "--help" in flags:
-            print(help_text(job_type, doc or "", flags.get("--config-dir")))
+            print(help_text(job_type, doc or "", config_dir))
             sys.exit(0)
-        job = load_config(job_type, argv, flags.get("--config-dir"))
+        job = load_config(job_type, overrides, config_dir)
         if "--cfg" in flags:
             print(job_to_yaml(job), end="")
             sys.exit(0)
+        if validate and isinstance(job, TrainJob):
+            validate_job(job, job.world_size)
     return job
 
 
@@ -93,8 +99,9 @@ def print_user_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if Path(__file__).parent not in Path(frames[-1].filename).parents:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        package = Path(__file__).parent
+        if not raised_in.is_relative_to(package) and not raised_in.is_relative_to(package.parent / "launch"):
             raise
         if is_rank_zero():  # every rank finds the same error: it is said once
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -102,7 +109,7 @@ def print_user_errors() -> Iterator[None]:
 
 
 def load_config(job_type: type[Job], argv: Iterable[str], config_dir: str | None = None) -> Job:
-    """The job that a command line makes; see compose_job for what it raises."""
+    """The job that overrides (and --config-dir) make; see compose_job for what it raises."""
     overrides, flags = split_flags(argv)
     return compose_job(job_type, overrides, flags.get("--config-dir", config_dir))
 

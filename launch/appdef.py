@@ -1,0 +1,142 @@
+"""Turn a verb and its overrides into an AppDef: one process, or a torchrun on every node.
+
+Kept out of components.py, where TorchX takes every function for a component.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Optional
+
+import torchx
+from torchx import specs
+from torchx.specs import macros
+
+from launch.resources import host_resource, parse_shape, threads_per_rank
+from pipeline.config import (
+    EvaluateJob,
+    PlanJob,
+    PrepareJob,
+    TrainJob,
+    load_saved_job,
+    main,
+    print_user_errors,
+    validate_evaluation,
+)
+
+RDZV_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a component is told about where to run; None: as on this machine."""
+
+    j: str = "1x1"
+    cpu: Optional[int] = None
+    gpu: Optional[int] = None
+    memMB: Optional[int] = None
+    h: Optional[str] = None
+    env: Optional[dict[str, str]] = None
+    image: Optional[str] = None
+    name: Optional[str] = None
+    max_retries: int = 0
+
+
+def train_app(doc: Optional[str], overrides: Iterable[str], where: Where, check_data: bool) -> specs.AppDef:
+    words = list(overrides)
+    with print_user_errors():
+        job = main(TrainJob, _without_args(doc), _as_composed_by_ranks(words, where), check_data)
+        return _torchrun("train", words, where, job.name, log_dir=f"{job.run_dir}/logs")
+
+
+def evaluate_app(doc: Optional[str], overrides: Iterable[str], where: Where, check_data: bool) -> specs.AppDef:
+    words = list(overrides)
+    with print_user_errors():
+        job = main(EvaluateJob, _without_args(doc), _as_composed_by_ranks(words, where))
+        if check_data:
+            validate_evaluation(job, load_saved_job(TrainJob, f"{job.run}/config.yaml"), job.world_size)
+        return _torchrun("evaluate", words, where, "evaluate", log_dir=f"{job.run}/logs")
+
+
+def prepare_app(doc: Optional[str], overrides: Iterable[str], where: Where) -> specs.AppDef:
+    words = list(overrides)
+    job = main(PrepareJob, _without_args(doc), words)
+    return _single("prepare", words, where, f"prepare-{job.data.name}")
+
+
+def plan_app(doc: Optional[str], overrides: Iterable[str], where: Where, check_data: bool) -> specs.AppDef:
+    words = list(overrides)
+    job = main(PlanJob, _without_args(doc), words, check_data)
+    return _single("plan", words, where, f"plan-{job.name}")
+
+
+def _without_args(doc: Optional[str]) -> str:
+    """A component's docstring less what TorchX reads in it."""
+    return (doc or "").partition("Args:")[0]
+
+
+def _as_composed_by_ranks(words: list[str], where: Where) -> list[str]:
+    """The overrides with the world size that torchrun will set."""
+    nodes, ranks = parse_shape(where.j)
+    return [*words, f"world_size={nodes * ranks}"]
+
+
+def _torchrun(verb: str, words: list[str], where: Where, name: str, log_dir: str) -> specs.AppDef:
+    nodes, ranks = parse_shape(where.j)
+    resource = host_resource(where.cpu, where.gpu, where.memMB, where.h)
+    # Rank 0's output goes to the console, every rank's to its file; a URI is no folder for them.
+    logs = [] if "://" in log_dir else ["--log-dir", *_literally([log_dir])]
+    command = [
+        *("--nnodes", str(nodes), "--nproc-per-node", str(ranks)),
+        *("--rdzv-backend", "c10d", "--rdzv-id", macros.app_id),
+        *("--tee", "3", "--local-ranks-filter", "0", *logs, "--role", ""),
+        *("-m", f"pipeline.{verb}", *_literally(words)),
+    ]
+    # The first node's name is known when the job runs, so a shell expands it; `$$` is TorchX's way to write `$`.
+    # Port 0 on a single node: a free one, so that jobs can share a machine.
+    endpoint = f"$${{{macros.rank0_env}:=localhost}}:{RDZV_PORT}" if nodes > 1 else "localhost:0"
+    run = ["exec", shlex.quote(_python(where)), "-m", "torch.distributed.run", "--rdzv-endpoint", endpoint]
+    role = specs.Role(
+        name=verb,
+        image=where.image or torchx.IMAGE,
+        entrypoint="bash",
+        args=["-c", " ".join([*run, *map(shlex.quote, command)])],
+        env={"OMP_NUM_THREADS": str(threads_per_rank(resource, ranks)), "LOGLEVEL": "WARNING", **(where.env or {})},
+        num_replicas=nodes,
+        max_retries=where.max_retries,
+        resource=resource,
+        port_map={"c10d": RDZV_PORT},
+    )
+    return specs.AppDef(name=_app_name(where.name or name), roles=[role])
+
+
+def _single(verb: str, words: list[str], where: Where, name: str) -> specs.AppDef:
+    role = specs.Role(
+        name=verb,
+        image=where.image or torchx.IMAGE,
+        entrypoint=_python(where),
+        args=["-u", "-m", f"pipeline.{verb}", *_literally(words)],
+        env=dict(where.env or {}),
+        max_retries=where.max_retries,
+        resource=host_resource(where.cpu, where.gpu, where.memMB, where.h),
+    )
+    return specs.AppDef(name=_app_name(where.name or name), roles=[role])
+
+
+def _literally(words: list[str]) -> list[str]:
+    """TorchX substitutes `${...}` in arguments: doubled, a `$` reaches the verb as it was typed and validated."""
+    return [word.replace("$", "$$") for word in words]
+
+
+def _python(where: Where) -> str:
+    """An image has its own `python`; without one the job runs in this environment, activated or not."""
+    return "python" if where.image else sys.executable
+
+
+def _app_name(name: str) -> str:
+    """Lower-case letters, digits and dashes, at most 50: what every scheduler takes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50] or "job"

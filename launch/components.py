@@ -1,0 +1,127 @@
+"""Turn `torchx run -s <scheduler> pipeline.<verb> -j NODESxRANKS -- key=value ...` into a job that is known to compose.
+
+TorchX takes every function of this module for a component, and reads types and help from its source: only
+Optional[...] of plain types is understood (0.7.0 fails every call, of any component, on `str | None`).
+"""
+
+from typing import Dict, Optional
+
+from torchx import specs
+
+from launch import appdef
+
+
+def train(
+    *overrides: str,
+    j: str = "1x2",
+    cpu: Optional[int] = None,
+    gpu: Optional[int] = None,
+    memMB: Optional[int] = None,
+    h: Optional[str] = None,
+    env: Optional[Dict[str, str]] = None,
+    image: Optional[str] = None,
+    name: Optional[str] = None,
+    max_retries: int = 0,
+    check_data: bool = True,
+) -> specs.AppDef:
+    """Train: torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
+
+    Args:
+        overrides: the job, as for `python -m pipeline.train`; `-- --help` lists the choices
+        j: {nodes}x{ranks per node}
+        cpu: cores a node; this machine's unless given
+        gpu: GPUs a node
+        memMB: memory a node; this machine's unless given
+        h: a named TorchX resource instead of cpu, gpu and memMB
+        env: environment of the job (A=1,B=2)
+        image: container image; without one the job runs in this Python environment
+        name: name of the TorchX app; the job's name unless given
+        max_retries: how often the scheduler may start the job again; it resumes from its newest checkpoint
+        check_data: read dataset.json here and validate the job against it; False where this machine cannot see it
+    """
+    where = appdef.Where(j, cpu, gpu, memMB, h, env, image, name, max_retries)
+    return appdef.train_app(train.__doc__, overrides, where, check_data)
+
+
+def evaluate(
+    *overrides: str,
+    j: str = "1x2",
+    cpu: Optional[int] = None,
+    gpu: Optional[int] = None,
+    memMB: Optional[int] = None,
+    h: Optional[str] = None,
+    env: Optional[Dict[str, str]] = None,
+    image: Optional[str] = None,
+    name: Optional[str] = None,
+    check_data: bool = True,
+) -> specs.AppDef:
+    """Evaluate: torchx run -s local_cwd pipeline.evaluate -j 1x2 -- run=runs/quickstart split=test
+
+    Args:
+        overrides: run=<run folder> and what `python -m pipeline.evaluate --help` lists
+        j: {nodes}x{ranks per node}
+        cpu: cores a node; this machine's unless given
+        gpu: GPUs a node
+        memMB: memory a node; this machine's unless given
+        h: a named TorchX resource instead of cpu, gpu and memMB
+        env: environment of the job (A=1,B=2)
+        image: container image; without one the job runs in this Python environment
+        name: name of the TorchX app
+        check_data: look into the run folder here; False where this machine cannot see it
+    """
+    where = appdef.Where(j, cpu, gpu, memMB, h, env, image, name)
+    return appdef.evaluate_app(evaluate.__doc__, overrides, where, check_data)
+
+
+def prepare(
+    *overrides: str,
+    cpu: Optional[int] = None,
+    memMB: Optional[int] = None,
+    h: Optional[str] = None,
+    env: Optional[Dict[str, str]] = None,
+    image: Optional[str] = None,
+    name: Optional[str] = None,
+    max_retries: int = 0,
+) -> specs.AppDef:
+    """Prepare a data set: torchx run -s local_cwd pipeline.prepare -- data=criteo_kaggle source=train.txt
+
+    Args:
+        overrides: data=<option> source=<file, folder or glob> and what `python -m pipeline.prepare --help` lists
+        cpu: cores; this machine's unless given
+        memMB: memory; this machine's unless given
+        h: a named TorchX resource instead of cpu and memMB
+        env: environment of the job (A=1,B=2)
+        image: container image; without one the job runs in this Python environment
+        name: name of the TorchX app
+        max_retries: how often the scheduler may start the job again; files that are done stay done
+    """
+    where = appdef.Where("1x1", cpu, None, memMB, h, env, image, name, max_retries)
+    return appdef.prepare_app(prepare.__doc__, overrides, where)
+
+
+def plan(
+    *overrides: str,
+    cpu: Optional[int] = None,
+    gpu: Optional[int] = None,
+    memMB: Optional[int] = None,
+    h: Optional[str] = None,
+    env: Optional[Dict[str, str]] = None,
+    image: Optional[str] = None,
+    name: Optional[str] = None,
+    check_data: bool = True,
+) -> specs.AppDef:
+    """Plan how tables are sharded: torchx run -s local_cwd pipeline.plan -- experiment=quickstart world_size=2
+
+    Args:
+        overrides: the train job and world_size=<ranks>
+        cpu: cores; this machine's unless given
+        gpu: GPUs, where hardware=auto is to probe one
+        memMB: memory; this machine's unless given
+        h: a named TorchX resource instead of cpu, gpu and memMB
+        env: environment of the job (A=1,B=2)
+        image: container image; without one the job runs in this Python environment
+        name: name of the TorchX app
+        check_data: read dataset.json here and validate the job against it; False where this machine cannot see it
+    """
+    where = appdef.Where("1x1", cpu, gpu, memMB, h, env, image, name)
+    return appdef.plan_app(plan.__doc__, overrides, where, check_data)
