@@ -138,7 +138,7 @@ def _resolve(
         raise ValueError(
             f"tables.{name}.num_embeddings={num_embeddings} but the data's ids reach {cardinality - 1} "
             f"(cardinality {cardinality}); leave it unset, or prepare with a frequency threshold or "
-            f"data.ids.max_size={num_embeddings - 1}"
+            f"data.ids.max_size={num_embeddings}"
         )
 
     def pick(field_name: str):  # type: ignore[no-untyped-def]

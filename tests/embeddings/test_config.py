@@ -46,7 +46,7 @@ def test_multi_hot_sizes_replace_the_pooling_factor() -> None:
     ("tables", "message"),
     [
         ({"itme": TableConfig()}, "embeds feature 'itme'.*did you mean 'item'"),
-        ({"item": TableConfig(num_embeddings=10)}, "num_embeddings=10 but the data's ids reach 4999.*max_size=9"),
+        ({"item": TableConfig(num_embeddings=10)}, "num_embeddings=10 but the data's ids reach 4999.*max_size=10"),
         ({"a": TableConfig(feature_names=["item"]), "item": TableConfig()}, "'item' is in tables 'a' and 'item'"),
         ({"default": TableConfig(num_embeddings=10)}, "belong to one table"),
     ],
