@@ -20,12 +20,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from pipeline.checks import did_you_mean
-from pipeline.jobs import EvaluateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
 from pipeline.models.config import MODEL_CONFIGS
 
 Job = TypeVar("Job")
 CONFIG_NAMES: dict[type, str] = {
-    PrepareJob: "prepare", PlanJob: "plan", TrainJob: "train", EvaluateJob: "evaluate",
+    GenerateJob: "generate", PrepareJob: "prepare", PlanJob: "plan", TrainJob: "train", EvaluateJob: "evaluate",
 }  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def instantiate(config: DictConfig, job_type: type[Job]) -> Job:
 
 def _explain_missing(keys: list[str], config_name: str) -> str:
     if "data.name" in keys:
-        way_out = "choose data=<option>" if config_name == "prepare" else "choose experiment=<option> or data=<option>"
+        way_out = "choose data=<option>" if config_name in ("generate", "prepare") else "choose experiment=<option> or data=<option>"
         return f"no data set is chosen: {way_out}; `python -m pipeline.{config_name} --help` lists them"
     if keys == ["model.kind"]:
         return "no model is chosen: choose model=<option>"

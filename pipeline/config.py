@@ -22,13 +22,14 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline import storage
 from pipeline.checks import did_you_mean
 from pipeline.compose import CONFIG_NAMES, compose_job, config_folders, group_options, instantiate, near_field
-from pipeline.jobs import EvaluateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
 from pipeline.logs import configure_logging
 from pipeline.models.config import MODEL_CONFIGS
 from pipeline.preflight import validate_evaluation, validate_job
 
 __all__ = [
     "EvaluateJob",
+    "GenerateJob",
     "PlanJob",
     "PrepareJob",
     "TrainJob",

@@ -29,6 +29,20 @@ class PrepareJob:
 
 
 @dataclass
+class GenerateJob:
+    """data.synthetic says what is drawn; `output` is the TSV that prepare then takes for its source."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    output: str = "datasets/raw/${data.name}.tsv"
+    threads: int | None = None  # None: all cores
+
+    def __post_init__(self) -> None:
+        check_at_least("threads", self.threads, 1, allow_none=True)
+        if self.data.synthetic is None:
+            raise ValueError(f"data={self.data.name} has no `synthetic` section to draw from; data=quickstart has one")
+
+
+@dataclass
 class TrainJob:
     """`world_size` is set by torchrun; elsewhere it says for how many ranks to validate or plan."""
 
