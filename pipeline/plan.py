@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 
 from pipeline.config import PlanJob, run_verb
+from pipeline.data.dataset import load_dataset
+from pipeline.preflight import validate_job
 
 
 @dataclass
@@ -33,29 +35,26 @@ def plan(job: PlanJob) -> PlanSummary:
     Raises:
         ValueError: no plan holds the tables, or the job does not fit the data or the number of ranks.
     """
-    # Imported here, for a typo in the command line must fail before torch is loaded.
+    started = time.monotonic()
+    tables = validate_job(job, job.world_size)
+    # Imported here, for a mistake in the job must be told before torch is loaded.
     from pipeline.assembly import build_task
-    from pipeline.data.dataset import load_dataset
-    from pipeline.embeddings.config import resolve_tables
     from pipeline.planner.constraints import TableOptimizer
     from pipeline.planner.explain import explain
     from pipeline.planner.hardware import resolve_hardware
     from pipeline.planner.planfile import write_plan
     from pipeline.planner.planner import PlanRequest, make_plan
-    from pipeline.training.comms import check_batch_fits_comms
     from pipeline.training.sharding import make_sharders
 
-    started = time.monotonic()
-    dataset = load_dataset(job.data.path)
-    tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
-    batch_size = batch_size_of(job)
-    check_batch_fits_comms(job.comms, batch_size, tables)
     hardware = resolve_hardware(job.hardware, job.world_size)
-    task = build_task(job, tables, dataset)
-    sharders = make_sharders(job.comms, job.trainer.seed)
-    sparse = job.optimizer.sparse
+    task = build_task(job, tables, load_dataset(job.data.path))
     request = PlanRequest(
-        tables, task, sharders, hardware, TableOptimizer(sparse.name, sparse.weight_decay), batch_size
+        tables=tables,
+        model=task,
+        sharders=make_sharders(job.comms, job.trainer.seed),
+        hardware=hardware,
+        optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),
+        batch_size=job.trainer.global_batch_size // job.world_size,
     )
     record = make_plan(job.planner, request)
     if job.planner.kind != "file":
@@ -71,17 +70,6 @@ def plan(job: PlanJob) -> PlanSummary:
         seconds=time.monotonic() - started,
         explanation=explain(record),
     )
-
-
-def batch_size_of(job: PlanJob) -> int:
-    """Rows a rank and step. Raises ValueError where the global batch does not divide."""
-    global_batch_size, world_size = job.trainer.global_batch_size, job.world_size
-    if global_batch_size % world_size:
-        raise ValueError(
-            f"trainer.global_batch_size={global_batch_size} does not divide by world_size={world_size}; "
-            f"use {global_batch_size // world_size * world_size or world_size}"
-        )
-    return global_batch_size // world_size
 
 
 def train_command(summary: PlanSummary, overrides: list[str]) -> str:

@@ -25,7 +25,7 @@ from pipeline.planner.constraints import PlacedTable, TableOptimizer, build_cons
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, shard_state_bytes, usable_bytes
 from pipeline.planner.fingerprint import take_fingerprint
 from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
-from pipeline.planner.infeasible import explain_infeasible, table_bytes
+from pipeline.planner.infeasible import UVM_KERNELS, explain_infeasible, table_bytes
 from pipeline.planner.planfile import decode_record, encode_record, load_plan
 from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms, show_bytes
 
@@ -249,8 +249,10 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
         why = f"{show_bytes(size)} does not fit one rank's {show_bytes(room)}"
     else:
         why = f"spreads {show_bytes(size)} and its lookups over {len({shard.rank for shard in option.shards})} ranks"
-    if option.compute_kernel in ("fused_uvm", "fused_uvm_caching"):
-        why += "; in host memory: HBM does not hold all"
+    if option.compute_kernel in UVM_KERNELS:
+        why += "; in host memory, " + (
+            "as its compute_kernels say" if entry.table.sharding.compute_kernels else "for HBM does not hold all"
+        )
     if option.sharding_type not in sharding_types_exact_for(optimizer) and option.num_shards > 1:
         why += f"; {optimizer} keeps a state per column shard, unlike unsharded"
     return why

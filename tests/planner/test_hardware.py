@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.planner import hardware
+from pipeline.planner.config import HardwareConfig
+from pipeline.planner.hardware import GIB, build_topology, host_memory_bytes, resolve_hardware
+from tests.planner.problems import HARDWARE, on, preset
+
+GPU_PRESETS = ("a100_40gb", "a100_80gb", "h100_80gb", "h200")
+
+
+@pytest.mark.parametrize("name", GPU_PRESETS)
+def test_a_gpu_preset_needs_no_gpu_and_reaches_torchrec_unchanged(name: str) -> None:
+    config, topology = vars(preset(name)), build_topology(on(name, 16))
+    assert topology.compute_device == "cuda"
+    assert (topology.world_size, topology.local_world_size) == (16, 8)
+    for device in topology.devices:
+        assert device.storage.hbm == config["hbm_cap_gb"] * GIB
+        assert device.storage.ddr == config["ddr_cap_gb"] * GIB
+        assert device.storage.ssd == 0
+    assert topology.hbm_mem_bw == config["hbm_gb_per_s"] * 1e6
+    assert topology.ddr_mem_bw == config["ddr_gb_per_s"] * 1e6
+    assert topology.hbm_to_ddr_mem_bw == config["hbm_to_ddr_gb_per_s"] * 1e6
+    assert topology.intra_host_bw == config["intra_host_gb_per_s"] * 1e6
+    assert topology.inter_host_bw == config["inter_host_gb_per_s"] * 1e6
+
+
+def test_every_preset_is_named_as_its_file() -> None:
+    assert {path.stem for path in HARDWARE.glob("*.yaml")} == {"auto", "cpu", *GPU_PRESETS}
+    for path in HARDWARE.glob("*.yaml"):
+        assert preset(path.stem).name == path.stem
+
+
+def test_cpu_ranks_share_the_host_memory_and_have_no_hbm() -> None:
+    topology = build_topology(on("cpu", 2))
+    for device in topology.devices:
+        assert device.storage.hbm == 0
+        assert host_memory_bytes() // 2 - GIB // 4 < device.storage.ddr <= host_memory_bytes() // 2
+        assert device.storage.ddr % (GIB // 4) == 0
+
+
+def test_a_container_limit_below_the_host_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text(f"{GIB}\n")
+    (tmp_path / "unlimited").write_text("max\n")
+    monkeypatch.setattr(hardware, "CGROUP_LIMITS", (str(tmp_path / "absent"), str(tmp_path / "unlimited")))
+    assert host_memory_bytes() > GIB
+    monkeypatch.setattr(hardware, "CGROUP_LIMITS", (str(tmp_path / "memory.max"),))
+    assert host_memory_bytes() == GIB
+    assert on("cpu", 4).ddr_cap_bytes == GIB // 4
+
+
+def test_a_gpu_at_hand_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(
+        total_memory=int(139.81 * GIB), memory_clock_rate=3_201_000, memory_bus_width=6144, name="NVIDIA H200"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    probed = on("auto", 4)
+    assert probed.compute_device == "cuda"
+    assert probed.hbm_cap_bytes == 139.75 * GIB  # a driver update that moves some MiB leaves plan files valid
+    assert probed.hbm_gb_per_s == pytest.approx(4917, abs=1)
+    assert (probed.local_world_size, probed.num_hosts) == (2, 2)
+    assert on("auto", 4, hbm_cap_gb=10.0).hbm_cap_bytes == 10 * GIB
+
+
+def test_what_cannot_be_probed_is_asked_for_by_name() -> None:
+    with pytest.raises(ValueError, match=r"does not say ddr_gb_per_s.*set hardware\.ddr_gb_per_s=<GB/s>"):
+        resolve_hardware(HardwareConfig(compute_device="cpu"), 1)
+    with pytest.raises(ValueError, match="does not say intra_host_gb_per_s"):
+        on("cpu", 1, intra_host_gb_per_s=None)
+    with pytest.raises(ValueError, match="does not say ddr_gb_per_s"):
+        on("cpu", 1, ddr_gb_per_s=0.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to probe")
+def test_no_gpu_is_made_up_where_there_is_none() -> None:
+    with pytest.raises(ValueError, match="torch sees no GPU to probe it from; use a preset"):
+        on("auto", 1, compute_device="cuda")
+
+
+def test_ranks_must_fill_their_hosts() -> None:
+    with pytest.raises(ValueError, match="world_size=12 does not fill hosts of 8 ranks"):
+        on("h100_80gb", 12)
+    assert on("h100_80gb", 2).local_world_size == 2
+
+
+def test_a_running_rank_knows_its_host_and_device_better() -> None:
+    config = preset("cpu", ranks_per_host=8)
+    assert resolve_hardware(config, 8, local_world_size=4, device_type="cpu").num_hosts == 2
+    with pytest.raises(ValueError, match="hardware=h200 is for cuda but this rank runs on cpu; use hardware=auto"):
+        resolve_hardware(preset("h200"), 1, local_world_size=1, device_type="cpu")
+    assert resolve_hardware(preset("auto"), 1, local_world_size=1, device_type="cpu").compute_device == "cpu"

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.distributed import init_distributed
+from pipeline.embeddings.config import ConstraintConfig, Table
+from pipeline.planner.config import PlannerConfig
+from pipeline.planner.constraints import TableOptimizer
+from pipeline.planner.estimator import OPTIMIZER_STATES, shard_state_bytes
+from pipeline.planner.explain import explain, summarize
+from pipeline.planner.hardware import GIB
+from pipeline.planner.planfile import encode_record, write_plan
+from pipeline.planner.planner import PlanRequest, load_or_search_plan, make_plan
+from pipeline.planner.record import PlanRecord
+from pipeline.training.config import SPARSE_OPTIMIZERS, CommsConfig, SparseOptimizerConfig
+from pipeline.training.sharding import make_sharders, shard_model
+from pipeline.training.sparse_optimizer import apply_sparse_optimizer
+from tests.planner.problems import (
+    DLRMV2_ROWS,
+    DLRMV2_SIZES,
+    KAGGLE_ROWS,
+    TinyModel,
+    make_tables,
+    on,
+    preset,
+    request,
+)  # fmt: skip
+from tests.ranks import RankPool
+
+CONFIG = PlannerConfig(plan_file="unused.json")
+
+
+def kinds_of(record: PlanRecord) -> Counter[str]:
+    return Counter(choice.sharding_type for choice in record.tables)
+
+
+def assert_capacity_kept(record: PlanRecord, asked: PlanRequest) -> None:
+    """By hand: the bytes of each rank's shards, with optimizer state and without any buffer."""
+    hardware, optimizer = asked.hardware, asked.optimizer.name
+    taken = Counter[tuple[str, int]]()
+    sizes = {table.name: 4 if table.data_type == "fp32" else 2 for table in asked.tables}
+    shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in asked.tables}
+    for name, sharding in next(iter(record.plan.plan.values())).items():
+        tier = "hbm" if hardware.compute_device == "cuda" and "uvm" not in sharding.compute_kernel else "ddr"
+        pieces = [shard.shard_sizes for shard in sharding.sharding_spec.shards] if sharding.sharding_spec else None
+        for index, rank in enumerate(sharding.ranks):
+            rows, columns = pieces[index] if pieces else shapes[name]
+            taken[tier, rank] += rows * columns * sizes[name] + shard_state_bytes(optimizer, rows, columns)
+    for load in record.ranks:
+        assert taken["hbm", load.rank] <= load.hbm_bytes <= record.usable_hbm_bytes < max(1, hardware.hbm_cap_bytes)
+        assert taken["ddr", load.rank] <= load.ddr_bytes <= record.usable_ddr_bytes < hardware.ddr_cap_bytes
+
+
+def test_kaggle_on_two_cpu_ranks() -> None:
+    asked = request(make_tables(KAGGLE_ROWS, 16), on("cpu", 2, ddr_cap_gb=8.0))
+    record = make_plan(CONFIG, asked)
+    assert_capacity_kept(record, asked)
+    assert len(record.tables) == len(record.plan.plan["sparse.tables"]) == 26
+    for choice in record.tables:
+        assert choice.compute_kernel == ("dense" if choice.sharding_type == "data_parallel" else "fused")
+    assert max(load.cost_ms for load in record.ranks) == record.objective.max_rank_ms > 0
+    assert "26" not in summarize(record).split(":")[0] and "2 rank(s) of cpu" in summarize(record)
+
+
+def test_dlrmv2_on_sixteen_h100_from_a_machine_without_gpu() -> None:
+    tables = make_tables(DLRMV2_ROWS, 128, DLRMV2_SIZES)
+    asked = request(tables, on("h100_80gb", 16), batch_size=4096)
+    record = make_plan(CONFIG, asked)
+    assert_capacity_kept(record, asked)
+    placements = {
+        str(shard.placement)
+        for sharding in record.plan.plan["sparse.tables"].values() if sharding.sharding_spec
+        for shard in sharding.sharding_spec.shards
+    }  # fmt: skip
+    assert placements <= {f"rank:{rank}/cuda:{rank % 8}" for rank in range(16)} and "rank:9/cuda:1" in placements
+    assert record.objective.max_rank_ms == pytest.approx(2.614, abs=0.001)  # as a bare TorchRec planner finds
+    assert record.objective.max_rank_ms <= record.objective.critical_path_ms
+
+
+@pytest.mark.parametrize("hbm_cap_gb", [8.0, 9.0, 12.0, 40.0])
+def test_capacity_is_never_exceeded(hbm_cap_gb: float) -> None:
+    tables = make_tables([4_000_000, 3_000_000, 2_000_000, 500_000, 1000], 256, [3, 1, 20, 2, 1])
+    asked = request(tables, on("h100_80gb", 2, hbm_cap_gb=hbm_cap_gb, ddr_cap_gb=16.0), "adagrad")
+    record = make_plan(CONFIG, asked)
+    assert_capacity_kept(record, asked)
+    in_host_memory = [choice for choice in record.tables if "uvm" in choice.compute_kernel]
+    assert bool(in_host_memory) == (hbm_cap_gb < 12)  # 18.1 GiB of weights and state
+    assert all("in host memory, for HBM does not hold all" in choice.reason for choice in in_host_memory)
+
+
+def test_memory_kept_free_and_the_dense_part_lower_what_tables_may_take() -> None:
+    tables = make_tables([1000], 16)
+    model = TinyModel(tables, num_dense=1000)
+    record = make_plan(
+        PlannerConfig(plan_file="unused.json", reserved_memory_fraction=0.25),
+        request(tables, on("cpu", 1, ddr_cap_gb=1.0), model=model),
+    )
+    assert record.usable_ddr_bytes == 0.75 * GIB - 6 * 4 * (1000 * 1000 + 1000)
+    with pytest.raises(ValueError, match=r"the dense part takes 22\.91 MiB in training.*nothing is left for tables"):
+        make_plan(CONFIG, request(tables, on("cpu", 1, ddr_cap_gb=0.025), model=model))
+
+
+def test_tables_that_fit_nowhere_are_named_with_sizes_and_ways_out() -> None:
+    tables = make_tables(DLRMV2_ROWS, 128, DLRMV2_SIZES)
+    with pytest.raises(ValueError) as caught:
+        make_plan(CONFIG, request(tables, on("a100_40gb", 2, ddr_cap_gb=20.0), "adagrad"))
+    text = str(caught.value)
+    assert "no plan holds the 26 tables: with their adagrad state they take 194.73 GiB" in text
+    assert "2 rank(s) of a100_40gb have 100.72 GiB" in text
+    assert "largest: t0 38.15 GiB, t9 38.15 GiB" in text
+    assert "of 39.25 GiB HBM" in text and "of 20.00 GiB host memory" in text
+    assert "world_size=4 at least" in text
+    assert "optimizer.sparse.name=rowwise_adagrad: 98.12 GiB in all" in text
+    assert "tables.default.data_type=fp16: 146.04 GiB in all" in text
+
+
+def test_a_table_too_large_for_its_only_sharding_type_is_named() -> None:
+    limited = make_tables([3_000_000], 128, sharding=ConstraintConfig(["table_wise"]))
+    with pytest.raises(ValueError) as caught:
+        make_plan(CONFIG, request(limited, on("cpu", 4, ddr_cap_gb=1.0)))
+    assert "table t0 may only be table_wise, so one rank must hold 1.44 GiB and has 0.85 GiB" in str(caught.value)
+    assert "add row_wise to tables.t0.sharding.sharding_types" in str(caught.value)
+    free = make_tables([3_000_000], 128)
+    assert kinds_of(make_plan(CONFIG, request(free, on("cpu", 4, ddr_cap_gb=1.0)))) == {"row_wise": 1}
+
+
+def with_sharding(tables: list[Table], **limits: ConstraintConfig) -> list[Table]:
+    return [Table(**{**vars(table), "sharding": limits.get(table.name, table.sharding)}) for table in tables]
+
+
+def test_a_tables_own_limits_are_kept() -> None:
+    tables = with_sharding(
+        make_tables([5000] * 5, 64),
+        t0=ConstraintConfig(["row_wise"]),
+        t1=ConstraintConfig(["column_wise"], min_partition=16),
+        t2=ConstraintConfig(["column_wise"]),
+        t3=ConstraintConfig(["data_parallel"]),
+        t4=ConstraintConfig([], ["fused_uvm"]),
+    )
+    record = make_plan(CONFIG, request(tables, on("h100_80gb", 2), "sgd"))
+    by_name = {choice.name: choice for choice in record.tables}
+    assert [by_name[f"t{index}"].sharding_type for index in range(4)] == [
+        "row_wise", "column_wise", "column_wise", "data_parallel",
+    ]  # fmt: skip
+    assert len(by_name["t1"].ranks) == 4 and len(by_name["t2"].ranks) == 2
+    assert by_name["t4"].compute_kernel == "fused_uvm" and by_name["t4"].ddr_bytes == 5000 * 64 * 4
+    assert by_name["t0"].reason == "tables.t0.sharding allows nothing else"
+
+
+def test_limits_that_leave_nothing_are_refused() -> None:
+    tables = make_tables([100], 16, sharding=ConstraintConfig(["data_parallel"], ["fused"]))
+    with pytest.raises(ValueError, match=r"table 't0' may be sharded as \['data_parallel'\] with kernels \['fused'\]"):
+        make_plan(CONFIG, request(tables, on("cpu", 2)))
+    tables = make_tables([100], 16, sharding=ConstraintConfig([], ["fused_uvm"]))
+    with pytest.raises(ValueError, match=r"asks for kernels \['fused_uvm'\], on cpu there are dense, fused"):
+        make_plan(CONFIG, request(tables, on("cpu", 2)))
+
+
+def test_column_shards_come_only_with_optimizers_that_do_not_notice_or_on_demand() -> None:
+    """Row-wise Adagrad on column shards is another optimizer than on the whole table."""
+    hardware = on("h100_80gb", 8)
+    tables = make_tables([20_000_000] * 2, 512, [40, 40])
+    assert kinds_of(make_plan(CONFIG, request(tables, hardware, "sgd")))["column_wise"] == 2
+    assert kinds_of(make_plan(CONFIG, request(tables, hardware)))["column_wise"] == 0
+    asked = make_tables([20_000_000], 512, sharding=ConstraintConfig(["column_wise"]))
+    (choice,) = make_plan(CONFIG, request(asked, hardware)).tables
+    assert choice.sharding_type == "column_wise"
+    assert "rowwise_adagrad keeps a state per column shard" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "data_type"),
+    [
+        (TableOptimizer("rowwise_adagrad", weight_decay=0.1), "fp32"),
+        (TableOptimizer("rowwise_adagrad"), "fp16"),
+        (TableOptimizer("lamb"), "fp32"),
+    ],
+)
+def test_no_table_is_replicated_that_could_not_train_so(optimizer: TableOptimizer, data_type: str) -> None:
+    tables = make_tables([50, 60], 64, data_type=data_type)
+    record = make_plan(CONFIG, request(tables, on("h100_80gb", 2), optimizer=optimizer))
+    assert kinds_of(record)["data_parallel"] == 0
+    replicable = request(make_tables([50, 60], 64), on("h100_80gb", 2))
+    assert kinds_of(make_plan(CONFIG, replicable))["data_parallel"] == 2
+
+
+def test_one_rank_keeps_all_tables_fused() -> None:
+    record = make_plan(CONFIG, request(make_tables(KAGGLE_ROWS, 16), on("h200", 1)))
+    assert kinds_of(record) == {"table_wise": 26}
+
+
+def test_optimizer_state_is_counted_however_the_optimizer_is_given() -> None:
+    tables = make_tables([10_000_000], 128, sharding=ConstraintConfig(["table_wise"]))
+    plain, attached = TinyModel(tables), TinyModel(tables)
+    apply_sparse_optimizer(attached, SparseOptimizerConfig("adam"))
+    records = [
+        make_plan(CONFIG, request(tables, on("h100_80gb", 2), "adam", model=model, batch_size=1))
+        for model in (plain, attached)
+    ]
+    assert encode_record(records[0]) == encode_record(records[1])
+    assert sum(load.hbm_bytes for load in records[0].ranks) / GIB == pytest.approx(14.31, abs=0.01)
+    classes = vars(attached.collection.embedding_bags["t0"].weight)["_optimizer_classes"]
+    assert [kind.__name__ for kind in classes] == ["Adam"]  # planning leaves the optimizer in place
+
+
+def test_every_sparse_optimizer_has_its_state_counted() -> None:
+    assert OPTIMIZER_STATES.keys() == set(SPARSE_OPTIMIZERS)
+    assert shard_state_bytes("rowwise_adagrad", 1000, 64) == 4000
+    assert shard_state_bytes("lamb", 1000, 64) == 2 * 4 * 64 * 1000
+
+
+def test_pooling_factors_of_the_data_weigh_in() -> None:
+    hardware = on("h100_80gb", 2)
+    costs = [
+        make_plan(CONFIG, request(make_tables([10**6] * 2, 128, [size] * 2), hardware)).objective.max_rank_ms
+        for size in (1, 50)
+    ]
+    assert costs[1] > 5 * costs[0]
+
+
+def test_the_explanation_names_every_choice() -> None:
+    record = make_plan(CONFIG, request(make_tables(KAGGLE_ROWS, 64), on("cpu", 2, ddr_cap_gb=8.0)))
+    text = explain(record)
+    for choice in record.tables:
+        assert any(choice.name in line and choice.sharding_type in line for line in text.splitlines())
+    assert "slowest rank" in text and "critical path" in text
+    many = replace(
+        record,
+        tables=[replace(record.tables[0], name=f"t{index}") for index in range(60)],
+        ranks=[replace(record.ranks[0], rank=rank) for rank in range(64)],
+    )
+    assert "and 20 smaller tables" in explain(many)
+    assert "the fullest, emptiest, slowest and fastest of 64 ranks" in explain(many)
+
+
+HASH_SEED_SCRIPT = """
+import hashlib
+from tests.planner.test_planner import *
+text = encode_record(make_plan(CONFIG, request(make_tables(DLRMV2_ROWS[:20], 128), on("h100_80gb", 16))))
+print(hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_the_plan_does_not_depend_on_pythonhashseed() -> None:
+    """TorchRec enumerates sets of strings, whose order changes from process to process."""
+    asked = request(make_tables(DLRMV2_ROWS[:20], 128), on("h100_80gb", 16))
+    here = encode_record(make_plan(CONFIG, asked))
+    assert here == encode_record(make_plan(CONFIG, asked))
+    other = subprocess.run(
+        [sys.executable, "-c", HASH_SEED_SCRIPT],
+        env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    assert other.stdout.strip().splitlines()[-1] == hashlib.sha256(here.encode()).hexdigest()
+
+
+def _plan_on_rank(rank: int, config: PlannerConfig, tables: list[Table], ddr_cap_gb: float) -> tuple[str, list[int]]:
+    """What this rank goes by, and the numbers of its table weights after sharding by it."""
+    context = init_distributed()
+    model = TinyModel(tables)
+    apply_sparse_optimizer(model, SparseOptimizerConfig())
+    record = load_or_search_plan(
+        config, preset("cpu", ddr_cap_gb=ddr_cap_gb), tables, model, make_sharders(CommsConfig()),
+        optimizer=TableOptimizer("rowwise_adagrad"), batch_size=64, context=context,
+    )  # fmt: skip
+    sharded = shard_model(model, record.plan, CommsConfig(), context, tables=tables)
+    assert sharded.plan == record.plan
+    held = [weight.numel() for name, weight in sharded.named_parameters() if "tables" in name and weight.numel()]
+    return encode_record(record), sorted(held)
+
+
+def test_all_ranks_shard_by_one_plan_and_its_file_replays_it(ranks: RankPool, tmp_path: Path) -> None:
+    tables = with_sharding(
+        make_tables([50, 700, 901], 16),
+        t0=ConstraintConfig(["data_parallel"]), t1=ConstraintConfig(["table_wise"]), t2=ConstraintConfig(["row_wise"]),
+    )  # fmt: skip
+    searched = ranks.run(2, _plan_on_rank, CONFIG, tables, 1.0)
+    assert searched[0][0] == searched[1][0]
+    assert sum(searched[0][1]) + sum(searched[1][1]) == 16 * (2 * 50 + 700 + 901)
+    path = str(tmp_path / "plan.json")
+    asked = request(tables, on("cpu", 2, ddr_cap_gb=1.0), batch_size=64)
+    write_plan(path, make_plan(CONFIG, asked))
+    assert ranks.run(2, _plan_on_rank, PlannerConfig(kind="file", plan_file=path), tables, 1.0) == searched
+
+
+def _error_on_rank(rank: int, tables: list[Table]) -> str:
+    context = init_distributed()
+    try:
+        load_or_search_plan(
+            CONFIG, preset("cpu", ddr_cap_gb=0.01), tables, TinyModel(tables), make_sharders(CommsConfig()),
+            optimizer=TableOptimizer("sgd"), batch_size=64, context=context,
+        )  # fmt: skip
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_infeasible_plan_is_the_same_error_on_every_rank(ranks: RankPool) -> None:
+    texts = ranks.run(2, _error_on_rank, make_tables([10**6], 16))
+    assert texts[0] == texts[1]
+    assert "no plan holds the 1 tables" in texts[0]
+
+
+def test_planning_allocates_no_table() -> None:
+    tables = make_tables([100, 200], 16)
+    model = TinyModel(tables)
+    make_plan(CONFIG, request(tables, on("cpu", 2), model=model))
+    assert all(weight.is_meta for weight in model.collection.parameters())
