@@ -123,7 +123,7 @@ def _either(choices: List[int]) -> str:
 
 @dataclass
 class SyntheticConfig:
-    """A generated data set with a planted teacher, for `python -m pipeline.data.synthetic`, in Criteo's format.
+    """A generated data set with a planted teacher, for `python -m pipeline.generate`, in Criteo's format.
 
     Ids have probability ~ rank^-zipf_exponent among the feature's `cardinalities` (26 of them). The teacher's logits
     have standard deviation `teacher_scale`; `num_interactions` pairs of the smallest features interact.

@@ -71,7 +71,9 @@ class Dataset:
     accepted_rows: int
     quarantined_rows: int
     dense_transform: str
-    sources: List[Dict[str, Any]] = field(default_factory=list)  # path, size_bytes, num_rows, num_quarantined
+    # path (its last part), size_bytes, digest, num_rows, num_quarantined
+    sources: List[Dict[str, Any]] = field(default_factory=list)
+    recipe: Dict[str, Any] = field(default_factory=dict)  # the part of DataConfig that the files depend on
     versions: Dict[str, str] = field(default_factory=dict)
     bayes_auc: Dict[str, float] = field(default_factory=dict)  # split -> best AUC the draw allows; synthetic data only
     format_version: int = FORMAT_VERSION

@@ -80,7 +80,8 @@ def draw_features(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Counts [NUM_DENSE, rows], whether each is missing, and ids [NUM_SPARSE, rows], 0 where missing."""
     scale = np.linspace(0.5, 5.0, NUM_DENSE)[:, None]
-    counts = np.exp(random.normal(0, 1, (NUM_DENSE, num_rows)) * 1.2 + scale).astype(np.int64) - 1  # from -1, as Criteo's
+    # From -1 on, as Criteo's.
+    counts = np.exp(random.normal(0, 1.2, (NUM_DENSE, num_rows)) + scale).astype(np.int64) - 1
     missing = random.random((NUM_DENSE, num_rows)) < np.linspace(0, 0.4, NUM_DENSE)[:, None]
     ids = np.stack([power_law(random.random(num_rows), size, config.zipf_exponent) for size in config.cardinalities])
     ids[random.random((NUM_SPARSE, num_rows)) < np.linspace(0, 0.2, NUM_SPARSE)[:, None]] = 0
@@ -131,7 +132,7 @@ def hex_strings(feature: int, ids: np.ndarray) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(ids), [valid, pa.py_buffer(offsets), pa.py_buffer(text)])
 
 
-def generate(config: SyntheticConfig, output: str, threads: int | None = None) -> None:
+def write_source(config: SyntheticConfig, output: str, threads: int | None = None) -> None:
     """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
     teacher = make_teacher(config)
     chunks = range(-(-config.num_rows // ROWS_PER_CHUNK))
@@ -152,3 +153,13 @@ def generate(config: SyntheticConfig, output: str, threads: int | None = None) -
                 bar.advance(len(probabilities))
         storage.move_file(truth_path, output + TEACHER_SUFFIX)
         storage.move_file(text_path, output)  # last: where it lies, it is whole
+
+
+def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Exact AUC: the chance that a positive scores above a negative, ties counting half. 0.5 where one class is absent."""
+    values, place = np.unique(scores, return_inverse=True)
+    positives = np.bincount(place, weights=labels, minlength=len(values))
+    negatives = np.bincount(place, weights=1 - labels, minlength=len(values))
+    below = np.cumsum(negatives) - negatives
+    pairs = positives.sum() * negatives.sum()
+    return float((positives * (below + negatives / 2)).sum() / pairs) if pairs else 0.5

@@ -1,0 +1,325 @@
+"""Turn raw files into a data set: stage each, split, count values, give ids, write shards, then dataset.json.
+
+dataset.json is the commit. Until then everything that can be taken up again lies in the staging folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from pipeline import storage
+from pipeline.data.config import DataConfig
+from pipeline.data.dataset import FILE_NAME, SPLITS, Dataset, SparseFeature, Split, load_dataset
+from pipeline.data.encode import Features, features_of
+from pipeline.data.parallel import map_ordered
+from pipeline.data.rows import Layout, layout_of
+from pipeline.data.shards import ShardWriter, WrittenShard, plan_shards
+from pipeline.data.source import Source
+from pipeline.data.splits import BlockRows, Boundaries, TrainingCounts, blocks_of, count_training, find_boundaries
+from pipeline.data.staging import StagedFile, stage_source
+from pipeline.data.synthetic import area_under_curve
+from pipeline.data.vocabulary import count_values, map_entries, open_engine, rank_values, read_counts, vocabulary_file
+from pipeline.logs import progress
+
+QUARANTINE_FILE = "quarantine.jsonl"
+HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
+BYTES_A_TEXT_BYTE = 10  # memory that a block takes while it is parsed and encoded, beside its text
+MAX_BLOCK_BYTES = 8 << 20
+MIN_BLOCK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What preparation may use; the sum of its parts stays within `memory_bytes`."""
+
+    memory_bytes: int
+    threads: int
+    staging: str
+
+    @property
+    def engine_bytes(self) -> int:
+        return self.memory_bytes // 2
+
+    @property
+    def block_bytes(self) -> int:
+        share = self.memory_bytes // 3 // (BYTES_A_TEXT_BYTE * (self.threads + 1))
+        return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, share))
+
+
+def prepare_dataset(config: DataConfig, sources: list[Source], resources: Resources) -> Dataset:
+    """Write the data set to config.path. Raises ValueError for sources that cannot become one."""
+    layout = layout_of(config)
+    features = features_of(config, layout)
+    os.makedirs(resources.staging, exist_ok=True)
+    with only_one_run(resources.staging):
+        files = stage_sources(config, sources, layout, features, resources)
+        try:
+            dataset = _write_dataset(config, sources, features, files, resources)
+        except duckdb.OutOfMemoryException as error:
+            raise ValueError(
+                f"memory_limit_gb={resources.memory_bytes / 2**30:g} is too little for {resources.threads} threads "
+                f"(DuckDB: {str(error).splitlines()[0]}): raise it, or lower threads"
+            ) from error
+        storage.publish_text(storage.join(config.path, FILE_NAME), dataset.to_json())
+        storage.remove(resources.staging)
+    return dataset
+
+
+def find_prepared(config: DataConfig, sources: list[Source]) -> Dataset | None:
+    """The finished data set of the same sources and recipe. Raises ValueError where config.path holds another one."""
+    path = storage.join(config.path, FILE_NAME)
+    if not storage.is_file(path):
+        return None
+    way_out = f"choose another data.path, or remove {config.path} to prepare it anew"
+    try:
+        dataset = load_dataset(config.path)
+    except ValueError as error:
+        raise ValueError(f"{path} is of another release: {way_out}") from error
+    wanted, found = recipe_of(config), dataset.recipe
+    differing = [
+        f"data.{key} is {found.get(key)}, now {wanted[key]}" for key in wanted if wanted[key] != found.get(key)
+    ]
+    here = {source.name: (source.size_bytes, source.digest) for source in sources}
+    there = {source["path"]: (source["size_bytes"], source["digest"]) for source in dataset.sources}
+    differing += [f"{name} is another file" for name in here.keys() & there.keys() if here[name] != there[name]]
+    differing += [f"{name} is new" for name in here.keys() - there.keys()]
+    differing += [f"{name} is missing" for name in there.keys() - here.keys()]
+    if differing:
+        raise ValueError(f"{config.path} was prepared from other input ({'; '.join(sorted(differing)[:5])}): {way_out}")
+    for shard in (shard for split in dataset.splits.values() for shard in split.files):
+        shard_path = storage.join(config.path, shard.path)
+        if not storage.is_file(shard_path) or storage.size_bytes(shard_path) != shard.size_bytes:
+            raise ValueError(f"{shard_path} is not the {shard.size_bytes:,} bytes that {FILE_NAME} names: {way_out}")
+    return dataset
+
+
+def recipe_of(config: DataConfig) -> dict[str, Any]:
+    """What beside the sources the data set's bytes depend on."""
+    keys = (
+        "format",
+        "columns",
+        "dense_transform",
+        "ids",
+        "feature_ids",
+        "split",
+        "rows_per_shard",
+        "rows_per_row_group",
+    )
+    return {key: value for key, value in asdict(config).items() if key in keys}
+
+
+def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(f"{prefix}.{key}", value) if isinstance(value, dict) else {f"{prefix}.{key}": value}
+    return flat
+
+
+@contextmanager
+def only_one_run(staging: str) -> Iterator[None]:
+    """Raises ValueError while another process prepares in the same folder; its lock ends with it."""
+    with open(os.path.join(staging, "lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another run is preparing in {staging}: wait for it, or set another temp_dir") from error
+        yield
+
+
+def stage_sources(
+    config: DataConfig, sources: list[Source], layout: Layout, features: Features, resources: Resources
+) -> list[StagedFile]:
+    """Stage each source in turn; those that an earlier run has finished are taken over."""
+    files: list[StagedFile] = []
+    with progress("reading rows", sum(source.size_bytes for source in sources)) as bar:
+        for number, source in enumerate(sources):
+
+            def check(staged: StagedFile, path: str = source.path) -> None:
+                if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
+                    _refuse(
+                        config, staged.num_quarantined, staged.num_source_rows, f"{path}, {staged.first_quarantined}"
+                    )
+
+            file = stage_source(
+                source, number, layout, features, resources.staging,
+                block_bytes=resources.block_bytes, threads=resources.threads, advance=bar.advance, check=check,
+            )  # fmt: skip
+            assert file.num_rows + file.num_quarantined == file.num_source_rows
+            files.append(file)
+    rows, quarantined = sum(file.num_source_rows for file in files), sum(file.num_quarantined for file in files)
+    worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]
+    _refuse(config, quarantined, rows, worst[0] if worst else "")
+    return files
+
+
+def _refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> None:
+    """Raises ValueError where more rows are quarantined than the config allows."""
+    if quarantined > config.max_quarantined_fraction * rows:
+        raise ValueError(
+            f"{quarantined:,} of {rows:,} rows ({quarantined / rows:.2%}) cannot be read and "
+            f"data.max_quarantined_fraction allows {config.max_quarantined_fraction:.2%}; the first is {example}. "
+            "Check data.format and data.columns, mend the source, or allow more"
+        )
+
+
+def _write_dataset(
+    config: DataConfig, sources: list[Source], features: Features, files: list[StagedFile], resources: Resources
+) -> Dataset:
+    engine = open_engine(os.path.join(resources.staging, "spill"), resources.engine_bytes, resources.threads)
+    boundaries = find_boundaries(config.split, files, engine)
+    blocks = blocks_of(files, boundaries)
+    sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging)
+    engine.close()
+    shards = write_shards(config, features, blocks, boundaries, ids_path, resources)
+    for feature in sparse:
+        if feature.vocabulary:
+            _move(resources.staging, config.path, feature.vocabulary)
+    quarantined = sum(file.num_quarantined for file in files)
+    if quarantined:
+        _publish_quarantine(sources, files, resources.staging, config.path)
+    return Dataset(
+        name=config.name,
+        label=features.label,
+        dense_features=features.dense,
+        sparse_features=sparse,
+        splits={name: _split(shards, number) for number, name in enumerate(SPLITS)},
+        source_rows=sum(file.num_source_rows for file in files),
+        accepted_rows=sum(file.num_rows for file in files),
+        quarantined_rows=quarantined,
+        dense_transform=features.dense_transform,
+        sources=[_describe(source, file) for source, file in zip(sources, files, strict=True)],
+        recipe=recipe_of(config),
+        versions={name: version(name) for name in ("duckdb", "numpy", "pyarrow")},
+        bayes_auc=_bayes_auc(shards),
+    )
+
+
+def give_ids(
+    engine: duckdb.DuckDBPyConnection,
+    features: Features,
+    files: list[StagedFile],
+    blocks: list[BlockRows],
+    boundaries: Boundaries,
+    staging: str,
+) -> tuple[list[SparseFeature], str]:
+    """The features with their statistics, and a file of the id behind every staged entry."""
+    counts_path, ids_path = os.path.join(staging, "counts.parquet"), os.path.join(staging, "ids.int32")
+    training = count_training(blocks, boundaries, features, os.path.join(staging, "recounted.parquet"))
+    num_rows = sum(block.per_split[0] for block in blocks)
+    entries = [file.entries_path for file in files if file.block_rows]
+    count_values(engine, [*entries, training.recounted], training.blocks, counts_path)
+    os.makedirs(os.path.join(staging, "vocabulary"), exist_ok=True)
+    sparse = {
+        number: _rank(features, number, batches, training, num_rows, staging)
+        for number, batches in read_counts(counts_path)
+    }
+    for number in range(len(features.sparse)):
+        if number not in sparse:  # nothing but missing values
+            sparse[number] = _rank(features, number, [], training, num_rows, staging)
+    vocabularies = {n: os.path.join(staging, f.vocabulary) for n, f in sparse.items() if f.vocabulary}
+    hashed = [n for n, feature in sparse.items() if not feature.vocabulary]
+    map_entries(engine, entries, vocabularies, hashed, ids_path)
+    return [sparse[number] for number in range(len(features.sparse))], ids_path
+
+
+def _rank(
+    features: Features,
+    number: int,
+    batches: Iterable[tuple[pa.Array, np.ndarray]],
+    training: TrainingCounts,
+    num_rows: int,
+    staging: str,
+) -> SparseFeature:
+    name = features.sparse[number]
+    ids = features.ids[name]
+    vocabulary = vocabulary_file(name) if ids.kind == "vocabulary" else None
+    path = os.path.join(staging, vocabulary) if vocabulary else None
+    num_lookups = int(training.num_lookups[number])
+    ranked = rank_values(batches, ids, num_lookups, path)
+    return SparseFeature(
+        name=name,
+        cardinality=ranked.cardinality,
+        multi_hot=name in features.multi_hot,
+        mean_pooling_factor=num_lookups / num_rows,
+        frequency_curve=ranked.frequency_curve,
+        vocabulary=vocabulary,
+        hash_size=None if vocabulary else ids.hash_size,
+        hash_seed=ids.hash_seed,
+        num_distinct=ranked.num_distinct,
+    )
+
+
+def write_shards(
+    config: DataConfig,
+    features: Features,
+    blocks: list[BlockRows],
+    boundaries: Boundaries,
+    ids_path: str,
+    resources: Resources,
+) -> list[WrittenShard]:
+    writer = ShardWriter(features, boundaries, ids_path, resources.staging, config.path, config.rows_per_row_group)
+    plans = plan_shards(blocks, config.rows_per_shard)
+    for name in SPLITS:
+        storage.make_folder(storage.join(config.path, name))
+    shards = []
+    with progress("writing shards", sum(plan.num_rows for plan in plans)) as bar:
+        for shard in map_ordered(writer.write, plans, resources.threads):
+            shards.append(shard)
+            bar.advance(shard.file.num_rows)
+    return shards
+
+
+def _split(shards: list[WrittenShard], number: int) -> Split:
+    held = [shard for shard in shards if shard.split == number]
+    return Split(
+        files=[shard.file for shard in held],
+        num_rows=sum(shard.file.num_rows for shard in held),
+        num_positives=sum(shard.num_positives for shard in held),
+    )
+
+
+def _bayes_auc(shards: list[WrittenShard]) -> dict[str, float]:
+    """Split -> AUC of the teacher's own probabilities on its rows; empty for sources that were not generated."""
+    aucs = {}
+    for number, name in enumerate(SPLITS):
+        held = [shard for shard in shards if shard.split == number]
+        if held and all(len(shard.truth) for shard in held):
+            truth, labels = (np.concatenate(parts) for parts in zip(*((s.truth, s.labels) for s in held), strict=True))
+            aucs[name] = round(area_under_curve(truth, labels), 9)
+    return aucs
+
+
+def _publish_quarantine(sources: list[Source], files: list[StagedFile], staging: str, folder: str) -> None:
+    with open(os.path.join(staging, QUARANTINE_FILE), "w", encoding="utf-8") as out:
+        for source, staged in zip(sources, files, strict=True):
+            with open(staged.quarantine_path, encoding="utf-8") as file:
+                for line in file:
+                    out.write(json.dumps({"file": source.name, **json.loads(line)}, ensure_ascii=False) + "\n")
+    _move(staging, folder, QUARANTINE_FILE)
+
+
+def _move(staging: str, folder: str, name: str) -> None:
+    storage.make_folder(storage.dirname(storage.join(folder, name)))
+    storage.move_file(os.path.join(staging, name), storage.join(folder, name))
+
+
+def _describe(source: Source, file: StagedFile) -> dict[str, Any]:
+    return {
+        "path": source.name,
+        "size_bytes": source.size_bytes,
+        "digest": source.digest,
+        "num_rows": file.num_source_rows,
+        "num_quarantined": file.num_quarantined,
+    }

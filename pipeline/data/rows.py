@@ -1,0 +1,279 @@
+"""Turn a block of raw rows into typed columns, and rows that cannot be read into quarantine entries.
+
+The fast path lets pyarrow read the whole block. Only a block with something wrong in it is looked at line by line.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from pipeline.checks import did_you_mean
+from pipeline.data.config import ColumnsConfig, DataConfig
+from pipeline.data.criteo import criteo_columns
+from pipeline.data.source import Block, ParquetReader, Source, TextReader
+
+MAX_TEXT_CHARACTERS = 500
+PLAIN_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?", re.ASCII)
+TIMESTAMP_TYPES = (pa.int64(), pa.timestamp("us", "UTC"), pa.timestamp("us"))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a source's rows are written. `header` is None where the file's first line, or its schema, names the columns."""
+
+    columns: ColumnsConfig
+    delimiter: str = "\t"
+    quoted: bool = False
+    header: tuple[str, ...] | None = None
+    parquet: bool = False
+
+    @property
+    def numbers(self) -> list[str]:
+        return [self.columns.label, *self.columns.dense]
+
+    @property
+    def needed(self) -> list[str]:
+        columns = self.columns
+        return [*self.numbers, *columns.sparse, *columns.multi_hot, *([columns.timestamp] if columns.timestamp else [])]
+
+
+def layout_of(config: DataConfig) -> Layout:
+    """Raises ValueError where a column has two roles, or none is left to learn from."""
+    if config.format == "criteo_tsv":
+        columns = criteo_columns()
+        return Layout(columns, header=(columns.label, *columns.dense, *columns.sparse))
+    layout = Layout(
+        config.columns,
+        delimiter="," if config.format == "csv" else "\t",
+        quoted=config.format == "csv",
+        parquet=config.format == "parquet",
+    )
+    twice = sorted({name for name in layout.needed if layout.needed.count(name) > 1})
+    if twice:
+        raise ValueError(f"data.columns gives {', '.join(map(repr, twice))} two roles: name each column once")
+    if not config.columns.sparse and not config.columns.multi_hot:
+        raise ValueError("data.columns names no categorical column: list some under data.columns.sparse or multi_hot")
+    return layout
+
+
+def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
+    """Raises ValueError where a needed column is missing, naming the nearest one that is there."""
+    missing = [name for name in layout.needed if name not in names]
+    if missing:
+        listed = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in missing[:5])
+        raise ValueError(
+            f"{path} lacks {len(missing)} of {len(layout.needed)} columns: {listed}. "
+            f"It has {', '.join(names[:60])}; mend data.columns"
+        )
+    doubled = sorted({name for name in layout.needed if names.count(name) > 1})
+    if doubled:
+        raise ValueError(f"{path} names column {doubled[0]!r} {names.count(doubled[0])} times: rename one")
+
+
+def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[TextReader | ParquetReader, tuple[str, ...]]:
+    """A reader of the source's blocks, and the names of its columns. Raises ValueError where a needed one is missing."""
+    reader: TextReader | ParquetReader
+    if layout.parquet:
+        reader = ParquetReader(source, layout.needed)
+        names = reader.column_names()
+    else:
+        reader = TextReader(source, block_bytes)
+        names = layout.header or tuple(_cells(layout, reader.header().decode(errors="replace").rstrip("\r\n")))
+    check_columns(layout, names, source.path)
+    return reader, names
+
+
+@dataclass(frozen=True)
+class QuarantinedRow:
+    """A row that was left out: `line` counts from 1, a header included; in Parquet files it is the row."""
+
+    line: int
+    reason: str
+    text: str
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ParsedRows:
+    """`table` has the needed columns: numbers as float64, timestamp int64; `kept` are row numbers in the block."""
+
+    table: pa.Table
+    kept: np.ndarray
+    quarantined: list[QuarantinedRow]
+
+
+def parse_block(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedRows:
+    """len(kept) + len(quarantined) == block.num_rows."""
+    if block.table is not None:
+        return _parse_table(layout, block, block.table)
+    # pyarrow takes a lone carriage return for a line end, and Windows ends lines with both.
+    text = block.text.replace(b"\r\n", b"\n") if b"\r" in block.text else block.text
+    table = None if b"\r" in text else _read_typed(layout, header, text)
+    if table is not None and table.num_rows == block.num_rows and not _invalid_rows(layout, table):
+        return ParsedRows(table, np.arange(block.num_rows), [])
+    lines = text.removesuffix(b"\n").split(b"\n")
+    assert len(lines) == block.num_rows
+    reasons = [_why_unreadable(layout, header, line) for line in lines]
+    kept = [i for i, reason in enumerate(reasons) if not reason]
+    table = _read_typed(layout, header, b"\n".join(lines[i] for i in kept) + b"\n" if kept else b"")
+    if table is None or table.num_rows != len(kept) or _invalid_rows(layout, table):
+        raise ValueError(
+            f"lines {block.first_line} to {block.first_line + block.num_rows - 1} cannot be read, and none of them alone is at fault"
+        )
+    quarantined = [
+        QuarantinedRow(block.first_line + i, reason, lines[i].decode(errors="replace")[:MAX_TEXT_CHARACTERS])
+        for i, reason in enumerate(reasons)
+        if reason
+    ]
+    return ParsedRows(table, np.array(kept, dtype=np.int64), quarantined)
+
+
+def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Table | None:
+    """None where a row has another number of columns, or a value another type."""
+    columns = layout.columns
+    types = {name: pa.float64() for name in layout.numbers}
+    types |= {name: pa.dictionary(pa.int32(), pa.string()) for name in columns.sparse}
+    types |= {name: pa.string() for name in layout.needed if name not in types}
+    if not text:
+        return pa.table({name: pa.array([], types[name]) for name in layout.needed})
+    try:
+        table = pa.csv.read_csv(
+            pa.BufferReader(text),
+            pa.csv.ReadOptions(use_threads=False, column_names=list(header), block_size=len(text) + 1),
+            pa.csv.ParseOptions(
+                delimiter=layout.delimiter, quote_char='"' if layout.quoted else False, ignore_empty_lines=False
+            ),
+            pa.csv.ConvertOptions(
+                column_types=types, include_columns=layout.needed, null_values=[""], strings_can_be_null=True
+            ),
+        )
+        return _with_timestamps(layout, table)
+    except pa.ArrowInvalid:
+        return None
+
+
+def _with_timestamps(layout: Layout, table: pa.Table) -> pa.Table:
+    name = layout.columns.timestamp
+    if not name:
+        return table
+    times = parse_timestamps(table[name].combine_chunks())
+    return table.set_column(table.schema.get_field_index(name), name, times)
+
+
+def parse_timestamps(values: pa.Array) -> pa.Array:
+    """Whole numbers as they are; dates and times as microseconds since 1970 (UTC where no zone is given)."""
+    if pa.types.is_date(values.type):
+        values = values.cast(pa.timestamp("us"))
+    if pa.types.is_timestamp(values.type):
+        return values.cast(pa.timestamp("us", values.type.tz), safe=False).cast(pa.int64())
+    for kind in TIMESTAMP_TYPES:
+        try:
+            return values.cast(kind).cast(pa.int64())
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            continue
+    raise pa.ArrowInvalid(f"neither whole numbers nor ISO 8601 times: {values[:3]}")
+
+
+def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
+    """Row -> reason, of what types alone do not catch."""
+    reasons: dict[int, str] = {}
+
+    def note(column: str, invalid: pa.ChunkedArray, wanted: str) -> None:
+        if pc.any(invalid).as_py():
+            for row in np.flatnonzero(invalid.to_numpy()):
+                reasons.setdefault(int(row), f"{column} is {table[column][int(row)].as_py()!r}, not {wanted}")
+
+    label = layout.columns.label
+    note(label, pc.invert(pc.is_in(table[label], pa.array([0.0, 1.0]))), "0 or 1")
+    largest = float(np.finfo(np.float32).max)
+    for name in layout.columns.dense:
+        # NaN compares false: it is a missing value, as pandas writes it.
+        note(name, pc.fill_null(pc.greater(pc.abs(table[name]), largest), False), "a finite 32-bit number")
+    if layout.columns.timestamp:
+        note(layout.columns.timestamp, pc.is_null(table[layout.columns.timestamp]), "a time")
+    return reasons
+
+
+def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
+    """Empty where the line is sound."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is not UTF-8"
+    if "\r" in text:
+        return "a carriage return inside the row"
+    cells = _cells(layout, text)
+    if not cells:
+        return "no columns" if not text else "a quote that is not closed in its line"
+    if len(cells) != len(header):
+        return f"{len(cells)} columns, not {len(header)}"
+    values = dict(zip(header, cells, strict=True))
+    label = values[layout.columns.label]
+    if label not in ("0", "1") and not (_is_number(label) and float(label) in (0.0, 1.0)):
+        return f"{layout.columns.label} is {label!r}, not 0 or 1"
+    for name in layout.columns.dense:
+        if values[name] and not _is_number(values[name]):
+            return f"{name} is {values[name]!r}, not a finite 32-bit number"
+    if layout.columns.timestamp and not _is_time(values[layout.columns.timestamp]):
+        return f"{layout.columns.timestamp} is {values[layout.columns.timestamp]!r}, not a time"
+    return ""
+
+
+def _cells(layout: Layout, text: str) -> list[str]:
+    """Empty where a quote is not closed in its line: rows over several lines are not read."""
+    if not layout.quoted:
+        return text.split(layout.delimiter)
+    reader = csv.reader([text + "\n", "\n"], delimiter=layout.delimiter)
+    cells = next(reader)
+    return cells if reader.line_num == 1 else []
+
+
+def _is_number(cell: str) -> bool:
+    """As pyarrow reads it, so that the slow path keeps what the fast path keeps."""
+    if PLAIN_NUMBER.fullmatch(cell):
+        return True
+    try:
+        value = pa.scalar(cell.strip()).cast(pa.float64()).as_py()
+    except pa.ArrowInvalid:
+        return False
+    return math.isnan(value) or abs(value) <= float(np.finfo(np.float32).max)
+
+
+def _is_time(cell: str) -> bool:
+    try:
+        return bool(cell) and parse_timestamps(pa.array([cell])).null_count == 0
+    except pa.ArrowInvalid:
+        return False
+
+
+def _parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
+    """A Parquet block: types are the file's own, values may still be null or out of range."""
+    for name in layout.numbers:
+        table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
+    table = _with_timestamps(layout, table)
+    reasons = _invalid_rows(layout, table)
+    kept = np.array([i for i in range(block.num_rows) if i not in reasons], dtype=np.int64)
+    quarantined = [
+        QuarantinedRow(block.first_line + i, reason, str(table.slice(i, 1).to_pylist()[0])[:MAX_TEXT_CHARACTERS])
+        for i, reason in sorted(reasons.items())
+    ]
+    return ParsedRows(table.take(kept) if reasons else table, kept, quarantined)
+
+
+def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    kind = column.type
+    if pa.types.is_boolean(kind):
+        column = column.cast(pa.int8())
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
+        raise ValueError(f"column {name!r} has type {kind}: labels and dense features are numbers; mend data.columns")
+    return column.cast(pa.float64(), safe=False)

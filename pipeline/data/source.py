@@ -1,0 +1,181 @@
+"""Turn `source=<file, folder or glob>` into files, and a file into blocks of whole lines or rows.
+
+Blocks are small enough to be parsed side by side in bounded memory, and say at which line they start.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import gzip
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline import storage
+from pipeline.checks import did_you_mean
+from pipeline.data.criteo import TEACHER_SUFFIX
+
+MAX_BLOCK_ROWS = 65_535  # codes of a block's values fit 16 bits, 0 being the missing value
+MAX_LINE_BYTES = 64 << 20
+SAMPLE_BYTES = 1 << 16
+NUM_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Source:
+    """One raw file. `digest` covers 64 evenly spaced pieces of 64 KiB: all of a file up to 4 MiB."""
+
+    path: str
+    name: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole rows in source order: `text` of a text file, or `table` of a Parquet file.
+
+    `first_line` counts from 1, a header included; `first_row` from 0, without it.
+    """
+
+    first_line: int
+    first_row: int
+    num_rows: int
+    text: bytes = b""
+    table: pa.Table | None = None
+
+
+def find_sources(source: str) -> list[Source]:
+    """Files in natural order (day_2 before day_10). Raises ValueError where there is none."""
+    if any(sign in source for sign in "*?["):
+        folder, pattern = storage.dirname(source), source.rpartition("/")[2]
+        local = storage.is_local(source)
+        paths = glob.glob(source) if local else [storage.join(folder, n) for n in _names(folder, pattern)]
+    elif storage.is_file(source):
+        paths = [source]
+    else:
+        paths = [storage.join(source, name) for name in _names(source, "*")]
+    paths = [path for path in paths if storage.is_file(path) and not path.endswith((TEACHER_SUFFIX, ".partial"))]
+    if not paths:
+        siblings = storage.list_folder(storage.dirname(source))
+        hint = did_you_mean(source.rpartition("/")[2], siblings)
+        raise ValueError(f"source={source!r} names no file{hint}; give a file, a folder or a quoted glob")
+    return [_describe(path) for path in sorted(paths, key=_natural)]
+
+
+def _names(folder: str, pattern: str) -> list[str]:
+    return [name for name in fnmatch.filter(storage.list_folder(folder), pattern) if not name.startswith(".")]
+
+
+def _natural(path: str) -> list[Any]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]
+
+
+def _describe(path: str) -> Source:
+    digest = hashlib.sha256()
+    with storage.open_file(path, "rb") as file:
+        size = file.seek(0, 2)
+        for i in range(NUM_SAMPLES):
+            file.seek(max(0, (size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1)))
+            digest.update(file.read(SAMPLE_BYTES))
+    return Source(path, path.rpartition("/")[2], size, digest.hexdigest())
+
+
+class TextReader:
+    """The lines of a text file, plain or .gz. `position` is how many of the file's bytes were read."""
+
+    def __init__(self, source: Source, block_bytes: int) -> None:
+        self._source, self._block_bytes = source, block_bytes
+        self._file: IO[bytes] = storage.open_file(source.path, "rb")
+        self._stream: Any = gzip.GzipFile(fileobj=self._file) if source.name.endswith(".gz") else self._file
+        self._line, self._row = 1, 0
+
+    @property
+    def position(self) -> int:
+        return self._file.tell()
+
+    def __enter__(self) -> TextReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def header(self) -> bytes:
+        """The first line, which then is in no block."""
+        self._line += 1
+        return bytes(self._stream.readline(MAX_LINE_BYTES)).removeprefix(b"\xef\xbb\xbf")
+
+    def blocks(self) -> Iterator[Block]:
+        """At most about `block_bytes` and MAX_BLOCK_ROWS lines each."""
+        rest = b""
+        while chunk := self._read():
+            cut = chunk.rfind(b"\n") + 1
+            if not cut and len(rest) + len(chunk) > MAX_LINE_BYTES:
+                raise ValueError(
+                    f"{self._source.path} has no line end for {MAX_LINE_BYTES >> 20} MiB after line {self._line}: "
+                    "is it a text file? data.format says so"
+                )
+            if cut:
+                yield from self._cut(rest + chunk[:cut])
+                rest = chunk[cut:]
+            else:
+                rest += chunk
+        if rest:
+            yield from self._cut(rest)
+
+    def _read(self) -> bytes:
+        try:
+            return bytes(self._stream.read(self._block_bytes))
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise ValueError(f"{self._source.path} is not a whole gzip file ({error}): fetch it again") from error
+
+    def _cut(self, text: bytes) -> Iterator[Block]:
+        num_lines = text.count(b"\n") + (not text.endswith(b"\n"))
+        if num_lines <= MAX_BLOCK_ROWS:
+            yield self._block(text, num_lines)
+            return
+        ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n")) + 1
+        begin = 0
+        for last in range(MAX_BLOCK_ROWS, num_lines, MAX_BLOCK_ROWS):
+            yield self._block(text[begin : ends[last - 1]], MAX_BLOCK_ROWS)
+            begin = ends[last - 1]
+        yield self._block(text[begin:], (num_lines - 1) % MAX_BLOCK_ROWS + 1)
+
+    def _block(self, text: bytes, num_lines: int) -> Block:
+        self._line, self._row = self._line + num_lines, self._row + num_lines
+        return Block(self._line - num_lines, self._row - num_lines, num_lines, text)
+
+
+class ParquetReader:
+    """The rows of a Parquet file; only `columns` are read. `position` is the share of its bytes that its rows stand for."""
+
+    def __init__(self, source: Source, columns: list[str]) -> None:
+        self._source, self._columns = source, columns
+        self._file = storage.open_file(source.path, "rb")
+        self._parquet = pq.ParquetFile(self._file)
+        self._row = 0
+
+    @property
+    def position(self) -> int:
+        return self._source.size_bytes * self._row // max(self._parquet.metadata.num_rows, 1)
+
+    def __enter__(self) -> ParquetReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def column_names(self) -> tuple[str, ...]:
+        return tuple(self._parquet.schema_arrow.names)
+
+    def blocks(self) -> Iterator[Block]:
+        for batch in self._parquet.iter_batches(MAX_BLOCK_ROWS, columns=self._columns):
+            yield Block(self._row + 1, self._row, batch.num_rows, table=pa.Table.from_batches([batch]))
+            self._row += batch.num_rows
