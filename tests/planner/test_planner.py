@@ -244,21 +244,31 @@ def test_the_explanation_names_every_choice() -> None:
 HASH_SEED_SCRIPT = """
 import hashlib
 from tests.planner.test_planner import *
-text = encode_record(make_plan(CONFIG, request(make_tables(DLRMV2_ROWS[:20], 128), on("h100_80gb", 16))))
-print(hashlib.sha256(text.encode()).hexdigest())
+print(hashlib.sha256(encode_record(make_plan(CONFIG, request_with_ties())).encode()).hexdigest())
 """
+
+
+def request_with_ties() -> PlanRequest:
+    """One column shard costs what the whole table costs, so the order of enumeration decides."""
+    sharding = ConstraintConfig(["table_wise", "column_wise", "row_wise", "data_parallel"])
+    return request(make_tables(DLRMV2_ROWS[:20], 128, sharding=sharding), on("h100_80gb", 8), "sgd")
 
 
 def test_the_plan_does_not_depend_on_pythonhashseed() -> None:
     """TorchRec enumerates sets of strings, whose order changes from process to process."""
-    asked = request(make_tables(DLRMV2_ROWS[:20], 128), on("h100_80gb", 16))
+    asked = request_with_ties()
     here = encode_record(make_plan(CONFIG, asked))
     assert here == encode_record(make_plan(CONFIG, asked))
-    other = subprocess.run(
-        [sys.executable, "-c", HASH_SEED_SCRIPT],
-        env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
-    assert other.stdout.strip().splitlines()[-1] == hashlib.sha256(here.encode()).hexdigest()
+    # Unsorted, these two seeds give different plans.
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", HASH_SEED_SCRIPT],
+            env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )
+        for seed in ("1", "3")
+    ]  # fmt: skip
+    hashes = {process.communicate(timeout=100)[0].strip().splitlines()[-1] for process in processes}
+    assert hashes == {hashlib.sha256(here.encode()).hexdigest()}
 
 
 def _plan_on_rank(rank: int, config: PlannerConfig, tables: list[Table], ddr_cap_gb: float) -> tuple[str, list[int]]:
