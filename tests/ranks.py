@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
 from typing import Any
 
 import torch
@@ -81,16 +82,19 @@ class RankPool:
                 pipe.send((function, args, rank, world_size, local_world_size or world_size, f"{folder}/store"))
             results: dict[int, Any] = {}
             failures: dict[int, str] = {}
-            for rank, (_, pipe) in enumerate(workers):
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+            while waiting:
                 # Once a rank has failed, the others may wait for it in vain.
-                if not pipe.poll(5 if failures else TIMEOUT_S + 20):
-                    failures[rank] = "no answer: hangs, probably in a collective\n"
-                    continue
-                try:
-                    passed, value = pipe.recv()
-                except EOFError:
-                    passed, value = False, "the process died\n"
-                (results if passed else failures)[rank] = value
+                answered = wait_for_any(list(waiting), 5 if failures else TIMEOUT_S + 20)
+                if not answered:
+                    failures |= dict.fromkeys(waiting.values(), "no answer: hangs, probably in a collective\n")
+                    break
+                for pipe in answered:
+                    try:
+                        passed, value = pipe.recv()
+                    except EOFError:
+                        passed, value = False, "the process died\n"
+                    (results if passed else failures)[waiting.pop(pipe)] = value
         if failures:
             self.close()
             raise RuntimeError("".join(f"--- rank {rank}\n{text}" for rank, text in sorted(failures.items())))
