@@ -1,0 +1,79 @@
+# What a person does with this repository, a word each; `make` lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+EXPERIMENT ?= quickstart
+RANKS ?= 2
+# The CUDA set where the driver lists a GPU. `make STACK=cpu ...` decides otherwise.
+STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+# Extra words for pip, for instance an index that has CPU-only builds of torch (much smaller, same results).
+PIP_FLAGS ?=
+TORCHREC := torchrec==1.8.0
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
+
+PY := $(VENV)/bin/python
+PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $$([ -t 1 ] || echo -q) $(PIP_FLAGS)
+TORCHX := $(VENV)/bin/torchx --log_level WARNING
+RAW := datasets/raw/quickstart.tsv
+
+.PHONY: help
+help:  ## this list
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+.PHONY: train
+train: $(VENV)/installed  ## install, make a data set with a known best AUC, prepare, plan, train on 2 ranks, evaluate
+	@[ -e datasets/quickstart/dataset.json ] || [ -e $(RAW) ] || $(PY) -m pipeline.generate data=quickstart output=$(RAW)
+	@[ -e datasets/quickstart/dataset.json ] || $(PY) -m pipeline.prepare data=quickstart source=$(RAW)
+	@$(PY) -m pipeline.plan experiment=$(EXPERIMENT) world_size=$(RANKS)
+	@$(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(EXPERIMENT)
+	@$(PY) -m pipeline.evaluate run=runs/$(EXPERIMENT) split=test
+
+.PHONY: install
+install: $(VENV)/installed  ## make .venv with the GPU set where there is an NVIDIA GPU, else the CPU set
+
+.PHONY: doctor
+doctor: $(VENV)/installed  ## check versions, operations, GPU, shared memory and disk
+	@$(PY) -m pipeline.doctor
+
+.PHONY: test
+test: $(VENV)/installed-dev  ## the default test suite, no GPU needed
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign"
+
+.PHONY: campaigns
+campaigns: $(VENV)/installed-dev  ## the tests that take minutes each
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m campaign
+
+.PHONY: check
+check: $(VENV)/installed-dev  ## lint, format, types, import contracts
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+
+.PHONY: bench
+bench: $(VENV)/installed-dev  ## every benchmark; each prints a ratio measured in one run
+	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; PYTHONPATH=. $(PY) $$file; done
+
+.PHONY: clean
+clean:  ## remove .venv, builds and caches; data sets and runs stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torchrec without its dependencies: setup.cfg says why.
+$(VENV)/installed: setup.cfg pyproject.toml
+	@[ -n "$(PYTHON)" ] && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed, found: $$($(or $(PYTHON),python3) --version 2>&1 | head -1)." \
+			"Install it (apt install python3.11 python3.11-venv), or say where it is: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@echo "installing the $(STACK) set into $(VENV), once"
+	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) -e '.[$(STACK)]'
+	@$(PIP_INSTALL) --no-deps $(TORCHREC)
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@$(PIP_INSTALL) -e '.[$(STACK),dev]'
+	@touch $@
