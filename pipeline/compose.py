@@ -218,7 +218,11 @@ def instantiate(config: DictConfig, job_type: type[Job]) -> Job:
 
 def _explain_missing(keys: list[str], config_name: str) -> str:
     if "data.name" in keys:
-        way_out = "choose data=<option>" if config_name in ("generate", "prepare") else "choose experiment=<option> or data=<option>"
+        way_out = (
+            "choose data=<option>"
+            if config_name in ("generate", "prepare")
+            else "choose experiment=<option> or data=<option>"
+        )
         return f"no data set is chosen: {way_out}; `python -m pipeline.{config_name} --help` lists them"
     if keys == ["model.kind"]:
         return "no model is chosen: choose model=<option>"
@@ -234,7 +238,10 @@ def _explain_composition(error: Exception, job_type: type, groups: dict[str, lis
         return f"{file}: there is no {error.missing_cfg_file!r}{did_you_mean(option, options)}"
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if match := re.search(r"Key '(\w+)' not in '(\w+)'", text):
-        return f"{text.split(' full_key:')[0]}{_near_field_of(match[1], match[2], job_type)}"
+        says = text.split(" full_key:")[0]
+        if says.startswith("In 'experiment/") and match[2] in [kind.__name__ for kind in MODEL_CONFIGS.values()]:
+            return f"{says}: that experiment sets the sizes of another model; choose an experiment for this one"
+        return f"{says}{_near_field_of(match[1], match[2], job_type)}"
     if match := re.search(r"Could not override '([\w/]+)'", text):
         return f"{text}{did_you_mean(match[1], groups)}"
     return re.split(r" (?:full_key:|reference_type=|object_type=)", text)[0]

@@ -179,7 +179,10 @@ def job_to_yaml(job: Any) -> str:
 
 def job_from_yaml(job_type: type[Job], text: str) -> Job:
     """Raises ValueError for keys or values that this release does not know."""
-    values = yaml.safe_load(text)
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"saved job: {' '.join(str(error).split())}") from None
     schema = OmegaConf.structured(job_type)
     if "model" in values:
         kind = values["model"].get("kind")
