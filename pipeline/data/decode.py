@@ -27,20 +27,28 @@ WAY_OUT = f"compare the file's checksum with {FILE_NAME}, copy it again, or run 
 
 
 @dataclass(frozen=True)
-class Bags:
+class Lists:
     """A list-valued feature: row i holds ids[offsets[i]:offsets[i + 1]]."""
 
     ids: NDArray[np.integer]
     offsets: NDArray[np.int64]
 
+    def take(self, rows: NDArray[np.int64]) -> Lists:
+        """The lists of `rows`, one after the other."""
+        starts = self.offsets[:-1][rows]
+        lengths = self.offsets[1:][rows] - starts
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        # Id k of the result lies at its list's start plus its place in the list.
+        return Lists(self.ids[np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)], offsets)
+
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one row group in reading order; features in the data set's order within `one_hot` and `bags`."""
+    """Rows in reading order; features keep the data set's order within `one_hot` and `lists`."""
 
     dense: NDArray[np.float32]  # [rows, num_dense]
     one_hot: NDArray[np.signedinteger]  # [num_one_hot, rows]
-    bags: list[Bags]
+    lists: list[Lists]
     labels: NDArray[np.float32]  # [rows]
 
 
@@ -95,8 +103,9 @@ class Shards:
         local = storage.local_path(path)
         check_size(path, shard, os.path.getsize(local))
         try:
-            # No memory map: a disk error is then an exception and not SIGBUS. Equally fast (8 M rows/s, 40 columns).
-            file = pq.ParquetFile(local, pre_buffer=True, page_checksum_verification=True)
+            # No memory map: a disk error is then an exception and not SIGBUS, at equal speed. No pre_buffer: its
+            # hand-over to pyarrow's IO threads costs a third of the rows/s on one core.
+            file = pq.ParquetFile(local, pre_buffer=False, page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{path} is not a readable Parquet file ({error}); {WAY_OUT}") from error
         check_layout(path, shard, file, self.dataset)
@@ -156,72 +165,79 @@ def _is_a(kind: str, type_: pa.DataType) -> bool:
 
 
 def decode_block(table: pa.Table, dataset: Dataset, rows: NDArray[np.int64], where: str) -> Block:
-    """The chosen rows of a row group, in the order of `rows`; all rows of the row group are checked."""
-    labels = _numbers(table, dataset.label, where)
+    """The chosen rows of a row group, in the order of `rows`; all rows of the row group are checked.
+
+    Few calls on whole matrices: each numpy call lets go of the GIL, and taking it back beside a busy trainer
+    costs more than the work on one column.
+    """
+    labels = _matrix(table, [dataset.label], pa.float32(), where)[0]
+    check_labels(labels, dataset.label, where)
+    dense = _matrix(table, dataset.dense_features, pa.float32(), where)
+    check_finite(dense, dataset.dense_features, where)
+    features = [feature for feature in dataset.sparse_features if not feature.multi_hot]
+    id_type = pa.int32() if all(feature.cardinality <= 2**31 for feature in features) else pa.int64()
+    one_hot = _matrix(table, [feature.name for feature in features], id_type, where)
+    check_ids(one_hot, features, where)
+    lists = [_lists(table, feature, where).take(rows) for feature in dataset.sparse_features if feature.multi_hot]
+    dense_rows = np.take(np.ascontiguousarray(dense.T), rows, axis=0)
+    return Block(dense_rows, np.take(one_hot, rows, axis=1), lists, np.take(labels, rows))
+
+
+def check_labels(labels: NDArray[np.float32], name: str, where: str) -> None:
+    """Raise ValueError for labels other than 0 and 1; NaN is one."""
     known = (labels == 0) | (labels == 1)
     if not known.all():
-        found = labels[~known][0]
-        raise ValueError(f"{where}: label column {dataset.label!r} holds {found}, only 0 and 1 are labels; {WAY_OUT}")
-    dense = np.empty((len(rows), len(dataset.dense_features)), np.float32)
-    for i, name in enumerate(dataset.dense_features):
-        dense[:, i] = _numbers(table, name, where)[rows]
-    check_finite(dense, dataset.dense_features, where)
-    one_hot_features = [feature for feature in dataset.sparse_features if not feature.multi_hot]
-    one_hot = np.empty((len(one_hot_features), len(rows)), id_dtype(one_hot_features))
-    for i, feature in enumerate(one_hot_features):
-        ids = _numbers(table, feature.name, where)
-        check_ids(ids, feature, where)
-        one_hot[i] = ids[rows]
-    bags = [_bags(table, feature, rows, where) for feature in dataset.sparse_features if feature.multi_hot]
-    return Block(dense, one_hot, bags, labels[rows].astype(np.float32))
-
-
-def id_dtype(features: list[SparseFeature]) -> type[np.signedinteger]:
-    """int32 while every id fits, for blocks are held in memory and copied once more."""
-    return np.int32 if all(feature.cardinality <= 2**31 for feature in features) else np.int64
+        raise ValueError(
+            f"{where}: label column {name!r} holds {labels[~known][0]:g}, only 0 and 1 are labels; {WAY_OUT}"
+        )
 
 
 def check_finite(dense: NDArray[np.float32], names: list[str], where: str) -> None:
     """Raise ValueError for a NaN or an infinity: one makes the whole dense part NaN within a step."""
     if not np.isfinite(dense).all():
-        counts = (~np.isfinite(dense)).sum(axis=0)
+        counts = (~np.isfinite(dense)).sum(axis=1)
         worst = int(counts.argmax())
         raise ValueError(
             f"{where}: dense column {names[worst]!r} holds {counts[worst]} NaN or infinite values; {WAY_OUT}"
         )
 
 
-def check_ids(ids: NDArray[np.integer], feature: SparseFeature, where: str) -> None:
-    """Raise ValueError for ids outside the table: TorchRec would silently train row 0 in their place."""
-    if len(ids) and (ids.min() < 0 or ids.max() >= feature.cardinality):
-        wrong = ids[(ids < 0) | (ids >= feature.cardinality)]
+def check_ids(ids: NDArray[np.signedinteger], features: list[SparseFeature], where: str) -> None:
+    """Raise ValueError for ids [features, any] outside their table: TorchRec would train row 0 in their place."""
+    if not ids.size:
+        return
+    limits = [feature.cardinality for feature in features]
+    outside = (ids.min(axis=1) < 0) | (ids.max(axis=1) >= np.array(limits))
+    if outside.any():
+        feature, values = features[int(outside.argmax())], ids[int(outside.argmax())]
+        wrong = values[(values < 0) | (values >= feature.cardinality)]
         raise ValueError(
             f"{where}: feature {feature.name!r} holds {len(wrong)} ids outside [0, {feature.cardinality}), "
             f"the first is {wrong[0]}; {WAY_OUT}"
         )
 
 
-def _array(table: pa.Table, name: str, where: str) -> pa.Array:
-    column = table.column(name)
+def _matrix(table: pa.Table, names: list[str], type_: pa.DataType, where: str) -> NDArray:
+    """[names, rows]; an id too large for `type_` is widened, for check_ids to find."""
+    if not names:
+        return np.empty((0, table.num_rows), type_.to_pandas_dtype())
+    columns = [_array(table.column(name), f"{where}: column {name!r} holds") for name in names]
+    if pa.types.is_integer(type_) and any(column.type != type_ for column in columns):
+        type_ = pa.int64()
+    columns = [column if column.type == type_ else column.cast(type_, safe=False) for column in columns]
+    return pa.concat_arrays(columns).to_numpy(zero_copy_only=True).reshape(len(names), -1)
+
+
+def _lists(table: pa.Table, feature: SparseFeature, where: str) -> Lists:
+    array = _array(table.column(feature.name), f"{where}: column {feature.name!r} holds")
+    # values: all of them, while offsets may begin behind the first.
+    ids = _array(pa.chunked_array([array.values]), f"{where}: lists of {feature.name!r} hold").to_numpy()
+    offsets = array.offsets.to_numpy()
+    check_ids(ids[None, offsets[0] : offsets[-1]], [feature], where)
+    return Lists(ids, offsets.astype(np.int64))
+
+
+def _array(column: pa.ChunkedArray, where_holds: str) -> pa.Array:
     if column.null_count:
-        raise ValueError(f"{where}: column {name!r} holds {column.null_count} nulls; {WAY_OUT}")
+        raise ValueError(f"{where_holds} {column.null_count} nulls; {WAY_OUT}")
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
-def _numbers(table: pa.Table, name: str, where: str) -> NDArray:
-    return _array(table, name, where).to_numpy(zero_copy_only=True)
-
-
-def _bags(table: pa.Table, feature: SparseFeature, rows: NDArray[np.int64], where: str) -> Bags:
-    array = _array(table, feature.name, where)
-    if array.flatten().null_count:
-        raise ValueError(f"{where}: lists of {feature.name!r} hold {array.flatten().null_count} nulls; {WAY_OUT}")
-    ids = array.values.to_numpy(zero_copy_only=True)
-    bounds = array.offsets.to_numpy(zero_copy_only=True)
-    check_ids(ids[bounds[0] : bounds[-1]], feature, where)
-    starts = bounds[:-1][rows].astype(np.int64)
-    lengths = np.diff(bounds)[rows].astype(np.int64)
-    offsets = np.concatenate(([0], np.cumsum(lengths)))
-    # Id k of the result lies at its bag's start plus its place in the bag.
-    source = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-    return Bags(ids[source], offsets)

@@ -7,11 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from pipeline.data import multi_hot
 from pipeline.data.config import ReaderConfig
-from pipeline.data.multi_hot import draw_bags
 from pipeline.data.reader import ShardReader
 from tests.data.shard_files import NUM_BUCKETS, write_dataset
+
+
+def draw_bags(ids: NDArray[np.int64], feature: str, cardinality: int, size: int) -> NDArray[np.int64]:
+    bags = np.full((len(ids), size), -1)
+    multi_hot.draw_bags(ids, feature, cardinality, bags)
+    return bags
 
 
 def test_the_id_itself_comes_first_and_every_id_lies_within_the_table() -> None:
