@@ -79,7 +79,8 @@ def train_command(summary: PlanSummary, overrides: list[str]) -> str:
     if summary.world_size == 1:
         return f"python -m pipeline.train {arguments}"
     hosts = summary.world_size // summary.local_world_size
-    return f"torchx run -s local_cwd pipeline.train -j {hosts}x{summary.local_world_size} -- {arguments}"
+    scheduler = "local_cwd" if hosts == 1 else "<scheduler>"
+    return f"torchx run -s {scheduler} pipeline.train -j {hosts}x{summary.local_world_size} -- {arguments}"
 
 
 def describe(summary: PlanSummary) -> str:

@@ -68,8 +68,10 @@ def test_the_next_command_trains_with_the_plan(job: PlanJob) -> None:
     summary = plan(job)
     overrides = ["experiment=kaggle", "hardware=h100_80gb", "world_size=16", "planner=torchrec", "run_dir=a b"]
     assert train_command(summary, overrides) == (
-        "torchx run -s local_cwd pipeline.train -j 2x8 -- "
+        "torchx run -s <scheduler> pipeline.train -j 2x8 -- "
         "experiment=kaggle hardware=h100_80gb world_size=16 'run_dir=a b' planner=file"
     )
+    host = replace(summary, world_size=8)
+    assert train_command(host, []) == "torchx run -s local_cwd pipeline.train -j 1x8 -- planner=file"
     one = replace(summary, world_size=1, local_world_size=1)
     assert train_command(one, ["experiment=kaggle"]) == "python -m pipeline.train experiment=kaggle planner=file"

@@ -84,20 +84,11 @@ def build_topology(hardware: Hardware) -> Topology:
     def speed(gb_per_s: float) -> float:
         return gb_per_s * BYTES_PER_MS
 
-    return torchrec_planner.TopologyFactory.create_topology(
-        torchrec_planner.TrainerConfig(
-            world_size=hardware.world_size,
-            local_world_size=hardware.local_world_size,
-            # TorchRec 1.6 takes a capacity of 0 for a missing one and puts 2 TB of SSD in its place; a list it keeps.
-            additional_params={
-                "custom_topology_data": torchrec_planner.CustomTopologyData(
-                    {"ssd_cap": [0] * hardware.world_size}, hardware.world_size
-                )
-            },
-        ),
+    topology = torchrec_planner.TopologyFactory.create_topology(
+        torchrec_planner.TrainerConfig(world_size=hardware.world_size, local_world_size=hardware.local_world_size),
         torchrec_planner.HardwareConfig(
             hbm_cap_bytes=hardware.hbm_cap_bytes,
-            ddr_cap_bytes=max(1, hardware.ddr_cap_bytes),  # 1.6: 0 would become 128 GB
+            ddr_cap_bytes=hardware.ddr_cap_bytes,
             ssd_cap_bytes=0,
             intra_host_bw=speed(hardware.intra_host_gb_per_s),
             inter_host_bw=speed(hardware.inter_host_gb_per_s),
@@ -109,6 +100,10 @@ def build_topology(hardware: Hardware) -> Topology:
         # Without the flag TorchRec 1.8 drops every bandwidth above for its own defaults; 1.6 never does.
         torchrec_planner.KernelConfig(compute_device=hardware.compute_device, use_hardware_based_bandwidth=True),
     )
+    for device in topology.devices:
+        # TorchRec 1.6 takes a capacity of 0 for a missing one, and has put its default in place: 2 TB of SSD.
+        device.storage = torchrec_planner.Storage(hardware.hbm_cap_bytes, hardware.ddr_cap_bytes, ssd=0)
+    return topology
 
 
 def host_memory_bytes() -> int:
