@@ -43,7 +43,9 @@ class PlannerConfig:
 
     kind: str = "torchrec"
     plan_file: str = "sharding_plans/${name}.${hardware.name}x${world_size}.json"
-    reserved_memory_fraction: float = 0.15  # of each capacity, kept free for activations and the dense part
+    reserved_memory_fraction: float = (
+        0.15  # of each capacity, kept free for activations; the dense part comes off beside it
+    )
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
