@@ -42,7 +42,7 @@ def shard_model(
     """Collective: place tables by `plan`, replicate the dense layers, draw what is on meta from `seed`.
 
     Every rank passes the same seed; the first weights do not depend on plan or world size. With `tables`, column
-    shards under a row-wise optimizer are refused unless the table's config names them.
+    shards under a row-wise optimizer are refused unless the table's config names them. The caller's random state is kept.
 
     Raises:
         ValueError: the plan does not fit the model, or asks for what would silently go wrong.
@@ -53,20 +53,21 @@ def shard_model(
         check_plan_is_exact(model, plan, tables)
     world = dist.GroupMember.WORLD
     assert world is not None, "init_distributed comes first"
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(world),
-        device=context.device,
-        plan=plan,
-        sharders=make_sharders(comms, seed),
-        init_data_parallel=False,
-        init_parameters=False,
-        # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
-        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
-    )
-    sharded.init_parameters = True  # only now, so that dense layers on meta are drawn from the seed
     with torch.random.fork_rng(devices=[context.device] if context.device.type == "cuda" else []):
+        sharded = DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_process_group(world),
+            device=context.device,
+            plan=plan,
+            sharders=make_sharders(comms, seed),
+            init_data_parallel=False,
+            init_parameters=False,
+            # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
+            data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
+        )
+        # Dense layers on meta are drawn only now: how much randomness the tables took depends on the plan.
         torch.manual_seed(seed)
+        sharded.init_parameters = True
         sharded.init_data_parallel()
     _log(plan, comms)
     return sharded
