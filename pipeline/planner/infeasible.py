@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
@@ -34,7 +35,7 @@ def explain_infeasible(
         f"{hardware.world_size} rank(s) of {hardware.name} have {show_bytes(hardware.world_size * sum(usable))} for them",
         "largest: " + ", ".join(f"{name} {show_bytes(sizes[name])}" for name in largest),
         f"a rank: {_capacity(hardware, usable)} ({100 * reserved_fraction:g} % kept free, and the dense part's share)",
-        *_unsplittable(placed, constraints, sizes, usable),
+        *(islice(_unsplittable(placed, constraints, sizes, usable), NUM_LARGEST) if hardware.world_size > 1 else ()),
         "ways out:",
         *(f"  {way}" for way in _ways_out(placed, hardware, optimizer_name, sizes, usable)),
     ]

@@ -128,6 +128,9 @@ def test_a_table_too_large_for_its_only_sharding_type_is_named() -> None:
         make_plan(CONFIG, request(limited, on("cpu", 4, ddr_cap_gb=1.0)))
     assert "table t0 may only be table_wise, so one rank must hold 1.44 GiB and has 0.85 GiB" in str(caught.value)
     assert "add row_wise to tables.t0.sharding.sharding_types" in str(caught.value)
+    with pytest.raises(ValueError) as caught:  # where there is nothing to spread over, no type helps
+        make_plan(CONFIG, request(limited, on("cpu", 1, ddr_cap_gb=1.0)))
+    assert "add row_wise" not in str(caught.value) and "world_size=2 at least" in str(caught.value)
     free = make_tables([3_000_000], 128)
     assert kinds_of(make_plan(CONFIG, request(free, on("cpu", 4, ddr_cap_gb=1.0)))) == {"row_wise": 1}
 
