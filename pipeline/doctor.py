@@ -28,6 +28,7 @@ MODULES = {  # import name -> distribution
 LEAST_SHM_BYTES = 512 << 20  # Docker's default is 64 MiB; NCCL and pinned batches need more
 LEAST_DISK_BYTES = 5 << 30
 PROBE_TIMEOUT_S = 60
+PROBE_PATH = [str(Path(__file__).parents[1])]  # so that a probe imports this very package, from any folder
 GIB = 2**30
 
 
@@ -112,8 +113,7 @@ def _modules(gpu: bool) -> Finding:
 def probe(name: str, gpu: bool) -> Finding:
     """Run one of pipeline.probes in a process of its own; a crash or a hang is a finding too."""
     command = [sys.executable, "-W", "ignore", "-m", "pipeline.probes", name]
-    root = str(Path(__file__).parents[1])
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*PROBE_PATH, os.environ.get("PYTHONPATH", "")]).rstrip(":")}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=environ, stdin=subprocess.DEVNULL

@@ -1,0 +1,62 @@
+"""What import-linter cannot see: who imports TorchRec's planner, and that each file is used as it says."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MODULES = sorted(
+    file.relative_to(REPOSITORY) for top in ("pipeline", "launch") for file in (REPOSITORY / top).rglob("*.py")
+)
+VERBS = ("generate", "prepare", "plan", "train", "evaluate")
+
+
+def _imported(module: Path) -> set[str]:
+    """Full names of all that a file imports, at the top or in functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((REPOSITORY / module).read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def test_only_the_planner_package_imports_torchrecs_planner() -> None:
+    users = [
+        str(module) for module in MODULES if any("torchrec.distributed.planner" in name for name in _imported(module))
+    ]
+    assert [user for user in users if not user.startswith("pipeline/planner/")] == []
+    assert users, "the rule guards nothing: does the planner import TorchRec's?"
+
+
+def test_production_code_imports_no_tests() -> None:
+    assert [
+        str(module)
+        for module in MODULES
+        if any(".test" in name or name.startswith("tests") for name in _imported(module))
+    ] == []
+
+
+def test_every_module_opens_with_what_it_is_for() -> None:
+    undocumented = [
+        str(module) for module in MODULES if not ast.get_docstring(ast.parse((REPOSITORY / module).read_text()))
+    ]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize("module", [f"pipeline.{verb}" for verb in VERBS])
+def test_a_verb_opens_with_its_command_and_imports_nothing_heavy(module: str) -> None:
+    code = (
+        f"import sys, {module} as verb\n"
+        f"assert 'python -m {module} ' in verb.__doc__, verb.__doc__\n"
+        "heavy = {'torch', 'torchrec', 'pyarrow', 'duckdb'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

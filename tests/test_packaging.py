@@ -1,0 +1,178 @@
+"""A wheel built from the tree and installed elsewhere carries all that the tree has, and works from an empty folder."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from pipeline import doctor
+from tests.datasets import described_dataset
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SHIPPED = ("pipeline", "launch", "conf", "sharding_plans")
+CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, for setuptools leaves build/ behind, and takes up what an earlier build left there."""
+    if find_spec("setuptools") is None:
+        pytest.skip("setuptools, which builds the wheel, is not installed: pip install -e '.[dev]'")
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in SHIPPED:
+        shutil.copytree(REPOSITORY / name, folder / "tree" / name, ignore=CACHES)
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
+        if (REPOSITORY / name).is_file():
+            shutil.copy(REPOSITORY / name, folder / "tree" / name)
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        folder,
+        ".",
+    ]
+    subprocess.run(command, cwd=folder / "tree", check=True, capture_output=True, text=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A venv that holds the wheel and nothing else; third-party libraries are borrowed from this one."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, with_pip=False, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    command: list[str | Path] = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "-q", "--no-deps",
+               "--force-reinstall", wheel]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """An empty folder, and beside it a data set's description."""
+    (tmp_path / "data").mkdir()
+    dataset = described_dataset({"cat_0": 10}, num_dense=13, num_rows=4096)
+    (tmp_path / "data" / "dataset.json").write_text(dataset.to_json())
+    (tmp_path / "empty").mkdir()
+    return tmp_path / "empty"
+
+
+def _run(python: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([python, *words], cwd=folder, env=environ, capture_output=True, text=True)
+
+
+def test_the_wheel_holds_every_module_config_and_plan_of_the_tree(wheel: Path) -> None:
+    expected = set()
+    for top in SHIPPED:
+        for file in (REPOSITORY / top).rglob("*"):
+            if file.suffix in (".py", ".yaml", ".json"):
+                relative = file.relative_to(REPOSITORY)
+                expected.add(str(relative if top in ("pipeline", "launch") else Path("pipeline") / relative))
+    with zipfile.ZipFile(wheel) as archive:
+        held = {
+            name for name in archive.namelist() if name.endswith((".py", ".yaml", ".json")) and ".dist-info" not in name
+        }
+    assert held == expected
+
+
+def test_an_installed_wheel_composes_and_validates_a_job_from_an_empty_folder(python: Path, elsewhere: Path) -> None:
+    code = (
+        "import sys, pipeline\n"
+        "from pipeline.config import TrainJob, load_config, validate_job\n"
+        "job = load_config(TrainJob, ['experiment=quickstart', 'data.path=../data'])\n"
+        "tables = validate_job(job, 2)\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(pipeline.__file__, len(tables), job.name)\n"
+    )
+    done = _run(python, elsewhere, "-c", code)
+    assert done.returncode == 0, done.stderr
+    file, tables, name = done.stdout.split()
+    assert Path(file).is_relative_to(python.parents[1]) and (tables, name) == ("1", "quickstart")
+
+
+def test_an_installed_wheel_takes_a_users_own_conf_folder(python: Path, elsewhere: Path) -> None:
+    (elsewhere / "my" / "experiment").mkdir(parents=True)
+    (elsewhere / "my" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - quickstart\nname: mine\ntrainer:\n  global_batch_size: 512\n"
+    )
+    done = _run(python, elsewhere, "-m", "pipeline.train", "--config-dir", "my", "experiment=mine", "--cfg")
+    assert done.returncode == 0, done.stderr
+    assert "name: mine" in done.stdout and "global_batch_size: 512" in done.stdout
+
+
+def test_an_installed_wheel_finds_the_plans_that_it_ships(python: Path, elsewhere: Path) -> None:
+    plans = sorted((REPOSITORY / "sharding_plans").glob("*.json"))
+    if not plans:
+        pytest.skip("no plan ships yet")
+    code = (
+        f"from pipeline.planner.plan_folder import find_plan_file as f; print(f('sharding_plans/{plans[0].name}', ''))"
+    )
+    done = _run(python, elsewhere, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(python.parents[1])
+
+
+def test_torchx_finds_our_components_beside_its_own_and_submits_only_what_composes(
+    python: Path, elsewhere: Path
+) -> None:
+    torchx = ("-c", "import sys; from torchx.cli.main import main; main(sys.argv[1:])")
+    listed = _run(python, elsewhere, *torchx, "builtins").stdout
+    for component in (
+        "pipeline.train",
+        "pipeline.prepare",
+        "pipeline.plan",
+        "pipeline.evaluate",
+        "dist.ddp",
+        "utils.sh",
+    ):
+        assert component in listed
+    run = (*torchx, "run", "-s", "local_cwd", "--dryrun", "pipeline.train", "-j", "1x2", "--", "experiment=quickstart")
+    shown = _run(python, elsewhere, *run, "data.path=../data")
+    assert shown.returncode == 0, shown.stderr
+    assert "torch.distributed.run" in shown.stdout and "pipeline.train" in shown.stdout
+    refused = _run(python, elsewhere, *run, "data.path=../data", "trainer.sed=1")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "error: unknown key 'trainer.sed'; did you mean 'trainer.seed'?\n"
+
+
+def test_a_copied_job_folder_uses_its_own_conf(elsewhere: Path) -> None:
+    """What a TorchX job directory is: under an editable install the original's conf must not win."""
+    for name in ("pipeline", "conf"):
+        shutil.copytree(REPOSITORY / name, elsewhere / name, ignore=CACHES)
+    shutil.copy(REPOSITORY / "setup.cfg", elsewhere)
+    (elsewhere / "conf" / "data" / "only_here.yaml").write_text("name: only_here\n")
+    done = _run(Path(sys.executable), elsewhere, "-m", "pipeline.train", "data=only_here", "--cfg")
+    assert done.returncode == 0, done.stderr
+    assert "name: only_here_dlrm" in done.stdout
+
+
+def test_versions_are_pinned_to_the_newest_set_that_doctor_knows() -> None:
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(REPOSITORY / "setup.cfg")
+    extras = parser["options.extras_require"]
+    torch, (torchrec, fbgemm) = next(iter(doctor.TESTED.items()))
+    assert f"torch =={torch}.0" in extras["cpu"] and f"fbgemm-gpu-cpu =={fbgemm}.0" in extras["cpu"]
+    assert f"torch =={torch}.0" in extras["gpu"] and f"fbgemm-gpu =={fbgemm}.0" in extras["gpu"]
+    assert re.search(rf"^TORCHREC := torchrec=={re.escape(torchrec)}\.0$", (REPOSITORY / "Makefile").read_text(), re.M)
+    assert doctor.stack_command(gpu=False) == (
+        f"pip install torch=={torch}.0 fbgemm-gpu-cpu=={fbgemm}.0 && pip install --no-deps torchrec=={torchrec}.0"
+    )
