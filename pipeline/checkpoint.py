@@ -235,4 +235,3 @@ def _misfit(path: str, error: BaseException) -> str:
         f"checkpoint {path} does not fit this model, optimizer or plan: {(lines or [str(error)])[-1][:400]}. "
         "Train with the config in its manifest.json, or choose another run_dir"
     )
-

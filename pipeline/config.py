@@ -47,6 +47,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 FLAGS = ("--help", "--cfg", "--config-dir")
 USER_ERROR = 2  # exit code
+INTERRUPTED = 130  # as shells say it: 128 + SIGINT
 
 
 def main(job_type: type[Job], doc: str | None, argv: Iterable[str] | None = None, validate: bool = True) -> Job:
@@ -72,10 +73,15 @@ def run_verb(
     """A verb's command line: compose the job, run it, and print on rank 0 what came of it."""
     job = main(job_type, doc)
     configure_logging(int(os.environ.get("RANK", "0")))
-    with print_user_errors():
-        result = _record_for_torchrun(verb)(job)
-        if describe is not None and is_rank_zero():
-            print(describe(result), flush=True)
+    try:
+        with print_user_errors():
+            result = _record_for_torchrun(verb)(job)
+            if describe is not None and is_rank_zero():
+                print(describe(result), flush=True)
+    except KeyboardInterrupt:
+        if is_rank_zero():
+            print("\ninterrupted; the same command goes on from what is saved", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
 
 
 def _record_for_torchrun(verb: Callable[[Job], Result]) -> Callable[[Job], Result]:

@@ -36,7 +36,8 @@ def train(job: TrainJob) -> TrainSummary:
     from pipeline.checkpoint import Checkpointer, step_path
     from pipeline.data.dataset import load_dataset
     from pipeline.distributed import init_distributed
-    from pipeline.logs import MetricsWriter
+    from pipeline.logs import MetricsWriter, get_logger
+    from pipeline.planner.explain import summarize
     from pipeline.planner.planfile import write_plan
     from pipeline.training.optimizer import build_optimizer
     from pipeline.training.trainer import Trainer
@@ -44,6 +45,7 @@ def train(job: TrainJob) -> TrainSummary:
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
     dataset = load_dataset(job.data.path)
     assembly = assemble(job, dataset, context)
+    get_logger("pipeline.train").info("plan: %s", summarize(assembly.plan))
     optimizer = build_optimizer(assembly.model, job.optimizer)
     data_order = describe_data_order(job, dataset.fingerprint())
     checkpointer = Checkpointer(
