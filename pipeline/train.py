@@ -45,7 +45,7 @@ def train(job: TrainJob) -> TrainSummary:
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
     dataset = load_dataset(job.data.path)
     assembly = assemble(job, dataset, context)
-    get_logger("pipeline.train").info("plan: %s", summarize(assembly.plan))
+    get_logger("pipeline.train").info(summarize(assembly.plan))
     optimizer = build_optimizer(assembly.model, job.optimizer)
     data_order = describe_data_order(job, dataset.fingerprint())
     checkpointer = Checkpointer(
