@@ -113,7 +113,7 @@ class Shards:
 
 
 def check_files(folder: str, split: Split) -> None:
-    """Raise ValueError for shards that are missing or have another size than dataset.json says.
+    """Raise ValueError for shards that are missing or differ in size from dataset.json, and for counts at odds in it.
 
     Sizes of remote shards are checked when they are opened: asking for them would download them.
     """
@@ -128,6 +128,9 @@ def check_files(folder: str, split: Split) -> None:
             f"{len(missing)} of {len(split.files)} shards are missing from {folder}, the first is {missing[0]}; "
             "copy them again, or run `python -m pipeline.prepare` again"
         )
+    counted = sum(sum(shard.row_groups) for shard in split.files)
+    if counted != split.num_rows:
+        raise ValueError(f"{FILE_NAME} counts {split.num_rows} rows, but row groups with {counted}; {WAY_OUT}")
     if storage.is_local(folder):
         for shard in split.files:
             path = storage.join(folder, shard.path)

@@ -266,6 +266,13 @@ def test_a_shard_with_other_row_groups_is_refused(tmp_path: Path) -> None:
         epoch_of(make_reader((str(tmp_path), dataset)))
 
 
+def test_a_description_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path, [[16, 16]])
+    dataset.splits["train"].files[0].row_groups.append(8)
+    with pytest.raises(ValueError, match=r"dataset.json counts 32 rows, but row groups with 40"):
+        make_reader((str(tmp_path), dataset))
+
+
 def test_flipped_bits_in_a_page_are_refused(tmp_path: Path) -> None:
     data = str(tmp_path), write_dataset(tmp_path, [[64] * 4])
     path = tmp_path / "train" / "part-0.parquet"
