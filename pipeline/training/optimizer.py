@@ -68,14 +68,18 @@ class TrainingOptimizer(CombinedOptimizer):
         self._fused.zero_grad()  # hands the rate to FBGEMM and does nothing else: there are no gradients
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
+        # Without the parameters that have none (SGD): an empty dict is saved by rank 0 alone, and only for its tables.
+        state: dict[str, Any] = {"state": {name: own for name, own in super().state_dict()["state"].items() if own}}
         if self._config.sparse.name in STEP_COUNTING:
             steps = self._replicated.num_steps if self._replicated else self.num_steps
             state["num_steps"] = torch.tensor(steps)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        stateless: dict[str, Any] = {
+            name: {} for name, weight in self.params.items() if weight in self.state and not self.state[weight]
+        }
+        super().load_state_dict({"state": {**stateless, **state_dict["state"]}})
         if "num_steps" in state_dict:
             self.num_steps = int(state_dict["num_steps"])
             for part in (self._fused, self._replicated):
