@@ -1,0 +1,256 @@
+"""Every parameter has one optimizer, refused settings say so, and state survives torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from pipeline.training.config import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.training.optimizer import (
+    TrainingOptimizer,
+    assert_every_parameter_has_one_optimizer,
+    build_optimizer,
+    clip_dense_gradients,
+    dense_parameters,
+    replicated_tables,
+)
+from pipeline.training.sharding import shard_model
+from pipeline.training.sparse_optimizer import ReplicatedTablesOptimizer, apply_sparse_optimizer
+from tests.ranks import RankPool
+from tests.training.tiny import (
+    TABLES,
+    TinyModel,
+    TinyTable,
+    batches,
+    build,
+    context,
+    full_tensor,
+    full_weights,
+    plan_of,
+)
+
+KINDS = ["table_wise", "row_wise", "data_parallel"]
+ROWWISE = OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))
+
+
+def tables_of(kinds: list[str]) -> list[TinyTable]:
+    return [TinyTable(f"t{i}", kind) for i, kind in enumerate(kinds)]
+
+
+def coverage_errors(rank: int) -> list[str]:
+    model, optimizer = build(rank, tables_of(KINDS), ROWWISE)
+    fused, replicated, dense = (part for _, part in optimizer.optimizers)
+    assert_every_parameter_has_one_optimizer(model, [fused, replicated, dense])
+    again = ReplicatedTablesOptimizer(replicated_tables(model), ROWWISE.sparse)
+    errors = []
+    for parts in ([fused, dense], [fused, replicated], [fused, replicated, again, dense], [replicated, dense]):
+        with pytest.raises(ValueError) as error:
+            assert_every_parameter_has_one_optimizer(model, parts)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_tables_without_an_optimizer_or_with_two_are_named(ranks: RankPool) -> None:
+    for rank, (no_replicated, no_dense, doubled, no_fused) in enumerate(ranks.run(2, coverage_errors)):
+        assert no_replicated.startswith(f"no optimizer trains {TABLES}.embedding_bags.t2.weight: they would stay")
+        assert "over.0.weight" in no_dense and "embedding_bags" not in no_dense
+        assert doubled.startswith(f"more than one optimizer trains {TABLES}.embedding_bags.t2.weight: give each")
+        mine = ["t0", "t1"] if rank == 0 else ["t1"]  # t0 is table_wise on rank 0
+        assert [name in no_fused for name in ("t0", "t1", "t2")] == [name in mine for name in ("t0", "t1", "t2")]
+
+
+def forgotten(rank: int) -> str:
+    tables = tables_of(KINDS)
+    planned = TinyModel(tables)
+    apply_sparse_optimizer(planned, ROWWISE.sparse)
+    model = shard_model(TinyModel(tables), plan_of(planned, tables), CommsConfig(), context(rank))
+    with pytest.raises(ValueError) as error:
+        build_optimizer(model, ROWWISE)
+    return str(error.value)
+
+
+def test_tables_sharded_without_an_optimizer_do_not_train_by_fbgemms_default(ranks: RankPool) -> None:
+    assert "table(s) t0, t1, t2 were sharded without an optimizer" in ranks.run(1, forgotten)[0]
+
+
+def every_parameter_moves(rank: int, sparse: str, dense: str) -> list[str]:
+    config = OptimizerConfig(SparseOptimizerConfig(sparse, lr=0.5), DenseOptimizerConfig(dense, lr=0.1))
+    tables = tables_of(KINDS)
+    model, optimizer = build(rank, tables, config)
+    first = full_weights(model)
+    for features, labels in batches(tables, 2, rank, dist.get_world_size()):
+        optimizer.zero_grad()
+        model(features, labels)[0].backward()
+        optimizer.step()
+    last = full_weights(model)
+    return [name for name in first if torch.equal(first[name], last[name])]
+
+
+@pytest.mark.parametrize(
+    ("sparse", "dense"), [("sgd", "adagrad"), ("adagrad", "sgd"), ("rowwise_adagrad", "adam"), ("sgd", "adamw")]
+)
+def test_every_table_and_layer_moves(ranks: RankPool, sparse: str, dense: str) -> None:
+    assert ranks.run(2, every_parameter_moves, sparse, dense) == [[], []]
+
+
+def refusal(rank: int, kinds: list[str], sparse: SparseOptimizerConfig) -> str:
+    with pytest.raises(ValueError) as error:
+        build(rank, tables_of(kinds), OptimizerConfig(sparse))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["adam", "partial_rowwise_adam", "lamb"])
+def test_adam_and_kin_on_sharded_tables_are_refused_on_cpu_with_the_way_out(ranks: RankPool, name: str) -> None:
+    message = ranks.run(1, refusal, ["data_parallel", "table_wise"], SparseOptimizerConfig(name))[0]
+    assert message.startswith("table 't1': FBGEMM has no ")
+    assert "optimizer.sparse.name=rowwise_adagrad" in message
+    assert "sharding_types=[data_parallel]" in message
+
+
+@pytest.mark.parametrize("name", ["partial_rowwise_adam", "lamb"])
+def test_optimizers_that_only_exist_fused_are_refused_for_replicated_tables(ranks: RankPool, name: str) -> None:
+    message = ranks.run(1, refusal, ["data_parallel"], SparseOptimizerConfig(name))[0]
+    assert (
+        f"optimizer.sparse.name={name} exists only fused into sharded tables, but 1 tables are data_parallel" in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(SparseOptimizerConfig("sgd", momentum=0.9), r"momentum=0.9: the tables' sgd has no momentum"),
+     (SparseOptimizerConfig("sgd", weight_decay=0.1), r"weight_decay=0.1: FBGEMM's sgd has no weight decay"),
+     (SparseOptimizerConfig("adagrad", weight_decay=0.1), r"weight_decay=0.1: FBGEMM's adagrad has no weight decay"),
+     (SparseOptimizerConfig("rowwise_adagrad", eps=0.0), r"eps=0 must be above 0"),
+     (SparseOptimizerConfig("lars_sgd"), r"lars_sgd: FBGEMM cannot hand out its state")],
+)  # fmt: skip
+def test_settings_that_would_be_ignored_are_refused(config: SparseOptimizerConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        apply_sparse_optimizer(TinyModel([TinyTable("a")]), config)
+
+
+def test_weight_decay_of_replicated_tables_is_refused(ranks: RankPool) -> None:
+    message = ranks.run(1, refusal, ["data_parallel"], SparseOptimizerConfig("adam", weight_decay=0.1))[0]
+    assert "table 't0' is data_parallel, where optimizer.sparse.weight_decay=0.1 would decay every row" in message
+
+
+def clipped_norms(rank: int) -> list[tuple[float, float, float]]:
+    tables = tables_of(KINDS)
+    model, optimizer = build(rank, tables, ROWWISE)
+    norms = []
+    for (features, labels), limit in zip(batches(tables, 2, rank, dist.get_world_size()), (1e-3, 1e3), strict=True):
+        optimizer.zero_grad()
+        model(features, labels)[0].backward()
+        table = float(replicated_tables(model)[f"{TABLES}.embedding_bags.t2.weight"].grad.norm())
+        before = float(clip_dense_gradients(model, limit))
+        after = float(torch.stack([weight.grad.norm() for weight in dense_parameters(model).values()]).norm())
+        assert table == float(replicated_tables(model)[f"{TABLES}.embedding_bags.t2.weight"].grad.norm())
+        norms.append((limit, before, after))
+    return norms
+
+
+def test_dense_gradients_are_clipped_to_the_same_global_norm_on_all_ranks(ranks: RankPool) -> None:
+    on_first, on_second = ranks.run(2, clipped_norms)
+    assert on_first == on_second
+    (limit, before, after), (_, loose_before, loose_after) = on_first
+    assert before > limit and after == pytest.approx(limit, rel=1e-3)
+    assert loose_after == pytest.approx(loose_before, rel=1e-5)
+
+
+def run_steps(model: Any, optimizer: TrainingOptimizer, tables: list[TinyTable], rank: int, steps: range) -> None:
+    for step, (features, labels) in enumerate(batches(tables, steps.stop, rank, dist.get_world_size())):
+        if step in steps:
+            optimizer.zero_grad()
+            model(features, labels)[0].backward()
+            optimizer.step()
+
+
+def save_at_three(rank: int, path: str, kinds: list[str], config: OptimizerConfig) -> dict[str, torch.Tensor]:
+    """Save after step 3; the weights after step 6."""
+    tables = tables_of(kinds)
+    model, optimizer = build(rank, tables, config)
+    run_steps(model, optimizer, tables, rank, range(3))
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    run_steps(model, optimizer, tables, rank, range(3, 6))
+    return full_weights(model)
+
+
+def resume(rank: int, path: str, kinds: list[str], config: OptimizerConfig) -> dict[str, torch.Tensor]:
+    tables = tables_of(kinds)
+    model, optimizer = build(rank, tables, config, seed=99)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    run_steps(model, optimizer, tables, rank, range(3, 6))
+    return full_weights(model)
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("sparse", ["sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("dense", ["adam", "sgd"])
+def test_resume_from_a_checkpoint_is_bitwise(ranks: RankPool, tmp_path: Path, sparse: str, dense: str) -> None:
+    config = OptimizerConfig(SparseOptimizerConfig(sparse, lr=0.1), DenseOptimizerConfig(dense, lr=0.01, momentum=0.9))
+    straight = ranks.run(2, save_at_three, str(tmp_path / "step"), KINDS, config)[0]
+    assert difference(straight, ranks.run(2, resume, str(tmp_path / "step"), KINDS, config)[0]) == 0.0
+
+
+@pytest.mark.parametrize("sparse", ["adagrad", "rowwise_adagrad"])
+def test_checkpoint_moves_between_sharding_types_replicated_ones_too_and_world_sizes(
+    ranks: RankPool, tmp_path: Path, sparse: str
+) -> None:
+    config = OptimizerConfig(SparseOptimizerConfig(sparse, lr=0.1), DenseOptimizerConfig("adam", lr=0.01))
+    path = str(tmp_path / "step")
+    straight = ranks.run(2, save_at_three, path, ["table_wise", "row_wise", "data_parallel"], config)[0]
+    others = [["data_parallel", "table_wise", "row_wise"], ["row_wise", "data_parallel", "table_wise"]]
+    if sparse == "adagrad":  # element by element, so also by columns
+        others.append(["column_wise", "column_wise", "table_column_wise"])
+    for kinds in others:
+        on_two = difference(straight, ranks.run(2, resume, path, kinds, config)[0])
+        on_one = difference(straight, ranks.run(1, resume, path, kinds, config)[0])
+        print(f"{sparse}, resumed as {kinds}: differs by {on_two:.1e} on 2 ranks, by {on_one:.1e} on 1")
+        assert max(on_two, on_one) < 1e-6
+
+
+def test_resume_of_replicated_adam_is_bitwise(ranks: RankPool, tmp_path: Path) -> None:
+    config = OptimizerConfig(SparseOptimizerConfig("adam", lr=0.05), DenseOptimizerConfig("adamw", lr=0.01))
+    kinds = ["data_parallel", "data_parallel"]
+    straight = ranks.run(2, save_at_three, str(tmp_path / "step"), kinds, config)[0]
+    assert difference(straight, ranks.run(2, resume, str(tmp_path / "step"), kinds, config)[0]) == 0.0
+
+
+def state_shapes(rank: int, sparse: str, dense: str) -> tuple[Any, Any]:
+    kinds = ["data_parallel"] if sparse == "adam" else KINDS
+    config = OptimizerConfig(SparseOptimizerConfig(sparse), DenseOptimizerConfig(dense, momentum=0.9))
+    tables = tables_of(kinds)
+    model, optimizer = build(rank, tables, config)
+
+    def shapes() -> dict[str, dict[str, Any]]:
+        state = optimizer.state_dict()["state"]
+        return {key: {name: full_tensor(value).shape for name, value in own.items()} for key, own in state.items()}
+
+    before = shapes()
+    first = full_weights(model)
+    for _, part in optimizer.optimizers:
+        if hasattr(part, "init_state"):
+            part.init_state(set())  # what others call before they load
+    untouched = difference(first, full_weights(model)) == 0.0
+    assert untouched
+    run_steps(model, optimizer, tables, rank, range(2))
+    return before, shapes()
+
+
+@pytest.mark.parametrize(
+    ("sparse", "dense"), [("sgd", "sgd"), ("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("adam", "adamw")]
+)
+def test_state_has_its_final_shape_before_the_first_step(ranks: RankPool, sparse: str, dense: str) -> None:
+    before, after = ranks.run(1, state_shapes, sparse, dense)[0]
+    assert before == after and any(before.values())
