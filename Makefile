@@ -16,7 +16,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 
 PY := $(VENV)/bin/python
-PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $$([ -t 1 ] || echo -q) $(PIP_FLAGS)
+PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $$([ -t 1 ] || echo -qq) $(PIP_FLAGS)
 TORCHX := $(VENV)/bin/torchx --log_level WARNING
 RAW := datasets/raw/quickstart.tsv
 
