@@ -129,7 +129,7 @@ class SyntheticConfig:
     have standard deviation `teacher_scale`; `num_interactions` pairs of the smallest features interact.
     """
 
-    num_rows: int = 800_000
+    num_rows: int = 1_000_000
     cardinalities: List[int] = field(
         default_factory=lambda: [
             3, 4, 6, 8, 10, 12, 15, 18, 20, 25, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 800, 1000, 2000, 5000, 10000, 20000
@@ -137,7 +137,7 @@ class SyntheticConfig:
     )  # fmt: skip
     zipf_exponent: float = 1.2
     num_interactions: int = 5
-    teacher_scale: float = 1.5
+    teacher_scale: float = 2.0
     positive_rate: float = 0.25
     seed: int = 0
 

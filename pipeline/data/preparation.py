@@ -86,10 +86,8 @@ def find_prepared(config: DataConfig, sources: list[Source]) -> Dataset | None:
         dataset = load_dataset(config.path)
     except ValueError as error:
         raise ValueError(f"{path} is of another release: {way_out}") from error
-    wanted, found = recipe_of(config), dataset.recipe
-    differing = [
-        f"data.{key} is {found.get(key)}, now {wanted[key]}" for key in wanted if wanted[key] != found.get(key)
-    ]
+    wanted, found = _flat("data", recipe_of(config)), _flat("data", dataset.recipe)
+    differing = [f"{key} was {found.get(key)}, is {wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
     here = {source.name: (source.size_bytes, source.digest) for source in sources}
     there = {source["path"]: (source["size_bytes"], source["digest"]) for source in dataset.sources}
     differing += [f"{name} is another file" for name in here.keys() & there.keys() if here[name] != there[name]]

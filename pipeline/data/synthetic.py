@@ -44,7 +44,7 @@ class Teacher:
         """dense [rows, NUM_DENSE] as prepared (log1p, missing 0), ids [NUM_SPARSE, rows] (0 missing) -> [rows]."""
         rows = np.where(ids > 0, 1 + (ids - 1) % MAX_EFFECTS, 0)
         # Rising then flat, and up and down: a linear model gets neither.
-        score = np.tanh(dense - 1.0) @ self.dense_effects[0] + np.sin(1.5 * dense) @ self.dense_effects[1]
+        score = np.tanh(dense - 1.0) @ self.dense_effects[0] + np.sin(0.7 * dense) @ self.dense_effects[1]
         for feature, effects in enumerate(self.id_effects):
             score += effects[rows[feature]]
         for left, right in self.pairs:
@@ -60,9 +60,10 @@ def make_teacher(config: SyntheticConfig) -> Teacher:
     learnable = np.argsort(config.cardinalities, kind="stable")[: 2 * config.num_interactions]
     pairs = [(int(left), int(right)) for left, right in random.permutation(learnable).reshape(-1, 2)]
     teacher = Teacher(
-        dense_effects=random.normal(0, 0.3, (2, NUM_DENSE)),
-        id_effects=[random.normal(0, 0.4, size) for size in rows],
-        id_vectors={int(f): random.normal(0, 0.6, (rows[f], LATENT_DIM)) for f in learnable},
+        dense_effects=random.normal(0, 1, (2, NUM_DENSE)) * [[0.24], [0.12]],
+        # Rare ids differ less than hot ones: a tenth at rank 10,000.
+        id_effects=[random.normal(0, 0.36, size) * np.arange(1, size + 1) ** -0.25 for size in rows],
+        id_vectors={int(f): random.normal(0, 0.7, (rows[f], LATENT_DIM)) for f in learnable},
         pairs=pairs,
     )
     counts, missing, ids = draw_features(config, np.random.default_rng([config.seed, 1]), ROWS_PER_CHUNK)
