@@ -19,6 +19,8 @@ PY := $(VENV)/bin/python
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $$([ -t 1 ] || echo -qq) $(PIP_FLAGS)
 TORCHX := $(VENV)/bin/torchx --log_level WARNING
 RAW := datasets/raw/quickstart.tsv
+RUN := runs/$(EXPERIMENT)
+NEXT := quickstart_dlrm_dcn
 
 .PHONY: help
 help:  ## this list
@@ -30,7 +32,14 @@ train: $(VENV)/installed  ## install, make a data set with a known best AUC, pre
 	@[ -e datasets/quickstart/dataset.json ] || $(PY) -m pipeline.prepare data=quickstart source=$(RAW)
 	@$(PY) -m pipeline.plan experiment=$(EXPERIMENT) world_size=$(RANKS)
 	@$(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(EXPERIMENT)
-	@$(PY) -m pipeline.evaluate run=runs/$(EXPERIMENT) split=test
+	@$(PY) -m pipeline.evaluate run=$(RUN) split=test
+	@echo
+	@echo "model       $$(ls -d $(RUN)/checkpoints/step_* | tail -1)"
+	@echo "plan        $(RUN)/plan.json"
+	@echo "metrics     $(RUN)/metrics.jsonl, evaluation in $(RUN)/evaluation.test.*.json"
+	@echo "plots       $(VENV)/bin/tensorboard --logdir $(RUN)/tensorboard"
+	@grep -h '^speed' $(RUN)/logs/*/attempt_0/0/stdout.log | tail -1
+	@echo "next        $(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(NEXT)"
 
 .PHONY: install
 install: $(VENV)/installed  ## make .venv with the GPU set where there is an NVIDIA GPU, else the CPU set
