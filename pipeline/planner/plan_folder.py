@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 
 from pipeline import storage
 
 FOLDER = "sharding_plans"
-REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def find_plan_file(path: str, command: str) -> str:
-    """Look at `path`, then in sharding_plans/ beside the package of a checkout, else in the installed package."""
+    """Look at `path`, then among the plans that ship; `command` is what makes one. Raises ValueError for neither."""
     if storage.is_file(path):
         return path
     looked = [path]
-    name = path.removeprefix(FOLDER + "/")
     if not path.startswith("/") and "://" not in path:
-        shipped = REPOSITORY / FOLDER if (REPOSITORY / "setup.cfg").is_file() else _installed_folder()
-        if shipped is not None:
-            looked.append(str(shipped / name))
-            if storage.is_file(looked[-1]):
-                return looked[-1]
+        looked.append(str(shipped_folder() / path.removeprefix(FOLDER + "/")))
+        if storage.is_file(looked[-1]):
+            return looked[-1]
     raise ValueError(f"no plan file at {' or '.join(looked)}; make one: {command}")
 
 
-def _installed_folder() -> Path | None:
-    try:
-        return Path(str(resources.files(f"pipeline.{FOLDER}")))
-    except ModuleNotFoundError:
-        return None
+def shipped_folder() -> Path:
+    """sharding_plans/ beside the package of a checkout, or of a copy of one, else in the installed package."""
+    return (PACKAGE.parent if (PACKAGE.parent / "setup.cfg").is_file() else PACKAGE) / FOLDER

@@ -261,15 +261,14 @@ def test_a_plan_file_is_looked_for_here_then_in_the_checkout_then_in_the_package
 ) -> None:
     name = "sharding_plans/a.json"
     monkeypatch.chdir(tmp_path)
-    checkout, package = tmp_path / "checkout", tmp_path / "package"
-    for folder in (checkout / "sharding_plans", package):
-        folder.mkdir(parents=True)
-    monkeypatch.setattr(plan_folder, "REPOSITORY", checkout)
-    monkeypatch.setattr(plan_folder, "_installed_folder", lambda: package)
-    with pytest.raises(ValueError, match=f"no plan file at {name} or {package}/a.json; make one: {COMMAND}"):
+    checkout, package = tmp_path / "checkout", tmp_path / "checkout" / "pipeline"
+    for folder in (checkout, package):
+        (folder / "sharding_plans").mkdir(parents=True)
+    monkeypatch.setattr(plan_folder, "PACKAGE", package)
+    with pytest.raises(ValueError, match=f"no plan file at {name} or {package}/{name}; make one: {COMMAND}"):
         find_plan_file(name, COMMAND)
-    (package / "a.json").touch()
-    assert find_plan_file(name, COMMAND) == str(package / "a.json")
+    (package / name).touch()
+    assert find_plan_file(name, COMMAND) == str(package / name)
     (checkout / "setup.cfg").touch()
     with pytest.raises(ValueError, match=f"no plan file at {name} or {checkout}/sharding_plans/a.json"):
         find_plan_file(name, COMMAND)
