@@ -47,6 +47,7 @@ SPARSE = [f"cat_{i}" for i in range(len(CARDINALITIES))]
 COLUMNS = ["label", *DENSE, *SPARSE]
 ROWS_PER_SHARD = 250_000
 ROWS_PER_ROW_GROUP = 16_384
+LIKE_PREPARE = {"compression": "lz4", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
 
 
 @dataclass
@@ -74,7 +75,7 @@ def write_shards(folder: Path, num_rows: int) -> Dataset:
         for name, cardinality in zip(SPARSE, CARDINALITIES, strict=True):
             columns[name] = np.minimum(generator.zipf(1.2, rows) - 1, cardinality - 1).astype(np.int32)
         path = folder / f"part-{index:05d}.parquet"
-        pq.write_table(pa.table(columns), path, row_group_size=ROWS_PER_ROW_GROUP, write_page_checksum=True)
+        pq.write_table(pa.table(columns), path, row_group_size=ROWS_PER_ROW_GROUP, **LIKE_PREPARE)
         metadata = pq.read_metadata(path)
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         files.append(ShardFile(path.name, rows, path.stat().st_size, "", sizes))

@@ -78,7 +78,12 @@ class SplitConfig:
 
 @dataclass
 class ReaderConfig:
-    """How shards become batches. `num_streams` fixes the order of rows for every world size that divides it."""
+    """How shards become batches. `num_streams` fixes the order of rows for every world size that divides it.
+
+    shuffle: row_groups permutes row groups and the rows within each, anew every epoch; none follows the file
+    order in rounds of `num_streams` row groups. decode_threads: 1 decodes on the prefetch thread; more read a
+    row group ahead for every stream, and hide the latency of storage.
+    """
 
     num_streams: int = 16
     shuffle: str = "row_groups"
