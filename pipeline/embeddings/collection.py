@@ -16,9 +16,7 @@ POOLING_TYPES = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
 
-def build_embedding_bag_collection(
-    tables: list[Table], device: torch.device | None = None
-) -> EmbeddingBagCollection:
+def build_embedding_bag_collection(tables: list[Table], device: torch.device | None = None) -> EmbeddingBagCollection:
     """One EmbeddingBagConfig a table. `device` None: meta, no memory is allocated before sharding.
 
     The pooled output is a KeyedTensor by feature name; its order of values depends on the plan, so read it by key.

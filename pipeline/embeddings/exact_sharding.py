@@ -7,21 +7,19 @@ tenths. SGD, Adagrad and Adam work element by element and do not notice.
 
 from __future__ import annotations
 
-from typing import Tuple
-
 from pipeline.embeddings.config import SHARDING_TYPES, Table
 
 COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 ROW_STATE_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb", "lars_sgd")
 
 
-def sharding_types_exact_for(optimizer_name: str) -> Tuple[str, ...]:
+def sharding_types_exact_for(optimizer_name: str) -> tuple[str, ...]:
     """The sharding types under which `optimizer_name` updates a table just as without sharding."""
     if optimizer_name not in ROW_STATE_OPTIMIZERS:
         return SHARDING_TYPES
     return tuple(kind for kind in SHARDING_TYPES if kind not in COLUMN_SHARDING_TYPES)
 
 
-def allowed_sharding_types(table: Table, optimizer_name: str) -> Tuple[str, ...]:
+def allowed_sharding_types(table: Table, optimizer_name: str) -> tuple[str, ...]:
     """What a planner may choose from: the types that the table's config names, else those that are exact."""
     return tuple(table.sharding.sharding_types) or sharding_types_exact_for(optimizer_name)
