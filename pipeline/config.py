@@ -86,7 +86,7 @@ def run_verb(
 
 def _record_for_torchrun(verb: Callable[[Job], Result]) -> Callable[[Job], Result]:
     """Under torchrun an error also goes to the file from which torchrun tells which rank failed, and why."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return verb
     from torch.distributed.elastic.multiprocessing.errors import record
 

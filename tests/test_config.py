@@ -18,7 +18,9 @@ from pipeline.config import (
     load_config,
     load_saved_job,
     print_user_errors,
+    run_verb,
     save_job,
+    validate_job,
 )
 from pipeline.data.config import ReaderConfig
 from pipeline.models.config import DeepFMConfig, DLRMDCNConfig
@@ -242,6 +244,43 @@ def test_an_error_is_one_line_and_exit_code_2(
 def test_only_rank_0_says_the_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert _run(capsys, monkeypatch, "experiment=quickstrat") == (2, "", "")
+
+
+@pytest.fixture
+def logging_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "configure_logging", lambda rank: None)
+
+
+def _count_rows(job: PrepareJob) -> int:
+    if job.source == "nothing":
+        validate_job(load_config(TrainJob, [QUICKSTART, "data.path=/nowhere/at/all"]), 1)
+    return 7
+
+
+@pytest.mark.usefixtures("logging_untouched")
+def test_a_verb_prints_what_came_of_it_on_rank_0_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, printed in (("0", "7 rows\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(sys, "argv", ["prepare", "data=quickstart", "source=x.tsv"])
+        run_verb(PrepareJob, _count_rows, "doc", lambda count: f"{count} rows")
+        assert capsys.readouterr().out == printed
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+@pytest.mark.usefixtures("logging_untouched")
+def test_an_error_of_a_verb_reaches_the_user_and_torchrun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["prepare", "data=quickstart", "source=nothing"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as stop:
+        run_verb(PrepareJob, _count_rows, "doc")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: there is no dataset.json in '/nowhere/at/all'")
+    assert "there is no dataset.json" in (tmp_path / "error.json").read_text()
 
 
 def test_a_librarys_value_error_keeps_its_traceback() -> None:
