@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -175,11 +175,11 @@ def _refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> No
 def _write_dataset(
     config: DataConfig, sources: list[Source], features: Features, files: list[StagedFile], resources: Resources
 ) -> Dataset:
-    engine = open_engine(os.path.join(resources.staging, "spill"), resources.engine_bytes, resources.threads)
-    boundaries = find_boundaries(config.split, files, engine)
-    blocks = blocks_of(files, boundaries)
-    sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging)
-    engine.close()
+    spill = os.path.join(resources.staging, "spill")
+    with closing(open_engine(spill, resources.engine_bytes, resources.threads)) as engine:
+        boundaries = find_boundaries(config.split, files, engine)
+        blocks = blocks_of(files, boundaries)
+        sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging)
     shards = write_shards(config, features, blocks, boundaries, ids_path, resources)
     for feature in sparse:
         if feature.vocabulary:
