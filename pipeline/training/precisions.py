@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pipeline.embeddings.config import Table
+from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
 from pipeline.training.config import CommsConfig
 
 INT8_ROW = 32  # fbgemm's codec quantizes this many neighbouring values with one scale and bias
+SHARD_WIDTH = 4  # what the columns of a table and of each of its shards are a multiple of
 
 
 def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:
@@ -29,12 +31,14 @@ def describe_comms(comms: CommsConfig) -> dict[str, str]:
 
 def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Table]) -> None:
     """Raises ValueError when int8 all-to-all would stop at the first step: it cuts a rank's values into rows of 32."""
-    if "int8" not in precisions(comms)["all_to_all"] or batch_size % INT8_ROW == 0:
+    if "int8" not in precisions(comms)["all_to_all"]:
         return
-    odd = [table for table in tables if batch_size * table.embedding_dim % INT8_ROW]
-    if odd:
-        raise ValueError(
-            f"comms int8 sends {INT8_ROW} values to a scale, but batch_size={batch_size} (a rank's rows) times "
-            f"embedding_dim={odd[0].embedding_dim} of table {odd[0].name!r} is not a multiple of {INT8_ROW}; "
-            f"make the batch size a rank a multiple of {INT8_ROW}, or use comms precision fp16"
-        )
+    for table in tables:
+        by_columns = set(COLUMN_SHARDING_TYPES) & set(table.sharding.sharding_types or COLUMN_SHARDING_TYPES)
+        width = SHARD_WIDTH if by_columns else table.embedding_dim
+        if batch_size * width % INT8_ROW:
+            raise ValueError(
+                f"comms int8 sends {INT8_ROW} values to a scale, but batch_size={batch_size} (a rank's rows) times the "
+                f"{width} columns of table {table.name!r} or of a shard of it is not a multiple of {INT8_ROW}; make the "
+                f"batch size a rank a multiple of {INT8_ROW // SHARD_WIDTH}, or use comms precision fp16"
+            )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.types import ParameterSharding, ShardingPlan
+from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -12,6 +13,7 @@ from pipeline.checks import did_you_mean
 from pipeline.embeddings.config import Table
 from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
 from pipeline.logs import get_logger
+from pipeline.training.precisions import SHARD_WIDTH
 
 CPU_FUSED_OPTIMIZERS = ("SGD", "Adagrad", "RowWiseAdagrad")
 ROW_STATE_CLASSES = ("RowWiseAdagrad", "PartialRowWiseAdam", "LAMB")
@@ -37,6 +39,7 @@ def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSh
         if sharding.sharding_type == "data_parallel":
             _check_replicated(config.name, weight, config.data_type)
             continue
+        _check_widths(config.name, sharding)
         if sharding.compute_kernel == "dense":
             raise ValueError(
                 f"table {config.name!r} is planned as {sharding.sharding_type} with the dense kernel, whose optimizer "
@@ -45,6 +48,17 @@ def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSh
         if device.type == "cpu":
             _check_fused_on_cpu(config.name, weight, config.data_type)
         _warn_of_row_state(config.name, weight, sharding.sharding_type)
+
+
+def _check_widths(name: str, sharding: ParameterSharding) -> None:
+    spec = sharding.sharding_spec
+    assert isinstance(spec, EnumerableShardingSpec)
+    for shard in spec.shards:
+        if (width := shard.shard_sizes[1]) % SHARD_WIDTH:
+            raise ValueError(
+                f"table {name!r} is planned as {sharding.sharding_type} with {width} columns to a shard, and FBGEMM wants a "
+                f"multiple of {SHARD_WIDTH}; change its embedding_dim or sharding.min_partition, or make it data_parallel"
+            )
 
 
 def _check_replicated(name: str, weight: torch.Tensor, data_type: DataType) -> None:
@@ -79,7 +93,7 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType) ->
                 "or train on a GPU"
             )
     if data_type == DataType.FP16:
-        logger.warning(
+        _warn_once(
             "table %r is fp16 on CPU, where FBGEMM does not round stochastically: an update below 1/2048 of a "
             "weight is lost; use data_type fp32 if the loss stalls",
             name,
@@ -89,13 +103,19 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType) ->
 def _warn_of_row_state(name: str, weight: torch.Tensor, sharding_type: str) -> None:
     optimizer = optimizer_class_of(weight)
     if optimizer is not None and optimizer.__name__ in ROW_STATE_CLASSES and sharding_type in COLUMN_SHARDING_TYPES:
-        logger.warning(
+        _warn_once(
             "table %r is %s: each column shard keeps a %s state of its own, which is not the optimizer of the "
             "unsharded table; leave that type out of its sharding.sharding_types for exact training",
             name,
             sharding_type,
             optimizer.__name__,
         )
+
+
+def _warn_once(message: str, *values: object) -> None:
+    """Every rank checks the same plan; one of them says it."""
+    if dist.get_rank() == 0:
+        logger.warning(message, *values)
 
 
 def check_plan_covers_tables(model: nn.Module, plan: ShardingPlan) -> None:

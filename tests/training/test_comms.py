@@ -153,9 +153,18 @@ def test_fp32_needs_no_codecs() -> None:
     assert make_codecs(CommsConfig()) is None
 
 
+def int8_table(*sharding_types: str) -> Table:
+    return Table("a", 10, 8, ["a"], "sum", "fp32", InitConfig(), ConstraintConfig(list(sharding_types)), [1.0])
+
+
 def test_batch_that_int8_cannot_cut_into_rows_is_refused_before_the_first_step() -> None:
-    tables = [Table("a", 10, 8, ["a"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0])]
-    with pytest.raises(ValueError, match=r"batch_size=101 .* embedding_dim=8 of table 'a' is not a multiple of 32"):
-        check_batch_fits_comms(CommsConfig("int8", "fp32"), 101, tables)
-    check_batch_fits_comms(CommsConfig("int8", "int8"), 100, tables)  # 100 * 8 is
-    check_batch_fits_comms(CommsConfig("fp16", "bf16"), 101, tables)
+    int8 = CommsConfig("int8", "fp32")
+    with pytest.raises(ValueError, match=r"batch_size=101 .* 4 columns of table 'a' .* make the batch size .* of 8"):
+        check_batch_fits_comms(int8, 101, [int8_table()])
+    with pytest.raises(ValueError, match=r"batch_size=6 .* 8 columns of table 'a'"):
+        check_batch_fits_comms(int8, 6, [int8_table("table_wise")])
+    with pytest.raises(ValueError, match=r"batch_size=4 .* 4 columns of table 'a'"):
+        check_batch_fits_comms(int8, 4, [int8_table("table_wise", "column_wise")])
+    check_batch_fits_comms(int8, 4, [int8_table("table_wise", "row_wise")])  # 4 * 8 is a multiple of 32
+    check_batch_fits_comms(int8, 8, [int8_table()])
+    check_batch_fits_comms(CommsConfig("fp16", "bf16"), 101, [int8_table()])

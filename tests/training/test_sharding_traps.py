@@ -197,8 +197,13 @@ def test_fp16_table_that_would_lose_small_updates_on_cpu_is_warned_about(ranks: 
 
 
 def test_column_shards_under_row_wise_adagrad_are_warned_about(ranks: RankPool) -> None:
-    lines = ranks.run(2, warnings_while_building, [TinyTable("a", "column_wise"), TinyTable("b")], ROWWISE)[0]
-    assert len(lines) == 1 and "table 'a' is column_wise: each column shard keeps a RowWiseAdagrad state" in lines[0]
+    tables = [TinyTable("a", "column_wise"), TinyTable("b")]
+    lines, of_other_rank = ranks.run(2, warnings_while_building, tables, ROWWISE)
+    assert (
+        not of_other_rank
+        and len(lines) == 1
+        and "table 'a' is column_wise: each column shard keeps a RowWiseAdagrad state" in lines[0]
+    )
 
 
 def test_replicated_fp16_table_does_not_get_fp16_optimizer_state(ranks: RankPool) -> None:
@@ -381,6 +386,11 @@ def stale_plan(rank: int, planned: list[TinyTable]) -> str:
     with pytest.raises(ValueError) as error:
         shard_model(model, plan_of(old, planned), CommsConfig(), context(rank))
     return str(error.value)
+
+
+def test_shard_of_a_width_that_fbgemm_cannot_hold_is_refused(ranks: RankPool) -> None:
+    message = ranks.run(1, refusal, [TinyTable("a", embedding_dim=6)], SGD)[0]
+    assert "table 'a' is planned as table_wise with 6 columns to a shard, and FBGEMM wants a multiple of 4" in message
 
 
 def test_plan_that_leaves_a_table_out_is_refused(ranks: RankPool) -> None:
