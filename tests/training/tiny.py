@@ -80,8 +80,8 @@ def context(rank: int) -> DistributedContext:
     return DistributedContext(rank, size, rank, size, torch.device("cpu"), "gloo")
 
 
-def plan_of(model: TinyModel, tables: list[TinyTable], local_size: int = 0) -> ShardingPlan:
-    """Each table as its `kind` says; table_wise ones go around the ranks."""
+def plan_of(model: nn.Module, tables: list[TinyTable], local_size: int = 0) -> ShardingPlan:
+    """For a model that holds `tables` as embedding_bag_collection: each as its `kind` says, table_wise ones in turn."""
     world_size = dist.get_world_size()
     local_size = local_size or world_size
     generators = {}
@@ -90,14 +90,14 @@ def plan_of(model: TinyModel, tables: list[TinyTable], local_size: int = 0) -> S
         generators[table.name] = {
             "table_wise": lambda rank=rank: sharding_plan.table_wise(rank=rank),
             "row_wise": sharding_plan.row_wise,
-            "column_wise": lambda: sharding_plan.column_wise(ranks=[1, 0]),
-            "table_column_wise": lambda: sharding_plan.column_wise(ranks=[0, 1]),
+            "column_wise": lambda: sharding_plan.column_wise(ranks=list(reversed(range(world_size)))),
+            "table_column_wise": lambda: sharding_plan.column_wise(ranks=list(range(world_size))),
             "data_parallel": sharding_plan.data_parallel,
             "table_row_wise": lambda host=host: sharding_plan.table_row_wise(host_index=host),
             "grid_shard": lambda: _grid_shard(local_size),
         }[table.kind]()
     plan = sharding_plan.construct_module_sharding_plan(
-        model.embedding_bag_collection,
+        model.get_submodule(TABLES),
         generators,
         sharder=make_sharders(CommsConfig())[0],
         local_size=local_size,
