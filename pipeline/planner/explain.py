@@ -1,4 +1,4 @@
-"""Turn a PlanRecord into text: the choice for each table with its reason, and each rank's memory and time as bars."""
+"""Turn a PlanDescription into text: the choice for each table with its reason, and each rank's memory and time as bars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from pipeline.planner.record import PlanRecord, RankLoad, TableChoice, show_bytes
+from pipeline.planner.record import PlanDescription, RankLoad, TableChoice, show_bytes
 
 WIDTH = 140
 MAX_TABLES = 40
@@ -17,7 +17,7 @@ MAX_RANKS = 16
 BAR_WIDTH = 24
 
 
-def summarize(record: PlanRecord) -> str:
+def summarize(record: PlanDescription) -> str:
     """One line for a log: what was chosen, the fullest rank, the estimated cost."""
     kinds = ", ".join(
         f"{count} {kind}" for kind, count in Counter(choice.sharding_type for choice in record.tables).most_common()
@@ -30,7 +30,7 @@ def summarize(record: PlanRecord) -> str:
     )
 
 
-def explain(record: PlanRecord) -> str:
+def explain(record: PlanDescription) -> str:
     """Tables by size, the largest MAX_TABLES of them; then ranks, or the extremes where there are many."""
     shown = sorted(record.tables, key=lambda choice: (-choice.weight_bytes - choice.state_bytes, choice.name))
     hidden = shown[MAX_TABLES:]
@@ -41,7 +41,7 @@ def explain(record: PlanRecord) -> str:
     return "\n".join([*lines, "", *_rank_lines(record), "", *_cost_lines(record)])
 
 
-def _table_grid(record: PlanRecord, choices: list[TableChoice]) -> str:
+def _table_grid(record: PlanDescription, choices: list[TableChoice]) -> str:
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("table", no_wrap=True)
     for heading in ("rows", "dim", "size + state"):
@@ -74,7 +74,7 @@ def _ranks(ranks: list[int], world_size: int) -> str:
     return ",".join(map(str, distinct))
 
 
-def _rank_lines(record: PlanRecord) -> list[str]:
+def _rank_lines(record: PlanDescription) -> list[str]:
     tier, room = _main_tier(record)
     slowest = record.objective.max_rank_ms or 1.0
     loads = record.ranks
@@ -96,20 +96,26 @@ def _rank_lines(record: PlanRecord) -> list[str]:
     return lines
 
 
-def _cost_lines(record: PlanRecord) -> list[str]:
-    objective = record.objective
+def _cost_lines(record: PlanDescription) -> list[str]:
+    objective, torchrec = record.objective, record.torchrec_objective
     bound = "" if objective.gap is None else f", at most {100 * objective.gap:.1f} % above the best possible"
-    return [
+    lines = [
         f"slowest rank {objective.max_rank_ms:.4g} ms, critical path {objective.critical_path_ms:.4g} ms a step "
         f"(estimates of the embedding part; minimised: {objective.minimised}{bound})"
     ]
+    if torchrec is not None:
+        lines.append(
+            f"TorchRec's own planner: slowest rank {torchrec.max_rank_ms:.4g} ms, "
+            f"critical path {torchrec.critical_path_ms:.4g} ms"
+        )
+    return lines
 
 
-def _main_tier(record: PlanRecord) -> tuple[str, int]:
+def _main_tier(record: PlanDescription) -> tuple[str, int]:
     return ("HBM", record.usable_hbm_bytes) if record.usable_hbm_bytes else ("host memory", record.usable_ddr_bytes)
 
 
-def _taken(record: PlanRecord, load: RankLoad) -> int:
+def _taken(record: PlanDescription, load: RankLoad) -> int:
     return load.hbm_bytes if record.usable_hbm_bytes else load.ddr_bytes
 
 

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.planner.constraints import PlacedTable, TableOptimizer
-from pipeline.planner.hardware import Hardware
+if TYPE_CHECKING:  # both import torch, which comparing two fingerprints does without
+    from pipeline.planner.constraints import PlacedTable, TableOptimizer
+    from pipeline.planner.hardware import Hardware
 
 # One of each line's packages is installed; the CUDA and the CPU build have names of their own.
 LIBRARIES = {"torch": ("torch",), "torchrec": ("torchrec",), "fbgemm": ("fbgemm-gpu", "fbgemm-gpu-cpu")}

@@ -20,9 +20,9 @@ from pipeline import storage
 from pipeline.logs import get_logger
 from pipeline.planner.fingerprint import MAX_LINES, Fingerprint, differing_libraries, differing_lines, sha256_of
 from pipeline.planner.plan_folder import find_plan_file
-from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice
+from pipeline.planner.plan_text import COMMAND, DAMAGE, FORMAT_VERSION, description_fields, read_content, to_json
+from pipeline.planner.record import PlanRecord
 
-FORMAT_VERSION = 1
 SPEC = "sharding_spec"  # the one field of ParameterSharding with a form of its own
 logger = get_logger(__name__)
 
@@ -38,6 +38,7 @@ def encode_record(record: PlanRecord) -> str:
         "planner": record.planner,
         "hardware": record.hardware,
         "objective": asdict(record.objective),
+        "torchrec_objective": record.torchrec_objective and asdict(record.torchrec_objective),
         "fingerprint_sha256": sha256_of(record.fingerprint),
         "fingerprint": record.fingerprint,
         "usable_hbm_bytes": record.usable_hbm_bytes,
@@ -46,7 +47,7 @@ def encode_record(record: PlanRecord) -> str:
         "ranks": [asdict(load) for load in record.ranks],
         "plan": encode_plan(record.plan),
     }
-    return _to_json(content) + "\n"
+    return to_json(content) + "\n"
 
 
 def load_plan(path: str, expected: Fingerprint, command: str) -> PlanRecord:
@@ -66,24 +67,13 @@ def load_plan(path: str, expected: Fingerprint, command: str) -> PlanRecord:
     return record
 
 
-def read_plan(path: str, command: str = "python -m pipeline.plan") -> PlanRecord:
+def read_plan(path: str, command: str = COMMAND) -> PlanRecord:
     """The plan in `path`, whatever it was made for. Raises ValueError where the file is damaged or no plan."""
+    content = read_content(path, command)
     try:
-        text = storage.read_text(path)
-        content = json.loads(text)
-        version = content["format_version"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a plan file ({error!r}); make one: {command}") from None
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"plan file {path} has format_version {version}, this release reads {FORMAT_VERSION}; make it again: {command}"
-        )
-    try:
-        record = decode_record(text)
+        record = _decode_content(content)
         _check_shards(record)
-        if sha256_of(record.fingerprint) != content["fingerprint_sha256"]:
-            raise ValueError("its fingerprint was changed by hand")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except DAMAGE as error:
         raise ValueError(f"plan file {path} is damaged: {error}; make it again: {command}") from error
     return record
 
@@ -171,18 +161,11 @@ def _decode(value: Any, hint: Any) -> Any:
 
 def decode_record(text: str) -> PlanRecord:
     """Equal to the record that was encoded."""
-    content = json.loads(text)
-    return PlanRecord(
-        planner=content["planner"],
-        hardware=content["hardware"],
-        plan=decode_plan(content["plan"]),
-        tables=[TableChoice(**raw) for raw in content["tables"]],
-        ranks=[RankLoad(**raw) for raw in content["ranks"]],
-        objective=Objective(**content["objective"]),
-        usable_hbm_bytes=content["usable_hbm_bytes"],
-        usable_ddr_bytes=content["usable_ddr_bytes"],
-        fingerprint=content["fingerprint"],
-    )
+    return _decode_content(json.loads(text))
+
+
+def _decode_content(content: dict[str, Any]) -> PlanRecord:
+    return PlanRecord(plan=decode_plan(content["plan"]), **description_fields(content))
 
 
 def _check_shards(record: PlanRecord) -> None:
@@ -228,19 +211,3 @@ def _tiles(pieces: list[tuple[int, int]], length: int) -> bool:
             return False
         end += size
     return end == length
-
-
-def _to_json(value: Any, indent: int = 0) -> str:
-    """JSON with one line for each shard, table and rank: what holds nothing nested stands on a line of its own."""
-    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    if not any(isinstance(item, dict) or (isinstance(item, list) and _is_nested(item)) for item in items):
-        return json.dumps(value)
-    pad, end = "\n" + " " * (indent + 1), "\n" + " " * indent
-    if isinstance(value, dict):
-        inner = f",{pad}".join(f"{json.dumps(key)}: {_to_json(item, indent + 1)}" for key, item in value.items())
-        return f"{{{pad}{inner}{end}}}"
-    return f"[{pad}{f',{pad}'.join(_to_json(item, indent + 1) for item in value)}{end}]"
-
-
-def _is_nested(value: list[Any]) -> bool:
-    return any(isinstance(item, (dict, list)) for item in value)

@@ -1,12 +1,19 @@
-"""What is known of a plan beside the ShardingPlan itself: choices, loads, cost, and what it was made for."""
+"""What is known of a plan beside the ShardingPlan itself: choices, loads, cost, and what it was made for.
+
+No torch import, so that plan files are shown and compared at once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torchrec.distributed.types import ShardingPlan
+from typing import TYPE_CHECKING
 
 from pipeline.planner.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from torchrec.distributed.types import ShardingPlan
+
+PHASES = ("forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
 
 
 @dataclass(frozen=True)
@@ -58,27 +65,34 @@ class Objective:
     gap: float | None = None
 
 
-@dataclass(frozen=True)
-class PlanRecord:
-    """`usable_*_bytes` is what tables may take on each rank: capacity less the reserve and the dense part."""
+@dataclass(frozen=True, kw_only=True)
+class PlanDescription:
+    """`usable_*_bytes` is what tables may take on each rank: capacity less the reserve and the dense part.
+
+    `torchrec_objective` is what TorchRec's own planner reached for the same request, None where it was not asked.
+    """
 
     planner: str
     hardware: str
-    plan: ShardingPlan
     tables: list[TableChoice]
     ranks: list[RankLoad]
     objective: Objective
     usable_hbm_bytes: int
     usable_ddr_bytes: int
     fingerprint: Fingerprint
+    torchrec_objective: Objective | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord(PlanDescription):
+    """A plan with its description: all that a plan file holds."""
+
+    plan: ShardingPlan
 
 
 def critical_path_ms(ranks: list[RankLoad]) -> float:
     """Every phase ends in a collective, where all wait for the slowest."""
-    return sum(
-        max(getattr(load, phase) for load in ranks)
-        for phase in ("forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
-    )
+    return sum(max(getattr(load, phase) for load in ranks) for phase in PHASES)
 
 
 def show_bytes(num_bytes: float) -> str:

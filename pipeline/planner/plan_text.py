@@ -1,0 +1,90 @@
+"""Turn a plan file's text into what it says, without TorchRec's objects (no torch import: shown and compared at once)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import storage
+from pipeline.planner.fingerprint import sha256_of
+from pipeline.planner.record import Objective, PlanDescription, RankLoad, TableChoice
+
+FORMAT_VERSION = 1
+COMMAND = "python -m pipeline.plan"
+DAMAGE = (KeyError, TypeError, AttributeError, ValueError)  # what decoding a damaged file raises
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """`shardings`: module path -> table -> its ParameterSharding as in the file."""
+
+    description: PlanDescription
+    shardings: dict[str, dict[str, dict[str, Any]]]
+
+
+def read_view(path: str) -> PlanView:
+    """The plan in `path`, to look at: what training needs of its shards is not checked.
+
+    Raises:
+        ValueError: no such file, no plan file, or a damaged one.
+    """
+    if not storage.is_file(path):
+        raise ValueError(f"there is no plan file {path}; make one: {COMMAND}")
+    content = read_content(path)
+    try:
+        view = PlanView(PlanDescription(**description_fields(content)), content["plan"])
+        planned = {table for tables in view.shardings.values() for table in tables}
+        if planned != {choice.name for choice in view.description.tables}:
+            raise ValueError("its plan and its tables differ")
+    except DAMAGE as error:
+        raise ValueError(f"plan file {path} is damaged: {error}; make it again: {COMMAND}") from error
+    return view
+
+
+def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
+    """The file's JSON object. Raises ValueError where it is none, or one that this release does not read."""
+    try:
+        content: dict[str, Any] = json.loads(storage.read_text(path))
+        version = content["format_version"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a plan file ({error!r}); make one: {command}") from None
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"plan file {path} has format_version {version}, this release reads {FORMAT_VERSION}; make it again: {command}"
+        )
+    return content
+
+
+def description_fields(content: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a PlanDescription. Raises one of DAMAGE where the file is damaged."""
+    if sha256_of(content["fingerprint"]) != content["fingerprint_sha256"]:
+        raise ValueError("its fingerprint was changed by hand")
+    torchrec = content.get("torchrec_objective")
+    return {
+        "planner": content["planner"],
+        "hardware": content["hardware"],
+        "tables": [TableChoice(**raw) for raw in content["tables"]],
+        "ranks": [RankLoad(**raw) for raw in content["ranks"]],
+        "objective": Objective(**content["objective"]),
+        "torchrec_objective": Objective(**torchrec) if torchrec else None,
+        "usable_hbm_bytes": content["usable_hbm_bytes"],
+        "usable_ddr_bytes": content["usable_ddr_bytes"],
+        "fingerprint": content["fingerprint"],
+    }
+
+
+def to_json(value: Any, indent: int = 0) -> str:
+    """JSON with one line for each shard, table and rank: what holds nothing nested stands on a line of its own."""
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if not any(isinstance(item, dict) or (isinstance(item, list) and _is_nested(item)) for item in items):
+        return json.dumps(value)
+    pad, end = "\n" + " " * (indent + 1), "\n" + " " * indent
+    if isinstance(value, dict):
+        inner = f",{pad}".join(f"{json.dumps(key)}: {to_json(item, indent + 1)}" for key, item in value.items())
+        return f"{{{pad}{inner}{end}}}"
+    return f"[{pad}{f',{pad}'.join(to_json(item, indent + 1) for item in value)}{end}]"
+
+
+def _is_nested(value: list[Any]) -> bool:
+    return any(isinstance(item, (dict, list)) for item in value)
