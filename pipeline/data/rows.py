@@ -22,6 +22,7 @@ from pipeline.data.source import Block, ParquetReader, Source, TextReader
 
 MAX_TEXT_CHARACTERS = 500
 PLAIN_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?", re.ASCII)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 TIMESTAMP_TYPES = (pa.int64(), pa.timestamp("us", "UTC"), pa.timestamp("us"))
 
 
@@ -195,10 +196,11 @@ def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
 
     label = layout.columns.label
     note(label, pc.invert(pc.is_in(table[label], pa.array([0.0, 1.0]))), "0 or 1")
-    largest = float(np.finfo(np.float32).max)
     for name in layout.columns.dense:
         # NaN compares false: it is a missing value, as pandas writes it.
-        note(name, pc.fill_null(pc.greater(pc.abs(table[name]), largest), False), "a finite 32-bit number")
+        ends = pc.min_max(table[name]).as_py().values()
+        if any(end is not None and abs(end) > LARGEST_FLOAT32 for end in ends):
+            note(name, pc.fill_null(pc.greater(pc.abs(table[name]), LARGEST_FLOAT32), False), "a finite 32-bit number")
     if layout.columns.timestamp:
         note(layout.columns.timestamp, pc.is_null(table[layout.columns.timestamp]), "a time")
     return reasons
@@ -246,7 +248,7 @@ def _is_number(cell: str) -> bool:
         value = pa.scalar(cell.strip()).cast(pa.float64()).as_py()
     except pa.ArrowInvalid:
         return False
-    return math.isnan(value) or abs(value) <= float(np.finfo(np.float32).max)
+    return math.isnan(value) or abs(value) <= LARGEST_FLOAT32
 
 
 def _is_time(cell: str) -> bool:
@@ -262,7 +264,7 @@ def _parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
         table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
     table = _with_timestamps(layout, table)
     reasons = _invalid_rows(layout, table)
-    kept = np.array([i for i in range(block.num_rows) if i not in reasons], dtype=np.int64)
+    kept = np.delete(np.arange(block.num_rows), sorted(reasons))
     quarantined = [
         QuarantinedRow(block.first_line + i, reason, str(table.slice(i, 1).to_pylist()[0])[:MAX_TEXT_CHARACTERS])
         for i, reason in sorted(reasons.items())

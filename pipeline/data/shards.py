@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,15 @@ from pipeline.data.criteo import TEACHER_COLUMN
 from pipeline.data.dataset import SPLITS, ShardFile
 from pipeline.data.encode import Features
 from pipeline.data.splits import BlockRows, Boundaries, read_block, split_of_block
+
+# Ids are small numbers: LZ4 finds their zero bytes, a dictionary only costs the reader time. Readers verify the page
+# checksums, so that a flipped bit on a disk is an error and not another id.
+PARQUET_OPTIONS: dict[str, Any] = {
+    "compression": "lz4",
+    "use_dictionary": False,
+    "write_statistics": False,
+    "write_page_checksum": True,
+}
 
 
 @dataclass(frozen=True)
@@ -77,10 +87,7 @@ class ShardWriter:
     def write(self, plan: ShardPlan) -> WrittenShard:
         staged = os.path.join(self._staging, plan.path.replace("/", "-"))
         row_groups, labels, truth = [], [], []
-        # Ids are dense numbers of a few bytes: LZ4 finds their zero bytes, a dictionary only costs the reader time.
-        with pq.ParquetWriter(
-            staged, self._schema, compression="lz4", use_dictionary=False, write_statistics=False
-        ) as out:
+        with pq.ParquetWriter(staged, self._schema, **PARQUET_OPTIONS) as out:
             for table in in_row_groups(self._read(plan), self._row_group_rows):
                 out.write_table(table.select(self._schema.names).cast(self._schema))
                 row_groups.append(table.num_rows)

@@ -159,6 +159,16 @@ def test_shards_have_the_columns_that_readers_rely_on_and_dataset_json_describes
     assert tags.frequency_curve.shares[:3] == pytest.approx([2 / 5, 4 / 5, 1.0])
 
 
+def test_flipped_bit_in_a_shard_is_an_error_for_readers_that_verify(tmp_path: Path) -> None:
+    dataset = run_prepare(write_lines(tmp_path / "train.txt", random_lines(200)), tmp_path / "ds")
+    path = tmp_path / "ds" / dataset.splits["train"].files[0].path
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(OSError, match="CRC checksum"):
+        pq.read_table(path, page_checksum_verification=True)
+
+
 def test_hashed_features_need_no_vocabulary_and_unknown_ones_are_refused(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(60))
     with pytest.raises(ValueError, match="names 'cat_26', not a categorical column; did you mean 'cat_"):
