@@ -31,14 +31,8 @@ train: $(VENV)/installed  ## install, make a data set with a known best AUC, pre
 	@[ -e datasets/quickstart/dataset.json ] || [ -e $(RAW) ] || $(PY) -m pipeline.generate data=quickstart output=$(RAW)
 	@[ -e datasets/quickstart/dataset.json ] || $(PY) -m pipeline.prepare data=quickstart source=$(RAW)
 	@$(PY) -m pipeline.plan experiment=$(EXPERIMENT) world_size=$(RANKS)
-	@$(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(EXPERIMENT)
+	@$(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(EXPERIMENT) planner=file
 	@$(PY) -m pipeline.evaluate run=$(RUN) split=test
-	@echo
-	@echo "model       $$(ls -d $(RUN)/checkpoints/step_* | tail -1)"
-	@echo "plan        $(RUN)/plan.json"
-	@echo "metrics     $(RUN)/metrics.jsonl, evaluation in $(RUN)/evaluation.test.*.json"
-	@echo "plots       $(VENV)/bin/tensorboard --logdir $(RUN)/tensorboard"
-	@grep -h '^speed' $(RUN)/logs/*/attempt_0/0/stdout.log | tail -1
 	@echo "next        $(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(NEXT)"
 
 .PHONY: install

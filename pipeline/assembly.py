@@ -47,7 +47,7 @@ def build_task(job: TrainJob, tables: list[Table], dataset: Dataset) -> CTRTask:
 def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> Assembly:
     """Collective: build, plan, shard, initialise."""
     tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
-    batch_size = job.trainer.global_batch_size // context.world_size
+    batch_size = job.trainer.micro_batch_size // context.world_size
     check_batch_fits_comms(job.comms, batch_size, tables)
     task = build_task(job, tables, dataset)
     sharders = make_sharders(job.comms, job.trainer.seed)
@@ -69,17 +69,19 @@ def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> As
 def open_reader(
     job: TrainJob, dataset: Dataset, split: str, context: DistributedContext, global_batch_size: int | None = None
 ) -> ShardReader:
-    """Training reads whole global batches in shuffled order; the other splits every row once, in file order."""
-    training = split == "train"
+    """Training reads whole micro-batches; the other splits are read in evaluation batches, every row once."""
+    trainer, training = job.trainer, split == "train"
+    default = trainer.micro_batch_size if training else trainer.evaluate_batch_size or trainer.global_batch_size
     return ShardReader(
         job.data.path,
         dataset,
         split,
-        global_batch_size=global_batch_size or job.trainer.global_batch_size,
+        global_batch_size=global_batch_size or default,
         rank=context.rank,
         world_size=context.world_size,
         config=job.data.reader,
-        seed=job.trainer.seed,
+        seed=trainer.seed,
         multi_hot=job.data.synthetic_multi_hot,
         drop_last=training,
+        pin_memory=context.device.type == "cuda",
     )

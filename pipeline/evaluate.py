@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 
 from pipeline.config import EvaluateJob, TrainJob, load_saved_job, run_verb
-from pipeline.train import checkpoint_folder, describe_quality
+from pipeline.train import SUMMARY, checkpoint_folder, describe_quality, describe_run
 
 
 @dataclass
@@ -18,9 +18,11 @@ class EvaluateSummary:
     run: str
     split: str
     step: int
+    checkpoint: str
     metrics: dict[str, float] = field(default_factory=dict)
     bayes_auc: float | None = None
     path: str = ""
+    throughput: dict[str, float] = field(default_factory=dict)  # of the training, where it is known
 
 
 def evaluate(job: EvaluateJob) -> EvaluateSummary:
@@ -32,7 +34,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     # Imported here, for a typo in the command line must fail before torch is loaded.
     from pipeline import storage
     from pipeline.assembly import assemble, open_reader
-    from pipeline.checkpoint import Checkpointer
+    from pipeline.checkpoint import Checkpointer, step_path
     from pipeline.data.dataset import load_dataset
     from pipeline.distributed import init_distributed
     from pipeline.training.evaluation import evaluate_model
@@ -49,8 +51,12 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         )
     reader = open_reader(trained, dataset, job.split, context, job.global_batch_size)
     metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}")
-    summary = EvaluateSummary(job.run, job.split, restored["step"], metrics, dataset.bayes_auc.get(job.split))
+    step = restored["step"]
+    checkpoint = step_path(checkpointer.folder, step)
+    summary = EvaluateSummary(job.run, job.split, step, checkpoint, metrics, dataset.bayes_auc.get(job.split))
     summary.path = storage.join(job.run, f"evaluation.{job.split}.step_{summary.step}.json")
+    if storage.exists(trained_summary := storage.join(job.run, SUMMARY)):
+        summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
     if context.is_main:
         storage.publish_text(summary.path, json.dumps({"split": job.split, "step": summary.step, **metrics}, indent=1))
     return summary
@@ -76,6 +82,7 @@ def describe(summary: EvaluateSummary) -> str:
     lines = [f"{summary.split} split at step {summary.step} of {summary.run}"]
     lines += [f"  {name:<12}{summary.metrics[name]:,.6g}" for name in names]
     lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")
+    lines += describe_run(summary.run, summary.checkpoint, summary.throughput)
     lines.append(f"written to  {summary.path}")
     return "\n".join(lines)
 

@@ -1,7 +1,12 @@
 """Plan how tables are sharded:  python -m pipeline.plan experiment=quickstart world_size=2
 
 The hardware need not be at hand:  python -m pipeline.plan experiment=... hardware=h100_80gb world_size=64
-The plan goes to planner.plan_file, and training with planner=file uses it.
+The plan goes to planner.plan_file, a page with its pictures beside it, and training with planner=file uses it.
+Where the data set is absent, tables that say their num_embeddings are enough.
+
+    python -m pipeline.plan show FILE                  what a plan file says
+    python -m pipeline.plan diff A B                   what moved from plan A to plan B, and what it costs
+    python -m pipeline.plan check FILE experiment=...  whether it still holds for a job (exit code 0, else 1)
 """
 
 from __future__ import annotations
@@ -10,15 +15,25 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pipeline.config import PlanJob, run_verb
-from pipeline.data.dataset import load_dataset
-from pipeline.preflight import validate_job
+from pipeline.checks import did_you_mean
+from pipeline.config import PlanJob, main, print_user_errors, run_verb
+from pipeline.logs import configure_logging, get_logger
+from pipeline.preflight import load_or_describe, validate_job
+
+if TYPE_CHECKING:
+    from pipeline.planner.planner import PlanRequest
+
+SUBCOMMANDS = {"show": "FILE", "diff": "A B", "check": "FILE key=value ..."}
+STALE = 1  # exit code of check
+logger = get_logger(__name__)
 
 
 @dataclass
 class PlanSummary:
     plan_file: str
+    page: str | None  # None where the plan was read from its file
     planner: str
     hardware: str
     world_size: int
@@ -30,46 +45,100 @@ class PlanSummary:
 
 
 def plan(job: PlanJob) -> PlanSummary:
-    """Build the model on meta, plan for `world_size` ranks of `hardware`, and write planner.plan_file.
+    """Build the model on meta, plan for `world_size` ranks of `hardware`, and write planner.plan_file and its page.
 
     Raises:
         ValueError: no plan holds the tables, or the job does not fit the data or the number of ranks.
     """
     started = time.monotonic()
-    tables = validate_job(job, job.world_size)
+    request = build_request(job)
     # Imported here, for a mistake in the job must be told before torch is loaded.
-    from pipeline.assembly import build_task
-    from pipeline.planner.constraints import TableOptimizer
     from pipeline.planner.explain import explain
-    from pipeline.planner.hardware import resolve_hardware
-    from pipeline.planner.planfile import write_plan
-    from pipeline.planner.planner import PlanRequest, make_plan
-    from pipeline.training.sharding import make_sharders
+    from pipeline.planner.page import page_path, write_page
+    from pipeline.planner.planfile import encode_plan, write_plan
+    from pipeline.planner.planner import make_plan
 
-    hardware = resolve_hardware(job.hardware, job.world_size)
-    task = build_task(job, tables, load_dataset(job.data.path))
-    request = PlanRequest(
-        tables=tables,
-        model=task,
-        sharders=make_sharders(job.comms, job.trainer.seed),
-        hardware=hardware,
-        optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),
-        batch_size=job.trainer.global_batch_size // job.world_size,
-    )
     record = make_plan(job.planner, request)
+    page = None
     if job.planner.kind != "file":
+        page = page_path(job.planner.plan_file)
         write_plan(job.planner.plan_file, record)
+        write_page(page, f"{job.name} on {job.world_size} x {record.hardware}", record, encode_plan(record.plan))
     return PlanSummary(
         plan_file=job.planner.plan_file,
+        page=page,
         planner=record.planner,
-        hardware=hardware.name,
-        world_size=hardware.world_size,
-        local_world_size=hardware.local_world_size,
+        hardware=record.hardware,
+        world_size=request.hardware.world_size,
+        local_world_size=request.hardware.local_world_size,
         max_rank_ms=record.objective.max_rank_ms,
         critical_path_ms=record.objective.critical_path_ms,
         seconds=time.monotonic() - started,
         explanation=explain(record),
     )
+
+
+def build_request(job: PlanJob) -> PlanRequest:
+    """The model on meta, its tables and hardware, checked against the data set, or against the config where it is absent."""
+    tables = validate_job(job, job.world_size)
+    from pipeline.assembly import build_task
+    from pipeline.planner.constraints import TableOptimizer
+    from pipeline.planner.hardware import resolve_hardware
+    from pipeline.planner.planner import PlanRequest
+    from pipeline.training.sharding import make_sharders
+
+    dataset = load_or_describe(job)
+    if not dataset.splits:
+        lookups = sum(sum(table.pooling_factors) for table in tables)
+        logger.info(
+            "no data set at %s: planned from the config alone, %d features, %g ids a sample",
+            job.data.path,
+            len(dataset.sparse_features),
+            lookups,
+        )
+    return PlanRequest(
+        tables=tables,
+        model=build_task(job, tables, dataset),
+        sharders=make_sharders(job.comms, job.trainer.seed),
+        hardware=resolve_hardware(job.hardware, job.world_size),
+        optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),
+        batch_size=job.trainer.micro_batch_size // job.world_size,
+    )
+
+
+def show(path: str) -> str:
+    """What the plan file at `path` says. Raises ValueError where there is none, or none that can be read."""
+    from pipeline.planner.explain import explain
+    from pipeline.planner.plan_text import read_view
+
+    description = read_view(path).description
+    topology, sparse = (description.fingerprint[key] for key in ("topology", "sparse_optimizer"))
+    return (
+        f"{path}: {len(description.tables)} tables on {topology['world_size']} rank(s) of {description.hardware}, "
+        f"{topology['local_world_size']} a host, batch {description.fingerprint['batch_size']} a rank, "
+        f"{sparse['name']}; by {description.planner}\n\n{explain(description)}"
+    )
+
+
+def diff(a: str, b: str) -> str:
+    """What moved from the plan in file `a` to that in `b`. Raises ValueError as `show`."""
+    from pipeline.planner.compare import compare
+    from pipeline.planner.plan_text import read_view
+
+    return compare(read_view(a).description, read_view(b).description)
+
+
+def check(path: str, job: PlanJob) -> list[str]:
+    """Why the plan in `path` does not hold for the job; empty where it does. Raises ValueError as `show` and `plan`."""
+    from pipeline.planner.plan_folder import find_plan_file
+    from pipeline.planner.plan_text import COMMAND
+
+    found = find_plan_file(path, COMMAND)
+    request = build_request(job)
+    from pipeline.planner.planfile import read_plan
+    from pipeline.planner.planner import explain_misfit
+
+    return explain_misfit(read_plan(found), job.planner, request)
 
 
 def train_command(summary: PlanSummary, overrides: list[str]) -> str:
@@ -84,13 +153,54 @@ def train_command(summary: PlanSummary, overrides: list[str]) -> str:
 
 
 def describe(summary: PlanSummary) -> str:
-    return (
-        f"{summary.explanation}\n\n"
+    lines = [
+        f"{summary.explanation}\n",
         f"plan        {summary.plan_file} ({summary.planner}, {summary.world_size} rank(s) of {summary.hardware}, "
-        f"{summary.seconds:.1f} s)\n"
-        f"next        {train_command(summary, sys.argv[1:])}"
-    )
+        f"{summary.seconds:.1f} s)",
+        *([f"pictures    {summary.page}"] if summary.page else []),
+        f"next        {train_command(summary, sys.argv[1:])}",
+    ]
+    return "\n".join(lines)
+
+
+def run_command_line(argv: list[str]) -> None:
+    """`key=value ...` plans; a first word of another form is a subcommand."""
+    command, words = (argv[0], argv[1:]) if argv else ("", [])
+    if not command or "=" in command or command.startswith(("-", "~")):
+        run_verb(PlanJob, plan, __doc__, describe)
+        return
+    if {"--help", "-h"} & set(words) and command in SUBCOMMANDS:
+        print((__doc__ or "").strip())
+        return
+    with print_user_errors():
+        _check_usage(command, words)
+        if command == "check":
+            _report_check(words[0], main(PlanJob, __doc__, words[1:]))
+        else:
+            print(show(*words) if command == "show" else diff(*words))
+
+
+def _check_usage(command: str, words: list[str]) -> None:
+    if command not in SUBCOMMANDS:
+        raise ValueError(
+            f"unknown command {command!r} (there are {', '.join(SUBCOMMANDS)}; a job is told as key=value)"
+            f"{did_you_mean(command, SUBCOMMANDS)}"
+        )
+    files = [word for word in words if "=" not in word and not word.startswith("-")]
+    wanted = 2 if command == "diff" else 1
+    if len(files) != wanted or words[:wanted] != files or (command != "check" and len(words) != wanted):
+        raise ValueError(
+            f"{command} takes {SUBCOMMANDS[command]}: python -m pipeline.plan {command} {SUBCOMMANDS[command]}"
+        )
+
+
+def _report_check(path: str, job: PlanJob) -> None:
+    configure_logging()
+    if lines := check(path, job):
+        print(f"{path} does not hold for this job:", *(f"  {line}" for line in lines), sep="\n")
+        sys.exit(STALE)
+    print(f"{path} holds for this job")
 
 
 if __name__ == "__main__":
-    run_verb(PlanJob, plan, __doc__, describe)
+    run_command_line(sys.argv[1:])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pipeline import storage
 from pipeline.data.config import check_batch_geometry
 from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_split, load_dataset
-from pipeline.embeddings.config import Table, resolve_tables
-from pipeline.jobs import EvaluateJob, TrainJob
+from pipeline.data.described import describe_dataset
+from pipeline.embeddings.config import Table, resolve_tables, rows_of_features
+from pipeline.jobs import EvaluateJob, PlanJob, TrainJob
 from pipeline.planner.plan_folder import find_plan_file
 from pipeline.training.config import SparseOptimizerConfig
 from pipeline.training.precisions import check_batch_fits_comms
@@ -17,16 +18,19 @@ CPU_FUSED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     """Local, reads dataset.json only. The tables that the job will train on `world_size` ranks.
 
+    A PlanJob is also validated without dataset.json where the config alone says enough; see load_or_describe.
+
     Raises:
         ValueError: the data set is missing or too small, or tables, model, batch, ranks, collectives, optimizer
             or plan file do not fit it or each other.
     """
-    dataset = _load(job)
+    dataset = load_or_describe(job)
     check_multi_hot(dataset, job.data.synthetic_multi_hot)
     tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
     job.model.check_tables(tables, len(dataset.dense_features))
     _check_batches(job, dataset, world_size)
-    check_batch_fits_comms(job.comms, job.trainer.global_batch_size // world_size, tables)
+    for size in (job.trainer.micro_batch_size, job.trainer.evaluate_batch_size or job.trainer.global_batch_size):
+        check_batch_fits_comms(job.comms, size // world_size, tables)
     if job.hardware.compute_device == "cpu":
         check_optimizer_on_cpu(job.optimizer.sparse, tables)
     if job.planner.kind == "file":
@@ -34,22 +38,31 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     return tables
 
 
-def _load(job: TrainJob) -> Dataset:
+def load_or_describe(job: TrainJob) -> Dataset:
+    """dataset.json; where it is absent a plan, which reads no rows, takes what the config says: `splits` is then empty.
+
+    Raises:
+        ValueError: there is no dataset.json, and the job trains, or its config leaves open what it would say.
+    """
     path = job.data.path
-    if not storage.is_file(storage.join(path, FILE_NAME)):
-        raise ValueError(
-            f"there is no {FILE_NAME} in {path!r}: prepare the data set with "
-            f"`python -m pipeline.prepare data={job.data.name} source=<file, folder or glob>`, or set data.path"
-        )
-    return load_dataset(path)
+    if storage.is_file(storage.join(path, FILE_NAME)):
+        return load_dataset(path)
+    if isinstance(job, PlanJob):
+        return describe_dataset(job.data, rows_of_features(job.tables))
+    raise ValueError(
+        f"there is no {FILE_NAME} in {path!r}: prepare the data set with "
+        f"`python -m pipeline.prepare data={job.data.name} source=<file, folder or glob>`, or set data.path"
+    )
 
 
 def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:
     trainer, num_streams = job.trainer, job.data.reader.num_streams
-    check_batch_geometry(trainer.global_batch_size, num_streams, world_size)
+    check_batch_geometry(trainer.micro_batch_size, num_streams, world_size)
     if trainer.evaluate_batch_size is not None:
         check_batch_geometry(trainer.evaluate_batch_size, num_streams, world_size)
-    check_split(dataset, "train", trainer.global_batch_size * trainer.gradient_accumulation_steps)
+    if not dataset.splits:
+        return
+    check_split(dataset, "train", trainer.global_batch_size)
     check_split(dataset, "validation", 1)
 
 
@@ -74,5 +87,6 @@ def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table]
 
 def validate_evaluation(job: EvaluateJob, trained: TrainJob, world_size: int) -> None:
     """Raises ValueError where the run's batches cannot be dealt to `world_size` ranks."""
-    size = job.global_batch_size or trained.trainer.global_batch_size
+    trainer = trained.trainer
+    size = job.global_batch_size or trainer.evaluate_batch_size or trainer.global_batch_size
     check_batch_geometry(size, trained.data.reader.num_streams, world_size)

@@ -6,10 +6,14 @@ A run folder that holds a checkpoint is resumed; another run_dir starts anew.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pipeline import storage
 from pipeline.config import TrainJob, run_verb, save_job
+
+SUMMARY = "summary.json"
 
 
 @dataclass
@@ -76,9 +80,7 @@ def train(job: TrainJob) -> TrainSummary:
         context=context,
     )
     result = trainer.fit(restored)
-    if writer:
-        writer.close()
-    return TrainSummary(
+    summary = TrainSummary(
         run_dir=job.run_dir,
         checkpoint=step_path(checkpointer.folder, result.step),
         step=result.step,
@@ -87,6 +89,11 @@ def train(job: TrainJob) -> TrainSummary:
         validation=result.metrics,
         bayes_auc=dataset.bayes_auc.get("validation"),
     )
+    if writer:
+        writer.close()
+        if result.throughput:  # a run that had nothing left to train keeps the summary of the one that had
+            storage.publish_text(f"{job.run_dir}/{SUMMARY}", json.dumps(asdict(summary), indent=1))
+    return summary
 
 
 def checkpoint_folder(run_dir: str) -> str:
@@ -137,20 +144,27 @@ def resume(job: TrainJob, checkpointer: Any, data_order: dict[str, Any]) -> dict
 def describe(summary: TrainSummary) -> str:
     """What a person wants to know at the end: where things lie, how good, how fast, what next."""
     lines = [f"trained to step {summary.step}{' (stopped early)' if summary.stopped_early else ''}"]
-    lines.append(f"model       {summary.checkpoint}")
-    lines.append(f"plan        {summary.run_dir}/plan.json")
-    lines.append(f"metrics     {summary.run_dir}/metrics.jsonl")
-    lines.append(f"plots       tensorboard --logdir {summary.run_dir}/tensorboard")
     if summary.validation:
         lines.append(f"validation  {describe_quality(summary.validation, summary.bayes_auc)}")
-    if summary.throughput:
-        rates = summary.throughput
-        lines.append(
-            f"speed       {rates['samples_per_s']:,.0f} samples/s, {rates['input_stall_percent']:.1f} % of the time "
-            f"waiting for input, {rates['peak_memory_gb']:.2f} GiB a rank"
-        )
+    lines += describe_run(summary.run_dir, summary.checkpoint, summary.throughput)
     lines.append(f"next        python -m pipeline.evaluate run={summary.run_dir} split=test")
     return "\n".join(lines)
+
+
+def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) -> list[str]:
+    lines = [
+        f"model       {checkpoint}",
+        f"plan        {run_dir}/plan.json",
+        f"metrics     {run_dir}/metrics.jsonl",
+        f"plots       tensorboard --logdir {run_dir}/tensorboard",
+    ]
+    if throughput:
+        lines.append(
+            f"speed       {throughput['samples_per_s']:,.0f} samples/s in training, "
+            f"{throughput['input_stall_percent']:.1f} % of the time waiting for input, "
+            f"{throughput['peak_memory_gb']:.2f} GiB a rank"
+        )
+    return lines
 
 
 def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:

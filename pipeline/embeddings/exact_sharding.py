@@ -10,7 +10,7 @@ from __future__ import annotations
 from pipeline.embeddings.config import SHARDING_TYPES, Table
 
 COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
-ROW_STATE_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb", "lars_sgd")
+ROW_STATE_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")
 
 
 def sharding_types_exact_for(optimizer_name: str) -> tuple[str, ...]:

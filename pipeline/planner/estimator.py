@@ -24,7 +24,6 @@ OPTIMIZER_STATES = {  # name -> (fp32 numbers per element of the table, per row)
     "adam": (2, 0),
     "partial_rowwise_adam": (1, 1),
     "lamb": (2, 0),
-    "lars_sgd": (1, 0),
 }
 # A data_parallel table's gradient is dense and as large as the table, and DDP reduces a copy of it.
 DATA_PARALLEL_GRADIENT_COPIES = 2

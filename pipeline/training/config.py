@@ -7,7 +7,7 @@ from typing import Optional
 
 from pipeline.checks import check_above, check_at_least, check_choice, check_within
 
-SPARSE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "lars_sgd")
+SPARSE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 SCHEDULES = ("constant", "poly", "cosine", "step")
 COMM_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
@@ -132,7 +132,7 @@ class EarlyStopConfig:
 
 @dataclass
 class TrainerConfig:
-    """Steps count optimizer updates. `batch_size` (a rank's rows a step) is global_batch_size / world_size."""
+    """Steps count optimizer updates of global_batch_size rows, read as gradient_accumulation_steps micro-batches."""
 
     global_batch_size: int = 2048
     epochs: int = 1
@@ -150,6 +150,11 @@ class TrainerConfig:
     non_finite_loss: str = "stop"
     max_non_finite_steps: int = 10
 
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of all ranks in one forward and backward."""
+        return self.global_batch_size // self.gradient_accumulation_steps
+
     def __post_init__(self) -> None:
         for name in (
             "global_batch_size",
@@ -161,6 +166,11 @@ class TrainerConfig:
             check_at_least(f"trainer.{name}", getattr(self, name), 1)
         check_at_least("trainer.max_steps", self.max_steps, 1, allow_none=True)
         check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
+        if self.global_batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"trainer.global_batch_size={self.global_batch_size} does not divide into "
+                f"trainer.gradient_accumulation_steps={self.gradient_accumulation_steps} micro-batches"
+            )
         check_choice("trainer.precision", self.precision, PRECISIONS)
         check_choice("trainer.pipeline", self.pipeline, TRAIN_PIPELINES)
         check_choice("trainer.non_finite_loss", self.non_finite_loss, NON_FINITE_POLICIES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -69,11 +67,9 @@ def shard_model(
         torch.manual_seed(seed)
         sharded.init_parameters = True
         sharded.init_data_parallel()
-    _log(plan, comms)
+    _log(comms)
     return sharded
 
 
-def _log(plan: ShardingPlan, comms: CommsConfig) -> None:
-    kinds = Counter(sharding.sharding_type for shardings in plan.plan.values() for sharding in shardings.values())
-    logger.info("tables: %s", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
+def _log(comms: CommsConfig) -> None:
     logger.info("comms: %s", ", ".join(f"{name} {what}" for name, what in describe_comms(comms).items()))

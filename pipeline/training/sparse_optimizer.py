@@ -46,11 +46,6 @@ STEP_COUNTING = ("adam", "partial_rowwise_adam", "lamb")
 
 def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
     """Raises ValueError for settings that FBGEMM would ignore without saying so, on every device."""
-    if config.name not in FUSED_CLASSES:
-        raise ValueError(
-            f"optimizer.sparse.name={config.name}: FBGEMM cannot hand out its state, so it could not be checkpointed; "
-            f"use one of {', '.join(FUSED_CLASSES)}"
-        )
     if config.momentum:
         raise ValueError(
             f"optimizer.sparse.momentum={config.momentum:g}: the tables' {config.name} has no momentum, it would be ignored; "

@@ -125,8 +125,7 @@ def test_optimizers_that_only_exist_fused_are_refused_for_replicated_tables(rank
     [(SparseOptimizerConfig("sgd", momentum=0.9), r"momentum=0.9: the tables' sgd has no momentum"),
      (SparseOptimizerConfig("sgd", weight_decay=0.1), r"weight_decay=0.1: FBGEMM's sgd has no weight decay"),
      (SparseOptimizerConfig("adagrad", weight_decay=0.1), r"weight_decay=0.1: FBGEMM's adagrad has no weight decay"),
-     (SparseOptimizerConfig("rowwise_adagrad", eps=0.0), r"eps=0 must be above 0"),
-     (SparseOptimizerConfig("lars_sgd"), r"lars_sgd: FBGEMM cannot hand out its state")],
+     (SparseOptimizerConfig("rowwise_adagrad", eps=0.0), r"eps=0 must be above 0")],
 )  # fmt: skip
 def test_settings_that_would_be_ignored_are_refused(config: SparseOptimizerConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
