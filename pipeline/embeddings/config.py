@@ -90,6 +90,16 @@ LAST_RESORT = TableConfig(
 )
 
 
+def rows_of_features(tables: Dict[str, TableConfig]) -> Dict[str, int]:
+    """Feature name -> rows of its table, where the config says them."""
+    return {
+        feature: config.num_embeddings
+        for name, config in tables.items()
+        if config.num_embeddings is not None
+        for feature in config.feature_names or [name]
+    }
+
+
 def resolve_tables(
     tables: Dict[str, TableConfig], dataset: Dataset, multi_hot: Optional[Dict[str, int]] = None
 ) -> List[Table]:
