@@ -19,7 +19,8 @@ class ColumnsConfig:
     """Names of the source's columns. Criteo's own (label, int_0..12, cat_0..25) are fixed by the format.
 
     A list-valued categorical column (Parquet list, or text joined by `list_separator`) goes
-    into `multi_hot`; every other categorical column into `sparse`.
+    into `multi_hot`; every other categorical column into `sparse`. `timestamp` (whole numbers, or ISO 8601) is read
+    where data.split.kind=time. Empty text is a missing value, and for dense columns so is NaN.
     """
 
     label: str = "label"
@@ -34,8 +35,9 @@ class ColumnsConfig:
 class IdsConfig:
     """How a categorical value becomes a row number.
 
-    vocabulary: by descending frequency from 1; 0 is the unknown or rare id (seen < min_frequency times).
-    hash: seeded hash into `hash_size` rows.
+    vocabulary: by descending frequency from 1; 0 is the unknown or rare id: seen in the training rows fewer than
+    `min_frequency` times, or too rare for the table's `max_size` rows (row 0 included).
+    hash: seeded hash into rows 1 to hash_size - 1; 0 is the missing id.
     """
 
     kind: str = "vocabulary"
@@ -51,6 +53,14 @@ class IdsConfig:
         check_at_least("ids.hash_size", self.hash_size, 2, allow_none=True)
         if self.kind == "hash" and self.hash_size is None:
             raise ValueError("ids.kind=hash needs ids.hash_size=<rows>")
+        if self.kind == "hash" and (self.min_frequency, self.max_size) != (1, None):
+            raise ValueError(
+                "ids.kind=hash counts nothing: ids.min_frequency and ids.max_size go with ids.kind=vocabulary"
+            )
+        if self.kind == "vocabulary" and self.hash_size is not None:
+            raise ValueError(
+                f"ids.hash_size={self.hash_size} goes with ids.kind=hash; a vocabulary is cut by ids.max_size"
+            )
 
 
 @dataclass
@@ -185,3 +195,9 @@ class DataConfig:
         check_at_least("data.rows_per_shard", self.rows_per_shard, 1)
         check_at_least("data.rows_per_row_group", self.rows_per_row_group, 1)
         check_within("data.max_quarantined_fraction", self.max_quarantined_fraction, 0.0, 1.0)
+        if self.format == "criteo_tsv" and self.columns != ColumnsConfig():
+            raise ValueError("data.format=criteo_tsv fixes its columns: drop data.columns, or name another data.format")
+        if self.split.kind == "time" and not self.columns.timestamp:
+            raise ValueError(
+                "data.split.kind=time needs data.columns.timestamp=<column>, and data.format=csv, tsv or parquet"
+            )

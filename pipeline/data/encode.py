@@ -13,11 +13,12 @@ import pyarrow.compute as pc
 
 from pipeline.checks import did_you_mean
 from pipeline.data.config import DataConfig, IdsConfig
-from pipeline.data.criteo import TEACHER_COLUMN
 from pipeline.data.rows import Layout
 from pipeline.data.vocabulary import hash_ids
 
-TIMESTAMP_COLUMN = "timestamp"
+# Staged beside the features; no feature has these names.
+TIMESTAMP_COLUMN = "\0timestamp"
+TRUTH_COLUMN = "\0truth"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
         names.append(TIMESTAMP_COLUMN)
     if probabilities is not None:
         arrays.append(pa.array(probabilities))
-        names.append(TEACHER_COLUMN)
+        names.append(TRUTH_COLUMN)
     return EncodedBlock(
         rows=pa.RecordBatch.from_arrays(arrays, names=names),
         values=pa.concat_arrays(values),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -51,8 +51,9 @@ def layout_of(config: DataConfig) -> Layout:
     if config.format == "criteo_tsv":
         columns = criteo_columns()
         return Layout(columns, header=(columns.label, *columns.dense, *columns.sparse))
+    timestamp = config.columns.timestamp if config.split.kind == "time" else None
     layout = Layout(
-        config.columns,
+        replace(config.columns, timestamp=timestamp),
         delimiter="," if config.format == "csv" else "\t",
         quoted=config.format == "csv",
         parquet=config.format == "parquet",
@@ -83,7 +84,7 @@ def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[TextR
     """A reader of the source's blocks, and the names of its columns. Raises ValueError where a needed one is missing."""
     reader: TextReader | ParquetReader
     if layout.parquet:
-        reader = ParquetReader(source, layout.needed)
+        reader = ParquetReader(source, layout.needed, block_bytes)
         names = reader.column_names()
     else:
         reader = TextReader(source, block_bytes)

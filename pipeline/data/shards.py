@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline import storage
-from pipeline.data.criteo import TEACHER_COLUMN
 from pipeline.data.dataset import SPLITS, ShardFile
-from pipeline.data.encode import Features
+from pipeline.data.encode import TRUTH_COLUMN, Features
+from pipeline.data.parallel import map_ordered
 from pipeline.data.splits import BlockRows, Boundaries, read_block, split_of_block
 
 # Ids are small numbers: LZ4 finds their zero bytes, a dictionary only costs the reader time. Readers verify the page
@@ -92,8 +92,8 @@ class ShardWriter:
                 out.write_table(table.select(self._schema.names).cast(self._schema))
                 row_groups.append(table.num_rows)
                 labels.append(table[self._features.label].to_numpy())
-                if TEACHER_COLUMN in table.schema.names:
-                    truth.append(table[TEACHER_COLUMN].to_numpy())
+                if TRUTH_COLUMN in table.schema.names:
+                    truth.append(table[TRUTH_COLUMN].to_numpy())
         assert sum(row_groups) == plan.num_rows
         size, digest = os.path.getsize(staged), storage.sha256_of(staged)
         storage.move_file(staged, storage.join(self._folder, plan.path))
@@ -107,13 +107,16 @@ class ShardWriter:
 
     def _read(self, plan: ShardPlan) -> Iterator[pa.Table]:
         skip, left = plan.first_row, plan.num_rows
-        for block in plan.blocks:
-            batch = read_block(block.file, block.index)
-            rows = np.flatnonzero(split_of_block(block, self._boundaries, batch) == plan.split)[skip : skip + left]
-            skip, left = 0, left - len(rows)
-            contiguous = rows[-1] - rows[0] + 1 == len(rows)
-            chosen = batch.slice(rows[0], len(rows)) if contiguous else batch.take(pa.array(rows))
-            yield self._with_ids(block, chosen)
+        # One thread reads ahead while the caller's compresses and writes.
+        for table in map_ordered(lambda block: self._rows_of(block, plan.split), plan.blocks, threads=1):
+            yield table.slice(skip, left)
+            skip, left = 0, left - min(left, len(table) - skip)
+
+    def _rows_of(self, block: BlockRows, split: int) -> pa.Table:
+        batch = read_block(block.file, block.index)
+        rows = np.flatnonzero(split_of_block(block, self._boundaries, batch) == split)
+        contiguous = rows[-1] - rows[0] + 1 == len(rows)
+        return self._with_ids(block, batch.slice(rows[0], len(rows)) if contiguous else batch.take(pa.array(rows)))
 
     def _with_ids(self, block: BlockRows, batch: pa.RecordBatch) -> pa.Table:
         """Codes replaced by ids: code 0, the missing value, is id 0."""

@@ -24,6 +24,7 @@ from pipeline.data.criteo import TEACHER_SUFFIX
 
 MAX_BLOCK_ROWS = 65_535  # codes of a block's values fit 16 bits, 0 being the missing value
 MAX_LINE_BYTES = 64 << 20
+PAGE_BUFFER_BYTES = 1 << 18
 SAMPLE_BYTES = 1 << 16
 NUM_SAMPLES = 64
 
@@ -156,10 +157,10 @@ class TextReader:
 class ParquetReader:
     """The rows of a Parquet file; only `columns` are read. `position` is the share of its bytes that its rows stand for."""
 
-    def __init__(self, source: Source, columns: list[str]) -> None:
-        self._source, self._columns = source, columns
+    def __init__(self, source: Source, columns: list[str], block_bytes: int) -> None:
+        self._source, self._columns, self._block_bytes = source, columns, block_bytes
         self._file = storage.open_file(source.path, "rb")
-        self._parquet = pq.ParquetFile(self._file)
+        self._parquet = pq.ParquetFile(self._file, buffer_size=PAGE_BUFFER_BYTES)  # else whole column chunks are held
         self._row = 0
 
     @property
@@ -176,6 +177,9 @@ class ParquetReader:
         return tuple(self._parquet.schema_arrow.names)
 
     def blocks(self) -> Iterator[Block]:
-        for batch in self._parquet.iter_batches(MAX_BLOCK_ROWS, columns=self._columns):
+        metadata = self._parquet.metadata
+        num_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+        rows = self._block_bytes * metadata.num_rows // max(num_bytes, 1)
+        for batch in self._parquet.iter_batches(max(1, min(rows, MAX_BLOCK_ROWS)), columns=self._columns):
             yield Block(self._row + 1, self._row, batch.num_rows, table=pa.Table.from_batches([batch]))
             self._row += batch.num_rows

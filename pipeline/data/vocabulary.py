@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -21,6 +22,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data.config import IdsConfig
 from pipeline.data.dataset import FrequencyCurve
+from pipeline.logs import progress
 
 ENTRIES_SCHEMA = pa.schema(
     [
@@ -48,17 +50,37 @@ def open_engine(folder: str, memory_bytes: int, threads: int) -> duckdb.DuckDBPy
     engine = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_bytes >> 20}MiB"})
     engine.execute(f"SET temp_directory = {_text(folder)}")
     engine.execute("SET preserve_insertion_order = false")  # every order that matters is asked for
+    engine.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
     return engine
+
+
+def _run(engine: duckdb.DuckDBPyConnection, description: str, statement: str) -> None:
+    """Execute with a progress bar of ours."""
+    shown = 0.0
+    with ThreadPoolExecutor(1) as pool, progress(description, 100) as bar:
+        running = pool.submit(engine.execute, statement)
+        try:
+            while not running.done():
+                wait([running], timeout=0.2)
+                share = max(shown, engine.query_progress())  # -1 before the first estimate
+                bar.advance(share - shown)
+                shown = share
+        except BaseException:
+            engine.interrupt()
+            raise
+        running.result()
 
 
 def count_values(engine: duckdb.DuckDBPyConnection, entries: list[str], train_blocks: list[int], output: str) -> None:
     """Write (feature, value, count) over `train_blocks`, by feature, then descending count, ties by value."""
     engine.register("train_blocks", pa.table({"block": pa.array(train_blocks, pa.int64())}))
-    engine.execute(
+    _run(
+        engine,
+        "counting values",
         f"""COPY (
             SELECT feature, value, sum(count)::BIGINT AS count FROM {_parquet(entries)} SEMI JOIN train_blocks USING (block)
             GROUP BY feature, value ORDER BY feature, count DESC, value
-        ) TO {_text(output)} (FORMAT parquet, COMPRESSION lz4_raw)"""
+        ) TO {_text(output)} (FORMAT parquet, COMPRESSION lz4_raw)""",
     )
 
 
@@ -140,11 +162,13 @@ def map_entries(
     )
     is_hashed = f"feature IN ({', '.join(map(str, hashed))})" if hashed else "false"
     table = output + ".parquet"
-    engine.execute(
+    _run(
+        engine,
+        "giving ids",
         f"""COPY (
             SELECT CASE WHEN {is_hashed} THEN value::INTEGER ELSE coalesce(id, 0) END AS id
             FROM {_parquet(entries)} LEFT JOIN ({known}) USING (feature, value) ORDER BY entry
-        ) TO {_text(table)} (FORMAT parquet, COMPRESSION lz4_raw)"""
+        ) TO {_text(table)} (FORMAT parquet, COMPRESSION lz4_raw)""",
     )
     with open(output, "wb") as raw, pq.ParquetFile(table) as file:
         for batch in file.iter_batches():

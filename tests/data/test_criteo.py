@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data import source as source_module
-from pipeline.data.config import ColumnsConfig, DataConfig
+from pipeline.data.config import ColumnsConfig, DataConfig, IdsConfig, SplitConfig
 from pipeline.data.rows import ParsedRows, layout_of, open_source, parse_block, parse_timestamps
 from pipeline.data.source import Block, find_sources
 from tests.data.criteo_rows import random_lines, write_lines
@@ -118,10 +120,9 @@ def test_odd_spellings_of_numbers_fare_alike_beside_a_bad_row_and_without_one(tm
     assert accepted_alone == ["7.0", "-1.0", "3.0", "4.0", "5.0", "0.5", "100.0", "nan", "nan"]
 
 
-OWN = DataConfig(
-    name="own", format="csv",
-    columns=ColumnsConfig(label="clicked", dense=["price"], sparse=["shop"], multi_hot=["tags"], timestamp="at"),
-)  # fmt: skip
+OWN_COLUMNS = ColumnsConfig(label="clicked", dense=["price"], sparse=["shop"], multi_hot=["tags"], timestamp="at")
+OWN = DataConfig(name="own", format="csv", columns=OWN_COLUMNS, split=SplitConfig(kind="time"))
+OWN_PARQUET = replace(OWN, format="parquet")
 
 
 def test_csv_columns_are_taken_by_name_with_quotes_and_a_byte_order_mark(tmp_path: Path) -> None:
@@ -157,6 +158,36 @@ def test_column_with_two_roles_is_refused() -> None:
         layout_of(DataConfig(name="own", format="csv", columns=columns))
 
 
+def test_time_is_read_only_where_rows_are_split_by_it(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "own.csv", ["clicked,price,shop,tags", "1,1,a,x"])
+    with pytest.raises(ValueError, match="lacks 1 of 5 columns: 'at'"):
+        parse_file(path, OWN)
+    assert column(parse_file(path, replace(OWN, split=SplitConfig())), "shop") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: DataConfig(name="x", columns=OWN_COLUMNS), "criteo_tsv fixes its columns: drop data.columns"),
+        (lambda: DataConfig(name="x", split=SplitConfig(kind="time")), "needs data.columns.timestamp=<column>"),
+        (lambda: IdsConfig(kind="hash", hash_size=9, min_frequency=2), "ids.kind=hash counts nothing"),
+        (lambda: IdsConfig(hash_size=9), "ids.hash_size=9 goes with ids.kind=hash"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_parquet_blocks_stay_small_when_rows_are_large(tmp_path: Path) -> None:
+    tags = [[f"{i:05d}{j:05d}" for j in range(100)] for i in range(300)]
+    table = pa.table({"clicked": [0] * 300, "price": [1] * 300, "shop": ["a"] * 300, "tags": tags, "at": range(300)})
+    pq.write_table(table, tmp_path / "own.parquet", use_dictionary=False)
+    parsed = parse_file(str(tmp_path / "own.parquet"), OWN_PARQUET, block_bytes=50_000)
+    assert max(block.num_rows for block, _ in parsed) < 100
+    assert column(parsed, "tags") == tags and column(parsed, "at") == list(range(300))
+
+
 def test_parquet_rows_with_null_labels_or_times_are_quarantined(tmp_path: Path) -> None:
     table = pa.table(
         {
@@ -168,8 +199,7 @@ def test_parquet_rows_with_null_labels_or_times_are_quarantined(tmp_path: Path) 
         }
     )
     pq.write_table(table, tmp_path / "own.parquet")
-    config = DataConfig(name="own", format="parquet", columns=OWN.columns)
-    parsed = parse_file(str(tmp_path / "own.parquet"), config)
+    parsed = parse_file(str(tmp_path / "own.parquet"), OWN_PARQUET)
     quarantined = [(row.line, row.reason) for _, rows in parsed for row in rows.quarantined]
     assert quarantined == [(2, "clicked is None, not 0 or 1"), (4, "at is None, not a time")]
     assert column(parsed, "at") == [0, 2000] and column(parsed, "price") == [1.0, None]
@@ -179,7 +209,7 @@ def test_parquet_label_that_is_text_is_refused(tmp_path: Path) -> None:
     table = pa.table({"clicked": ["1"], "price": [1], "shop": ["a"], "tags": [["x"]], "at": [1]})
     pq.write_table(table, tmp_path / "own.parquet")
     with pytest.raises(ValueError, match="column 'clicked' has type string"):
-        parse_file(str(tmp_path / "own.parquet"), DataConfig(name="own", format="parquet", columns=OWN.columns))
+        parse_file(str(tmp_path / "own.parquet"), OWN_PARQUET)
 
 
 def test_times_in_every_spelling_are_microseconds_or_whole_numbers() -> None:

@@ -205,6 +205,14 @@ def test_no_rows_too_few_rows_and_too_little_memory_say_the_way_out(tmp_path: Pa
     assert run_prepare(source, tmp_path / "ds").accepted_rows == 50
 
 
+def test_threads_share_the_memory_that_there_is() -> None:
+    few, many = preparation.Resources(2 << 30, 2, "unused"), preparation.Resources(2 << 30, 96, "unused")
+    assert (few.engine_threads, few.shard_threads(16_384, 40), few.block_bytes) == (2, 2, preparation.MAX_BLOCK_BYTES)
+    assert many.engine_threads == 8
+    assert many.shard_threads(16_384, 40) * (16_384 + 65_535) * 40 * 16 <= many.memory_bytes // 2
+    assert many.block_bytes * preparation.BYTES_A_TEXT_BYTE * 97 <= many.memory_bytes // 3
+
+
 def test_second_process_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(20))
     os.makedirs(f"{tmp_path}/ds.staging")
