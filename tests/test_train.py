@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -174,7 +174,12 @@ def test_a_wrong_run_on_ranks_prints_one_error_and_no_traceback(prepared_clicks:
 
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(prepared_clicks: str, tmp_path: Path) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "trainer.epochs=30", "checkpoint.save_every_steps=5")
-    process = subprocess.Popen(_command("pipeline.train", *overrides), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        _command("pipeline.train", *overrides),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if "saved" in line:
@@ -184,4 +189,4 @@ def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(prepared_clicks: str, 
     assert process.returncode == 130
     assert "Traceback" not in rest and "same command" in rest
     steps = list_steps(str(tmp_path / "run" / "checkpoints"))
-    assert steps and asdict(TrainSummary("", "", steps[-1]))["step"] >= 5
+    assert steps and steps[-1] >= 5
