@@ -22,7 +22,8 @@ PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line now and then
 NOISY_WARNINGS = (
     "broadcast_buffers", "reduce_scatter_tensor", "all_gather_into_tensor", "_all_gather_base", "_reduce_scatter_base",
     "ShardedTensor", "HeuristicalStorageReservation", "dense_embedding_codegen_lookup_function",
-    "_get_pg_default_device", "Multiple backends are registered", "Please use DTensor", "torch.jit.script", "TorchScript", "autograd kernel was not registered",
+    "_get_pg_default_device", "Multiple backends are registered", "Please use DTensor",
+    "torch.jit.script", "TorchScript", "autograd kernel was not registered",
 )  # fmt: skip
 NOISY_LOGGERS = (
     "torch.fx._symbolic_trace", "torchrec.distributed.planner", "torchrec.distributed.utils",

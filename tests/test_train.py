@@ -109,6 +109,26 @@ def test_the_other_models_learn_it_too(ranks: RankPool, prepared_clicks: str, tm
     assert summary.validation["auc"] > 0.5 + 0.5 * (summary.bayes_auc - 0.5)
 
 
+def test_the_settings_work_together(ranks: RankPool, prepared_clicks: str, tmp_path: Path) -> None:
+    overrides = _job(
+        prepared_clicks, tmp_path, "comms=int8", "trainer.precision=bf16", "trainer.gradient_clip_norm=5.0",
+        "trainer.gradient_accumulation_steps=2", "data.synthetic_multi_hot={cat_3: 4, cat_20: 7}",
+        "tables.cat_20.pooling=mean", "tables.cat_20.sharding.sharding_types=[row_wise]",
+        "tables.cat_21.sharding.sharding_types=[table_wise]", "tables.cat_22.data_type=fp16", "schedule.dense.kind=poly",
+        "schedule.dense.decay_steps=200", "schedule.sparse.warmup_steps=10", "trainer.early_stop.patience=3",
+        "trainer.evaluate_every_steps=30", "optimizer.dense.name=adamw", "optimizer.dense.weight_decay=0.01",
+    )  # fmt: skip
+    summary = ranks.run(2, _train, overrides)[0]
+    assert summary.bayes_auc is not None
+    assert summary.validation["auc"] > 0.5 + 0.4 * (summary.bayes_auc - 0.5)
+    kinds = {
+        table["name"]: table["sharding_type"] for table in json.loads((tmp_path / "plan.json").read_text())["tables"]
+    }
+    assert (kinds["cat_20"], kinds["cat_21"]) == ("row_wise", "table_wise")
+    measured = ranks.run(1, _evaluate, [f"run={tmp_path}", "split=validation"])[0]
+    assert measured.metrics == pytest.approx(summary.validation, rel=2e-2)  # the wire was int8 on two ranks
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_evaluation_is_the_same_on_any_number_of_ranks(ranks: RankPool, trained: TrainSummary, world_size: int) -> None:
     summary = ranks.run(world_size, _evaluate, [f"run={trained.run_dir}", "split=validation"])[0]
