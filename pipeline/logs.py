@@ -36,6 +36,14 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what sys.stderr is at that moment: a progress bar puts itself in its place, to stay below the lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 class _DropNoise(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.name == "root" and "Sharding spec not found" in record.getMessage())
@@ -43,7 +51,7 @@ class _DropNoise(logging.Filter):
 
 def configure_logging(rank: int = 0) -> None:
     """Rank 0 logs from INFO, the others from WARNING with their rank; libraries only what asks for an action."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(_DropNoise())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pipeline.checkpoint import Checkpointer
 from pipeline.data.batch import Batch
 from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext
-from pipeline.logs import MetricsWriter, get_logger
+from pipeline.logs import MetricsWriter, Progress, get_logger, progress
 from pipeline.models.task import CTRTask
 from pipeline.training.config import CheckpointConfig, EarlyStopConfig, ScheduleConfig, TrainerConfig
 from pipeline.training.evaluation import evaluate_model
@@ -82,14 +83,17 @@ class EarlyStop:
         self._config = config
         self.best, self.num_worse = best, num_worse
 
-    def should_stop(self, metrics: dict[str, float]) -> bool:
+    @property
+    def is_exhausted(self) -> bool:
+        return 0 < self._config.patience <= self.num_worse
+
+    def update(self, metrics: dict[str, float]) -> None:
         value = metrics[self._config.metric]
         value = -value if self._config.metric in HIGHER_IS_BETTER else value
         if self.best is None or value < self.best - self._config.min_delta:
             self.best, self.num_worse = value, 0
         else:
             self.num_worse += 1
-        return 0 < self._config.patience <= self.num_worse
 
 
 class Trainer:
@@ -128,22 +132,33 @@ class Trainer:
             NonFiniteLossError: the loss is not finite, under the policy `stop` or too often in a row.
         """
         start_step = self._resume_from(restored)
-        if start_step >= self.total_steps:
+        if start_step >= self.total_steps or self._early_stop.is_exhausted:
             logger.info("step %d of %d: nothing left to train", start_step, self.total_steps)
-            return FitResult(start_step, metrics=self._last_metrics or self._evaluate(start_step))
+            metrics = self._last_metrics or self._evaluate(start_step)
+            return FitResult(start_step, self._early_stop.is_exhausted, metrics=metrics)
         log = StepLog(self._config, self._reader, self._context, self._writer, start_step, self.total_steps)
-        batches = self._micro_batches(start_step)
-        pipeline = self._make_pipeline()
-        step, saved_step, evaluated_step, stopped_early = start_step, start_step, -1, False
-        while step < self.total_steps and not stopped_early:
+        # Where stderr is no terminal the log lines tell the progress.
+        shown = self._context.is_main and sys.stderr.isatty()
+        with progress("training", self.total_steps - start_step, visible=shown) as bar:
+            step = self._train(start_step, log, bar)
+        return FitResult(step, self._early_stop.is_exhausted, log.summary(), self._last_metrics)
+
+    def _train(self, start_step: int, log: StepLog, bar: Progress) -> int:
+        """Collective: the last step done. It is evaluated and saved, whatever the cadence."""
+        batches, pipeline = self._micro_batches(start_step), self._make_pipeline()
+        step = saved_step = start_step
+        evaluated_step = -1
+        while step < self.total_steps and not self._early_stop.is_exhausted:
             with log.timed_step():
                 for _ in range(self._accumulation):
                     log.update(pipeline.progress(batches))
             step += 1
+            bar.advance(1)
             if _due(step, self._config.log_every_steps) or step == self.total_steps:
                 log.write(step, {**self._learning_rates(), "num_skipped_steps": self._task.loss.num_skipped})
             if _due(step, self._config.evaluate_every_steps):
-                stopped_early, evaluated_step = self._early_stop.should_stop(self._evaluate(step, pipeline)), step
+                self._early_stop.update(self._evaluate(step, pipeline))
+                evaluated_step = step
             if _due(step, self._save_every):
                 self._save(step)
                 saved_step = step
@@ -152,7 +167,7 @@ class Trainer:
             self._evaluate(step, pipeline)
         if saved_step < step:
             self._save(step)
-        return FitResult(step, stopped_early, log.summary(), self._last_metrics)
+        return step
 
     def _resume_from(self, restored: dict[str, Any] | None) -> int:
         if restored is None:

@@ -182,11 +182,19 @@ def _stops(rank: int, folder: str) -> str:
     return str(error.value)
 
 
+def _stops_at(config: EarlyStopConfig, values: list[float]) -> list[bool]:
+    stop, answers = EarlyStop(config), []
+    for value in values:
+        stop.update({config.metric: value})
+        answers.append(stop.is_exhausted)
+    return answers
+
+
 def test_early_stop_counts_evaluations_without_improvement() -> None:
-    stop = EarlyStop(EarlyStopConfig(patience=2, metric="auc", min_delta=0.01))
     values = [0.6, 0.7, 0.705, 0.72, 0.5, 0.72]
-    assert [stop.should_stop({"auc": value}) for value in values] == [False, False, False, False, False, True]
-    assert not any(EarlyStop(EarlyStopConfig()).should_stop({"ne": value}) for value in (1.0, 2.0, 3.0))
+    config = EarlyStopConfig(patience=2, metric="auc", min_delta=0.01)
+    assert _stops_at(config, values) == [False, False, False, False, False, True]
+    assert not any(_stops_at(EarlyStopConfig(), [1.0, 2.0, 3.0]))  # patience 0 never stops
 
 
 def test_a_run_that_stops_early_saves_and_says_so(ranks: RankPool, tmp_path: Path) -> None:
@@ -194,6 +202,8 @@ def test_a_run_that_stops_early_saves_and_says_so(ranks: RankPool, tmp_path: Pat
     _, result = ranks.run(2, _fit, 2, str(tmp_path), config)[0]
     assert (result.step, result.stopped_early) == (4, True)
     assert list_steps(str(tmp_path / "checkpoints")) == [4]
+    _, again = ranks.run(2, _fit, 2, str(tmp_path), config)[0]
+    assert (again.step, again.stopped_early) == (4, True)  # a second run does not train on
 
 
 def test_bf16_stays_close_to_fp32(ranks: RankPool, tmp_path: Path) -> None:
