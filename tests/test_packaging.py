@@ -21,6 +21,7 @@ from tests.datasets import described_dataset
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("pipeline", "launch", "conf", "sharding_plans")
+SUFFIXES = (".py", ".yaml", ".json", ".css")
 SHIPPED_PLAN = "a_plan.h200x8.json"
 CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
 
@@ -86,13 +87,11 @@ def test_the_wheel_holds_every_module_config_and_plan_of_the_tree(wheel: Path) -
     expected = {f"pipeline/sharding_plans/{SHIPPED_PLAN}"}
     for top in SHIPPED:
         for file in (REPOSITORY / top).rglob("*"):
-            if file.suffix in (".py", ".yaml", ".json"):
+            if file.suffix in SUFFIXES:
                 relative = file.relative_to(REPOSITORY)
                 expected.add(str(relative if top in ("pipeline", "launch") else Path("pipeline") / relative))
     with zipfile.ZipFile(wheel) as archive:
-        held = {
-            name for name in archive.namelist() if name.endswith((".py", ".yaml", ".json")) and ".dist-info" not in name
-        }
+        held = {name for name in archive.namelist() if name.endswith(SUFFIXES) and ".dist-info" not in name}
     assert held == expected
 
 

@@ -1,0 +1,334 @@
+"""Turn a plan into one HTML page that opens from disk: memory and time of each rank, which table lies where, and why.
+
+All of it is inline SVG and CSS: no script, nothing loaded from elsewhere. Of many tables the largest are drawn one by
+one and the others by kind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from pipeline import storage
+from pipeline.planner.charts import Cell, Column, MapRow, column_chart, rank_map
+from pipeline.planner.explain import show_ranks
+from pipeline.planner.record import PHASES, PlanDescription, RankLoad, TableChoice, show_bytes
+
+MOST_MAPPED = 40  # tables that have a line of their own in the map, and a row in the table before it is folded
+IN_HBM = ("dense", "fused")  # kernels that keep the whole table there
+SERIES = {"weights": "tables", "state": "optimizer state", "buffers": "buffers and caches"}
+PHASE_NAMES = {phase: phase.removesuffix("_ms").replace("_", " ") for phase in PHASES}
+Shardings = dict[str, dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class TableShare:
+    """What one rank has of a table."""
+
+    weight_bytes: float
+    state_bytes: float
+    num_rows: int
+    num_columns: int
+
+    @property
+    def num_bytes(self) -> float:
+        return self.weight_bytes + self.state_bytes
+
+
+def page_path(plan_file: str) -> str:
+    return plan_file.removesuffix(".json") + ".html"
+
+
+def write_page(path: str, title: str, plan: PlanDescription, shardings: Shardings) -> None:
+    """Atomic. `shardings` as in a plan file: module -> table -> ParameterSharding."""
+    storage.publish_text(path, render_page(title, plan, shardings))
+
+
+def render_page(title: str, plan: PlanDescription, shardings: Shardings) -> str:
+    shares = _table_shares(plan, shardings)
+    css = (Path(__file__).with_name("page.css")).read_text()
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>Plan: {escape(title)}</title><style>\n{css}</style></head><body><main>",
+            *_heading(title, plan),
+            *_memory(plan, shares),
+            *_time(plan),
+            *_map(plan, shares),
+            *_choices(plan),
+            *_rank_numbers(plan),
+            *_made_for(plan),
+            "</main></body></html>\n",
+        ]
+    )
+
+
+def _table_shares(plan: PlanDescription, shardings: Shardings) -> dict[str, dict[int, TableShare]]:
+    """table -> rank -> what the rank has of it; several column shards on a rank are added up."""
+    planned = {name: sharding for tables in shardings.values() for name, sharding in tables.items()}
+    shares: dict[str, dict[int, TableShare]] = {}
+    for choice in plan.tables:
+        whole = {"sizes": [choice.num_embeddings, choice.embedding_dim]}
+        shards = planned[choice.name].get("sharding_spec") or [whole] * len(choice.ranks)
+        held = shares.setdefault(choice.name, {})
+        for rank, shard in zip(choice.ranks, shards, strict=True):
+            num_rows, num_columns = shard["sizes"]
+            part = num_rows * num_columns / max(1, choice.num_embeddings * choice.embedding_dim)
+            before = held.get(rank, TableShare(0, 0, 0, 0))
+            held[rank] = TableShare(
+                before.weight_bytes + part * choice.weight_bytes,
+                before.state_bytes + part * choice.state_bytes,
+                num_rows,
+                before.num_columns + num_columns,
+            )
+    return shares
+
+
+def _heading(title: str, plan: PlanDescription) -> Iterator[str]:
+    objective, topology = plan.objective, plan.fingerprint["topology"]
+    kinds = Counter(choice.sharding_type for choice in plan.tables).most_common()
+    size = sum(choice.weight_bytes + choice.state_bytes for choice in plan.tables)
+    yield f"<h1>{escape(title)}</h1>"
+    yield (
+        f"<p>{len(plan.tables)} tables, {show_bytes(size)} with optimizer state, on {len(plan.ranks)} rank(s) of "
+        f"{escape(plan.hardware)}, {topology['local_world_size']} a host: "
+        f"{', '.join(f'{count} {kind}' for kind, count in kinds)}. Found by {escape(plan.planner)}.</p>"
+    )
+    cards = [
+        (f"{objective.critical_path_ms:.4g} ms", "critical path: the slowest rank of each phase, summed"),
+        (f"{objective.max_rank_ms:.4g} ms", "slowest rank: all its phases, summed"),
+    ]
+    if objective.gap is not None and objective.lower_bound_ms is not None:
+        told = f"above the best possible {objective.minimised} at most: none is below {objective.lower_bound_ms:.4g} ms"
+        cards.append((f"{100 * objective.gap:.2f} %", told))
+    if plan.torchrec_objective is not None:
+        other = plan.torchrec_objective
+        told = f"critical path of TorchRec's own plan; its slowest rank: {other.max_rank_ms:.4g} ms"
+        cards.append((f"{other.critical_path_ms:.4g} ms", told))
+    tier, taken, room = _fullest(plan)
+    cards.append((f"{show_bytes(taken)}", f"{tier} that tables take on the fullest rank, of {show_bytes(room)}"))
+    yield (
+        '<ul class="cards">'
+        + "".join(f"<li><b>{escape(b)}</b><span>{escape(s)}</span></li>" for b, s in cards)
+        + "</ul>"
+    )
+    yield (
+        '<p class="faint">Milliseconds are estimates for the embedding part of one training step; '
+        f"the planner minimised {objective.minimised}.</p>"
+    )  # fmt: skip
+
+
+def _fullest(plan: PlanDescription) -> tuple[str, int, int]:
+    if plan.usable_hbm_bytes:
+        return "HBM", max(load.hbm_bytes for load in plan.ranks), plan.usable_hbm_bytes
+    return "host memory", max(load.ddr_bytes for load in plan.ranks), plan.usable_ddr_bytes
+
+
+def _memory(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> Iterator[str]:
+    yield "<h2>Memory of each rank</h2>"
+    yield (
+        "<p>What the tables take. The dashed line is what they may take: capacity less the reserve "
+        "(planner.reserved_memory_fraction) and the dense part of the model.</p>"
+    )
+    yield _legend(SERIES.items())
+    cuda = plan.fingerprint["topology"]["compute_device"] == "cuda"
+    in_hbm = {choice.name for choice in plan.tables if cuda and choice.compute_kernel in IN_HBM}
+    tiers = [("HBM", "hbm_bytes", plan.usable_hbm_bytes, in_hbm)] if cuda else []
+    if not cuda or any(load.ddr_bytes for load in plan.ranks):
+        tiers.append(("host memory", "ddr_bytes", plan.usable_ddr_bytes, {c.name for c in plan.tables} - in_hbm))
+    yield '<div class="charts">'
+    for tier, field, room, tables in tiers:
+        taken = {load.rank: getattr(load, field) for load in plan.ranks}
+        yield _figure(f"{tier} of each rank", _memory_chart(tier, taken, room, [shares[name] for name in tables]))
+    yield "</div>"
+
+
+def _memory_chart(tier: str, taken: dict[int, int], room: int, shares: list[dict[int, TableShare]]) -> str:
+    scale, unit = next(
+        ((size, unit) for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)) if max(taken.values()) >= size / 10),
+        (1 << 10, "KiB"),
+    )
+    columns = []
+    for rank, total in taken.items():
+        mine = [held[rank] for held in shares if rank in held]
+        weights, state = sum(share.weight_bytes for share in mine), sum(share.state_bytes for share in mine)
+        parts = [weights, state, max(0.0, total - weights - state)]
+        titles = [
+            f"rank {rank}, {tier}: {show_bytes(part)} of {name}"
+            for part, name in zip(parts, SERIES.values(), strict=True)
+        ]
+        columns.append(Column([part / scale for part in parts], titles))
+    fullest = max(taken, key=lambda rank: taken[rank])
+    label = f"{tier}: rank {fullest} is the fullest, {show_bytes(taken[fullest])} of {show_bytes(room)} for tables"
+    return column_chart(label, unit, list(SERIES), columns, (room / scale, f"{show_bytes(room)} for tables"))  # fmt: skip
+
+
+def _time(plan: PlanDescription) -> Iterator[str]:
+    slowest = max(plan.ranks, key=lambda load: load.cost_ms)
+    yield "<h2>Time of each rank</h2>"
+    yield (
+        "<p>Estimated milliseconds of a step by phase. Every phase ends in a collective, where all ranks wait for the "
+        "slowest: the slowest ranks of the four phases make the critical path.</p>"
+    )
+    yield _legend(PHASE_NAMES.items())
+    columns = [
+        Column(
+            [getattr(load, phase) for phase in PHASES],
+            [f"rank {load.rank}, {name}: {getattr(load, phase):.4g} ms" for phase, name in PHASE_NAMES.items()],
+        )
+        for load in plan.ranks
+    ]
+    label = f"rank {slowest.rank} is the slowest, {slowest.cost_ms:.4g} ms a step"
+    yield '<div class="charts">'
+    yield _figure("Time of each rank, by phase", column_chart(label, "ms", PHASES, columns))
+    rows = [_phase_row(phase, plan.ranks) for phase in PHASES]
+    rows.append(["critical path", "", f"{plan.objective.critical_path_ms:.4g}", ""])
+    yield _table(("phase", "slowest rank", "its ms", "mean of all ranks"), rows, numbers=(1, 2, 3))
+    yield "</div>"
+
+
+def _phase_row(phase: str, loads: list[RankLoad]) -> list[str]:
+    slowest = max(loads, key=lambda load: getattr(load, phase))
+    mean = sum(getattr(load, phase) for load in loads) / len(loads)
+    return [PHASE_NAMES[phase], str(slowest.rank), f"{getattr(slowest, phase):.4g}", f"{mean:.4g}"]
+
+
+def _map(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> Iterator[str]:
+    tables = _by_size(plan.tables)
+    own, others = (tables, []) if len(tables) <= MOST_MAPPED else (tables[:MOST_MAPPED], tables[MOST_MAPPED:])
+    rows = [_table_row(choice, shares[choice.name], len(plan.ranks)) for choice in own]
+    kinds: dict[tuple[str, str], list[TableChoice]] = defaultdict(list)
+    for choice in others:
+        kinds[choice.sharding_type, choice.compute_kernel].append(choice)
+    rows += [_kind_row(kind, choices, shares) for kind, choices in kinds.items()]
+    per_host = plan.fingerprint["topology"]["local_world_size"]
+    yield "<h2>Which table lies where</h2>"
+    told = "A line is a table, largest first; a mark is the part of it that a rank holds. Point at a mark for its size."
+    if others:
+        told += (
+            f" The {len(others)} smaller tables are drawn together, a line for each way of sharding: the stronger a "
+            "mark, the more bytes of them the rank holds."
+        )
+    yield f"<p>{told}{' Upright lines part hosts.' if per_host < len(plan.ranks) else ''}</p>"
+    used = dict.fromkeys(choice.sharding_type for choice in tables)
+    yield _legend((kind, f"{kind}: {MEANINGS[kind]}") for kind in used)
+    label = f"{len(tables)} tables by {len(plan.ranks)} ranks"
+    yield _figure("", f'<div class="scroll">{rank_map(label, rows, len(plan.ranks), per_host)}</div>')
+
+
+MEANINGS = {
+    "data_parallel": "a copy on every rank",
+    "table_wise": "whole on one rank",
+    "column_wise": "cut by columns",
+    "row_wise": "cut by rows over all ranks",
+    "table_row_wise": "cut by rows over one host",
+    "table_column_wise": "cut by columns within a host",
+    "grid_shard": "cut by columns, each by rows over a host",
+}
+
+
+def _by_size(choices: list[TableChoice]) -> list[TableChoice]:
+    return sorted(choices, key=lambda choice: (-choice.weight_bytes - choice.state_bytes, choice.name))
+
+
+def _table_row(choice: TableChoice, held: dict[int, TableShare], num_ranks: int) -> MapRow:
+    cells = {
+        rank: Cell(
+            choice.sharding_type,
+            1.0,
+            f"{choice.sharding_type} {choice.compute_kernel}, {share.num_rows:,} x {share.num_columns}, {show_bytes(share.num_bytes)}",
+        )
+        for rank, share in held.items()
+    }
+    size = show_bytes(choice.weight_bytes + choice.state_bytes)
+    ranks = show_ranks(choice.ranks, num_ranks)
+    where = "all ranks" if ranks == "all" else f"rank {ranks}"
+    return MapRow(choice.name, f"{where}: {size}, {choice.sharding_type} {choice.compute_kernel}", cells)
+
+
+def _kind_row(kind: tuple[str, str], choices: list[TableChoice], shares: dict[str, dict[int, TableShare]]) -> MapRow:
+    held: dict[int, list[float]] = defaultdict(list)
+    for choice in choices:
+        for rank, share in shares[choice.name].items():
+            held[rank].append(share.num_bytes)
+    most = max(sum(sizes) for sizes in held.values()) or 1.0
+    cells = {
+        rank: Cell(kind[0], sum(sizes) / most, f"parts of {len(sizes)} tables, {show_bytes(sum(sizes))}")
+        for rank, sizes in held.items()
+    }
+    size = sum(choice.weight_bytes + choice.state_bytes for choice in choices)
+    return MapRow(f"{len(choices)} smaller tables", f"{show_bytes(size)}, {kind[0]} {kind[1]}", cells)
+
+
+def _choices(plan: PlanDescription) -> Iterator[str]:
+    headings = ("table", "rows", "dim", "size + state", "sharding", "kernel", "ranks", "cost, ms", "why")
+    rows = [
+        [
+            choice.name,
+            f"{choice.num_embeddings:,}",
+            str(choice.embedding_dim),
+            show_bytes(choice.weight_bytes + choice.state_bytes),
+            choice.sharding_type,
+            choice.compute_kernel,
+            show_ranks(choice.ranks, len(plan.ranks)),
+            f"{choice.cost_ms:.4g}",
+            choice.reason,
+        ]
+        for choice in _by_size(plan.tables)
+    ]
+    numbers = (1, 2, 3, 7)
+    yield "<h2>Each table's choice, and why</h2>"
+    yield '<p class="faint">Cost is summed over the ranks that hold a part of the table.</p>'
+    yield _table(headings, rows[:MOST_MAPPED], numbers)
+    if rest := rows[MOST_MAPPED:]:
+        yield f"<details><summary>{len(rest)} smaller tables</summary>{_table(headings, rest, numbers)}</details>"
+
+
+def _rank_numbers(plan: PlanDescription) -> Iterator[str]:
+    headings = ("rank", "HBM", "host memory", *(f"{name}, ms" for name in PHASE_NAMES.values()), "sum, ms")
+    rows = [
+        [
+            str(load.rank),
+            show_bytes(load.hbm_bytes),
+            show_bytes(load.ddr_bytes),
+            *(f"{getattr(load, phase):.4g}" for phase in PHASES),
+            f"{load.cost_ms:.4g}",
+        ]
+        for load in plan.ranks
+    ]
+    table = _table(headings, rows, range(len(headings)))
+    yield f"<details><summary>Numbers of each rank</summary>{table}</details>"
+
+
+def _made_for(plan: PlanDescription) -> Iterator[str]:
+    fingerprint = plan.fingerprint
+    sections = {name: fingerprint[name] for name in ("topology", "sparse_optimizer", "libraries")}
+    rows = [[f"{name}.{key}", str(value)] for name, values in sections.items() for key, value in values.items()]
+    rows.append(["batch_size (a rank)", str(fingerprint["batch_size"])])
+    yield f"<details><summary>What the plan was made for</summary>{_table(('', ''), rows)}</details>"
+
+
+def _figure(caption: str, content: str) -> str:
+    return f"<figure><figcaption>{escape(caption)}</figcaption>{content}</figure>"
+
+
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    marks = (f'<li><i style="background:var(--{colour})"></i>{escape(text)}</li>' for colour, text in entries)
+    return f'<ul class="legend">{"".join(marks)}</ul>'
+
+
+def _table(headings: Iterable[str], rows: list[list[str]], numbers: Iterable[int] = ()) -> str:
+    right = set(numbers)
+    kinds = dict.fromkeys(right, ' class="number"')
+
+    def line(tag: str, cells: Iterable[str]) -> str:
+        inner = (f"<{tag}{kinds.get(index, '')}>{escape(cell)}</{tag}>" for index, cell in enumerate(cells))
+        return f"<tr>{''.join(inner)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f'<div class="scroll"><table><thead>{line("th", headings)}</thead><tbody>{body}</tbody></table></div>'
