@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from io import StringIO
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -12,6 +14,7 @@ from rich.table import Table as Grid
 from pipeline.planner.record import PlanDescription, RankLoad, TableChoice, show_bytes
 
 WIDTH = 140
+UNFOLDED = 400  # room for a grid that no column of can go on below
 MAX_TABLES = 40
 MAX_RANKS = 16
 BAR_WIDTH = 24
@@ -34,7 +37,7 @@ def explain(record: PlanDescription) -> str:
     """Tables by size, the largest MAX_TABLES of them; then ranks, or the extremes where there are many."""
     shown = sorted(record.tables, key=lambda choice: (-choice.weight_bytes - choice.state_bytes, choice.name))
     hidden = shown[MAX_TABLES:]
-    lines = [_table_grid(record, shown[:MAX_TABLES]).rstrip()]
+    lines = [_table_grid(record, shown[:MAX_TABLES])]
     if hidden:
         size = sum(choice.weight_bytes + choice.state_bytes for choice in hidden)
         lines.append(f"and {len(hidden)} smaller tables, {show_bytes(size)} together")
@@ -42,30 +45,40 @@ def explain(record: PlanDescription) -> str:
 
 
 def _table_grid(record: PlanDescription, choices: list[TableChoice]) -> str:
-    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
-    grid.add_column("table", no_wrap=True)
-    for heading in ("rows", "dim", "size + state"):
-        grid.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("sharding", "kernel", "ranks"):
-        grid.add_column(heading, no_wrap=True)
-    grid.add_column("why", overflow="fold")
-    for choice in choices:
-        grid.add_row(
+    rows = [
+        [
             choice.name,
             f"{choice.num_embeddings:,}",
             str(choice.embedding_dim),
             show_bytes(choice.weight_bytes + choice.state_bytes),
             choice.sharding_type,
             choice.compute_kernel,
-            _ranks(choice.ranks, len(record.ranks)),
+            show_ranks(choice.ranks, len(record.ranks)),
             choice.reason,
-        )
+        ]
+        for choice in choices
+    ]
+    headings = ("table", "rows", "dim", "size + state", "sharding", "kernel", "ranks", "why")
+    return print_grid(headings, rows, right=headings[1:4], folded=headings[-1:])
+
+
+def print_grid(
+    headings: Sequence[str], rows: list[list[str]], right: Sequence[str] = (), folded: Sequence[str] = ()
+) -> str:
+    """Columns as wide as they need to be, but for `folded` ones, which go on over several lines."""
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        justify: Literal["left", "right"] = "right" if heading in right else "left"
+        grid.add_column(heading, justify=justify, no_wrap=heading not in folded, overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
     text = StringIO()
-    Console(file=text, width=WIDTH, color_system=None).print(grid)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    Console(file=text, width=WIDTH if folded else UNFOLDED, color_system=None, markup=False).print(grid)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).rstrip()
 
 
-def _ranks(ranks: list[int], world_size: int) -> str:
+def show_ranks(ranks: list[int], world_size: int) -> str:
+    """`3`, `0-7`, `0,4`, or `all`."""
     distinct = sorted(set(ranks))
     if len(distinct) == world_size and world_size > 1:
         return "all"

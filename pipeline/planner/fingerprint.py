@@ -62,11 +62,13 @@ def sha256_of(fingerprint: Fingerprint) -> str:
     return hashlib.sha256(canonical_text(fingerprint).encode()).hexdigest()
 
 
-def differing_lines(plan: Fingerprint, job: Fingerprint) -> list[str]:
+def differing_lines(
+    plan: Fingerprint, job: Fingerprint, names: tuple[str, str] = ("the plan", "this job")
+) -> list[str]:
     """`key: value in the plan, value in this job` for every value that differs, but for library versions."""
     ours, theirs = dict(_flatten(job)), dict(_flatten(plan))
     return [
-        f"{key}: {_show(theirs, key)} in the plan, {_show(ours, key)} in this job"
+        f"{key}: {_show(theirs, key)} in {names[0]}, {_show(ours, key)} in {names[1]}"
         for key in sorted(ours.keys() | theirs.keys())
         if not key.startswith("libraries.") and _show(theirs, key) != _show(ours, key)
     ]

@@ -8,10 +8,11 @@ from typing import Any
 
 from pipeline import storage
 from pipeline.planner.fingerprint import sha256_of
+from pipeline.planner.plan_folder import find_plan_file
 from pipeline.planner.record import Objective, PlanDescription, RankLoad, TableChoice
 
 FORMAT_VERSION = 1
-COMMAND = "python -m pipeline.plan"
+COMMAND = "python -m pipeline.plan experiment=<name> hardware=<preset> world_size=<ranks>"
 DAMAGE = (KeyError, TypeError, AttributeError, ValueError)  # what decoding a damaged file raises
 
 
@@ -29,8 +30,7 @@ def read_view(path: str) -> PlanView:
     Raises:
         ValueError: no such file, no plan file, or a damaged one.
     """
-    if not storage.is_file(path):
-        raise ValueError(f"there is no plan file {path}; make one: {COMMAND}")
+    path = find_plan_file(path, COMMAND)
     content = read_content(path)
     try:
         view = PlanView(PlanDescription(**description_fields(content)), content["plan"])

@@ -6,7 +6,7 @@ TorchRec enumerates and estimates; a searcher decides. A planner of our own is o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from pipeline.logs import get_logger
 from pipeline.planner.config import HardwareConfig, PlannerConfig
 from pipeline.planner.constraints import PlacedTable, TableOptimizer, build_constraints, place_tables
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, shard_state_bytes, usable_bytes
-from pipeline.planner.fingerprint import take_fingerprint
+from pipeline.planner.fingerprint import differing_lines, take_fingerprint
 from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
 from pipeline.planner.infeasible import UVM_KERNELS, explain_infeasible, table_bytes
 from pipeline.planner.planfile import decode_record, encode_record, load_plan
@@ -114,6 +114,14 @@ def make_plan(config: PlannerConfig, request: PlanRequest) -> PlanRecord:
     record = load_plan(config.plan_file, expected, command)
     _check_fits(record, problem.usable, f"plan file {config.plan_file}", command)
     return record
+
+
+def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanRequest) -> list[str]:
+    """What keeps a plan from being used for `request`: values that differ, ranks that it overfills. Empty: it holds."""
+    problem = _pose(config, request)
+    expected = take_fingerprint(problem.placed, request.hardware, request.optimizer, request.batch_size)
+    differing = differing_lines(record.fingerprint, expected)
+    return differing or [f"it puts {overfull}" for overfull in _overfull_ranks(record, problem.usable)]
 
 
 def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
@@ -259,10 +267,15 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
 
 
 def _check_fits(record: PlanRecord, usable: tuple[int, int], what: str, way_out: str) -> None:
+    for overfull in _overfull_ranks(record, usable):
+        raise ValueError(f"{what} puts {overfull}; {way_out}")
+
+
+def _overfull_ranks(record: PlanRecord, usable: tuple[int, int]) -> Iterator[str]:
     for load in record.ranks:
         for tier, taken, room in (("HBM", load.hbm_bytes, usable[0]), ("host memory", load.ddr_bytes, usable[1])):
             if taken > room:
-                raise ValueError(
-                    f"{what} puts {show_bytes(taken)} of tables into the {tier} of rank {load.rank}, where "
-                    f"{show_bytes(room)} is left beside the dense part and the reserve; {way_out}"
+                yield (
+                    f"{show_bytes(taken)} of tables into the {tier} of rank {load.rank}, where "
+                    f"{show_bytes(room)} is left beside the dense part and the reserve"
                 )
