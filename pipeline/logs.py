@@ -26,7 +26,7 @@ NOISY_WARNINGS = (
     "torch.jit.script", "TorchScript", "autograd kernel was not registered",
 )  # fmt: skip
 NOISY_LOGGERS = (
-    "torch.fx._symbolic_trace", "torchrec.distributed.planner", "torchrec.distributed.utils",
+    "torch.fx._symbolic_trace", "torchrec.distributed.planner", "torchrec.distributed.utils", "torchrec.distributed.comm",
     "torchrec.distributed.train_pipeline", "torchrec.distributed.model_parallel", "torchrec.metrics", "fbgemm_gpu",
     "torch.distributed.checkpoint",
 )  # fmt: skip
