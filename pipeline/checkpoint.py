@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import uuid
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline import storage
+from pipeline.checkpoint_reader import TensorsOnlyReader
 from pipeline.distributed import DistributedContext
 from pipeline.logs import get_logger
 
@@ -128,7 +130,7 @@ class Checkpointer:
             )
         state = self._state()
         try:
-            dcp.load(state, checkpoint_id=path)
+            dcp.load(state, storage_reader=TensorsOnlyReader(path))
         except CheckpointException as error:
             raise CheckpointError(_misfit(path, error)) from None
         self._model.load_state_dict(state["model"])
@@ -159,6 +161,10 @@ class Checkpointer:
             files = read_manifest(path)["files"]
             for name in sorted(files)[self._context.rank :: self._context.world_size]:
                 problem = problem or _damage(f"{path}/{name}", files[name])
+            if not problem and self._context.is_main:
+                TensorsOnlyReader(path).read_metadata()
+        except pickle.UnpicklingError as error:
+            problem = f"{path}/.metadata is refused: {error}"
         except (OSError, ValueError, KeyError) as error:
             problem = f"unreadable manifest: {error}"
         return next((text for text in self._gather(problem) if text), "")

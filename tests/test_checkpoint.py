@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -125,6 +128,38 @@ def test_a_checkpoint_of_another_optimizer_is_refused(ranks: RankPool, tmp_path:
     ranks.run(2, _saves, str(tmp_path), [1], 2)
     for message in ranks.run(2, _restore_into_another_model, str(tmp_path)):
         assert "does not fit this model, optimizer or plan" in message and "run_dir" in message
+
+
+class _Attack:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self._path}",)
+
+
+def _restore_attacked(rank: int, folder: str) -> str:
+    _, model, optimizer, context = build_sharded(ROWS)
+    with pytest.raises(CheckpointError) as error:
+        Checkpointer(folder, model, optimizer, context).restore(1)
+    return str(error.value)
+
+
+def test_metadata_that_asks_to_run_something_is_refused_even_with_a_matching_checksum(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, _saves, str(tmp_path), [1], 2)
+    step, trap = tmp_path / "step_00000001", tmp_path / "ran"
+    content = pickle.dumps(_Attack(trap))
+    (step / ".metadata").write_bytes(content)
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["files"][".metadata"] = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    for message in ranks.run(2, _restore_attacked, str(tmp_path)):
+        assert "posix.system, which no checkpoint of ours does" in message
+    assert not trap.exists()
 
 
 def test_the_manifest_lists_every_file_with_size_and_checksum(ranks: RankPool, tmp_path: Path) -> None:
