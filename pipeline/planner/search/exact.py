@@ -1,0 +1,278 @@
+"""Find the best assignment there is, or prove that none is better than the one at hand, by integer programming (HiGHS).
+
+Variables: for every option its share of the table (0 or 1), and for every way to lay it, ranks, hosts or counts of
+shards a rank. Equal ranks may be renamed, so the first tables are kept to the first ranks and hosts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+from pipeline.planner.search.problem import Assignment, Floats, Option, Ranks, Rule, SearchProblem
+from pipeline.planner.search.ranks import project
+
+BYTES_SCALE = 1 << 30
+MANY_RANKS = 4  # from here on renaming ranks is worth more than the few bytes by which row shards differ
+GAP = 1e-4  # relative; nearer to the optimum nobody needs
+SAFE = 1e-6  # relative; what the solver's tolerances may take off its bound
+
+
+@dataclass(frozen=True, eq=False)
+class ExactResult:
+    """`bound_ms`: no plan is below it. `assignment` is None where none better than the cutoff was found."""
+
+    assignment: Assignment | None
+    bound_ms: float
+    finished: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """What a variable stands for: `shards` [S], or [alike blocks, S] of which it counts some, from rank `place` on."""
+
+    table: int
+    choice: int
+    place: int
+    shards: Ranks
+
+
+@dataclass
+class _Matrix:
+    """Entries of a sparse matrix, gathered one by one."""
+
+    values: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+
+    def add(self, row: int, column: int, value: float) -> None:
+        if value:
+            self.values.append(value)
+            self.rows.append(row)
+            self.columns.append(column)
+
+    def build(self, num_rows: int, num_columns: int) -> csr_matrix:
+        return csr_matrix((self.values, (self.rows, self.columns)), shape=(num_rows, num_columns))
+
+
+def count_variables(problem: SearchProblem) -> int:
+    """How large the program would be: what decides whether it is worth trying."""
+    per_rule = {
+        Rule.EVERY_RANK: 1,
+        Rule.ONE_HOST: problem.num_hosts,
+        Rule.WHOLE_HOSTS: problem.num_hosts + 1,
+        Rule.ANY_RANK: problem.world_size + 1,
+        Rule.WITHIN_HOST: problem.world_size + problem.num_hosts,
+    }
+    return sum(per_rule[option.rule] for options in problem.tables for option in options)
+
+
+def solve(
+    problem: SearchProblem, objective: str, *, bound: float, cutoff: float | None, max_nodes: int, seconds: float
+) -> ExactResult:
+    """Better than `cutoff` or nothing. `bound` is a lower bound that is known already; the node limit ends it alike
+    on every machine, the time limit where that would take too long."""
+    program = _Program(_level(problem) if problem.world_size > MANY_RANKS else problem, objective)
+    found = program.solve(bound, cutoff, max_nodes, seconds)
+    if found.status == 2:  # infeasible: nothing below the cutoff, or nothing at all
+        return ExactResult(None, bound if cutoff is None else max(bound, cutoff * (1 - GAP)), True)
+    dual = found.mip_dual_bound
+    proven = bound if dual is None or not np.isfinite(dual) else max(bound, float(dual) * (1 - SAFE))
+    assignment = None if found.x is None else program.read(found.x)
+    return ExactResult(assignment, min(proven, cutoff) if cutoff is not None else proven, found.status == 0)
+
+
+class _Program:
+    def __init__(self, problem: SearchProblem, objective: str) -> None:
+        self.problem = problem
+        self.costs = [[project(option, objective) for option in options] for options in problem.tables]
+        self.num_maxima = self.costs[0][0].shape[1]
+        self.load, self.memory, self.equal = _Matrix(), _Matrix(), _Matrix()
+        self.totals: list[float] = []  # of the rows of `equal`
+        self.upper: list[float] = []
+        self.ways: list[_Way | None] = []
+        self.at_most = _Matrix()
+        self.limits: list[float] = []  # of the rows of `at_most`
+        self.symmetric = _ranks_are_alike(problem)
+        before = 0
+        for table in self._by_size():
+            self.first = before  # shards of tables before this one: so many ranks can be told apart
+            self._add_table(table)
+            before += max(option.num_shards for option in problem.tables[table])
+        self.first_maximum = len(self.upper)
+
+    def _by_size(self) -> list[int]:
+        """Tables that cost most first: keeping those to the first ranks prunes most."""
+        least = [min(float(cost.sum()) for cost in mine) for mine in self.costs]
+        return sorted(range(len(least)), key=lambda table: (-least[table], table))
+
+    def _add_table(self, table: int) -> None:
+        problem, local = self.problem, self.problem.ranks_per_host
+        choose = self._new_row(1.0)
+        for choice, option in enumerate(problem.tables[table]):
+            whole = np.arange(option.num_shards)
+            if option.rule is Rule.EVERY_RANK:
+                self._add_way(choose, _Way(table, choice, 0, whole))
+            elif option.rule is Rule.ONE_HOST:
+                for host in self._hosts():
+                    self._add_way(choose, _Way(table, choice, host * local, whole))
+            elif option.rule is Rule.ANY_RANK and option.num_shards == 1:
+                for rank in self._ranks():
+                    self._add_way(choose, _Way(table, choice, rank, whole))
+            elif option.rule is Rule.WITHIN_HOST:
+                for host in self._hosts():
+                    ranks = range(host * local, (host + 1) * local)
+                    self._add_counts(choose, table, choice, [[shard] for shard in whole.tolist()], ranks)
+            elif option.rule is Rule.WHOLE_HOSTS:
+                firsts = range(0, problem.world_size, local)
+                self._add_counts(choose, table, choice, whole.reshape(-1, local).tolist(), firsts)
+            else:
+                self._add_counts(
+                    choose, table, choice, [[shard] for shard in whole.tolist()], range(problem.world_size)
+                )
+
+    def _add_counts(self, choose: int, table: int, choice: int, blocks: list[list[int]], places: range) -> None:
+        """Blocks of shards (or single ones) that may lie apart: of those that are alike, how many from each place on."""
+        used = self._new_variable(None, 1.0)
+        self.equal.add(choose, used, 1.0)
+        option, per_place = self.problem.tables[table][choice], len(blocks)
+        if option.rule is Rule.WHOLE_HOSTS:
+            per_place = -(-len(blocks) // self.problem.num_hosts)
+        elif option.distinct_ranks:
+            per_place = 1
+        alike = _alike(option, blocks)
+        limits = {place: self._new_limit(float(per_place)) for place in places} if per_place < len(blocks) else {}
+        for group in alike:
+            total = self._new_row(0.0)
+            self.equal.add(total, used, -float(len(group)))
+            for place in places:
+                way = self._new_variable(_Way(table, choice, place, np.array(group)), float(min(len(group), per_place)))
+                self.equal.add(total, way, 1.0)
+                self._lay(way, table, choice, place, group[0])
+                if place in limits:
+                    self.at_most.add(limits[place], way, 1.0)
+
+    def _add_way(self, choose: int, way: _Way) -> None:
+        """All shards at once, from rank `way.place` on."""
+        variable = self._new_variable(way, 1.0)
+        self.equal.add(choose, variable, 1.0)
+        self._lay(variable, way.table, way.choice, way.place, way.shards.tolist())
+
+    def _ranks(self) -> list[int]:
+        """Those that a shard needs to try: where ranks are alike, none behind a second one not yet used."""
+        local = self.problem.ranks_per_host
+        every = range(self.problem.world_size)
+        return [rank for rank in every if not self.symmetric or max(rank // local, rank % local) <= self.first]
+
+    def _hosts(self) -> list[int]:
+        return [host for host in range(self.problem.num_hosts) if not self.symmetric or host <= self.first]
+
+    def _lay(self, variable: int, table: int, choice: int, first_rank: int, shards: list[int]) -> None:
+        costs, memory = self.costs[table][choice], self.problem.tables[table][choice].memory
+        for rank, shard in enumerate(shards, start=first_rank):
+            for maximum in range(self.num_maxima):
+                self.load.add(rank * self.num_maxima + maximum, variable, float(costs[shard, maximum]))
+            for tier in range(2):
+                self.memory.add(rank * 2 + tier, variable, float(memory[shard, tier]) / BYTES_SCALE)
+
+    def _new_variable(self, way: _Way | None, upper: float) -> int:
+        self.ways.append(way)
+        self.upper.append(upper)
+        return len(self.upper) - 1
+
+    def _new_row(self, total: float) -> int:
+        self.totals.append(total)
+        return len(self.totals) - 1
+
+    def _new_limit(self, limit: float) -> int:
+        self.limits.append(limit)
+        return len(self.limits) - 1
+
+    def solve(self, bound: float, cutoff: float | None, max_nodes: int, seconds: float):  # type: ignore[no-untyped-def]
+        """scipy's OptimizeResult."""
+        problem, width = self.problem, self.first_maximum + self.num_maxima
+        for rank in range(problem.world_size):
+            for maximum in range(self.num_maxima):
+                self.load.add(rank * self.num_maxima + maximum, self.first_maximum + maximum, -1.0)
+        goal = np.zeros(width)
+        goal[self.first_maximum :] = 1.0
+        constraints = [
+            LinearConstraint(self.load.build(problem.world_size * self.num_maxima, width), -np.inf, 0.0),
+            LinearConstraint(
+                self.memory.build(problem.world_size * 2, width), -np.inf, problem.capacity.ravel() / BYTES_SCALE
+            ),
+            LinearConstraint(self.equal.build(len(self.totals), width), self.totals, self.totals),
+            LinearConstraint(self.at_most.build(len(self.limits), width), -np.inf, self.limits),
+            LinearConstraint(goal[None], bound, np.inf if cutoff is None else cutoff * (1 - GAP)),
+        ]
+        if problem.host_memory is not None:
+            constraints.append(self._host_rows(problem.host_memory, width))
+        integral = np.ones(width)
+        integral[self.first_maximum :] = 0
+        upper = np.array([*self.upper, *[np.inf] * self.num_maxima])
+        return milp(
+            goal, constraints=constraints, integrality=integral, bounds=Bounds(np.zeros(width), upper),
+            options={"time_limit": seconds, "node_limit": max_nodes, "mip_rel_gap": GAP},
+        )  # fmt: skip
+
+    def _host_rows(self, caps: Floats, width: int) -> LinearConstraint:
+        rows = _Matrix()
+        for row, column, value in zip(self.memory.rows, self.memory.columns, self.memory.values, strict=True):
+            if row % 2:
+                rows.add(row // 2 // self.problem.ranks_per_host, column, value)
+        return LinearConstraint(rows.build(len(caps), width), -np.inf, caps / BYTES_SCALE)
+
+    def read(self, values: Floats) -> Assignment:
+        choices = [0] * len(self.problem.tables)
+        places: list[dict[int, int]] = [{} for _ in choices]  # per table: shard -> rank
+        for variable in np.flatnonzero(np.rint(values[: self.first_maximum])):
+            way = self.ways[variable]
+            if way is None:
+                continue
+            choices[way.table] = way.choice
+            found = places[way.table]
+            blocks = way.shards.reshape(-1, way.shards.shape[-1])
+            left = [block for block in blocks.tolist() if block[0] not in found]
+            for block in left[: round(float(values[variable]))]:
+                found.update({shard: way.place + index for index, shard in enumerate(block)})
+        ranks = [np.array([mine[shard] for shard in sorted(mine)], dtype=np.intp) for mine in places]
+        return Assignment(choices, ranks)
+
+
+def _alike(option: Option, blocks: list[list[int]]) -> list[list[list[int]]]:
+    """Blocks in groups of equal cost and memory."""
+    groups: dict[bytes, list[list[int]]] = {}
+    for block in blocks:
+        key = option.cost_ms[block].tobytes() + option.memory[block].tobytes()
+        groups.setdefault(key, []).append(block)
+    return list(groups.values())
+
+
+def _level(problem: SearchProblem) -> SearchProblem:
+    """The same with the last, shorter row shards like their siblings' least: no plan becomes dearer by that."""
+
+    def leveled(option: Option) -> Option:
+        if option.rule in (Rule.ANY_RANK, Rule.WITHIN_HOST):
+            return option
+        cost, memory = (np.broadcast_to(values.min(axis=0), values.shape) for values in (option.cost_ms, option.memory))
+        return replace(option, cost_ms=cost, memory=memory)
+
+    tables = [[leveled(option) for option in options] for options in problem.tables]
+    return replace(problem, tables=tables)
+
+
+def _ranks_are_alike(problem: SearchProblem) -> bool:
+    """May ranks of a host, and hosts, change places without changing anything?"""
+    if (problem.capacity != problem.capacity[0]).any():
+        return False
+    if problem.host_memory is not None and (problem.host_memory != problem.host_memory[0]).any():
+        return False
+    return all(
+        option.rule in (Rule.ANY_RANK, Rule.WITHIN_HOST)
+        or bool((option.cost_ms == option.cost_ms[0]).all() and (option.memory == option.memory[0]).all())
+        for options in problem.tables
+        for option in options
+    )

@@ -1,0 +1,192 @@
+"""Say what is to be placed and how a placement is judged: arrays in, arrays out.
+
+A table has options, an option has shards, a shard has a cost a phase and a size in each memory. Shapes:
+S shards of an option, R ranks, P phases; memory is [HBM, host memory] in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ranks = NDArray[np.intp]
+OBJECTIVES = ("critical_path", "max_rank")
+
+
+class Rule(Enum):
+    """Which ranks an option's shards may have; the names in brackets are TorchRec's sharding types."""
+
+    EVERY_RANK = "shard i on rank i (row_wise, data_parallel)"
+    ANY_RANK = "each shard on any rank (table_wise, column_wise)"
+    ONE_HOST = "shard i on the i-th rank of one host (table_row_wise)"
+    WITHIN_HOST = "each shard on any rank of one host (table_column_wise)"
+    WHOLE_HOSTS = "each run of ranks_per_host shards on a host of its own (grid_shard)"
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """One way of sharding one table. `kind` is its sharding type; `proposed`: TorchRec's own planner has it too."""
+
+    rule: Rule
+    cost_ms: Floats  # [S, P]
+    memory: Floats  # [S, 2] bytes
+    kind: str = ""
+    proposed: bool = True
+    distinct_ranks: bool = False  # no two shards on one rank (key_value kernels)
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.cost_ms)
+
+
+@dataclass(frozen=True, eq=False)
+class SearchProblem:
+    """`host_memory` caps the sum of host memory over the ranks of each host, beside each rank's own cap."""
+
+    tables: list[list[Option]]
+    capacity: Floats  # [R, 2] bytes
+    ranks_per_host: int
+    host_memory: Floats | None = None  # [hosts] bytes
+
+    def __post_init__(self) -> None:
+        assert self.tables and all(self.tables), "every table needs an option"
+        assert self.world_size % self.ranks_per_host == 0, "ranks fill whole hosts"
+
+    @property
+    def world_size(self) -> int:
+        return len(self.capacity)
+
+    @property
+    def num_hosts(self) -> int:
+        return self.world_size // self.ranks_per_host
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """Per table the index of its option, and the rank of each of that option's shards."""
+
+    choices: list[int]
+    ranks: list[Ranks]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Both objectives. max_rank: the slowest rank's whole cost; critical_path: per phase the slowest rank's, summed."""
+
+    max_rank_ms: float
+    critical_path_ms: float
+
+    def of(self, objective: str) -> float:
+        return self.max_rank_ms if objective == "max_rank" else self.critical_path_ms
+
+
+def loads(problem: SearchProblem, assignment: Assignment) -> tuple[Floats, Floats]:
+    """Cost [R, P] and memory [R, 2] of each rank."""
+    num_phases = problem.tables[0][0].cost_ms.shape[1]
+    cost, memory = np.zeros((problem.world_size, num_phases)), np.zeros((problem.world_size, 2))
+    for options, choice, ranks in zip(problem.tables, assignment.choices, assignment.ranks, strict=True):
+        np.add.at(cost, ranks, options[choice].cost_ms)
+        np.add.at(memory, ranks, options[choice].memory)
+    return cost, memory
+
+
+def score(problem: SearchProblem, assignment: Assignment) -> Score:
+    cost, _ = loads(problem, assignment)
+    return Score(float(cost.sum(axis=1).max()), float(cost.max(axis=0).sum()))
+
+
+def violations(problem: SearchProblem, assignment: Assignment) -> list[str]:
+    """What of the capacities or rules an assignment breaks; nothing for a valid one."""
+    _, memory = loads(problem, assignment)
+    broken = [
+        f"rank {rank} holds {memory[rank].tolist()} of {problem.capacity[rank].tolist()} bytes"
+        for rank in np.flatnonzero((memory > problem.capacity).any(axis=1))
+    ]
+    if problem.host_memory is not None:
+        hosts = memory[:, 1].reshape(problem.num_hosts, -1).sum(axis=1)
+        broken += [f"host {host} is over its memory" for host in np.flatnonzero(hosts > problem.host_memory)]
+    broken += [
+        f"table {table} breaks the rule: {options[choice].rule.value}"
+        for table, (options, choice, ranks) in enumerate(
+            zip(problem.tables, assignment.choices, assignment.ranks, strict=True)
+        )
+        if not keeps_rule(problem, options[choice], ranks)
+    ]
+    return broken
+
+
+def keeps_rule(problem: SearchProblem, option: Option, ranks: Ranks) -> bool:
+    local = problem.ranks_per_host
+    if len(ranks) != option.num_shards or ranks.min() < 0 or ranks.max() >= problem.world_size:
+        return False
+    if option.distinct_ranks and len(set(ranks.tolist())) < len(ranks):
+        return False
+    if option.rule is Rule.EVERY_RANK:
+        return bool((ranks == np.arange(problem.world_size)).all())
+    if option.rule is Rule.WITHIN_HOST:
+        return len(set((ranks // local).tolist())) == 1
+    if option.rule in (Rule.ONE_HOST, Rule.WHOLE_HOSTS):
+        blocks = ranks.reshape(-1, local)
+        hosts = (blocks[:, 0] // local).tolist()
+        aligned = bool((blocks == np.array(hosts)[:, None] * local + np.arange(local)).all())
+        most = -(-len(hosts) // problem.num_hosts)  # a host twice only where there are more blocks than hosts
+        return aligned and max(hosts.count(host) for host in hosts) <= most
+    return True
+
+
+def worth_trying(problem: SearchProblem) -> list[list[int]]:
+    """Per table its options, without those that fit on no empty rank and those that another is at least as good as.
+
+    A table may be left with none: then no plan exists.
+    """
+    kept: list[list[int]] = []
+    for options in problem.tables:
+        fitting = [index for index, option in enumerate(options) if _fits_alone(problem, option)]
+        mine: list[int] = []
+        for index in fitting:
+            if any(dominates(options[other], options[index]) for other in mine):
+                continue
+            mine = [other for other in mine if not dominates(options[index], options[other])] + [index]
+        kept.append(sorted(mine))
+    return kept
+
+
+def _fits_alone(problem: SearchProblem, option: Option) -> bool:
+    if option.rule is Rule.EVERY_RANK:
+        return bool((option.memory <= problem.capacity).all())
+    if option.rule is Rule.ONE_HOST or option.rule is Rule.WHOLE_HOSTS:
+        blocks = option.memory.reshape(-1, problem.ranks_per_host, 2)
+        hosts = problem.capacity.reshape(-1, problem.ranks_per_host, 2)
+        return all(bool(np.any((block <= hosts).all(axis=(1, 2)))) for block in blocks)
+    fits = (option.memory[:, None, :] <= problem.capacity[None]).all(axis=2)  # [S, R]
+    return bool(np.all(np.any(fits, axis=1)))
+
+
+def narrow(problem: SearchProblem, kept: list[list[int]]) -> SearchProblem:
+    """The problem with only the options whose indexes are given, per table."""
+    tables = [[options[index] for index in mine] for options, mine in zip(problem.tables, kept, strict=True)]
+    return replace(problem, tables=tables)
+
+
+FREER_THAN = {
+    Rule.EVERY_RANK: (Rule.EVERY_RANK,),
+    Rule.ANY_RANK: (Rule.ANY_RANK, Rule.WITHIN_HOST, Rule.ONE_HOST, Rule.WHOLE_HOSTS, Rule.EVERY_RANK),
+    Rule.WITHIN_HOST: (Rule.WITHIN_HOST, Rule.ONE_HOST),
+    Rule.ONE_HOST: (Rule.ONE_HOST,),
+    Rule.WHOLE_HOSTS: (Rule.WHOLE_HOSTS,),
+}
+
+
+def dominates(option: Option, other: Option) -> bool:
+    """Wherever `other` may lie, `option` may lie too, at no more cost and memory, shard by shard."""
+    return (
+        option.num_shards == other.num_shards
+        and other.rule in FREER_THAN[option.rule]
+        and not (option.distinct_ranks and not other.distinct_ranks)
+        and bool((option.cost_ms <= other.cost_ms).all())
+        and bool((option.memory <= other.memory).all())
+    )
