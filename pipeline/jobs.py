@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.checks import check_above, check_at_least, check_choice
+from pipeline.checks import check_at_least, check_choice
 from pipeline.data.config import DataConfig
 from pipeline.data.dataset import SPLITS
 from pipeline.embeddings.config import TableConfig
@@ -24,7 +24,7 @@ class PrepareJob:
     temp_dir: str | None = None  # None: beside data.path
 
     def __post_init__(self) -> None:
-        check_above("memory_limit_gb", self.memory_limit_gb, 0.0)
+        check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)  # 0.3 go to the libraries alone
         check_at_least("threads", self.threads, 1, allow_none=True)
 
 

@@ -195,20 +195,26 @@ def test_file_in_another_format_is_given_up_after_its_first_rows(tmp_path: Path,
     assert int(str(error.value).split(" of ")[1].split(" ")[0].replace(",", "")) < 1_100
 
 
-def test_no_rows_too_few_rows_and_too_little_memory_say_the_way_out(tmp_path: Path) -> None:
+def test_no_rows_and_too_little_memory_say_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = write_lines(tmp_path / "empty.txt", [])
     with pytest.raises(ValueError, match="none of 0 accepted rows is left to train on"):
         run_prepare(empty, tmp_path / "ds")
     source = write_lines(tmp_path / "train.txt", random_lines(50))
-    with pytest.raises(ValueError, match=r"memory_limit_gb=0\.002 is too little for 1 threads .*raise it"):
-        run_prepare(source, tmp_path / "ds", memory_limit_gb=0.002, threads=1)
+    with pytest.raises(ValueError, match=r"memory_limit_gb=0\.2 must be at least 0\.5"):
+        run_prepare(source, tmp_path / "ds", memory_limit_gb=0.2)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ValueError, match=r"memory_limit_gb=1 is too little for 1 threads"),
+    ):
+        patch.setattr(preparation.Resources, "engine_bytes", 1 << 20)
+        run_prepare(source, tmp_path / "ds", memory_limit_gb=1.0, threads=1)
     assert run_prepare(source, tmp_path / "ds").accepted_rows == 50
 
 
 def test_threads_share_the_memory_that_there_is() -> None:
     few, many = preparation.Resources(2 << 30, 2, "unused"), preparation.Resources(2 << 30, 96, "unused")
     assert (few.engine_threads, few.shard_threads(16_384, 40), few.block_bytes) == (2, 2, preparation.MAX_BLOCK_BYTES)
-    assert many.engine_threads == 8
+    assert many.engine_threads == 9 and many.engine_bytes * 1.15 + preparation.PROCESS_BYTES < many.memory_bytes
     assert many.shard_threads(16_384, 40) * (16_384 + 65_535) * 40 * 16 <= many.memory_bytes // 2
     assert many.block_bytes * preparation.BYTES_A_TEXT_BYTE * 97 <= many.memory_bytes // 3
 
