@@ -111,7 +111,10 @@ def test_criteo_1tb_tables_hold_every_id() -> None:
     assert _rows(load_config(TrainJob, ["data=criteo_1tb", "tables=criteo_1tb"])) == CRITEO_1TB_ROWS
 
 
-@pytest.mark.parametrize(("data", "rows"), [("criteo_kaggle_exact", KAGGLE_ROWS), ("criteo_1tb_mlperf", MLPERF_ROWS)])
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [("criteo_kaggle_exact", KAGGLE_ROWS), ("criteo_1tb_exact", CRITEO_1TB_ROWS), ("criteo_1tb_mlperf", MLPERF_ROWS)],
+)
 def test_ids_are_capped_to_the_rows_of_the_references_tables(data: str, rows: list[int]) -> None:
     ids = load_config(PrepareJob, [f"data={data}", "source=x"]).data.feature_ids
     assert [ids[f"cat_{index}"].max_size for index in range(26)] == rows
