@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SUBCOMMANDS = {"show": "FILE", "diff": "A B", "check": "FILE key=value ..."}
 STALE = 1  # exit code of check
-logger = get_logger(__name__)
+logger = get_logger("pipeline.plan")  # run as a command, __name__ is another
 
 
 @dataclass

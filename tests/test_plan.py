@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import load_config
 from pipeline.data.config import ColumnsConfig, DataConfig, IdsConfig
 from pipeline.embeddings.config import TableConfig
 from pipeline.jobs import PlanJob, TrainJob
@@ -102,6 +103,31 @@ def test_a_plan_is_made_without_the_data_where_tables_say_their_rows(
     train = TrainJob(**vars(job))
     with pytest.raises(ValueError, match=r"there is no dataset\.json"):
         validate_job(train, 16)
+
+
+def test_the_config_alone_gives_the_tables_that_prepared_data_give(prepared_clicks: str, tmp_path: Path) -> None:
+    """So a plan that was made without the data is not refused with them."""
+    words = ["experiment=quickstart", "data.synthetic_multi_hot={cat_3: 5}"]
+    prepared = load_config(PlanJob, [*words, f"data.path={prepared_clicks}"])
+    tables = validate_job(prepared, 2)
+    rows = [f"tables.{table.name}.num_embeddings={table.num_embeddings}" for table in tables]
+    absent = load_config(PlanJob, [*words, *rows, f"data.path={tmp_path / 'absent'}"])
+    assert validate_job(absent, 2) == tables
+
+
+SHIPPED = [
+    line.split()[3:]
+    for line in (Path(__file__).resolve().parents[1] / "sharding_plans" / "README.md").read_text().splitlines()
+    if line.startswith("    python -m pipeline.plan ")
+]
+
+
+@pytest.mark.parametrize("words", SHIPPED, ids=" ".join)
+def test_every_shipped_plan_holds_for_the_command_that_made_it(words: list[str]) -> None:
+    job = load_config(PlanJob, words)
+    assert check(job.planner.plan_file, job) == []
+    job.trainer.global_batch_size *= 2
+    assert check(job.planner.plan_file, job) != []
 
 
 def test_without_the_data_what_only_the_data_can_tell_is_asked_for(job: PlanJob) -> None:
