@@ -216,15 +216,7 @@ def _commit(attempt: str, path: str, manifest: dict[str, Any]) -> None:
         raise FileExistsError(f"{path} is already committed")
     storage.publish_text(storage.join(attempt, MANIFEST), json.dumps(manifest, indent=1))
     os.rename(attempt, path)
-    _sync_folder(os.path.dirname(path))
-
-
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    storage.sync_folder(os.path.dirname(path))
 
 
 def _damage(path: str, expected: dict[str, Any]) -> str:
