@@ -9,9 +9,9 @@ from html import escape
 from itertools import groupby
 
 HEIGHT = 220  # of the plot
-LEFT, TOP, BOTTOM, RIGHT = 58, 22, 40, 12
+LEFT, TOP, BOTTOM, RIGHT = 58, 36, 40, 12
 MOST_LABELLED = 16  # columns with their total on top
-MAP_LEFT, MAP_WIDTH, MAP_RIGHT, MAP_ROW = 170, 600, 350, 18
+MAP_LEFT, MAP_TOP, MAP_WIDTH, MAP_RIGHT, MAP_ROW = 170, 6, 600, 350, 18
 LIMIT_OFF_SCALE = 4  # a limit beyond so many times the highest column is said, not drawn
 
 
@@ -75,10 +75,10 @@ def column_chart(
 def rank_map(label: str, rows: list[MapRow], num_ranks: int, ranks_per_host: int) -> str:
     """A line for each row, a column for each rank; equal neighbours are one mark. Hosts are set apart by lines."""
     step = MAP_WIDTH / num_ranks
-    width, bottom = min(step, 90.0), TOP + MAP_ROW * len(rows)
+    width, bottom = min(step, 90.0), MAP_TOP + MAP_ROW * len(rows)
     parts = []
     for index, row in enumerate(rows):
-        y = TOP + MAP_ROW * index
+        y = MAP_TOP + MAP_ROW * index
         parts.append(_text(MAP_LEFT - 8, y + 13, _shorten(row.name, 22), "end", title=row.name))
         parts.append(
             _text(MAP_LEFT + width * num_ranks + 8, y + 13, _shorten(row.note, 52), "start", "faint", row.note)
@@ -93,7 +93,7 @@ def rank_map(label: str, rows: list[MapRow], num_ranks: int, ranks_per_host: int
             )
     for rank in range(0, num_ranks + 1, ranks_per_host):
         x = MAP_LEFT + width * rank
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{MAP_TOP}" y2="{bottom}"/>')
     parts += _rank_axis(num_ranks, width, bottom + 16, MAP_LEFT)
     return _svg(label, MAP_LEFT + width * num_ranks + MAP_RIGHT, bottom + BOTTOM, parts)  # fmt: skip
 
@@ -129,7 +129,7 @@ def _value_axis(top: float, unit: str, plot_width: float) -> list[str]:
         y = TOP + HEIGHT * (1 - tick / 4)
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT + plot_width}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(_text(LEFT - 6, y + 4, f"{value:.3g}", "end", "faint"))
-    return [*parts, _text(LEFT - 6, 12, unit, "end", "faint")]
+    return [*parts, _text(LEFT - 6, TOP - 14, unit, "end", "faint")]
 
 
 def _rank_axis(num_ranks: int, step: float, y: float, left: float = LEFT) -> list[str]:

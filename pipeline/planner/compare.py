@@ -42,6 +42,9 @@ def _tables(a: PlanDescription, b: PlanDescription) -> list[str]:
     moved.sort(key=lambda name: (-abs(right[name].cost_ms - left[name].cost_ms), name))
     lines = [f"{len(moved)} of {len(left.keys() & right.keys())} tables moved"]
     if moved:
+        otherwise = sum(_place(left[name])[:2] != _place(right[name])[:2] for name in moved)
+        lines[0] += f", {otherwise} of them sharded otherwise, {len(moved) - otherwise} on other ranks only"
+        lines[0] += " (amounts: A, then B less A)"
         rows = [_table_row(left[name], right[name], len(a.ranks), len(b.ranks)) for name in moved[:MAX_TABLES]]
         headings = ("table", "A", "B", "ranks A", "ranks B", "HBM", "host memory", "cost, ms")
         lines.append(print_grid(headings, rows, right=headings[5:]))
