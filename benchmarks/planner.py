@@ -19,7 +19,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from pipeline.planner.constraints import build_constraints, place_tables
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, usable_bytes
 from pipeline.planner.fingerprint import library_versions
 from pipeline.planner.hardware import build_topology
-from pipeline.planner.planfile import encode_plan
 from pipeline.planner.planner import PHASES, PlanRequest, make_plan
 from pipeline.planner.record import RankLoad, critical_path_ms
 
@@ -82,9 +81,9 @@ def by_kind(kind: str, request: PlanRequest, fraction: float, seconds: float) ->
     record = make_plan(config, request)
     took = time.perf_counter() - began
     objective = record.objective
-    text = json.dumps(encode_plan(record.plan), sort_keys=True)
+    placed = [(choice.name, choice.sharding_type, choice.compute_kernel, choice.ranks) for choice in record.tables]
     return Found(
-        objective.max_rank_ms, objective.critical_path_ms, _hash(text), took, objective.lower_bound_ms, objective.gap
+        objective.max_rank_ms, objective.critical_path_ms, _hash(placed), took, objective.lower_bound_ms, objective.gap
     )
 
 
@@ -187,20 +186,21 @@ def _hbm(option: ShardingOption) -> list[int]:
 def judge(options: list[ShardingOption], world_size: int, seconds: float) -> Found:
     """Both objectives of placed options, as pipeline.planner counts them."""
     sums = [dict.fromkeys(PHASES, 0.0) for _ in range(world_size)]
-    lines = []
-    for option in sorted(options, key=lambda option: option.name):
+    placed = []
+    for option in options:
         for shard in option.shards:
             assert shard.rank is not None and shard.perf is not None
             for ours, theirs in PHASES.items():
                 sums[shard.rank][ours] += float(getattr(shard.perf, theirs))
         ranks = [shard.rank for shard in option.shards]
-        lines.append(f"{option.name} {option.sharding_type} {option.compute_kernel} {ranks}")
+        placed.append((option.name, option.sharding_type, option.compute_kernel, ranks))
     loads = [RankLoad(rank, 0, 0, **phases) for rank, phases in enumerate(sums)]
-    return Found(max(load.cost_ms for load in loads), critical_path_ms(loads), _hash("\n".join(lines)), seconds)
+    return Found(max(load.cost_ms for load in loads), critical_path_ms(loads), _hash(placed), seconds)
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def _hash(placed: Iterable[tuple[str, str, str, Sequence[int | None]]]) -> str:
+    """Of (table, sharding type, kernel, ranks): equal plans have equal hashes, whoever found them."""
+    return hashlib.sha256(json.dumps(sorted(placed)).encode()).hexdigest()[:12]
 
 
 def planners(seconds: float) -> dict[str, Callable[[PlanRequest, float], Found]]:

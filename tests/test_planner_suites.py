@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import Outcome, Ready, judge, main, show, summarize
+from benchmarks.planner import Outcome, Ready, by_kind, judge, main, show, summarize
 from benchmarks.planner_suites import (
     HUGECTR,
     RMC,
@@ -109,6 +109,7 @@ def test_options_are_judged_as_the_planner_judges_its_own_plan() -> None:
     judged = judge(placed, 8, 0.0)
     assert judged.max_rank_ms == pytest.approx(record.objective.max_rank_ms)
     assert judged.critical_path_ms == pytest.approx(record.objective.critical_path_ms)
+    assert judged.plan_hash == by_kind("torchrec", build_request(suite, 8), reserve(None), 60.0).plan_hash
 
 
 def test_a_small_run_prints_and_writes_a_row_a_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
