@@ -146,6 +146,13 @@ def test_csv_row_with_an_open_quote_does_not_swallow_its_neighbours(tmp_path: Pa
     assert column(parsed, "shop") == ["a", "c", 'd"d'] and column(parsed, "at") == [1, 3, 4]
 
 
+def test_csv_value_with_a_line_break_is_quarantined_line_by_line(tmp_path: Path) -> None:
+    rows = ["clicked,price,shop,tags,at", "1,1,a,x,1", '0,2,"b', 'b",y,2', "1,3,c,z,3"]
+    parsed = parse_file(write_lines(tmp_path / "own.csv", rows), OWN)
+    assert [row.line for _, block in parsed for row in block.quarantined] == [3, 4]
+    assert column(parsed, "shop") == ["a", "c"]
+
+
 def test_missing_column_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "own.csv", ["clicked,prices,shop,tags,at", "1,1,a,x,1"])
     with pytest.raises(ValueError, match="lacks 1 of 5 columns: 'price'; did you mean 'prices'"):

@@ -128,7 +128,7 @@ def test_time_split_keeps_one_moment_together_and_counts_training_rows_only(
 
 
 def test_shards_have_the_columns_that_readers_rely_on_and_dataset_json_describes_them(tmp_path: Path) -> None:
-    table = pa.table({"y": [0, 1, 1, 0] * 30, "x": [0.5] * 120, "a": ["u", "v", None, "u"] * 30,
+    table = pa.table({"y": [0, 1, 1, 0] * 30, "x": [0.5] * 120, "a": ["", "v", "u", "u"] * 30,
                       "tags": [["p", "q"], [], None, ["p", "", None]] * 30, "t": range(120)})  # fmt: skip
     pq.write_table(table, tmp_path / "own.parquet", row_group_size=50)
     dataset = run_prepare(
@@ -149,7 +149,10 @@ def test_shards_have_the_columns_that_readers_rely_on_and_dataset_json_describes
     ).type.value_type == pa.int32()
     assert not any(field.nullable for field in schema)
     rows = read_split(tmp_path / "ds", dataset, "train").slice(0, 4).to_pydict()
-    assert rows["a"] == [1, 2, 0, 1]
+    assert rows["a"] == [0, 2, 1, 1]
+    assert (dataset.sparse_feature("a").cardinality, dataset.sparse_feature("a").num_distinct) == (3, 2)
+    vocabulary = pq.read_table(tmp_path / "ds" / "vocabulary" / "a.parquet").to_pydict()
+    assert vocabulary == {"value": ["u", "v"], "count": [48, 24], "id": [1, 2]}
     hashed = rows["tags"]
     assert [len(ids) for ids in hashed] == [2, 0, 0, 3]
     assert hashed[3] == [hashed[0][0], 0, 0] and all(0 < i < 100 for i in hashed[0])
