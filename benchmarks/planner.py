@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import math
 import platform
 import random
@@ -29,7 +30,7 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from benchmarks.planner_suites import RANKS, SUITES, TIGHTNESS, build_request, build_suite, reserve
-from pipeline.logs import configure_logging
+from pipeline.logs import configure_logging, get_logger
 from pipeline.planner.config import PLANNERS, PlannerConfig
 from pipeline.planner.constraints import build_constraints, place_tables
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, usable_bytes
@@ -313,7 +314,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> list[Outcome]:
     options = parse(argv)
-    configure_logging(rank=1)  # warnings only
+    configure_logging()
+    get_logger("pipeline").setLevel(logging.WARNING)
     chosen = {name: planner for name, planner in planners(options.seconds).items() if name in options.planners}
     print(f"{'suite':15} ranks tight {'planner':12}    max_rank  critical_path     gap  seconds    hash")
     outcomes: list[Outcome] = []
