@@ -7,7 +7,8 @@ from typing import Optional
 
 from pipeline.checks import check_above, check_at_least, check_choice, check_within
 
-PLANNERS = ("torchrec", "file")
+PLANNERS = ("search", "torchrec", "file")
+OBJECTIVES = ("critical_path", "max_rank")
 COMPUTE_DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -39,7 +40,11 @@ class HardwareConfig:
 
 @dataclass
 class PlannerConfig:
-    """torchrec: TorchRec's EmbeddingShardingPlanner; file: the plan in `plan_file`, refused when it is for other tables or hardware."""
+    """search: our portfolio with a proven bound; torchrec: TorchRec's EmbeddingShardingPlanner; file: the plan in
+    `plan_file`, refused when it is for other tables or hardware.
+
+    `objective` and `seed` are for search: critical_path sums each phase's slowest rank, max_rank is the slowest rank's sum.
+    """
 
     kind: str = "torchrec"
     plan_file: str = "sharding_plans/${name}.${hardware.name}x${world_size}.json"
@@ -47,8 +52,11 @@ class PlannerConfig:
         0.15  # of each capacity, kept free for activations; the dense part comes off beside it
     )
     timeout_s: float = 60.0
+    objective: str = "critical_path"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_choice("planner.kind", self.kind, PLANNERS)
         check_within("planner.reserved_memory_fraction", self.reserved_memory_fraction, 0.0, 0.95)
+        check_choice("planner.objective", self.objective, OBJECTIVES)
         check_above("planner.timeout_s", self.timeout_s, 0.0)

@@ -10,10 +10,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, StorageReservation, Topology
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Shard,
+    ShardEstimator,
+    ShardingOption,
+    StorageReservation,
+    Topology,
+)
 from torchrec.distributed.types import ModuleSharder
 
 STATE_BYTES = 4  # FBGEMM and torch keep optimizer state in fp32 whatever the table's type
@@ -48,7 +56,18 @@ class SortedEnumerator(EmbeddingEnumerator):
         optimizer_name: str,
     ) -> None:
         super().__init__(topology, batch_size, constraints)
+        costs, storage = self._estimators  # type: ignore[has-type]
+        self._estimators = [_OncePerSize(costs), storage]
         self._optimizer_name = optimizer_name
+        self._estimated: list[list[Shard]] = []
+
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
+        """TorchRec copies all shards for a second call that never comes: with 856 tables half of the time."""
+        options = super().enumerate(module, sharders)
+        self._last_stored_module = None  # the copies have no shards
+        for option, shards in zip(options, self._estimated, strict=True):
+            option.shards = shards
+        return options
 
     # TorchRec intersects sets of strings, so its order of options, and which of two equals wins, changes by process.
     def _filter_sharding_types(self, name: str, allowed_sharding_types: list[str], sharder_key: str = "") -> list[str]:
@@ -62,6 +81,9 @@ class SortedEnumerator(EmbeddingEnumerator):
             super().populate_estimates(sharding_options)
         for option in sharding_options:
             self._add_training_memory(option)
+        self._estimated = [option.shards for option in sharding_options]
+        for option in sharding_options:
+            option.shards = []
 
     def _add_training_memory(self, option: ShardingOption) -> None:
         for shard in option.shards:
@@ -76,6 +98,28 @@ class SortedEnumerator(EmbeddingEnumerator):
                 shard.storage.hbm += extra
             else:
                 shard.storage.ddr += extra
+
+
+class _OncePerSize:
+    """TorchRec's estimator of time, asked once for all shards of one size of an option: nothing else tells them apart."""
+
+    def __init__(self, estimator: ShardEstimator) -> None:
+        self._estimator = estimator
+
+    def estimate(self, sharding_options: list[ShardingOption], *arguments: Any, **keywords: Any) -> None:
+        """The rest of the arguments is TorchRec's, under names that change between versions."""
+        whole = [option.shards for option in sharding_options]
+        firsts = [{tuple(shard.size): shard for shard in reversed(shards)} for shards in whole]
+        for option, first in zip(sharding_options, firsts, strict=True):
+            option.shards = list(first.values())
+        try:
+            self._estimator.estimate(sharding_options, *arguments, **keywords)
+        finally:
+            for option, shards in zip(sharding_options, whole, strict=True):
+                option.shards = shards
+        for shards, first in zip(whole, firsts, strict=True):
+            for shard in shards:
+                shard.perf = first[tuple(shard.size)].perf
 
 
 @contextmanager

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.planners import (
+    EmbeddingShardingPlanner,
+    to_sharding_plan,
+    validate_compute_kernels,
+    validate_modules_inclusion_in_sharding_plan,
+    validate_rank_assignment,
+)
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Shard, ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
@@ -28,6 +34,8 @@ from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
 from pipeline.planner.infeasible import UVM_KERNELS, explain_infeasible, table_bytes
 from pipeline.planner.planfile import decode_record, encode_record, load_plan
 from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms, show_bytes
+from pipeline.planner.search.portfolio import Infeasible, SearchConfig
+from pipeline.planner.searcher import enumerate_options, search_options
 
 logger = get_logger(__name__)
 PHASES = {
@@ -126,8 +134,7 @@ def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanReque
 
 def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
     """The same plan in every process, unless planner.timeout_s cuts the search short."""
-    plan, options = SEARCHERS[config.kind](config, problem)
-    record = _build_record(config.kind, problem, plan, options)
+    record = _build_record(config.kind, problem, SEARCHERS[config.kind](config, problem))
     _check_fits(record, problem.usable, f"{config.kind}'s plan", "raise planner.reserved_memory_fraction")
     return record
 
@@ -149,7 +156,19 @@ def _pose(config: PlannerConfig, request: PlanRequest) -> Problem:
     return Problem(request, placed, constraints, usable, KeepFree(fraction, dense_bytes))
 
 
-def _search_torchrec(config: PlannerConfig, problem: Problem) -> tuple[ShardingPlan, list[ShardingOption]]:
+@dataclass(frozen=True)
+class Found:
+    """A plan as options whose shards have ranks, and what is known of how good it is."""
+
+    plan: ShardingPlan
+    options: list[ShardingOption]
+    minimised: str
+    lower_bound_ms: float | None = None
+    gap: float | None = None
+    torchrec: Objective | None = None
+
+
+def _search_torchrec(config: PlannerConfig, problem: Problem) -> Found:
     request = problem.request
     topology = build_topology(request.hardware)
     planner = EmbeddingShardingPlanner(
@@ -166,40 +185,78 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> tuple[ShardingP
     try:
         plan = planner.plan(request.model, request.sharders)
     except (PlannerError, RuntimeError) as error:  # TorchRec raises both where nothing fits
-        text = explain_infeasible(
-            problem.placed,
-            problem.constraints,
-            request.hardware,
-            request.optimizer.name,
-            problem.usable,
-            config.reserved_memory_fraction,
-        )
-        raise ValueError(text) from error
+        raise ValueError(_explain_infeasible(config, problem)) from error
     if time.monotonic() - started > config.timeout_s:
         logger.warning(
             "planner.timeout_s=%g cut the search short: a longer one may find a better plan", config.timeout_s
         )
     options = planner._best_plan
     assert options, "a model without tables"
-    return plan, options
+    return Found(plan, options, "max_rank")
 
 
-SEARCHERS: dict[str, Callable[[PlannerConfig, Problem], tuple[ShardingPlan, list[ShardingOption]]]] = {
+def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
+    """TorchRec enumerates and estimates, ours decides, and TorchRec's validators have the last word."""
+    request = problem.request
+    topology = build_topology(request.hardware)
+    try:
+        enumerated, num_proposed = enumerate_options(
+            request.model, request.sharders, problem.placed, problem.constraints, topology, request.hardware,
+            request.optimizer, request.batch_size,
+        )  # fmt: skip
+        settings = SearchConfig(objective=config.objective, seed=config.seed, seconds=config.timeout_s)
+        options, result = search_options(enumerated, num_proposed, request.hardware, problem.usable, settings)
+    except (Infeasible, RuntimeError) as error:  # TorchRec raises RuntimeError where a table has no option
+        raise ValueError(_explain_infeasible(config, problem)) from error
+    if result.cut_short:
+        logger.warning(
+            "planner.timeout_s=%g cut the search short: a longer one may find a better plan", config.timeout_s
+        )
+    logger.info(
+        "search: %s found %.4g ms %s in %.1f s, at most %.2f %% above the best possible",
+        result.winner, result.score.of(config.objective), config.objective, result.seconds, 100 * result.gap,
+    )  # fmt: skip
+    plan = to_sharding_plan(options, topology)
+    validate_modules_inclusion_in_sharding_plan(plan, request.model, request.sharders)
+    validate_rank_assignment(plan, topology)
+    validate_compute_kernels(options)
+    # Where not all of TorchRec's proposals were tried, its planner may have done better than those.
+    theirs = result.torchrec if result.torchrec_complete else None
+    objective = None if theirs is None else Objective("max_rank", theirs.max_rank_ms, theirs.critical_path_ms)
+    return Found(plan, options, config.objective, result.lower_bound_ms, result.gap, objective)
+
+
+def _explain_infeasible(config: PlannerConfig, problem: Problem) -> str:
+    request = problem.request
+    return explain_infeasible(
+        problem.placed,
+        problem.constraints,
+        request.hardware,
+        request.optimizer.name,
+        problem.usable,
+        config.reserved_memory_fraction,
+    )
+
+
+SEARCHERS: dict[str, Callable[[PlannerConfig, Problem], Found]] = {
+    "search": _search_portfolio,
     "torchrec": _search_torchrec,
 }
 
 
-def _build_record(planner: str, problem: Problem, plan: ShardingPlan, options: list[ShardingOption]) -> PlanRecord:
+def _build_record(planner: str, problem: Problem, found: Found) -> PlanRecord:
     request = problem.request
-    by_name = {option.name: option for option in options}
-    ranks = _rank_loads(options, request.hardware.world_size)
+    by_name = {option.name: option for option in found.options}
+    ranks = _rank_loads(found.options, request.hardware.world_size)
+    slowest = max(load.cost_ms for load in ranks)
     return PlanRecord(
         planner=planner,
         hardware=request.hardware.name,
-        plan=plan,
+        plan=found.plan,
         tables=[_choice(entry, by_name[entry.table.name], problem) for entry in problem.placed],
         ranks=ranks,
-        objective=Objective("max_rank", max(load.cost_ms for load in ranks), critical_path_ms(ranks)),
+        objective=Objective(found.minimised, slowest, critical_path_ms(ranks), found.lower_bound_ms, found.gap),
+        torchrec_objective=found.torchrec,
         usable_hbm_bytes=problem.usable[0],
         usable_ddr_bytes=problem.usable[1],
         fingerprint=take_fingerprint(problem.placed, request.hardware, request.optimizer, request.batch_size),

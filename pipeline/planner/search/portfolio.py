@@ -41,7 +41,7 @@ class SearchConfig:
     objective: str = "critical_path"
     seed: int = 0
     seconds: float = 60.0
-    proposal_shards: int = 2_000_000  # placed in TorchRec's proposals
+    proposal_placements: int = 300_000  # of shards, in TorchRec's proposals
     local_steps: tuple[int, ...] = (300, 1000, 2000)
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
     exact_variables: int = 8000  # a larger one is not tried
@@ -106,7 +106,7 @@ class _Search:
             self.bound = relaxation.bound_ms
             for assignment in warm_starts:
                 self._offer("warm start", assignment)
-            torchrec = try_proposals(self.problem, config.objective, config.proposal_shards, self._out_of_time)
+            torchrec = try_proposals(self.problem, config.objective, config.proposal_placements, self._out_of_time)
             if torchrec.best is not None:
                 self._offer("torchrec", torchrec.best)
             bar.advance(1)
@@ -153,20 +153,23 @@ class _Search:
         """Options by the relaxation's shares, under ever looser limits on the largest shard, placed largest first."""
         assert first.bound_ms is not None
         relaxations = [first, *(program.solve(limit * first.bound_ms) for limit in SHARD_LIMITS if not self._done())]
-        guesses = dict.fromkeys(
-            tuple(int(shares.argmax()) for shares in relaxation.shares)
-            for relaxation in relaxations
-            if relaxation.bound_ms is not None
-        )
+        guesses: dict[tuple[int, ...], Relaxation] = {}
+        for relaxation in relaxations:
+            if relaxation.bound_ms is not None:
+                guesses.setdefault(tuple(int(shares.argmax()) for shares in relaxation.shares), relaxation)
         for weight in MEMORY_WEIGHTS:
-            state = RankState(self.small, self.config.objective, weight * first.bound_ms)
-            for choices in guesses:
-                for order in self._orders(choices):
-                    state.clear()
-                    if not self._out_of_time() and fill(state, list(choices), order):
-                        self._offer("relaxation", self._whole(state.assignment()))
+            for choices, relaxation in guesses.items():
+                self._place_largest_first(choices, relaxation, weight * first.bound_ms)
             if self.best is not None:
                 return  # memory is saved only where it is short
+
+    def _place_largest_first(self, choices: tuple[int, ...], relaxation: Relaxation, memory_weight: float) -> None:
+        """Towards the relaxation's own maxima: while all are below them only evenness counts."""
+        state = RankState(self.small, self.config.objective, memory_weight, relaxation.maxima_ms)
+        for order in self._orders(choices):
+            state.clear()
+            if not self._out_of_time() and fill(state, list(choices), order):
+                self._offer("relaxation", self._whole(state.assignment()))
 
     def _orders(self, choices: tuple[int, ...]) -> list[list[int]]:
         """Uniform options first, for they can only lie in one way; then the largest, by time and by memory."""

@@ -32,7 +32,7 @@ class TorchRecResult:
 
 
 def try_proposals(problem: SearchProblem, objective: str, budget: int, stop: Callable[[], bool]) -> TorchRecResult:
-    """Place each proposal as TorchRec does. `budget` counts shards placed; `stop` is asked between proposals."""
+    """Place each proposal as TorchRec does. `budget` counts placements; `stop` is asked between proposals."""
     partitioner = _Partitioner(problem)
     walks, complete = _walks(partitioner, budget)
     seen: set[tuple[int, ...]] = set()
@@ -64,8 +64,7 @@ def _walks(partitioner: _Partitioner, budget: int) -> tuple[list[Iterator[Propos
     grid = math.prod(len(options) for options in tables)
     walks: list[Iterator[Proposal]] = []
     complete = True
-    size = sum(max(partitioner.num_shards[table][choice] for choice in mine) for table, mine in enumerate(tables))
-    allowed = max(1, budget // max(1, size))
+    allowed = max(1, budget // partitioner.placements)
     if grid <= MAX_GRID_PROPOSALS:
         by_depth = [partitioner.sorted_options(table, by_largest=True) for table in range(len(tables))]
         proposals = (list(proposal) for proposal in itertools.product(*by_depth))
@@ -125,7 +124,11 @@ class _Partitioner:
             [index for index, option in enumerate(options) if option.proposed] for options in problem.tables
         ]
         self.costs: list[list[Floats]] = [[option.cost_ms.sum(axis=1) for option in mine] for mine in problem.tables]
-        self.num_shards = [[option.num_shards for option in mine] for mine in problem.tables]
+        # Of a proposal, at most: shards of one table that share their ranks are placed in one go.
+        one_by_one = (Rule.ANY_RANK, Rule.WITHIN_HOST)
+        self.placements = sum(
+            max(option.num_shards if option.rule in one_by_one else 1 for option in mine) for mine in problem.tables
+        )
         self.extent = [
             [(tuple(option.memory.max(axis=0)), tuple(option.memory.sum(axis=0))) for option in mine]
             for mine in problem.tables

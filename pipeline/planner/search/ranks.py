@@ -16,12 +16,16 @@ class RankState:
     phase's for critical_path. `load` is [R, maxima].
     """
 
-    def __init__(self, problem: SearchProblem, objective: str, memory_weight: float = 0.0) -> None:
+    def __init__(
+        self, problem: SearchProblem, objective: str, memory_weight: float = 0.0, targets: Floats | None = None
+    ) -> None:
+        """`targets` [maxima]: up to there a load costs nothing, only evenness counts."""
         self.problem = problem
         self.objective = objective
         self.costs = [[project(option, objective) for option in options] for options in problem.tables]
         self.load = np.zeros((problem.world_size, self.costs[0][0].shape[1]))
         self.memory = np.zeros((problem.world_size, 2))
+        self.targets = np.zeros(self.load.shape[1]) if targets is None else targets
         self.choices: list[int | None] = [None] * len(problem.tables)
         self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(problem.tables)
         # Tables by where they lie: on every rank, or with a shard on one. Dicts, for they keep one order in every process.
@@ -40,7 +44,7 @@ class RankState:
     @property
     def smooth_value(self) -> float:
         """The value, and a little of how uneven loads are: a step that only levels them counts as one forward."""
-        return self.value + EVEN_OUT * float(np.sqrt((self.load * self.load).mean(axis=0)).sum())
+        return self.value + self._unevenness((self.load * self.load).sum(axis=0))
 
     def put(self, table: int, choice: int, ranks: Ranks) -> None:
         self._change(table, choice, ranks, 1.0)
@@ -103,18 +107,28 @@ class RankState:
     def find_best(self, table: int) -> tuple[int, Ranks] | None:
         """The option and place that raise the smooth value least; None where nothing fits."""
         best: tuple[float, int, Ranks] | None = None
-        for choice in range(len(self.problem.tables[table])):
+        highest, squares = self._highest(), (self.load * self.load).sum(axis=0)
+        for choice, cost in enumerate(self.costs[table]):
             ranks = self.find_place(table, choice)
             if ranks is None:
                 continue
-            self._change(table, choice, ranks, 1.0)
-            value = self.smooth_value
+            before = self.load[ranks]
+            after = before + cost
+            value = float(np.maximum(highest, after.max(axis=0)).sum()) + self._unevenness(
+                squares + (after * after - before * before).sum(axis=0)
+            )
             if self._saves_memory:
-                value += float((self._memory_price * self.memory).max(axis=0).sum())
-            self._change(table, choice, ranks, -1.0)
+                value += float((self._memory_price[ranks] * self.problem.tables[table][choice].memory).sum())
             if best is None or value < best[0]:
                 best = (value, choice, ranks)
         return None if best is None else best[1:]
+
+    def _highest(self) -> Floats:
+        highest: Floats = np.maximum(self.load.max(axis=0), self.targets)
+        return highest
+
+    def _unevenness(self, squares: Floats) -> float:
+        return EVEN_OUT * float(np.sqrt(squares / len(self.load)).sum())
 
     def _hosts_hold(self, option: Option, ranks: Ranks) -> bool:
         caps = self.problem.host_memory
@@ -126,8 +140,10 @@ class RankState:
 
     def _prices(self, load: Floats, memory: Floats, room: Floats, on: slice) -> Floats:
         """For each rank of `on`: what it would cost to end with `load` and `memory`; infinite beyond `room`."""
-        maxima = np.maximum(load, self.load.max(axis=0))
-        price = maxima.sum(axis=-1) + EVEN_OUT * load.sum(axis=-1)
+        highest = self._highest()
+        weights = EVEN_OUT / (highest + 1e-9)
+        before = self.load[on]
+        price = np.maximum(load, highest).sum(axis=-1) + ((load * load - before * before) * weights).sum(axis=-1)
         if self._saves_memory:
             price = price + (self._memory_price[on] * memory).sum(axis=-1)
         return np.where((memory <= room).all(axis=-1), price, np.inf)
@@ -165,14 +181,16 @@ class RankState:
         local, hosts = self.problem.ranks_per_host, self.problem.num_hosts
         blocks = option.num_shards // local
         uses, most = np.zeros(hosts, dtype=int), -(-blocks // hosts)
+        highest = self._highest()
+        weights = EVEN_OUT / (highest + 1e-9)
         load = self.load.reshape(hosts, local, -1).copy()
         memory = self.memory.reshape(hosts, local, 2).copy()
         room, chosen = self.problem.capacity.reshape(hosts, local, 2), []
         for block in range(blocks):
             mine = slice(block * local, (block + 1) * local)
             ending, needed = load + cost[mine], memory + option.memory[mine]
-            maxima = np.maximum(ending.max(axis=1), self.load.max(axis=0))
-            price = maxima.sum(axis=1) + EVEN_OUT * ending.sum(axis=(1, 2)) / local
+            price = np.maximum(ending.max(axis=1), highest).sum(axis=1)
+            price += ((ending * ending - load * load).sum(axis=1) * weights).sum(axis=1)
             price[(needed > room).any(axis=(1, 2)) | (uses >= most)] = np.inf
             if self.problem.host_memory is not None:
                 price[needed[:, :, 1].sum(axis=1) > self.problem.host_memory] = np.inf

@@ -22,7 +22,7 @@ FIT_THRESHOLDS = (0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5)
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """`bound_ms` is None where even the relaxation has no solution: then nothing fits.
+    """`bound_ms` is None where even the relaxation has no solution: then nothing fits, and the rest is empty.
 
     Per option: its share of the table, and by how much at least it raises the bound where it is chosen.
     """
@@ -30,6 +30,7 @@ class Relaxation:
     bound_ms: float | None
     shares: list[Floats]
     raises_ms: list[Floats]
+    maxima_ms: Floats  # what the bound is the sum of
 
 
 class LinearProgram:
@@ -65,12 +66,12 @@ class LinearProgram:
             method="highs",
         )  # fmt: skip
         if found.status != 0:
-            return Relaxation(None, [], [])
+            return Relaxation(None, [], [], np.zeros(0))
         ends = np.cumsum(self.sizes)[:-1]
         shares = np.split(found.x[: self.num_options], ends)
         raises = np.split(np.maximum(found.lower.marginals[: self.num_options], 0.0), ends)
         # A dual bound of a linear program is off by its tolerance at most; this much below it is safe.
-        return Relaxation(float(found.fun) * (1 - 1e-7), shares, raises)
+        return Relaxation(float(found.fun) * (1 - 1e-7), shares, raises, found.x[self.num_options :])
 
     def _rows(self) -> tuple[csr_matrix, Floats]:
         """Rows <= limits over [options, maxima]."""

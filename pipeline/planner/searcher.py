@@ -1,0 +1,130 @@
+"""Turn TorchRec's sharding options into arrays, search on those, and the result into options whose shards have ranks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
+from torchrec.distributed.types import ModuleSharder
+
+from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES, allowed_sharding_types
+from pipeline.planner.constraints import COLUMN_STEP, PlacedTable, TableOptimizer
+from pipeline.planner.estimator import SortedEnumerator
+from pipeline.planner.hardware import Hardware
+from pipeline.planner.search.portfolio import SearchConfig, SearchResult, search
+from pipeline.planner.search.problem import Assignment, Option, Rule, SearchProblem
+
+MIN_COLUMN_WIDTH = 32  # narrower rows waste a cache line of HBM
+RULES = {
+    "data_parallel": Rule.EVERY_RANK,
+    "row_wise": Rule.EVERY_RANK,
+    "table_wise": Rule.ANY_RANK,
+    "column_wise": Rule.ANY_RANK,
+    "table_row_wise": Rule.ONE_HOST,
+    "table_column_wise": Rule.WITHIN_HOST,
+    "grid_shard": Rule.WHOLE_HOSTS,
+}
+PHASES = ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms")
+
+
+def enumerate_options(
+    module: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+    placed: list[PlacedTable],
+    constraints: dict[str, ParameterConstraints],
+    topology: Topology,
+    hardware: Hardware,
+    optimizer: TableOptimizer,
+    batch_size: int,
+) -> tuple[list[ShardingOption], int]:
+    """TorchRec's options, and behind so many of them ours: column shards of the widths that TorchRec leaves out."""
+
+    def enumerate_by(constraints: dict[str, ParameterConstraints]) -> list[ShardingOption]:
+        enumerator = SortedEnumerator(topology, batch_size, constraints, optimizer.name)
+        return enumerator.enumerate(module, sharders)
+
+    options = enumerate_by(constraints)
+    num_proposed = len(options)
+    widths = {entry.table.name: _column_widths(entry, constraints[entry.table.name]) for entry in placed}
+    kinds = {entry.table.name: _column_kinds(entry, hardware, optimizer) for entry in placed}
+    for width in sorted({width for mine in widths.values() for width in mine}, reverse=True):
+        wanted = {name for name, mine in widths.items() if width in mine and kinds[name]}
+        narrower = {
+            # The enumerator wants an option for every table, so the others get one, which is dropped.
+            name: replace(given, sharding_types=kinds[name], min_partition=width)
+            if name in wanted
+            else replace(given, sharding_types=(given.sharding_types or [])[:1])
+            for name, given in constraints.items()
+        }
+        if wanted:
+            options += [option for option in enumerate_by(narrower) if option.name in wanted]
+    return options, num_proposed
+
+
+def _column_widths(entry: PlacedTable, constraints: ParameterConstraints) -> list[int]:
+    """Halves, quarters ... of the table, but for a table whose width is given."""
+    dim, widths = entry.table.embedding_dim, []
+    if constraints.min_partition is None:
+        while dim % 2 == 0 and dim // 2 >= MIN_COLUMN_WIDTH and (dim // 2) % COLUMN_STEP == 0:
+            dim //= 2
+            widths.append(dim)
+    return widths
+
+
+def _column_kinds(entry: PlacedTable, hardware: Hardware, optimizer: TableOptimizer) -> list[str]:
+    if hardware.world_size == 1:
+        return []
+    useful = {"column_wise"} | ({"table_column_wise"} if hardware.num_hosts > 1 else set())
+    named = set(entry.table.sharding.sharding_types)
+    offered = set(entry.sharder.sharding_types(hardware.compute_device))
+    allowed = set(allowed_sharding_types(entry.table, optimizer.name)) & set(COLUMN_SHARDING_TYPES)
+    if entry.table.sharding.compute_kernels == ["dense"]:
+        return []
+    return sorted(allowed & offered & (named or useful))
+
+
+def search_options(
+    options: list[ShardingOption], num_proposed: int, hardware: Hardware, usable: tuple[int, int], config: SearchConfig
+) -> tuple[list[ShardingOption], SearchResult]:
+    """One option a table, its shards with ranks, as TorchRec's partitioner leaves them.
+
+    Raises:
+        Infeasible: no assignment keeps to `usable` HBM and host memory a rank, or none was found.
+    """
+    by_table: dict[str, list[int]] = {}
+    for index, option in enumerate(options):
+        by_table.setdefault(option.fqn, []).append(index)
+    problem = SearchProblem(
+        tables=[[to_arrays(options[index], index < num_proposed) for index in mine] for mine in by_table.values()],
+        capacity=np.tile(np.array(usable, dtype=float), (hardware.world_size, 1)),
+        ranks_per_host=hardware.local_world_size,
+    )
+    result = search(problem, config)
+    return _with_ranks([[options[index] for index in mine] for mine in by_table.values()], result.assignment), result
+
+
+def to_arrays(option: ShardingOption, proposed: bool = True) -> Option:
+    """`proposed`: TorchRec's own planner has this option too."""
+    cost = [[getattr(shard.perf, phase) for phase in PHASES] for shard in option.shards]
+    memory = [[shard.storage.hbm, shard.storage.ddr] for shard in option.shards if shard.storage]
+    return Option(
+        rule=RULES[option.sharding_type],
+        cost_ms=np.array(cost, dtype=float),
+        memory=np.array(memory, dtype=float),
+        kind=option.sharding_type,
+        proposed=proposed,
+    )
+
+
+def _with_ranks(tables: list[list[ShardingOption]], assignment: Assignment) -> list[ShardingOption]:
+    chosen = []
+    for options, choice, ranks in zip(tables, assignment.choices, assignment.ranks, strict=True):
+        option = copy.copy(options[choice])
+        option.shards = [copy.copy(shard) for shard in option.shards]
+        for shard, rank in zip(option.shards, ranks.tolist(), strict=True):
+            shard.rank = rank
+        chosen.append(option)
+    return chosen
