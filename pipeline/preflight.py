@@ -10,7 +10,7 @@ from pipeline.embeddings.config import Table, resolve_tables, rows_of_features
 from pipeline.jobs import EvaluateJob, PlanJob, TrainJob
 from pipeline.planner.plan_folder import find_plan_file
 from pipeline.training.config import SparseOptimizerConfig
-from pipeline.training.precisions import check_batch_fits_comms
+from pipeline.training.precisions import check_batch_fits_comms, check_widths
 
 CPU_FUSED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
@@ -29,6 +29,7 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
     job.model.check_tables(tables, len(dataset.dense_features))
     _check_batches(job, dataset, world_size)
+    check_widths(tables)
     for size in (job.trainer.micro_batch_size, job.trainer.evaluate_batch_size or job.trainer.global_batch_size):
         check_batch_fits_comms(job.comms, size // world_size, tables)
     if job.hardware.compute_device == "cpu":

@@ -1,4 +1,4 @@
-"""Turn CommsConfig into what each collective really carries (stdlib only, for jobs are checked without torch)."""
+"""Say what shards and collectives can really carry (stdlib only, for jobs are checked without torch)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from pipeline.training.config import CommsConfig
 
 INT8_ROW = 32  # fbgemm's codec quantizes this many neighbouring values with one scale and bias
 SHARD_WIDTH = 4  # what the columns of a table and of each of its shards are a multiple of
+
+
+def check_widths(tables: list[Table]) -> None:
+    """Raises ValueError for a table that no sharding but data_parallel can place."""
+    for table in tables:
+        if table.embedding_dim % SHARD_WIDTH and table.sharding.sharding_types != ["data_parallel"]:
+            raise ValueError(
+                f"tables.{table.name}.embedding_dim={table.embedding_dim}, but FBGEMM's sharded tables want a multiple of "
+                f"{SHARD_WIDTH}: use {table.embedding_dim // SHARD_WIDTH * SHARD_WIDTH + SHARD_WIDTH}, or "
+                f"tables.{table.name}.sharding.sharding_types=[data_parallel]"
+            )
 
 
 def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:

@@ -31,7 +31,7 @@ def test_a_gpu_preset_needs_no_gpu_and_reaches_torchrec_unchanged(name: str) -> 
 
 
 def test_every_preset_is_named_as_its_file() -> None:
-    assert {path.stem for path in HARDWARE.glob("*.yaml")} == {"auto", "cpu", *GPU_PRESETS}
+    assert {path.stem for path in HARDWARE.glob("*.yaml")} == {"auto", "cpu", "cpu_8gb", *GPU_PRESETS}
     for path in HARDWARE.glob("*.yaml"):
         assert preset(path.stem).name == path.stem
 
