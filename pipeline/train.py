@@ -2,11 +2,13 @@
 
 On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
 A run folder that holds a checkpoint is resumed; another run_dir starts anew.
+SIGTERM saves at the next step and ends with exit code 75; the same command goes on.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +16,7 @@ from pipeline import storage
 from pipeline.config import TrainJob, run_verb, save_job
 
 SUMMARY = "summary.json"
+PREEMPTED = 75  # exit code: EX_TEMPFAIL, run it again
 
 
 @dataclass
@@ -42,7 +45,7 @@ def train(job: TrainJob) -> TrainSummary:
     from pipeline.distributed import init_distributed
     from pipeline.logs import MetricsWriter, get_logger
     from pipeline.planner.explain import summarize
-    from pipeline.planner.planfile import write_plan
+    from pipeline.planner.planfile import encode_record, write_plan
     from pipeline.training.optimizer import build_optimizer
     from pipeline.training.trainer import Trainer
 
@@ -58,7 +61,7 @@ def train(job: TrainJob) -> TrainSummary:
         optimizer,
         context,
         keep_last_n=job.checkpoint.keep_last_n,
-        about={"data_order": data_order, "experiment": job.name},
+        about={"data_order": data_order, "config": asdict(job), "plan": json.loads(encode_record(assembly.plan))},
     )
     restored = resume(job, checkpointer, data_order)
     writer = None
@@ -80,19 +83,22 @@ def train(job: TrainJob) -> TrainSummary:
         context=context,
     )
     result = trainer.fit(restored)
-    summary = TrainSummary(
-        run_dir=job.run_dir,
-        checkpoint=step_path(checkpointer.folder, result.step),
-        step=result.step,
-        stopped_early=result.stopped_early,
-        throughput=result.throughput,
-        validation=result.metrics,
-        bayes_auc=dataset.bayes_auc.get("validation"),
-    )
     if writer:
         writer.close()
-        if result.throughput:  # a run that had nothing left to train keeps the summary of the one that had
-            storage.publish_text(f"{job.run_dir}/{SUMMARY}", json.dumps(asdict(summary), indent=1))
+    if result.preempted:
+        get_logger("pipeline.train").info("stopped by SIGTERM at step %d, saved; the same command goes on", result.step)
+        sys.exit(PREEMPTED)
+    summary = TrainSummary(
+        job.run_dir,
+        step_path(checkpointer.folder, result.step),
+        result.step,
+        result.stopped_early,
+        result.throughput,
+        result.metrics,
+        dataset.bayes_auc.get("validation"),
+    )
+    if writer and result.throughput:  # a run that had nothing left to train keeps the summary of the one that had
+        storage.publish_text(f"{job.run_dir}/{SUMMARY}", json.dumps(asdict(summary), indent=1))
     return summary
 
 

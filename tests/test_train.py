@@ -60,6 +60,10 @@ def test_a_run_leaves_all_that_its_summary_names(trained: TrainSummary) -> None:
     assert list((run_dir / "tensorboard").iterdir())
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == [20, 40, 60, 80, STEPS]
+    manifest = json.loads((run_dir / "checkpoints" / "step_00000040" / "manifest.json").read_text())
+    assert manifest["config"]["trainer"]["global_batch_size"] == 256
+    assert manifest["plan"] == json.loads((run_dir / "plan.json").read_text())
+    assert manifest["reader"] == {"epoch": 0, "step": 40}
     needed = {"ne", "logloss", "calibration", "label_rate", "samples_per_s", "input_stall_percent", "peak_memory_gb",
               "lr_sparse", "lr_dense"}  # fmt: skip
     assert all(needed <= line.keys() for line in lines if line["kind"] == "train")
@@ -190,6 +194,26 @@ def test_a_wrong_run_on_ranks_prints_one_error_and_no_traceback(prepared_clicks:
     assert finished.returncode == 2
     assert "nowhere" in finished.stderr and "pipeline.prepare" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+def test_sigterm_saves_at_the_next_step_and_the_same_command_goes_on(
+    prepared_clicks: str, trained: TrainSummary, ranks: RankPool, tmp_path: Path
+) -> None:
+    overrides = _job(prepared_clicks, tmp_path / "run", "checkpoint.keep_last_n=9", "trainer.log_every_steps=1")
+    process = subprocess.Popen(_command("pipeline.train", *overrides), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if f"step 12/{STEPS}" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "stopped by SIGTERM at step" in rest and "Traceback" not in rest
+    (step,) = list_steps(str(tmp_path / "run" / "checkpoints"))
+    assert 12 <= step < STEPS
+    resumed = ranks.run(1, _train, overrides)[0]
+    assert resumed.step == STEPS
+    assert resumed.validation == pytest.approx(trained.validation, abs=1e-3)
 
 
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(prepared_clicks: str, tmp_path: Path) -> None:

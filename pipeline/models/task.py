@@ -30,6 +30,7 @@ class GuardedLoss(nn.Module):
 
     The tables' optimizer runs inside backward, so a bad loss must be stopped before it: all ranks agree on
     a flag, and where it is set the loss returned is a leaf of its own, whose backward touches no parameter.
+    The same all-reduce carries the ranks' wish to stop, so that all end at the same step.
     `max_in_a_row` such losses are skipped, the next raises NonFiniteLossError on every rank; 0 skips none.
     """
 
@@ -37,6 +38,8 @@ class GuardedLoss(nn.Module):
         super().__init__()
         self.max_in_a_row, self.scale = max_in_a_row, scale
         self.num_skipped = self._in_a_row = 0
+        self.stop_wanted = False  # set it on any rank, from a signal handler too
+        self.stop_agreed = False  # the same on every rank once that step's loss is there
 
     def forward(
         self, logits: torch.Tensor, labels: torch.Tensor, sample_weights: torch.Tensor
@@ -47,7 +50,9 @@ class GuardedLoss(nn.Module):
         prediction = Prediction(loss.detach(), logits.detach(), labels, sample_weights)
         if not self.training:
             return loss, prediction
-        if _finite_on_all_ranks(loss.detach()):
+        is_finite, goes_on = _true_on_all_ranks(loss.detach().isfinite(), not self.stop_wanted)
+        self.stop_agreed = not goes_on
+        if is_finite:
             self._in_a_row = 0
             return loss * self.scale, prediction
         self._in_a_row += 1
@@ -62,11 +67,11 @@ class GuardedLoss(nn.Module):
         return torch.zeros_like(loss).requires_grad_(), Prediction(loss.detach(), nothing, nothing, nothing)
 
 
-def _finite_on_all_ranks(loss: torch.Tensor) -> bool:
-    finite = torch.isfinite(loss).to(torch.int32)
+def _true_on_all_ranks(finite: torch.Tensor, goes_on: bool) -> list[bool]:
+    flags = torch.stack([finite, torch.tensor(goes_on, device=finite.device)]).to(torch.int32)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-    return bool(finite.item())
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+    return [bool(flag) for flag in flags.tolist()]
 
 
 class CTRTask(nn.Module):

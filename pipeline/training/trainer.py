@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -36,6 +39,7 @@ class FitResult:
 
     step: int
     stopped_early: bool = False
+    preempted: bool = False  # asked to stop by SIGTERM; the step is saved
     throughput: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -139,12 +143,29 @@ class Trainer:
         log = StepLog(self._config, self._reader, self._context, self._writer, start_step, self.total_steps)
         # Where stderr is no terminal the log lines tell the progress.
         shown = self._context.is_main and sys.stderr.isatty()
-        with progress("training", self.total_steps - start_step, visible=shown) as bar:
+        with progress("training", self.total_steps - start_step, visible=shown) as bar, self._stopping_at_sigterm():
             step = self._train(start_step, log, bar)
-        return FitResult(step, self._early_stop.is_exhausted, log.summary(), self._last_metrics)
+        stopped_early, preempted = self._early_stop.is_exhausted, self._task.loss.stop_agreed
+        return FitResult(step, stopped_early, preempted, log.summary(), self._last_metrics)
+
+    @contextmanager
+    def _stopping_at_sigterm(self) -> Iterator[None]:
+        """Schedulers announce the end by SIGTERM: any rank's is heard by all at the next step, which is then saved."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only there can handlers be set
+            return
+
+        def ask_to_stop(*_: object) -> None:
+            self._task.loss.stop_wanted = True
+
+        before = signal.signal(signal.SIGTERM, ask_to_stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _train(self, start_step: int, log: StepLog, bar: Progress) -> int:
-        """Collective: the last step done. It is evaluated and saved, whatever the cadence."""
+        """Collective: the last step done. It is evaluated (unless time is short) and saved, whatever the cadence."""
         batches, pipeline = self._micro_batches(start_step), self._make_pipeline()
         step = saved_step = start_step
         evaluated_step = -1
@@ -154,6 +175,8 @@ class Trainer:
                     log.update(pipeline.progress(batches))
             step += 1
             bar.advance(1)
+            if self._task.loss.stop_agreed:
+                break
             if _due(step, self._config.log_every_steps) or step == self.total_steps:
                 log.write(step, {**self._learning_rates(), "num_skipped_steps": self._task.loss.num_skipped})
             if _due(step, self._config.evaluate_every_steps):
@@ -163,7 +186,7 @@ class Trainer:
                 self._save(step)
                 saved_step = step
         batches.close()
-        if evaluated_step < step:
+        if evaluated_step < step and not self._task.loss.stop_agreed:
             self._evaluate(step, pipeline)
         if saved_step < step:
             self._save(step)

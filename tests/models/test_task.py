@@ -33,6 +33,18 @@ def test_one_ranks_bad_loss_is_skipped_on_all(ranks: RankPool) -> None:
     assert ranks.run(2, _gradient_after, -1, 3) == [(True, 0), (True, 0)]
 
 
+def _wishes(rank: int, wishing_rank: int) -> bool:
+    loss = GuardedLoss()
+    loss.stop_wanted = rank == wishing_rank
+    loss(torch.zeros(2, requires_grad=True), torch.ones(2), torch.ones(2))
+    return loss.stop_agreed
+
+
+def test_one_ranks_wish_to_stop_is_heard_by_all_at_the_same_step(ranks: RankPool) -> None:
+    assert ranks.run(2, _wishes, 1) == [True, True]
+    assert ranks.run(2, _wishes, -1) == [False, False]
+
+
 def _raises(rank: int) -> str:
     with pytest.raises(NonFiniteLossError) as error:
         _gradient_after(rank, bad_rank=0, max_in_a_row=0)
