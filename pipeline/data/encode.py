@@ -116,8 +116,10 @@ def dense_values(column: pa.ChunkedArray, transform: str) -> np.ndarray:
 
     https://github.com/facebookresearch/dlrm/blob/main/data_utils.py: X_int[X_int < 0] = 0, then log(X_int + 1).
     """
-    values = np.nan_to_num(column.to_numpy(), nan=0.0)
-    return (np.log1p(np.maximum(values, 0.0)) if transform == "log1p" else values).astype(np.float32)
+    values = column.to_numpy()  # missing values become NaN
+    if transform == "log1p":
+        return np.log1p(np.fmax(values, 0.0)).astype(np.float32)  # fmax takes the number where the other is NaN
+    return np.where(np.isnan(values), 0.0, values).astype(np.float32)
 
 
 def _flatten(column: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray]:

@@ -143,11 +143,12 @@ class TextReader:
             yield self._block(text, num_lines)
             return
         ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n")) + 1
-        begin = 0
-        for last in range(MAX_BLOCK_ROWS, num_lines, MAX_BLOCK_ROWS):
-            yield self._block(text[begin : ends[last - 1]], MAX_BLOCK_ROWS)
-            begin = ends[last - 1]
-        yield self._block(text[begin:], (num_lines - 1) % MAX_BLOCK_ROWS + 1)
+        begin = first = 0
+        for piece in range(num_pieces := -(-num_lines // MAX_BLOCK_ROWS)):
+            last = num_lines * (piece + 1) // num_pieces
+            end = ends[last - 1] if last < num_lines else len(text)
+            yield self._block(text[begin:end], last - first)
+            begin, first = end, last
 
     def _block(self, text: bytes, num_lines: int) -> Block:
         self._line, self._row = self._line + num_lines, self._row + num_lines

@@ -155,7 +155,11 @@ class _Writer:
     def __enter__(self) -> _Writer:
         encoding = dict.fromkeys(ENTRIES_SCHEMA.names, "PLAIN") | {"entry": "DELTA_BINARY_PACKED"}
         self._entries = pq.ParquetWriter(
-            self._staged.entries_path, ENTRIES_SCHEMA, compression="lz4", use_dictionary=False, column_encoding=encoding
+            self._staged.entries_path,
+            ENTRIES_SCHEMA,
+            compression="none",
+            use_dictionary=False,
+            column_encoding=encoding,
         )
         self._quarantine = open(self._staged.quarantine_path, "w", encoding="utf-8")
         return self
@@ -168,8 +172,7 @@ class _Writer:
     def add(self, block: Block, parsed: ParsedRows, encoded: EncodedBlock) -> None:
         staged = self._staged
         if self._rows is None:
-            options = pa.ipc.IpcWriteOptions(compression="lz4")
-            self._rows = pa.ipc.new_file(staged.rows_path, encoded.rows.schema, options=options)
+            self._rows = pa.ipc.new_file(staged.rows_path, encoded.rows.schema)
         self._rows.write_batch(encoded.rows)
         self._entries.write_table(self._entry_table(encoded))
         for row in parsed.quarantined:

@@ -53,7 +53,7 @@ def test_block_of_many_short_lines_is_cut_where_codes_of_16_bits_end(
     monkeypatch.setattr(source_module, "MAX_BLOCK_ROWS", 7)
     lines = random_lines(30)
     parsed = parse_file(write_lines(tmp_path / "train.txt", lines))
-    assert [block.num_rows for block, _ in parsed] == [7, 7, 7, 7, 2]
+    assert [block.num_rows for block, _ in parsed] == [6, 6, 6, 6, 6]
     assert column(parsed, "cat_0") == [line.split("\t")[14] or None for line in lines]
 
 
