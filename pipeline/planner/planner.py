@@ -11,13 +11,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.planner.planners import (
-    EmbeddingShardingPlanner,
-    to_sharding_plan,
-    validate_compute_kernels,
-    validate_modules_inclusion_in_sharding_plan,
-    validate_rank_assignment,
-)
+from torchrec.distributed.planner import planners as torchrec_planners
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner, to_sharding_plan, validate_rank_assignment
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Shard, ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
@@ -217,9 +212,10 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
         result.winner, result.score.of(config.objective), config.objective, result.seconds, 100 * result.gap,
     )  # fmt: skip
     plan = to_sharding_plan(options, topology)
-    validate_modules_inclusion_in_sharding_plan(plan, request.model, request.sharders)
     validate_rank_assignment(plan, topology)
-    validate_compute_kernels(options)
+    if hasattr(torchrec_planners, "validate_compute_kernels"):  # TorchRec 1.6 has the validator of ranks alone
+        torchrec_planners.validate_modules_inclusion_in_sharding_plan(plan, request.model, request.sharders)
+        torchrec_planners.validate_compute_kernels(options)
     # Where not all of TorchRec's proposals were tried, its planner may have done better than those.
     theirs = result.torchrec if result.torchrec_complete else None
     objective = None if theirs is None else Objective("max_rank", theirs.max_rank_ms, theirs.critical_path_ms)
