@@ -73,7 +73,8 @@ def _run(engine: duckdb.DuckDBPyConnection, description: str, statement: str) ->
 
 def count_values(engine: duckdb.DuckDBPyConnection, entries: list[str], train_blocks: list[int], output: str) -> None:
     """Write (feature, value, count) over `train_blocks`, by feature, then descending count, ties by value."""
-    engine.register("train_blocks", pa.table({"block": pa.array(train_blocks, pa.int64())}))
+    engine.register("blocks", pa.table({"block": pa.array(train_blocks, pa.int64())}))
+    engine.execute("CREATE OR REPLACE TEMP TABLE train_blocks AS FROM blocks")  # a scan of Arrow shows no progress
     _run(
         engine,
         "counting values",
@@ -156,9 +157,9 @@ def map_entries(
     engine: duckdb.DuckDBPyConnection, entries: list[str], vocabularies: dict[int, str], hashed: list[int], output: str
 ) -> None:
     """Write the id of every entry to `output`, raw int32, in the order of entries; 0 for values without an id."""
+    nothing = f"SELECT feature, value, 0 AS id FROM {_parquet(entries)} LIMIT 0"
     known = " UNION ALL ".join(
-        ["SELECT NULL::INTEGER AS feature, NULL::VARCHAR AS value, NULL::INTEGER AS id"]
-        + [f"SELECT {feature}, value, id FROM {_parquet([path])}" for feature, path in vocabularies.items()]
+        f"SELECT {feature} AS feature, value, id FROM {_parquet([path])}" for feature, path in vocabularies.items()
     )
     is_hashed = f"feature IN ({', '.join(map(str, hashed))})" if hashed else "false"
     table = output + ".parquet"
@@ -167,7 +168,7 @@ def map_entries(
         "giving ids",
         f"""COPY (
             SELECT CASE WHEN {is_hashed} THEN value::INTEGER ELSE coalesce(id, 0) END AS id
-            FROM {_parquet(entries)} LEFT JOIN ({known}) USING (feature, value) ORDER BY entry
+            FROM {_parquet(entries)} LEFT JOIN ({known or nothing}) USING (feature, value) ORDER BY entry
         ) TO {_text(table)} (FORMAT parquet, COMPRESSION lz4_raw)""",
     )
     with open(output, "wb") as raw, pq.ParquetFile(table) as file:
