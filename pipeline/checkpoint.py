@@ -29,12 +29,13 @@ from pipeline.distributed import DistributedContext
 from pipeline.logs import get_logger
 
 MANIFEST = "manifest.json"
+ATTEMPT = ".attempt-"
 FORMAT_VERSION = 1
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 logger = get_logger(__name__)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message says which one, why, and what to do."""
 
 
@@ -65,7 +66,12 @@ class Checkpointer:
         Raises:
             CheckpointError: a rank could not write; nothing is committed.
         """
-        attempt = storage.join(self.folder, f".attempt-{step:08d}-{self._agreed_id()}")
+        path = step_path(self.folder, step)
+        if self._broadcast(os.path.exists(path)):
+            raise CheckpointError(
+                f"{path} is already committed: does another run write to this folder? Choose another run_dir"
+            )
+        attempt = storage.join(self.folder, f"{ATTEMPT}{step:08d}-{self._agreed_id()}")
         failure, files = "", {}
         try:
             dcp.save(self._state(), checkpoint_id=attempt)
@@ -74,7 +80,6 @@ class Checkpointer:
             failure = f"rank {self._context.rank}: {error}"
         reports = self._gather((files, failure))
         failures = [text for _, text in reports if text]
-        path = step_path(self.folder, step)
         if not failures and self._context.is_main:
             manifest = {
                 "format_version": FORMAT_VERSION,
@@ -86,7 +91,7 @@ class Checkpointer:
             }
             try:
                 _commit(attempt, path, manifest)
-                self._purge()
+                self._purge(step)
             except OSError as error:
                 failures = [f"rank 0: {error}"]
         failures = self._broadcast(failures)
@@ -99,23 +104,30 @@ class Checkpointer:
             )
         return path
 
-    def restore_latest(self) -> dict[str, Any] | None:
-        """Restore the newest step that verifies and return its manifest; None when the folder holds no step.
+    def newest(self) -> dict[str, Any] | None:
+        """The manifest of the newest step that verifies; None when the folder holds no step.
 
         Raises:
-            CheckpointError: there are steps, and not one can be restored.
+            CheckpointError: there are steps, and not one can be used.
         """
-        steps = list_steps(self.folder)
+        steps, problems = list_steps(self.folder), []
         for step in reversed(steps):
             problem = self._verify(step)
             if not problem:
-                return self.restore(step, verified=True)
+                return read_manifest(step_path(self.folder, step))
             logger.warning("checkpoint step %d does not verify (%s); going back to the one before", step, problem)
-        if steps:
+            problems.append(f"step {step}: {problem}")
+        if problems:
             raise CheckpointError(
-                f"none of the {len(steps)} checkpoints in {self.folder} verifies; delete that folder to start anew"
+                f"none of the {len(steps)} checkpoints in {self.folder} can be used ({'; '.join(problems)[:600]}); "
+                "restore that folder from a copy, or choose another run_dir"
             )
         return None
+
+    def restore_latest(self) -> dict[str, Any] | None:
+        """Restore the step that newest() names and return its manifest. Raises CheckpointError as it and restore do."""
+        manifest = self.newest()
+        return None if manifest is None else self.restore(manifest["step"], verified=True)
 
     def restore(self, step: int, verified: bool = False) -> dict[str, Any]:
         """Restore step `step` in place, whatever plan and world size wrote it, and return its manifest.
@@ -124,10 +136,10 @@ class Checkpointer:
             CheckpointError: the step is missing, damaged, or does not fit this model and plan.
         """
         path = step_path(self.folder, step)
+        if step not in (steps := list_steps(self.folder)):
+            raise CheckpointError(f"there is no step {step} in {self.folder}; there are {steps}")
         if not verified and (problem := self._verify(step)):
-            raise CheckpointError(
-                f"checkpoint {path} cannot be used: {problem}; steps there: {list_steps(self.folder)}"
-            )
+            raise CheckpointError(f"checkpoint {path} cannot be used: {problem}; there are steps {steps}")
         state = self._state()
         try:
             dcp.load(state, storage_reader=TensorsOnlyReader(path))
@@ -137,6 +149,21 @@ class Checkpointer:
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
         return read_manifest(path)
+
+    def clear_after(self, step: int) -> None:
+        """Make way for a run that goes on from `step`.
+
+        Later steps did not verify, and the run will write them anew: they are set aside under another name. What
+        killed saves have left is removed.
+        """
+        if self._context.is_main and storage.exists(self.folder):
+            for later in (number for number in list_steps(self.folder) if number > step):
+                aside = storage.join(self.folder, f".damaged-{later:08d}-{uuid.uuid4().hex[:8]}")
+                os.rename(step_path(self.folder, later), aside)
+            for name in storage.list_folder(self.folder):
+                if name.startswith(ATTEMPT):
+                    shutil.rmtree(storage.join(self.folder, name))
+        dist.barrier()
 
     def _state(self) -> dict[str, Any]:
         state = {"model": self._model.state_dict()}
@@ -165,12 +192,13 @@ class Checkpointer:
                 TensorsOnlyReader(path).read_metadata()
         except pickle.UnpicklingError as error:
             problem = f"{path}/.metadata is refused: {error}"
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             problem = f"unreadable manifest: {error}"
         return next((text for text in self._gather(problem) if text), "")
 
-    def _purge(self) -> None:
-        for step in list_steps(self.folder)[: -self._keep_last_n]:
+    def _purge(self, saved: int) -> None:
+        """Of the steps up to the one just saved, keep the last few."""
+        for step in [step for step in list_steps(self.folder) if step <= saved][: -self._keep_last_n]:
             shutil.rmtree(step_path(self.folder, step))
 
     def _agreed_id(self) -> str:

@@ -37,11 +37,13 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     from pipeline.checkpoint import Checkpointer, step_path
     from pipeline.data.dataset import load_dataset
     from pipeline.distributed import init_distributed
+    from pipeline.logs import get_logger, to_json
     from pipeline.training.evaluation import evaluate_model
 
     trained = load_trained_job(job)
     context = init_distributed(trained.comms.backend, trained.comms.timeout_s)
     dataset = load_dataset(trained.data.path)
+    reader = open_reader(trained, dataset, job.split, context, job.global_batch_size)
     assembly = assemble(trained, dataset, context)
     checkpointer = Checkpointer(checkpoint_folder(job.run), assembly.model, None, context)
     restored = checkpointer.restore_latest() if job.step is None else checkpointer.restore(job.step)
@@ -49,7 +51,11 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         raise ValueError(
             f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train run_dir={job.run} ..."
         )
-    reader = open_reader(trained, dataset, job.split, context, job.global_batch_size)
+    if restored["data_order"]["dataset"] != dataset.fingerprint() and context.is_main:
+        get_logger("pipeline.evaluate").warning(
+            "%s is not the data set that %s was trained on: where its vocabularies differ, ids mean other values and "
+            "these metrics mean nothing", trained.data.path, job.run
+        )  # fmt: skip
     metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}")
     step = restored["step"]
     checkpoint = step_path(checkpointer.folder, step)
@@ -58,7 +64,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     if storage.exists(trained_summary := storage.join(job.run, SUMMARY)):
         summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
     if context.is_main:
-        storage.publish_text(summary.path, json.dumps({"split": job.split, "step": summary.step, **metrics}, indent=1))
+        storage.publish_text(summary.path, to_json({"split": job.split, "step": summary.step, **metrics}, indent=1))
     return summary
 
 
@@ -78,9 +84,10 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
 
 
 def describe(summary: EvaluateSummary) -> str:
-    names = ("ne", "logloss", "auc", "auprc", "calibration", "label_rate", "num_samples")
+    names = ("ne", "logloss", "auc", "auprc", "calibration", "label_rate")
     lines = [f"{summary.split} split at step {summary.step} of {summary.run}"]
-    lines += [f"  {name:<12}{summary.metrics[name]:,.6g}" for name in names]
+    lines += [f"  {name:<12}{summary.metrics[name]:.6g}" for name in names]
+    lines.append(f"  {'num_samples':<12}{summary.metrics['num_samples']:,}")
     lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")
     lines += describe_run(summary.run, summary.checkpoint, summary.throughput)
     lines.append(f"written to  {summary.path}")

@@ -120,6 +120,17 @@ def progress(description: str, total: float | None = None, visible: bool = True)
         yield _BarProgress(bar, bar.add_task(description, total=total))
 
 
+def to_json(values: Any, indent: int | None = None) -> str:
+    """JSON has no NaN and no infinity: they become null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(inner) for name, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(values), indent=indent, allow_nan=False)
+
+
 class MetricsWriter:
     """Append one JSON object a line to metrics.jsonl and the same numbers to TensorBoard; only rank 0 writes.
 
@@ -137,8 +148,7 @@ class MetricsWriter:
         self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=resume_step + 1 if resume_step else None)
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
-        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **finite}, allow_nan=False)
+        line = to_json({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
         with open(self.path, "a") as file:
             file.write(line + "\n")
             file.flush()

@@ -2,7 +2,7 @@
 
 On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
 A run folder that holds a checkpoint is resumed; another run_dir starts anew.
-SIGTERM saves at the next step and ends with exit code 75; the same command goes on.
+SIGTERM saves at the next training step and ends with exit code 75 (torchrun has its own); the same command goes on.
 """
 
 from __future__ import annotations
@@ -43,14 +43,20 @@ def train(job: TrainJob) -> TrainSummary:
     from pipeline.checkpoint import Checkpointer, step_path
     from pipeline.data.dataset import load_dataset
     from pipeline.distributed import init_distributed
-    from pipeline.logs import MetricsWriter, get_logger
+    from pipeline.logs import MetricsWriter, get_logger, to_json
     from pipeline.planner.explain import summarize
     from pipeline.planner.planfile import encode_record, write_plan
+    from pipeline.run_folder import take_run_folder
     from pipeline.training.optimizer import build_optimizer
     from pipeline.training.trainer import Trainer
 
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
+    if job.world_size != context.world_size:
+        raise ValueError(f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher")
+    held = take_run_folder(job.run_dir, context)
     dataset = load_dataset(job.data.path)
+    # Before memory is allocated: a missing shard shows here.
+    reader, validation_reader = (open_reader(job, dataset, split, context) for split in ("train", "validation"))
     assembly = assemble(job, dataset, context)
     get_logger("pipeline.train").info(summarize(assembly.plan))
     optimizer = build_optimizer(assembly.model, job.optimizer)
@@ -76,8 +82,8 @@ def train(job: TrainJob) -> TrainSummary:
         model=assembly.model,
         task=assembly.task,
         optimizer=optimizer,
-        reader=open_reader(job, dataset, "train", context),
-        validation_reader=open_reader(job, dataset, "validation", context),
+        reader=reader,
+        validation_reader=validation_reader,
         checkpointer=checkpointer,
         writer=writer,
         context=context,
@@ -85,6 +91,8 @@ def train(job: TrainJob) -> TrainSummary:
     result = trainer.fit(restored)
     if writer:
         writer.close()
+    if held:
+        held.close()
     if result.preempted:
         get_logger("pipeline.train").info("stopped by SIGTERM at step %d, saved; the same command goes on", result.step)
         sys.exit(PREEMPTED)
@@ -98,7 +106,7 @@ def train(job: TrainJob) -> TrainSummary:
         dataset.bayes_auc.get("validation"),
     )
     if writer and result.throughput:  # a run that had nothing left to train keeps the summary of the one that had
-        storage.publish_text(f"{job.run_dir}/{SUMMARY}", json.dumps(asdict(summary), indent=1))
+        storage.publish_text(f"{job.run_dir}/{SUMMARY}", to_json(asdict(summary), indent=1))
     return summary
 
 
@@ -133,18 +141,19 @@ def resume(job: TrainJob, checkpointer: Any, data_order: dict[str, Any]) -> dict
                 f"step {steps[-1]}; choose another run_dir, or delete that folder"
             )
         return None
-    restored = checkpointer.restore_latest()
-    if restored is None:
-        return None
-    for key, now in data_order.items():
-        then = restored["data_order"].get(key)
-        if then != now:
-            raise ValueError(
-                f"{job.run_dir} was trained to step {restored['step']} with {key}={then}, this job has {now}: step "
-                f"{restored['step']} would not be followed by the rows that come next; keep the value, or choose "
-                "another run_dir"
-            )
-    return restored
+    found = checkpointer.newest()
+    if found is not None:
+        for key, now in data_order.items():
+            then = found["data_order"].get(key)
+            if then != now:
+                raise ValueError(
+                    f"{job.run_dir} was trained to step {found['step']} with {key}={then}, this job has {now}: step "
+                    f"{found['step']} would not be followed by the rows that come next; keep the value, or choose "
+                    "another run_dir"
+                )
+        checkpointer.restore(found["step"], verified=True)
+    checkpointer.clear_after(found["step"] if found else -1)
+    return found
 
 
 def describe(summary: TrainSummary) -> str:

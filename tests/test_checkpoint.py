@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipeline.checkpoint import Checkpointer, CheckpointError, list_steps
 from tests.ranks import RankPool
@@ -106,6 +107,32 @@ def test_damaged_steps_are_passed_over_and_named(ranks: RankPool, tmp_path: Path
     _flip_a_bit(next((tmp_path / "step_00000001").glob("*.distcp")))
     for message in ranks.run(2, _restored_step, str(tmp_path)):
         assert "none of the 4 checkpoints" in str(message)
+
+
+def _goes_on_past_damage(rank: int, folder: str) -> list[int]:
+    """Restore what can be, then write the damaged step and one more, keeping one."""
+    logging.disable(logging.WARNING)
+    _, model, optimizer, context = build_sharded(ROWS)
+    checkpointer = Checkpointer(folder, model, optimizer, context, keep_last_n=1)
+    manifest = checkpointer.restore_latest()
+    logging.disable(logging.NOTSET)
+    assert manifest is not None and manifest["step"] == 2
+    checkpointer.clear_after(2)
+    dist.barrier()
+    left = list_steps(folder)
+    dist.barrier()
+    for step in (3, 4):
+        checkpointer.save(step)
+    return left
+
+
+def test_a_run_goes_on_past_a_damaged_step_and_loses_none_that_is_good(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _saves, str(tmp_path), [1, 2, 3], 9)
+    _flip_a_bit(next((tmp_path / "step_00000003").glob("*.distcp")))
+    (tmp_path / ".attempt-00000003-abc").mkdir()
+    assert ranks.run(2, _goes_on_past_damage, str(tmp_path)) == [[1, 2], [1, 2]]
+    assert list_steps(str(tmp_path)) == [4]
+    assert [path.name[:17] for path in tmp_path.iterdir() if path.name.startswith(".")] == [".damaged-00000003"]
 
 
 def test_an_empty_folder_restores_nothing(ranks: RankPool, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,9 @@ import pytest
 from pipeline import train as train_module
 from pipeline.checkpoint import list_steps
 from pipeline.config import EvaluateJob, TrainJob, load_config
+from pipeline.distributed import init_distributed
 from pipeline.evaluate import EvaluateSummary, evaluate
+from pipeline.run_folder import take_run_folder
 from pipeline.train import TrainSummary, train
 from tests.ranks import RankPool
 
@@ -164,10 +168,44 @@ def test_a_run_folder_of_another_job_is_refused_and_kept(
     assert list_steps(f"{trained.run_dir}/checkpoints") == [40, 80, STEPS]
 
 
+def test_running_a_finished_run_again_tells_its_last_metrics(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    overrides = _job(prepared_clicks, tmp_path, "trainer.evaluate_every_steps=25", "trainer.max_steps=30",
+                     "checkpoint.save_every_steps=10")  # fmt: skip
+    first, second = (ranks.run(2, _train, overrides)[0] for _ in range(2))
+    assert (first.step, second.step) == (30, 30)
+    assert second.validation == first.validation
+
+
+def _train_twice_at_once(rank: int, overrides: list[str], run_dir: str) -> str:
+    held = take_run_folder(run_dir, init_distributed())
+    with pytest.raises(ValueError) as error:
+        _train(rank, overrides)
+    if held:
+        held.close()
+    return str(error.value)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(ranks: RankPool, prepared_clicks: str, tmp_path: Path) -> None:
+    for message in ranks.run(2, _train_twice_at_once, _job(prepared_clicks, tmp_path), str(tmp_path)):
+        assert re.search(r"another run writes to run_dir=.* \(process \d+ on .*\)", message)
+
+
+def test_a_missing_shard_is_found_before_tables_are_planned(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    spoilt = shutil.copytree(prepared_clicks, tmp_path / "spoilt")
+    next(spoilt.glob("validation/*.parquet")).unlink()
+    with pytest.raises(RuntimeError, match=r"validation/\w+.parquet"):
+        ranks.run(2, _train, _job(str(spoilt), tmp_path / "run"))
+    assert not (tmp_path / "run" / "plan.json").exists()
+
+
 def test_evaluating_what_is_no_run_or_no_step_says_so(ranks: RankPool, trained: TrainSummary, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run folder"):
         evaluate(load_config(EvaluateJob, [f"run={tmp_path}"]))
-    with pytest.raises(RuntimeError, match=r"step_00000041 cannot be used.*steps there: \[40, 80, 93\]"):
+    with pytest.raises(RuntimeError, match=r"there is no step 41 in .*; there are \[40, 80, 93\]"):
         ranks.run(1, _evaluate, [f"run={trained.run_dir}", "step=41"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -93,6 +94,8 @@ class EarlyStop:
 
     def update(self, metrics: dict[str, float]) -> None:
         value = metrics[self._config.metric]
+        if math.isnan(value):  # a split of one class has no AUC: it says nothing
+            return
         value = -value if self._config.metric in HIGHER_IS_BETTER else value
         if self.best is None or value < self.best - self._config.min_delta:
             self.best, self.num_worse = value, 0
@@ -127,6 +130,7 @@ class Trainer:
         self._accumulation = config.gradient_accumulation_steps
         self.total_steps = min(config.epochs * reader.steps_per_epoch // self._accumulation, config.max_steps or 2**62)
         self._last_metrics: dict[str, float] = {}
+        self._metrics_step = 0  # at which they were measured; step 0 is never evaluated
         self._early_stop = EarlyStop(config.early_stop)
 
     def fit(self, restored: dict[str, Any] | None = None) -> FitResult:
@@ -136,10 +140,13 @@ class Trainer:
             NonFiniteLossError: the loss is not finite, under the policy `stop` or too often in a row.
         """
         start_step = self._resume_from(restored)
-        if start_step >= self.total_steps or self._early_stop.is_exhausted:
+        is_done = start_step >= self.total_steps or self._early_stop.is_exhausted
+        # SIGTERM leaves no time for an evaluation: it is made up for here.
+        if self._metrics_step != start_step and (is_done or _due(start_step, self._config.evaluate_every_steps)):
+            self._evaluate(start_step)
+        if is_done or self._early_stop.is_exhausted:
             logger.info("step %d of %d: nothing left to train", start_step, self.total_steps)
-            metrics = self._last_metrics or self._evaluate(start_step)
-            return FitResult(start_step, self._early_stop.is_exhausted, metrics=metrics)
+            return FitResult(start_step, self._early_stop.is_exhausted, metrics=self._last_metrics)
         log = StepLog(self._config, self._reader, self._context, self._writer, start_step, self.total_steps)
         # Where stderr is no terminal the log lines tell the progress.
         shown = self._context.is_main and sys.stderr.isatty()
@@ -165,10 +172,9 @@ class Trainer:
             signal.signal(signal.SIGTERM, before)
 
     def _train(self, start_step: int, log: StepLog, bar: Progress) -> int:
-        """Collective: the last step done. It is evaluated (unless time is short) and saved, whatever the cadence."""
+        """Collective: the last step done. It is evaluated (unless stopped) and saved, whatever the cadence."""
         batches, pipeline = self._micro_batches(start_step), self._make_pipeline()
         step = saved_step = start_step
-        evaluated_step = -1
         while step < self.total_steps and not self._early_stop.is_exhausted:
             with log.timed_step():
                 for _ in range(self._accumulation):
@@ -177,17 +183,15 @@ class Trainer:
             bar.advance(1)
             if self._task.loss.stop_agreed:
                 break
-            if _due(step, self._config.log_every_steps) or step == self.total_steps:
+            is_last = step == self.total_steps
+            if _due(step, self._config.log_every_steps) or is_last:
                 log.write(step, {**self._learning_rates(), "num_skipped_steps": self._task.loss.num_skipped})
-            if _due(step, self._config.evaluate_every_steps):
-                self._early_stop.update(self._evaluate(step, pipeline))
-                evaluated_step = step
-            if _due(step, self._save_every):
+            if _due(step, self._config.evaluate_every_steps) or is_last:
+                self._evaluate(step, pipeline)
+            if _due(step, self._save_every) or is_last:
                 self._save(step)
                 saved_step = step
         batches.close()
-        if evaluated_step < step and not self._task.loss.stop_agreed:
-            self._evaluate(step, pipeline)
         if saved_step < step:
             self._save(step)
         return step
@@ -195,7 +199,7 @@ class Trainer:
     def _resume_from(self, restored: dict[str, Any] | None) -> int:
         if restored is None:
             return 0
-        self._last_metrics = restored.get("metrics", {})
+        self._last_metrics, self._metrics_step = restored["metrics"], restored["metrics_step"]
         self._early_stop = EarlyStop(self._config.early_stop, **restored.get("early_stop", {}))
         self._optimizer.micro_step = restored["step"] * self._accumulation
         return int(restored["step"])
@@ -215,9 +219,9 @@ class Trainer:
         self._model.train()
         return kind(self._model, self._optimizer, self._context.device, **extra)
 
-    def _evaluate(self, step: int, pipeline: Any = None) -> dict[str, float]:
+    def _evaluate(self, step: int, pipeline: Any = None) -> None:
         if self._validation_reader is None:
-            return {}
+            return
         if hasattr(pipeline, "detach"):  # the pipeline rewrote the tables' forward for batches of its own
             pipeline.detach()
         metrics = evaluate_model(
@@ -226,8 +230,9 @@ class Trainer:
         logger.info("step %d  validation  %s", step, _described(metrics))
         if self._writer:
             self._writer.write("validation", step, metrics)
-        self._last_metrics = metrics
-        return metrics
+        self._last_metrics, self._metrics_step = metrics, step
+        if _due(step, self._config.evaluate_every_steps):
+            self._early_stop.update(metrics)
 
     def _save(self, step: int) -> None:
         started = time.monotonic()
@@ -235,6 +240,7 @@ class Trainer:
             "reader": {"epoch": step * self._accumulation // self._reader.steps_per_epoch,
                        "step": step * self._accumulation % self._reader.steps_per_epoch},
             "metrics": self._last_metrics,
+            "metrics_step": self._metrics_step,
             "early_stop": {"best": self._early_stop.best, "num_worse": self._early_stop.num_worse},
         }  # fmt: skip
         path = self._checkpointer.save(step, values)
