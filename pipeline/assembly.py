@@ -11,6 +11,7 @@ from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext
 from pipeline.embeddings.config import Table, resolve_tables
 from pipeline.jobs import TrainJob
+from pipeline.logs import get_logger
 from pipeline.models.build import build_model
 from pipeline.models.task import CTRTask
 from pipeline.planner.constraints import TableOptimizer
@@ -19,6 +20,8 @@ from pipeline.planner.record import PlanRecord
 from pipeline.training.comms import check_batch_fits_comms
 from pipeline.training.sharding import make_sharders, shard_model
 from pipeline.training.sparse_optimizer import apply_sparse_optimizer
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ def build_task(job: TrainJob, tables: list[Table], dataset: Dataset) -> CTRTask:
 def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> Assembly:
     """Collective: build, plan, shard, initialise."""
     tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
+    _warn_of_mixed_vocabularies(tables, dataset)
     batch_size = job.trainer.micro_batch_size // context.world_size
     check_batch_fits_comms(job.comms, batch_size, tables)
     task = build_task(job, tables, dataset)
@@ -64,6 +68,21 @@ def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> As
     )
     model = shard_model(task, record.plan, job.comms, context, seed=job.trainer.seed, tables=tables)
     return Assembly(tables, task, model, record)
+
+
+def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:
+    """Features that share a table share its rows, so the same id should mean the same value."""
+    for table in tables:
+        features = [dataset.sparse_feature(name) for name in table.feature_names]
+        if len({(feature.hash_size, feature.hash_seed) for feature in features}) > 1 or (
+            len(features) > 1 and features[0].hash_size is None
+        ):
+            logger.warning(
+                "features %s share table %r, but each has a vocabulary of its own: the same row stands for different "
+                "values; prepare them with ids.kind=hash, one hash_size and one hash_seed",
+                ", ".join(table.feature_names),
+                table.name,
+            )
 
 
 def open_reader(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -272,3 +273,23 @@ def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(prepared_clicks: str, 
     assert "Traceback" not in rest and "same command" in rest
     steps = list_steps(str(tmp_path / "run" / "checkpoints"))
     assert steps and steps[-1] >= 5
+
+
+def _warnings_of_a_shared_table(rank: int, overrides: list[str]) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipeline.assembly").addHandler(handler)
+    try:
+        _train(rank, overrides)
+    finally:
+        logging.getLogger("pipeline.assembly").removeHandler(handler)
+    return messages
+
+
+def test_features_with_vocabularies_of_their_own_in_one_table_are_warned_of(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    shared = "tables.shared.feature_names=[cat_0,cat_1]"
+    messages = ranks.run(1, _warnings_of_a_shared_table, _job(prepared_clicks, tmp_path, shared, "trainer.max_steps=2"))
+    assert len(messages[0]) == 1 and "cat_0, cat_1 share table 'shared'" in messages[0][0]
