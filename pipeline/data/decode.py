@@ -23,7 +23,7 @@ from pipeline.data.dataset import FILE_NAME, Dataset, ShardFile, SparseFeature, 
 from pipeline.data.streams import Segment, row_permutation
 
 MAX_IDLE_FILES = 32
-WAY_OUT = f"compare the file's checksum with {FILE_NAME}, copy it again, or remove the folder and prepare anew"
+WAY_OUT = f"compare the file's checksum with {FILE_NAME}, copy it again, or remove the folder and run `python -m pipeline.prepare`"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def check_files(folder: str, split: Split) -> None:
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(split.files)} shards are missing from {folder}, the first is {missing[0]}; "
-            "copy them again, or remove the folder and prepare anew"
+            "copy them again, or remove the folder and run `python -m pipeline.prepare`"
         )
     counted = sum(sum(shard.row_groups) for shard in split.files)
     if counted != split.num_rows:
