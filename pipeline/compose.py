@@ -38,7 +38,8 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     folders = config_folders(config_dir)
     config_name = CONFIG_NAMES[job_type]
     groups = group_options(folders)
-    choices, values = _split_overrides(_parse(overrides), groups)
+    own_groups = {group: options for group, options in groups.items() if group in _first_words(job_type)}
+    choices, values = _split_overrides(_parse(overrides), own_groups)
     _register_schemas(job_type)
     try:
         with initialize_config_dir(str(folders[0]), version_base="1.3", job_name=config_name):
@@ -47,7 +48,7 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(_explain_composition(error, job_type, groups)) from None
     for override in values:
-        _apply(config, job_type, override, groups)
+        _apply(config, job_type, override)
     return instantiate(config, job_type)
 
 
@@ -127,7 +128,7 @@ def _register_schemas(job_type: type) -> None:
         store.store(group="model", name=f"{kind}_schema", node=model_config)
 
 
-def _apply(config: DictConfig, job_type: type, override: Override, groups: dict[str, list[str]]) -> None:
+def _apply(config: DictConfig, job_type: type, override: Override) -> None:
     """Set one value. A table, feature or section that is not there yet comes to be; an unknown field never does.
 
     Hydra would want a `+` for new tables, and with it would accept, and drop, any misspelt field.
@@ -137,14 +138,14 @@ def _apply(config: DictConfig, job_type: type, override: Override, groups: dict[
         raise ValueError(
             f"{override.input_line!r}: a job's keys are fixed, they cannot be deleted or moved; set a value"
         )
-    _make_room(config, job_type, key, groups)
+    _make_room(config, job_type, key)
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{override.input_line}: {_first_line(error)}{near_field(error)}") from None
 
 
-def _make_room(config: DictConfig, job_type: type, key: str, groups: dict[str, list[str]]) -> None:
+def _make_room(config: DictConfig, job_type: type, key: str) -> None:
     """Walk `key` through the types of the job, adding entries of mappings and optional sections on the way."""
     node, kind = config, job_type
     walked: list[str] = []
@@ -153,7 +154,7 @@ def _make_room(config: DictConfig, job_type: type, key: str, groups: dict[str, l
         if dataclasses.is_dataclass(kind):
             fields = {field.name for field in dataclasses.fields(kind)}
             if name not in fields:
-                _raise_unknown_key(job_type, walked, fields | set(groups) if len(walked) == 1 else fields)
+                _raise_unknown_key(job_type, key, walked, fields if len(walked) > 1 else _first_words(job_type))
             kind = get_type_hints(kind)[name]
         elif get_origin(kind) is dict:
             kind = get_args(kind)[1]
@@ -176,12 +177,21 @@ def _is_optional(kind: Any) -> bool:
     return NoneType in get_args(kind)
 
 
-def _raise_unknown_key(job_type: type, walked: list[str], choices: set[str]) -> NoReturn:
+def _first_words(job_type: type) -> set[str]:
+    """What a verb's overrides may begin with: its fields (most groups are fields), and `experiment`, which is none."""
+    fields = {field.name for field in dataclasses.fields(job_type)}
+    return fields | {"experiment"} if issubclass(job_type, TrainJob) else fields
+
+
+def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set[str]) -> NoReturn:
     """Name the nearest key of the same section, else the same name elsewhere in the job, else all of the section."""
     *section, name = walked
-    if near := difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.6):
+    last = key.rpartition(".")[2]
+    if (joined := key.replace(".", "_")) in choices:  # data.path, where the verb has data_path
+        hint = f"did you mean {joined!r}?"
+    elif near := difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.6):
         hint = f"did you mean {'.'.join([*section, near[0]])!r}?"
-    elif elsewhere := [key for key in _leaf_keys(job_type) if key.rpartition(".")[2] == name]:
+    elif elsewhere := [key for key in _leaf_keys(job_type) if key.rpartition(".")[2] == last]:
         hint = f"did you mean {' or '.join(repr(key) for key in elsewhere)}?"
     else:
         hint = f"{'.'.join(section) or 'a job'} has {', '.join(sorted(choices))}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.checks import check_at_least, check_choice
+from pipeline.checks import check_at_least, check_choice, check_given
 from pipeline.data.config import DataConfig
 from pipeline.data.dataset import SPLITS
 from pipeline.embeddings.config import TableConfig
@@ -61,7 +61,13 @@ class TrainJob:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
+        check_given("name", self.name)
+        check_given("run_dir", self.run_dir)
         check_at_least("world_size", self.world_size, 1)
+        if type(self) is TrainJob and "://" in self.run_dir:  # a PlanJob writes no run folder
+            raise ValueError(
+                f"run_dir={self.run_dir}: run folders are local paths in this release; give a folder that every host mounts"
+            )
 
 
 @dataclass

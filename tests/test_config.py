@@ -116,6 +116,89 @@ def test_what_cannot_be_is_said_in_one_line_with_the_way_out(overrides: list[str
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.evaluate_batch_size=0", "trainer.evaluate_batch_size=0 must be at least 1"),
+        ("trainer.evaluate_max_batches=0", "trainer.evaluate_max_batches=0 must be at least 1"),
+        ("trainer.seed=-1", "trainer.seed=-1 must lie within [0, 9223372036854775807]"),
+        ("trainer.seed=9223372036854775808", "trainer.seed=9223372036854775808 must lie within"),
+        (f"trainer.seed=1{400 * '0'}", "must lie within"),
+        ("trainer.early_stop.min_delta=-0.1", "trainer.early_stop.min_delta=-0.1 must be at least 0.0"),
+        ("trainer.early_stop.min_delta=nan", "trainer.early_stop.min_delta=nan must be a finite number"),
+        ("trainer.gradient_clip_norm=inf", "trainer.gradient_clip_norm=inf must be a finite number"),
+        ("optimizer.sparse.lr=nan", "optimizer.sparse.lr=nan must be a finite number"),
+        ("optimizer.dense.lr=inf", "optimizer.dense.lr=inf must be a finite number"),
+        ("optimizer.dense.lr=1e400", "optimizer.dense.lr=inf must be a finite number"),
+        ("optimizer.sparse.lr=0", "optimizer.sparse.lr=0.0 must be above 0.0"),
+        ("optimizer.sparse.beta1=1", "optimizer.sparse.beta1=1.0 must be at least 0 and below 1"),
+        ("optimizer.dense.beta2=-0.1", "optimizer.dense.beta2=-0.1 must be at least 0 and below 1"),
+        ("optimizer.dense.beta2=nan", "optimizer.dense.beta2=nan must be a finite number"),
+        ("optimizer.dense.momentum=1.5", "optimizer.dense.momentum=1.5 must be at least 0 and below 1"),
+        ("optimizer.sparse.momentum=-1", "optimizer.sparse.momentum=-1.0 must be at least 0 and below 1"),
+        ("optimizer.sparse.eps=-1e-8", "optimizer.sparse.eps=-1e-08 must be at least 0.0"),
+        ("optimizer.dense.weight_decay=inf", "optimizer.dense.weight_decay=inf must be a finite number"),
+        ("schedule.sparse.power=0", "schedule.power=0.0 must be above 0.0"),
+        ("schedule.dense.gamma=0", "schedule.gamma=0.0 must be above 0.0"),
+        ("schedule.dense.gamma=1.1", "schedule.gamma=1.1 must lie within [0.0, 1.0]"),
+        ("schedule.dense.end_factor=nan", "schedule.end_factor=nan must be a finite number"),
+        ("tables.cat_3.init.scale=0", "init.scale=0.0 must be above 0.0"),
+        ("tables.default.init.scale=inf", "init.scale=inf must be a finite number"),
+        ("comms.timeout_s=0.5", "comms.timeout_s=0.5 must be at least 1"),
+        ("comms.timeout_s=inf", "comms.timeout_s=inf must be a finite number"),
+        ("data.split.test_fraction=nan", "split.test_fraction=nan must be a finite number"),
+        ("name=", "name is empty: give it a value, or leave it out"),
+        ("run_dir=", "run_dir is empty: give it a value, or leave it out"),
+        ("data.path=' '", "data.path is empty: give it a value, or leave it out"),
+        ("data.name=", "data.name is empty: give it a value, or leave it out"),
+        ("run_dir=s3://bucket/run", "run_dir=s3://bucket/run: run folders are local paths in this release"),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError) as failure:
+        load_config(TrainJob, [QUICKSTART, override])
+    assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.seed=9223372036854775807", "trainer.evaluate_batch_size=null", "trainer.evaluate_max_batches=1",
+        "optimizer.dense.beta1=0", "optimizer.dense.momentum=0.999", "optimizer.sparse.eps=0", "schedule.dense.gamma=1",
+        "tables.cat_3.init.scale=null", "comms.timeout_s=1", "trainer.early_stop.min_delta=0",
+    ],
+)  # fmt: skip
+def test_a_value_at_the_end_of_its_range_is_taken(override: str) -> None:
+    assert isinstance(load_config(TrainJob, [QUICKSTART, override]), TrainJob)
+
+
+def test_a_plan_needs_no_local_run_folder() -> None:
+    assert load_config(PlanJob, [QUICKSTART, "run_dir=s3://bucket/run"]).run_dir == "s3://bucket/run"
+
+
+@pytest.mark.parametrize(
+    ("job_type", "overrides", "message"),
+    [
+        (EvaluateJob, ["run=r1", "data.path=x"], "unknown key 'data'; did you mean 'data_path'?"),
+        (EvaluateJob, ["run=r1", "trainer.global_batch_size=8"], "unknown key 'trainer'; did you mean 'global_batch_size'?"),
+        (
+            EvaluateJob, ["run=r1", "trainer.precision=bf16"],
+            "unknown key 'trainer'; a job has data_path, global_batch_size, max_batches, run, split, step, world_size",
+        ),
+        (EvaluateJob, ["run=r1", "model=dlrm"], "unknown key 'model'; a job has data_path, global_batch_size,"),
+        (PrepareJob, ["data=quickstart", QUICKSTART], "unknown key 'experiment'; a job has data, memory_limit_gb,"),
+        (TrainJob, ["expermient=quickstart"], "unknown key 'expermient'; did you mean 'experiment'?"),
+        (PlanJob, [QUICKSTART, "hardware=h100"], "did you mean 'h100_80gb'?"),
+        (PlanJob, [QUICKSTART, "hardware=h1000_80gb"], "did you mean 'h100_80gb'?"),
+        (PlanJob, [QUICKSTART, "hardware="], "hardware=: there is no such option"),
+    ],
+)  # fmt: skip
+def test_a_hint_names_what_the_verb_has(job_type: type, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as failure:
+        load_config(job_type, overrides)
+    assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
     ("job_type", "message"),
     [
         (TrainJob, "no data set is chosen: choose experiment=<option> or data=<option>"),

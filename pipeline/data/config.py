@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional
 
-from pipeline.checks import check_above, check_at_least, check_choice, check_within
+from pipeline.checks import check_above, check_at_least, check_choice, check_given, check_within
 
 FORMATS = ("criteo_tsv", "csv", "tsv", "parquet")
 DENSE_TRANSFORMS = ("log1p", "none")
@@ -190,6 +190,8 @@ class DataConfig:
     synthetic: Optional[SyntheticConfig] = None
 
     def __post_init__(self) -> None:
+        check_given("data.name", self.name)
+        check_given("data.path", self.path)
         check_choice("data.format", self.format, FORMATS)
         check_choice("data.dense_transform", self.dense_transform, DENSE_TRANSFORMS)
         check_at_least("data.rows_per_shard", self.rows_per_shard, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional
 
-from pipeline.checks import check_at_least, check_choice, did_you_mean
+from pipeline.checks import check_above, check_at_least, check_choice, did_you_mean
 from pipeline.data.dataset import Dataset
 
 DEFAULT = "default"
@@ -31,6 +31,8 @@ class InitConfig:
 
     def __post_init__(self) -> None:
         check_choice("init.kind", self.kind, INITS)
+        if self.scale is not None:
+            check_above("init.scale", self.scale, 0.0)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from pipeline.checks import check_above, check_at_least, check_choice, check_within
+from pipeline.checks import check_above, check_at_least, check_below_one, check_choice, check_within
 
 SPARSE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
@@ -32,8 +32,7 @@ class SparseOptimizerConfig:
 
     def __post_init__(self) -> None:
         check_choice("optimizer.sparse.name", self.name, SPARSE_OPTIMIZERS)
-        check_above("optimizer.sparse.lr", self.lr, 0.0)
-        check_at_least("optimizer.sparse.weight_decay", self.weight_decay, 0.0)
+        _check_optimizer("optimizer.sparse", self)
 
 
 @dataclass
@@ -48,8 +47,15 @@ class DenseOptimizerConfig:
 
     def __post_init__(self) -> None:
         check_choice("optimizer.dense.name", self.name, DENSE_OPTIMIZERS)
-        check_above("optimizer.dense.lr", self.lr, 0.0)
-        check_at_least("optimizer.dense.weight_decay", self.weight_decay, 0.0)
+        _check_optimizer("optimizer.dense", self)
+
+
+def _check_optimizer(prefix: str, config: SparseOptimizerConfig | DenseOptimizerConfig) -> None:
+    check_above(f"{prefix}.lr", config.lr, 0.0)
+    check_at_least(f"{prefix}.eps", config.eps, 0.0)
+    check_at_least(f"{prefix}.weight_decay", config.weight_decay, 0.0)
+    for name in ("momentum", "beta1", "beta2"):
+        check_below_one(f"{prefix}.{name}", getattr(config, name))
 
 
 @dataclass
@@ -81,6 +87,9 @@ class LRSchedule:
         if self.kind != "constant":
             check_at_least(f"schedule.decay_steps (kind={self.kind})", self.decay_steps, 1)
             check_at_least("schedule.decay_start_step", self.decay_start_step, self.warmup_steps)
+        check_above("schedule.power", self.power, 0.0)
+        check_above("schedule.gamma", self.gamma, 0.0)
+        check_within("schedule.gamma", self.gamma, 0.0, 1.0)
         check_within("schedule.end_factor", self.end_factor, 0.0, 1.0)
 
 
@@ -103,7 +112,7 @@ class CommsConfig:
         check_choice("comms.forward_precision", self.forward_precision, COMM_PRECISIONS)
         check_choice("comms.backward_precision", self.backward_precision, COMM_PRECISIONS)
         check_choice("comms.backend", self.backend, BACKENDS)
-        check_above("comms.timeout_s", self.timeout_s, 0.0)
+        check_at_least("comms.timeout_s", self.timeout_s, 1)  # the process groups count whole seconds
 
 
 @dataclass
@@ -128,6 +137,7 @@ class EarlyStopConfig:
     def __post_init__(self) -> None:
         check_at_least("trainer.early_stop.patience", self.patience, 0)
         check_choice("trainer.early_stop.metric", self.metric, EARLY_STOP_METRICS)
+        check_at_least("trainer.early_stop.min_delta", self.min_delta, 0.0)
 
 
 @dataclass
@@ -164,7 +174,9 @@ class TrainerConfig:
             "max_non_finite_steps",
         ):
             check_at_least(f"trainer.{name}", getattr(self, name), 1)
-        check_at_least("trainer.max_steps", self.max_steps, 1, allow_none=True)
+        for name in ("max_steps", "evaluate_batch_size", "evaluate_max_batches"):
+            check_at_least(f"trainer.{name}", getattr(self, name), 1, allow_none=True)
+        check_within("trainer.seed", self.seed, 0, 2**63 - 1)
         check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
         if self.global_batch_size % self.gradient_accumulation_steps:
             raise ValueError(
