@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import EvaluateJob, TrainJob, load_config, save_job, validate_evaluation, validate_job
+from pipeline.data.dataset import Split, check_split, load_dataset
 from tests.datasets import described_dataset
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -57,6 +58,14 @@ def test_a_job_that_fits_gives_its_tables(data: str) -> None:
 def test_what_does_not_fit_is_said_with_numbers(data: str, overrides: list[str], world_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _validate(data, *overrides, world_size=world_size)
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_split_that_was_prepared_without_rows_asks_for_its_fraction(data: str, tmp_path: Path, split: str) -> None:
+    dataset = load_dataset(str(tmp_path))
+    dataset.splits[split] = Split([], 0, 0)
+    with pytest.raises(ValueError, match=rf"{split!r} .* 0 rows: .* data.split.{split}_fraction above 0"):
+        check_split(dataset, split, 1)
 
 
 def test_adam_on_cpu_passes_for_replicated_tables(data: str) -> None:

@@ -133,6 +133,11 @@ def check_split(dataset: Dataset, split: str, least_rows: int) -> None:
             f"{did_you_mean(split, dataset.splits)}"
         )
     num_rows = dataset.splits[split].num_rows
+    if num_rows == 0 and split != "train":
+        raise ValueError(
+            f"split {split!r} of data set {dataset.name!r} has 0 rows: "
+            f"prepare it again with data.split.{split}_fraction above 0"
+        )
     if num_rows < least_rows:
         raise ValueError(
             f"split {split!r} of data set {dataset.name!r} has {num_rows} rows, fewer than one global batch of "
