@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import storage
 from pipeline.config import TrainJob, run_verb, save_job
+
+if TYPE_CHECKING:
+    from pipeline.training.trainer import FitResult
 
 SUMMARY = "summary.json"
 PREEMPTED = 75  # exit code: EX_TEMPFAIL, run it again
@@ -96,18 +99,23 @@ def train(job: TrainJob) -> TrainSummary:
     if result.preempted:
         get_logger("pipeline.train").info("stopped by SIGTERM at step %d, saved; the same command goes on", result.step)
         sys.exit(PREEMPTED)
-    summary = TrainSummary(
-        job.run_dir,
-        step_path(checkpointer.folder, result.step),
-        result.step,
-        result.stopped_early,
-        result.throughput,
-        result.metrics,
-        dataset.bayes_auc.get("validation"),
-    )
+    checkpoint = step_path(checkpointer.folder, result.step)
+    summary = summarize_fit(job.run_dir, checkpoint, result, dataset.bayes_auc.get("validation"))
     if writer and result.throughput:  # a run that had nothing left to train keeps the summary of the one that had
         storage.publish_text(f"{job.run_dir}/{SUMMARY}", to_json(asdict(summary), indent=1))
     return summary
+
+
+def summarize_fit(run_dir: str, checkpoint: str, result: FitResult, bayes_auc: float | None) -> TrainSummary:
+    return TrainSummary(
+        run_dir=run_dir,
+        checkpoint=checkpoint,
+        step=result.step,
+        stopped_early=result.stopped_early,
+        throughput=result.throughput,
+        validation=result.metrics,
+        bayes_auc=bayes_auc,
+    )
 
 
 def checkpoint_folder(run_dir: str) -> str:

@@ -19,23 +19,24 @@ from pipeline.models.config import DeepFMConfig, DLRMConfig, DLRMDCNConfig, Mode
 
 
 def build_dlrm(config: DLRMConfig, tables: list[Table], num_dense_features: int) -> nn.Module:
-    return DLRM(
-        embedding_bag_collection=build_embedding_bag_collection(tables),
-        dense_in_features=num_dense_features,
-        dense_arch_layer_sizes=list(config.dense_arch_layer_sizes),
-        over_arch_layer_sizes=list(config.over_arch_layer_sizes),
-    )
+    return DLRM(**_dlrm_arguments(config, tables, num_dense_features))
 
 
 def build_dlrm_dcn(config: DLRMDCNConfig, tables: list[Table], num_dense_features: int) -> nn.Module:
     return DLRM_DCN(
-        embedding_bag_collection=build_embedding_bag_collection(tables),
-        dense_in_features=num_dense_features,
-        dense_arch_layer_sizes=list(config.dense_arch_layer_sizes),
-        over_arch_layer_sizes=list(config.over_arch_layer_sizes),
+        **_dlrm_arguments(config, tables, num_dense_features),
         dcn_num_layers=config.dcn_num_layers,
         dcn_low_rank_dim=config.dcn_low_rank_dim,
     )
+
+
+def _dlrm_arguments(config: DLRMConfig, tables: list[Table], num_dense_features: int) -> dict[str, Any]:
+    return {
+        "embedding_bag_collection": build_embedding_bag_collection(tables),
+        "dense_in_features": num_dense_features,
+        "dense_arch_layer_sizes": list(config.dense_arch_layer_sizes),
+        "over_arch_layer_sizes": list(config.over_arch_layer_sizes),
+    }
 
 
 def build_deepfm(config: DeepFMConfig, tables: list[Table], num_dense_features: int) -> nn.Module:
