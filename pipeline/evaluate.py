@@ -34,7 +34,8 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     # Imported here, for a typo in the command line must fail before torch is loaded.
     from pipeline import storage
     from pipeline.assembly import assemble, open_reader
-    from pipeline.checkpoint import Checkpointer, step_path
+    from pipeline.checkpoint.checkpointer import Checkpointer
+    from pipeline.checkpoint.steps import step_path
     from pipeline.data.dataset import load_dataset
     from pipeline.distributed import init_distributed
     from pipeline.logs import get_logger, to_json

@@ -43,7 +43,8 @@ def train(job: TrainJob) -> TrainSummary:
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
     from pipeline.assembly import assemble, open_reader
-    from pipeline.checkpoint import Checkpointer, step_path
+    from pipeline.checkpoint.checkpointer import Checkpointer
+    from pipeline.checkpoint.steps import step_path
     from pipeline.data.dataset import load_dataset
     from pipeline.distributed import init_distributed
     from pipeline.logs import MetricsWriter, get_logger, to_json
@@ -140,7 +141,7 @@ def resume(job: TrainJob, checkpointer: Any, data_order: dict[str, Any]) -> dict
     Raises:
         ValueError: the run folder holds a run over other data, or any run at all with checkpoint.resume=false.
     """
-    from pipeline.checkpoint import list_steps
+    from pipeline.checkpoint.steps import list_steps
 
     if not job.checkpoint.resume:
         if steps := list_steps(checkpointer.folder):

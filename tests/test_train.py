@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import train as train_module
-from pipeline.checkpoint import list_steps
+from pipeline.checkpoint.steps import list_steps
 from pipeline.config import EvaluateJob, TrainJob, load_config
 from pipeline.distributed import init_distributed
 from pipeline.evaluate import EvaluateSummary, evaluate

@@ -17,7 +17,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
-from pipeline.checkpoint import Checkpointer
+from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.data.batch import Batch
 from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext

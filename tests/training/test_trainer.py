@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint import Checkpointer, list_steps
+from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.checkpoint.steps import list_steps
 from pipeline.data.batch import Batch
 from pipeline.logs import MetricsWriter
 from pipeline.models.task import NonFiniteLossError

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint import Checkpointer, CheckpointError, list_steps
+from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.checkpoint.steps import CheckpointError, list_steps
 from tests.ranks import RankPool
 from tests.sharded_models import build_sharded, digest, draw_batches, full_state, train_steps
 

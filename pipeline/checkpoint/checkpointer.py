@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import shutil
 import uuid
 from typing import Any
@@ -24,19 +23,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline import storage
-from pipeline.checkpoint_reader import TensorsOnlyReader
+from pipeline.checkpoint.metadata import TensorsOnlyReader
+from pipeline.checkpoint.steps import (
+    FORMAT_VERSION,
+    MANIFEST,
+    CheckpointError,
+    damage,
+    list_steps,
+    read_manifest,
+    step_path,
+)
 from pipeline.distributed import DistributedContext
 from pipeline.logs import get_logger
 
-MANIFEST = "manifest.json"
 ATTEMPT = ".attempt-"
-FORMAT_VERSION = 1
-STEP_FOLDER = re.compile(r"step_(\d{8,})")
 logger = get_logger(__name__)
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message says which one, why, and what to do."""
 
 
 class Checkpointer:
@@ -187,7 +188,7 @@ class Checkpointer:
         try:
             files = read_manifest(path)["files"]
             for name in sorted(files)[self._context.rank :: self._context.world_size]:
-                problem = problem or _damage(f"{path}/{name}", files[name])
+                problem = problem or damage(f"{path}/{name}", files[name])
             if not problem and self._context.is_main:
                 TensorsOnlyReader(path).read_metadata()
         except pickle.UnpicklingError as error:
@@ -215,29 +216,6 @@ class Checkpointer:
         return gathered
 
 
-def step_path(folder: str, step: int) -> str:
-    return storage.join(folder, step_name(step))
-
-
-def step_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def list_steps(folder: str) -> list[int]:
-    """Committed steps, ascending."""
-    if not storage.exists(folder):
-        return []
-    matches = (STEP_FOLDER.fullmatch(name) for name in storage.list_folder(folder))
-    return sorted(int(match[1]) for match in matches if match)
-
-
-def read_manifest(path: str) -> dict[str, Any]:
-    manifest = json.loads(storage.read_text(storage.join(path, MANIFEST)))
-    if manifest["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"format_version {manifest['format_version']}, this release reads {FORMAT_VERSION}")
-    return manifest
-
-
 def _commit(attempt: str, path: str, manifest: dict[str, Any]) -> None:
     """Rank 0 only. Raises OSError when `path` exists: a committed step is never written again."""
     if os.path.exists(path):
@@ -245,14 +223,6 @@ def _commit(attempt: str, path: str, manifest: dict[str, Any]) -> None:
     storage.publish_text(storage.join(attempt, MANIFEST), json.dumps(manifest, indent=1))
     os.rename(attempt, path)
     storage.sync_folder(os.path.dirname(path))
-
-
-def _damage(path: str, expected: dict[str, Any]) -> str:
-    if not os.path.exists(path):
-        return f"{path} is missing"
-    if (size := os.path.getsize(path)) != expected["size_bytes"]:
-        return f"{path} has {size} bytes, its manifest says {expected['size_bytes']}"
-    return "" if storage.sha256_of(path) == expected["sha256"] else f"{path} does not match its checksum"
 
 
 def _misfit(path: str, error: BaseException) -> str:

@@ -1,0 +1,1 @@
+"""Turn training state into verified step folders and back."""

@@ -1,0 +1,1 @@
+"""Faults that a run meets in production, each planted on purpose; catalogue.py lists them."""

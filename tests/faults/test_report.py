@@ -1,0 +1,26 @@
+"""The page says what each fault's test reached, and owns up where none did."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.catalogue import FAULTS
+from tests.faults.report import BEGIN, END, insert, render
+
+RECORD = {"number": 9, "figure": "60 of 60 rejected", "count": 60, "seed": 7, "seconds": 3.1, "date": "2026-11-21"}
+
+
+def test_a_figure_stands_in_its_row_and_a_fault_without_one_is_said_to_have_none() -> None:
+    table = render([RECORD])
+    assert (
+        "| 9 | each file of a step truncated, deleted, zeroed | 60 | 60 of 60 rejected | 7 | 3.1 | 2026-11-21 |"
+        in table
+    )
+    assert table.count("**no test passed**") == len(FAULTS) - 1
+
+
+def test_the_table_replaces_the_one_before() -> None:
+    page = f"intro\n{BEGIN}\nold\n{END}\nafter\n"
+    assert insert(page, "new") == f"intro\n{BEGIN}\nnew\n{END}\nafter\n"
+    with pytest.raises(ValueError, match="no line"):
+        insert("a page without marks", "new")
