@@ -31,9 +31,19 @@ GIB = float(1 << 30)
 
 
 def draw_problem(
-    seed: int, num_tables: int, world_size: int, ranks_per_host: int, tightness: float = 1.5, num_options: int = 3
+    seed: int,
+    num_tables: int,
+    world_size: int,
+    ranks_per_host: int,
+    tightness: float = 1.5,
+    num_options: int = 3,
+    num_phases: int = 4,
+    latency: float = 0.0,
 ) -> SearchProblem:
-    """Options of every rule with unequal shards; memory is `tightness` times what the thriftiest options take evenly."""
+    """Options of every rule with unequal shards; memory is `tightness` times what the thriftiest options take evenly.
+
+    A kind, here a rule's name, takes up to `latency` ms longer in each phase.
+    """
     generator = np.random.default_rng(seed)
     num_shards = {
         Rule.EVERY_RANK: world_size, Rule.ONE_HOST: ranks_per_host, Rule.WHOLE_HOSTS: ranks_per_host,
@@ -45,13 +55,14 @@ def draw_problem(
         for _ in range(num_options):
             rule = list(Rule)[generator.integers(len(Rule))]
             shards = 2 if rule is Rule.ANY_RANK and generator.integers(3) == 0 else num_shards[rule]
-            cost = generator.integers(1, 40, (shards, 4)) / 7
+            cost = generator.integers(1, 40, (shards, num_phases)) / 7
             memory = generator.integers(0, 9, (shards, 2)) * GIB / 8
             options.append(Option(rule, cost, memory, rule.name))
         tables.append(options)
     least = sum(min(option.memory.sum(axis=0).tolist() for option in options)[0] for options in tables)
     room = max(GIB, tightness * least / world_size)
-    return SearchProblem(tables, np.full((world_size, 2), room), ranks_per_host)
+    late = {rule.name: latency * generator.random(num_phases) for rule in Rule if latency}
+    return SearchProblem(tables, np.full((world_size, 2), room), ranks_per_host, latency_ms=late)
 
 
 def best_by_brute_force(problem: SearchProblem, objective: str) -> float:
@@ -62,24 +73,32 @@ def best_by_brute_force(problem: SearchProblem, objective: str) -> float:
         for option in options:
             for ranks in itertools.product(range(problem.world_size), repeat=option.num_shards):
                 if keeps_rule(problem, option, np.array(ranks)):
-                    cost, memory = np.zeros((problem.world_size, 4)), np.zeros((problem.world_size, 2))
+                    cost = np.zeros((problem.world_size, option.cost_ms.shape[1]))
+                    memory = np.zeros((problem.world_size, 2))
                     np.add.at(cost, list(ranks), option.cost_ms)
                     np.add.at(memory, list(ranks), option.memory)
-                    mine.append((cost, memory))
+                    mine.append((cost, memory, option.kind))
         ways.append(mine)
     best = np.inf
     for combination in itertools.product(*ways):
-        if (sum(memory for _, memory in combination) <= problem.capacity).all():
-            cost = sum(cost for cost, _ in combination)
+        if (sum(memory for _, memory, _ in combination) <= problem.capacity).all():
+            cost = sum(cost for cost, _, _ in combination)
             value = cost.sum(axis=1).max() if objective == "max_rank" else cost.max(axis=0).sum()
+            value += sum(
+                problem.latency_ms[kind].sum() for kind in {kind for *_, kind in combination} if problem.latency_ms
+            )
             best = min(best, float(value))
     return best
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("seed", range(12))
-def test_four_tables_on_two_ranks_are_placed_as_well_as_brute_force_does(seed: int, objective: str) -> None:
-    problem = draw_problem(seed, 4, 2, ranks_per_host=2 - seed % 2, tightness=1.0 + seed % 4 / 4)
+@pytest.mark.parametrize(("num_phases", "latency"), [(4, 0.0), (5, 0.0), (5, 3.0)])
+def test_four_tables_on_two_ranks_are_placed_as_well_as_brute_force_does(
+    num_phases: int, latency: float, seed: int, objective: str
+) -> None:
+    local, tightness = 2 - seed % 2, 1.0 + seed % 4 / 4
+    problem = draw_problem(seed, 4, 2, local, tightness, num_phases=num_phases, latency=latency)
     optimum = best_by_brute_force(problem, objective)
     if optimum == np.inf:
         with pytest.raises(Infeasible) as caught:
@@ -102,9 +121,10 @@ def test_brute_force_meets_both_feasible_and_infeasible_problems() -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("seed", range(6))
-def test_every_method_bounds_or_attains_the_optimum(seed: int, objective: str) -> None:
+@pytest.mark.parametrize("latency", [0.0, 2.0])
+def test_every_method_bounds_or_attains_the_optimum(latency: float, seed: int, objective: str) -> None:
     """Each on its own: the relaxation is below, proposals are above, the integer program is there."""
-    problem = draw_problem(seed, 3, 3, ranks_per_host=3, tightness=3.0)
+    problem = draw_problem(seed, 3, 3, ranks_per_host=3, tightness=3.0, num_phases=5, latency=latency)
     optimum = best_by_brute_force(problem, objective)
     bound = LinearProgram(problem, objective).solve().bound_ms
     assert bound is not None and bound <= optimum * (1 + 1e-9)
@@ -117,8 +137,8 @@ def test_every_method_bounds_or_attains_the_optimum(seed: int, objective: str) -
 
 
 def test_options_left_out_never_hold_the_optimum() -> None:
-    for seed in range(8):
-        problem = draw_problem(seed, 3, 2, 2, tightness=2.0, num_options=5)
+    for seed in range(12):
+        problem = draw_problem(seed, 3, 2, 2, tightness=2.0, num_options=5, latency=seed % 3)
         kept = worth_trying(problem)
         for objective in OBJECTIVES:
             whole = best_by_brute_force(problem, objective)
@@ -129,19 +149,29 @@ def test_options_left_out_never_hold_the_optimum() -> None:
 @given(
     seed=st.integers(0, 10**6), num_tables=st.integers(1, 12), hosts=st.integers(1, 3), local=st.integers(1, 4),
     tightness=st.sampled_from([1.0, 1.02, 1.1, 1.5, 4.0]), objective=st.sampled_from(OBJECTIVES),
+    num_phases=st.integers(1, 6), latency=st.sampled_from([0.0, 0.1, 5.0]),
 )  # fmt: skip
 def test_capacities_and_rules_are_always_kept(
-    seed: int, num_tables: int, hosts: int, local: int, tightness: float, objective: str
+    seed: int,
+    num_tables: int,
+    hosts: int,
+    local: int,
+    tightness: float,
+    objective: str,
+    num_phases: int,
+    latency: float,
 ) -> None:
-    problem = draw_problem(seed, num_tables, hosts * local, local, tightness)
+    problem = draw_problem(seed, num_tables, hosts * local, local, tightness, num_phases=num_phases, latency=latency)
     try:
         result = search(problem, replace(QUICK, objective=objective, exact_work=20_000))
     except Infeasible:
         return
     cost, memory = loads(problem, result.assignment)
     assert (memory <= problem.capacity).all() and not violations(problem, result.assignment)
-    assert result.score.max_rank_ms == pytest.approx(cost.sum(axis=1).max())
-    assert result.score.critical_path_ms == pytest.approx(cost.max(axis=0).sum())
+    used = {options[choice].kind for options, choice in zip(problem.tables, result.assignment.choices, strict=True)}
+    late = sum(problem.latency_ms[kind].sum() for kind in used if latency)
+    assert result.score.max_rank_ms == pytest.approx(cost.sum(axis=1).max() + late)
+    assert result.score.critical_path_ms == pytest.approx(cost.max(axis=0).sum() + late)
     assert result.lower_bound_ms <= result.score.of(objective)
     if result.torchrec is not None and objective == "max_rank":
         assert result.score.max_rank_ms <= result.torchrec.max_rank_ms
@@ -157,6 +187,27 @@ def test_a_hosts_memory_is_kept_beside_each_ranks() -> None:
     with pytest.raises(Infeasible) as caught:
         search(SearchProblem([[table_wise]] * 3, problem.capacity, 2, problem.host_memory), QUICK)
     assert caught.value.proven
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_kinds_give_way_to_one_where_starting_another_collective_costs_more_than_it_saves(objective: str) -> None:
+    """Ten tables that each save 1 ms by a kind of their own, too large for the integer program: one by one none moves."""
+
+    def problem(latency: float) -> SearchProblem:
+        generator = np.random.default_rng(0)
+        tables = []
+        for _ in range(10):
+            spread = Option(Rule.EVERY_RANK, np.full((4, 5), 1.0 + generator.random()), np.zeros((4, 2)), "row_wise")
+            cheaper = replace(spread, cost_ms=spread.cost_ms - 0.2, kind="table_row_wise")
+            tables.append([spread, cheaper])
+        late = {"row_wise": np.full(5, 0.1), "table_row_wise": np.full(5, latency)}
+        return SearchProblem(tables, np.ones((4, 2)), 4, latency_ms=late)
+
+    for latency, kinds in [(1.0, {"table_row_wise"}), (3.0, {"row_wise"})]:
+        posed = problem(latency)
+        result = search(posed, replace(QUICK, objective=objective, exact_variables=0))
+        chosen = {options[choice].kind for options, choice in zip(posed.tables, result.assignment.choices, strict=True)}
+        assert chosen == kinds and result.gap < 1e-6
 
 
 def test_shards_that_may_not_share_a_rank_do_not() -> None:

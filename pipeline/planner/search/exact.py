@@ -1,7 +1,7 @@
 """Find the best assignment there is, or prove that none is better than the one at hand, by integer programming (HiGHS).
 
 Variables: for every option its share of the table (0 or 1), and for every way to lay it, ranks, hosts or counts of
-shards a rank. Equal ranks may be renamed, so the first tables are kept to the first ranks and hosts.
+shards a rank; for every kind with a latency, whether it is in use. Equal ranks may be renamed, so the first tables are kept to the first ranks and hosts.
 """
 
 from __future__ import annotations
@@ -93,10 +93,12 @@ class _Program:
         self.load, self.memory, self.equal = _Matrix(), _Matrix(), _Matrix()
         self.totals: list[float] = []  # of the rows of `equal`
         self.upper: list[float] = []
-        self.ways: list[_Way | None] = []
+        self.ways: list[_Way | None] = []  # None: stands for no way to lay shards
         self.at_most = _Matrix()
         self.limits: list[float] = []  # of the rows of `at_most`
         self.symmetric = _ranks_are_alike(problem)
+        self.late = problem.kind_ms
+        self.in_use = {kind: self._new_variable(None, 1.0) for kind in self.late}
         before = 0
         for table in self._by_size():
             self.first = before  # shards of tables before this one: so many ranks can be told apart
@@ -112,6 +114,9 @@ class _Program:
     def _add_table(self, table: int) -> None:
         problem, local = self.problem, self.problem.ranks_per_host
         choose = self._new_row(1.0)
+        self.kind_rows = {kind: self._new_limit(0.0) for kind in self.late}
+        for kind, row in self.kind_rows.items():
+            self.at_most.add(row, self.in_use[kind], -1.0)
         for choice, option in enumerate(problem.tables[table]):
             whole = np.arange(option.num_shards)
             if option.rule is Rule.EVERY_RANK:
@@ -137,7 +142,7 @@ class _Program:
     def _add_counts(self, choose: int, table: int, choice: int, blocks: list[list[int]], places: range) -> None:
         """Blocks of shards (or single ones) that may lie apart: of those that are alike, how many from each place on."""
         used = self._new_variable(None, 1.0)
-        self.equal.add(choose, used, 1.0)
+        self._choose(choose, used, table, choice)
         option, per_place = self.problem.tables[table][choice], len(blocks)
         if option.rule is Rule.WHOLE_HOSTS:
             per_place = -(-len(blocks) // self.problem.num_hosts)
@@ -158,8 +163,15 @@ class _Program:
     def _add_way(self, choose: int, way: _Way) -> None:
         """All shards at once, from rank `way.place` on."""
         variable = self._new_variable(way, 1.0)
-        self.equal.add(choose, variable, 1.0)
+        self._choose(choose, variable, way.table, way.choice)
         self._lay(variable, way.table, way.choice, way.place, way.shards.tolist())
+
+    def _choose(self, choose: int, variable: int, table: int, choice: int) -> None:
+        """One of the table's variables that sum to 1; if its kind has a latency, the kind is in use."""
+        self.equal.add(choose, variable, 1.0)
+        kind = self.problem.tables[table][choice].kind
+        if kind in self.late:
+            self.at_most.add(self.kind_rows[kind], variable, 1.0)
 
     def _ranks(self) -> list[int]:
         """Those that a shard needs to try: where ranks are alike, none behind a second one not yet used."""
@@ -199,6 +211,8 @@ class _Program:
                 self.load.add(rank * self.num_maxima + maximum, self.first_maximum + maximum, -1.0)
         goal = np.zeros(width)
         goal[self.first_maximum :] = 1.0
+        for kind, variable in self.in_use.items():
+            goal[variable] = self.late[kind]
         constraints = [
             LinearConstraint(self.load.build(problem.world_size * self.num_maxima, width), -np.inf, 0.0),
             LinearConstraint(

@@ -7,8 +7,9 @@ Steps, proposals and nodes are counted, so a seed gives one result on any machin
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +35,9 @@ from pipeline.planner.search.relaxation import SHARD_LIMITS, LinearProgram, Rela
 MEMORY_WEIGHTS = (0.0, 0.3, 3.0)  # in units of the bound: what filling a rank's memory counts beside time
 
 
+KIND_SETS = 8  # sets of kinds, the most promising, that options are chosen by
+
+
 @dataclass(frozen=True)
 class SearchConfig:
     """`seconds` is an outer stop; all else counts work, the same on every machine."""
@@ -42,6 +46,7 @@ class SearchConfig:
     seed: int = 0
     seconds: float = 60.0
     proposal_placements: int = 300_000  # of shards, in TorchRec's proposals
+    kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
     local_steps: tuple[int, ...] = (300, 1000, 2000)
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
     exact_variables: int = 8000  # a larger one is not tried
@@ -90,6 +95,7 @@ class _Search:
         self.tried: set[tuple[int, int]] = (
             set()
         )  # sizes and work of integer programs: the same again would end the same
+        self.late = problem.kind_ms
         self.worthwhile = worth_trying(problem)
         if not all(self.worthwhile):
             raise Infeasible(proven=True)
@@ -110,7 +116,7 @@ class _Search:
             if torchrec.best is not None:
                 self._offer("torchrec", torchrec.best)
             bar.advance(1)
-            self._place_guided(program, relaxation)
+            self._place_guided(program, relaxation, self._by_kinds(program, relaxation))
             bar.advance(1)
             self._improve(relaxation)
             bar.advance(1)
@@ -149,10 +155,32 @@ class _Search:
         if value < self.best_value:
             self.best, self.best_value, self.winner = assignment, value, member
 
-    def _place_guided(self, program: LinearProgram, first: Relaxation) -> None:
+    def _by_kinds(self, program: LinearProgram, first: Relaxation) -> list[Relaxation]:
+        """One relaxation for each set of kinds that may do, where kinds have a latency: a plan uses one of these sets.
+
+        So the least of their bounds bounds all plans.
+        """
+        assert first.bound_ms is not None
+        if not self.late or self.small.num_options * 2 ** len(self.late) > self.config.kinds_work:
+            return []
+        least = np.inf
+        found: list[Relaxation] = []
+        for left_out in _subsets(list(self.late)):
+            if self._out_of_time():
+                return found
+            relaxation = program.solve(without=left_out) if left_out else program.solve(all_in_use=True)
+            if relaxation.bound_ms is not None:
+                least = min(least, relaxation.bound_ms)
+                if relaxation.bound_ms < self.best_value:
+                    found.append(relaxation)
+        self.bound = max(self.bound, min(least, self.best_value))
+        return sorted(found, key=lambda relaxation: relaxation.bound_ms or 0.0)[:KIND_SETS]
+
+    def _place_guided(self, program: LinearProgram, first: Relaxation, by_kinds: list[Relaxation]) -> None:
         """Options by the relaxation's shares, under ever looser limits on the largest shard, placed largest first."""
         assert first.bound_ms is not None
-        relaxations = [first, *(program.solve(limit * first.bound_ms) for limit in SHARD_LIMITS if not self._done())]
+        relaxations = [first, *by_kinds]
+        relaxations += [program.solve(limit * first.bound_ms) for limit in SHARD_LIMITS if not self._done()]
         guesses: dict[tuple[int, ...], Relaxation] = {}
         for relaxation in relaxations:
             if relaxation.bound_ms is not None:
@@ -222,7 +250,7 @@ class _Search:
         choices = []
         for options, mine, choice in zip(self.problem.tables, self.kept, whole.choices, strict=True):
             if choice not in mine:
-                choice = next(other for other in mine if dominates(options[other], options[choice]))
+                choice = next(other for other in mine if dominates(options[other], options[choice], self.late))
             choices.append(mine.index(choice))
         return Assignment(choices, whole.ranks)
 
@@ -245,3 +273,8 @@ class _Search:
             self._offer("integer program", self._whole(found.assignment))
         elif self.best is None and found.finished:
             raise Infeasible(proven=True)
+
+
+def _subsets(kinds: list[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(len(kinds) + 1):
+        yield from itertools.combinations(kinds, count)

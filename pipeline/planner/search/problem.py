@@ -6,7 +6,8 @@ S shards of an option, R ranks, P phases; memory is [HBM, host memory] in bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -45,12 +46,17 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
-    """`host_memory` caps the sum of host memory over the ranks of each host, beside each rank's own cap."""
+    """`host_memory` caps the sum of host memory over the ranks of each host, beside each rank's own cap.
+
+    `latency_ms`: Option.kind -> [P], what each phase takes longer, once, where any table's option has that kind: the
+    start of one more collective, however little it carries.
+    """
 
     tables: list[list[Option]]
     capacity: Floats  # [R, 2] bytes
     ranks_per_host: int
     host_memory: Floats | None = None  # [hosts] bytes
+    latency_ms: dict[str, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.tables and all(self.tables), "every table needs an option"
@@ -64,6 +70,17 @@ class SearchProblem:
     def num_hosts(self) -> int:
         return self.world_size // self.ranks_per_host
 
+    @property
+    def num_options(self) -> int:
+        return sum(len(options) for options in self.tables)
+
+    @property
+    def kind_ms(self) -> dict[str, float]:
+        """What a kind in use costs under either objective: the slowest rank waits for each phase's start too."""
+        there = dict.fromkeys(option.kind for options in self.tables for option in options)
+        sums = {kind: float(self.latency_ms[kind].sum()) for kind in there if kind in self.latency_ms}
+        return {kind: total for kind, total in sums.items() if total > 0}
+
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
@@ -75,7 +92,10 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Score:
-    """Both objectives. max_rank: the slowest rank's whole cost; critical_path: per phase the slowest rank's, summed."""
+    """Both objectives. max_rank: the slowest rank's whole cost; critical_path: per phase the slowest rank's, summed.
+
+    In both, the latency of the kinds in use is counted once.
+    """
 
     max_rank_ms: float
     critical_path_ms: float
@@ -96,7 +116,14 @@ def loads(problem: SearchProblem, assignment: Assignment) -> tuple[Floats, Float
 
 def score(problem: SearchProblem, assignment: Assignment) -> Score:
     cost, _ = loads(problem, assignment)
-    return Score(float(cost.sum(axis=1).max()), float(cost.max(axis=0).sum()))
+    latency = kinds_cost(problem, assignment)
+    return Score(float(cost.sum(axis=1).max()) + latency, float(cost.max(axis=0).sum()) + latency)
+
+
+def kinds_cost(problem: SearchProblem, assignment: Assignment) -> float:
+    """Milliseconds of latency of all kinds in use."""
+    used = {options[choice].kind for options, choice in zip(problem.tables, assignment.choices, strict=True)}
+    return sum(total for kind, total in problem.kind_ms.items() if kind in used)
 
 
 def violations(problem: SearchProblem, assignment: Assignment) -> list[str]:
@@ -144,13 +171,14 @@ def worth_trying(problem: SearchProblem) -> list[list[int]]:
     A table may be left with none: then no plan exists.
     """
     kept: list[list[int]] = []
+    late = problem.kind_ms
     for options in problem.tables:
         fitting = [index for index, option in enumerate(options) if _fits_alone(problem, option)]
         mine: list[int] = []
         for index in fitting:
-            if any(dominates(options[other], options[index]) for other in mine):
+            if any(dominates(options[other], options[index], late) for other in mine):
                 continue
-            mine = [other for other in mine if not dominates(options[index], options[other])] + [index]
+            mine = [other for other in mine if not dominates(options[index], options[other], late)] + [index]
         kept.append(sorted(mine))
     return kept
 
@@ -181,10 +209,14 @@ FREER_THAN = {
 }
 
 
-def dominates(option: Option, other: Option) -> bool:
-    """Wherever `other` may lie, `option` may lie too, at no more cost and memory, shard by shard."""
+def dominates(option: Option, other: Option, late: Iterable[str] = ()) -> bool:
+    """Wherever `other` may lie, `option` may lie too, at no more cost and memory, shard by shard.
+
+    `late`: kinds with a latency, which only an option of the same kind brings along anyway.
+    """
     return (
         option.num_shards == other.num_shards
+        and (option.kind == other.kind or option.kind not in late)
         and other.rule in FREER_THAN[option.rule]
         and not (option.distinct_ranks and not other.distinct_ranks)
         and bool((option.cost_ms <= other.cost_ms).all())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from pipeline.planner.search.problem import Assignment, Floats, Option, Ranks, Rule, SearchProblem
@@ -31,6 +33,8 @@ class RankState:
         # Tables by where they lie: on every rank, or with a shard on one. Dicts, for they keep one order in every process.
         self.everywhere: dict[int, None] = {}
         self.on_rank: list[dict[int, None]] = [{} for _ in range(problem.world_size)]
+        self._kind_ms = problem.kind_ms
+        self._kinds: Counter[str] = Counter()  # of the chosen options
         self._every_rank = np.arange(problem.world_size)
         self._local = np.arange(problem.ranks_per_host)
         # Milliseconds that a rank's whole memory is worth, where placing must save memory too.
@@ -39,7 +43,8 @@ class RankState:
 
     @property
     def value(self) -> float:
-        return float(self.load.max(axis=0).sum())
+        latency = sum(total for kind, total in self._kind_ms.items() if self._kinds[kind])
+        return float(self.load.max(axis=0).sum()) + latency
 
     @property
     def smooth_value(self) -> float:
@@ -48,6 +53,7 @@ class RankState:
 
     def put(self, table: int, choice: int, ranks: Ranks) -> None:
         self._change(table, choice, ranks, 1.0)
+        self._kinds[self.problem.tables[table][choice].kind] += 1
         self.choices[table], self.ranks[table] = choice, ranks
         for where in self._homes(table, choice, ranks):
             where[table] = None
@@ -56,6 +62,7 @@ class RankState:
         choice = self.choices[table]
         assert choice is not None
         self._change(table, choice, self.ranks[table], -1.0)
+        self._kinds[self.problem.tables[table][choice].kind] -= 1
         for where in self._homes(table, choice, self.ranks[table]):
             where.pop(table, None)
         self.choices[table] = None
@@ -81,6 +88,7 @@ class RankState:
     def clear(self) -> None:
         self.load[:], self.memory[:] = 0.0, 0.0
         self.choices = [None] * len(self.choices)
+        self._kinds.clear()
         for where in (self.everywhere, *self.on_rank):
             where.clear()
 
@@ -117,6 +125,8 @@ class RankState:
             value = float(np.maximum(highest, after.max(axis=0)).sum()) + self._unevenness(
                 squares + (after * after - before * before).sum(axis=0)
             )
+            if not self._kinds[kind := self.problem.tables[table][choice].kind]:
+                value += self._kind_ms.get(kind, 0.0)
             if self._saves_memory:
                 value += float((self._memory_price[ranks] * self.problem.tables[table][choice].memory).sum())
             if best is None or value < best[0]:
