@@ -103,4 +103,5 @@ def open_reader(
         multi_hot=job.data.synthetic_multi_hot,
         drop_last=training,
         pin_memory=context.device.type == "cuda",
+        quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",
     )

@@ -79,6 +79,7 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
     trained = load_saved_job(TrainJob, path)
     trained.planner.kind = "torchrec"
     trained.world_size = job.world_size
+    trained.run_dir = job.run  # it may have been moved
     if job.data_path is not None:
         trained.data.path = job.data_path
     return trained

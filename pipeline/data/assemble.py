@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from pipeline.data.batch import Batch, keyed_jagged_tensor
 from pipeline.data.dataset import Dataset
-from pipeline.data.decode import Block, Lists
+from pipeline.data.decode import Block
+from pipeline.data.guard import Lists
 from pipeline.data.multi_hot import draw_bags
 
 
@@ -31,7 +32,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of every stream, one stream after the other; those that are not `present` are padding."""
+    """Rows of every stream, one stream after the other; those that are not `present` are padding or quarantined."""
 
     block: Block
     present: NDArray[np.bool_]
@@ -81,7 +82,7 @@ class BatchAssembler:
             end = place + stop - start
             dense[place:end] = block.dense[start:stop]
             labels[place:end] = block.labels[start:stop]
-            present[place:end] = True
+            present[place:end] = True if block.present is None else block.present[start:stop]
             one_hot[:, place:end] = block.one_hot[:, start:stop]
         lists = [_lay_out_lists(pieces, index, num_rows) for index in range(self._num_lists)]
         return Chunk(Block(dense, one_hot, lists, labels), present)

@@ -21,7 +21,8 @@ class Batch(Pipelineable):
     dense_features: [batch, num_dense] float32
     sparse_features: keys in the data set's order, int64 values, int32 lengths [num_features * batch]
     labels: [batch] float32, 0 or 1
-    sample_weights: [batch] float32; 0 marks the padding rows (dense 0, label 0, no ids) of an evaluation batch
+    sample_weights: [batch] float32; 0 marks rows that count nothing (dense 0, label 0, no ids):
+        the padding of an evaluation batch, and quarantined rows
     """
 
     dense_features: torch.Tensor

@@ -12,6 +12,8 @@ DENSE_TRANSFORMS = ("log1p", "none")
 ID_KINDS = ("vocabulary", "hash")
 SPLIT_KINDS = ("row_range", "time", "files")
 SHUFFLES = ("row_groups", "none")
+BAD_ROW_POLICIES = ("stop", "quarantine")
+VERIFICATIONS = ("size", "checksum")
 
 
 @dataclass
@@ -93,15 +95,24 @@ class ReaderConfig:
     shuffle: row_groups permutes row groups and the rows within each, anew every epoch; none follows the file
     order in rounds of `num_streams` row groups. decode_threads: 1 decodes on the prefetch thread; more read a
     row group ahead for every stream, and hide the latency of storage.
+    on_bad_rows: stop names the first bad row and ends the run on all ranks; quarantine gives bad rows weight 0, so that
+    steps and batches stay what they are, and lists them in <run>/quarantine, until they are more than max_bad_fraction.
+    verify: at the start, the size of every shard, or its SHA-256 too (ranks share the work).
     """
 
     num_streams: int = 16
     shuffle: str = "row_groups"
     prefetch_batches: int = 8
     decode_threads: int = 1
+    on_bad_rows: str = "stop"
+    max_bad_fraction: float = 0.001
+    verify: str = "size"
 
     def __post_init__(self) -> None:
         check_choice("reader.shuffle", self.shuffle, SHUFFLES)
+        check_choice("reader.on_bad_rows", self.on_bad_rows, BAD_ROW_POLICIES)
+        check_within("reader.max_bad_fraction", self.max_bad_fraction, 0.0, 1.0)
+        check_choice("reader.verify", self.verify, VERIFICATIONS)
         check_at_least("reader.num_streams", self.num_streams, 1)
         check_at_least("reader.prefetch_batches", self.prefetch_batches, 1)
         check_at_least("reader.decode_threads", self.decode_threads, 1)

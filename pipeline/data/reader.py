@@ -21,7 +21,8 @@ from pipeline.data.config import ReaderConfig, check_batch_geometry
 from pipeline.data.dataset import Dataset, check_multi_hot, check_split
 from pipeline.data.decode import Block, Shards
 from pipeline.data.prefetch import Prefetcher
-from pipeline.data.streams import EpochOrder, Segment, num_steps
+from pipeline.data.quarantine import Quarantine
+from pipeline.data.streams import EpochOrder, Segment, num_steps, row_permutation
 
 CHUNK_ROWS = 16_384  # batches are made from about so many rows at once
 
@@ -35,6 +36,7 @@ class ShardReader:
     so that ranks keep equal steps and equal batch sizes.
     multi_hot: feature -> ids a sample, drawn from the one-hot id (data.multi_hot).
     pin_memory: hand out batches in pinned memory, copied on the prefetch thread.
+    quarantine_path: where the rows go that config.on_bad_rows=quarantine leaves out; None: into the log alone.
 
     Held in memory: a row group for each of the rank's streams (two with several decode threads), and up to
     2 * config.prefetch_batches batches, or more with several decode threads and small batches.
@@ -54,6 +56,7 @@ class ShardReader:
         multi_hot: dict[str, int] | None = None,
         drop_last: bool = True,
         pin_memory: bool = False,
+        quarantine_path: str | None = None,
     ) -> None:
         check_batch_geometry(global_batch_size, config.num_streams, world_size)
         if not 0 <= rank < world_size:
@@ -72,7 +75,10 @@ class ShardReader:
         self._identity = [dataset.fingerprint(), split, seed, config.num_streams, config.shuffle, global_batch_size]
         streams = config.num_streams // world_size
         self._streams = range(rank * streams, (rank + 1) * streams)
-        self._shards = Shards(folder, dataset, dataset.splits[split])
+        quarantine = Quarantine(quarantine_path) if config.on_bad_rows == "quarantine" else None
+        self._shards = Shards(folder, dataset, dataset.splits[split], quarantine)
+        if config.verify == "checksum":
+            self._shards.files.verify_checksums(range(rank, len(dataset.splits[split].files), world_size))
         self._assembler = BatchAssembler(dataset, multi_hot or {}, streams, global_batch_size // config.num_streams)
 
     @property
@@ -91,11 +97,36 @@ class ShardReader:
             self._read(epoch, start_step), self.config.prefetch_batches, f"reader-epoch-{epoch}", self._add_stall
         )
 
+    def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
+        """The shard (as dataset.json names it) and the row in it, from 0, of rows of this rank's batch."""
+        per_stream, shuffled = self._assembler.rows_per_stream, self._is_shuffled
+        order = EpochOrder(self._shards.row_group_sizes, self.config.num_streams, self._seed, epoch, shuffled)
+        places = []
+        for row in rows:
+            stream, within = divmod(row, per_stream)
+            segment = next(order.segments(self._streams[stream], step * per_stream + within), None)
+            if segment is None:  # padding at the end of an evaluation
+                continue
+            group, place = segment.row_group, segment.start
+            if shuffled:
+                size = self._shards.row_group_sizes[group]
+                place = int(row_permutation(self._seed, epoch, group, size)[place])
+            places.append(self._shards.locate(group, place))
+        return places
+
+    @property
+    def _is_shuffled(self) -> bool:
+        return self.config.shuffle == "row_groups"
+
+    def empty_batch(self) -> Batch:
+        """A batch in which no row counts, for a rank that has nothing to read where the others go on."""
+        return self._assembler.assemble([], 1)[0]
+
     def _add_stall(self, seconds: float) -> None:
         self.stall_seconds += seconds
 
     def _read(self, epoch: int, start_step: int) -> Generator[Batch, None, None]:
-        shuffled = self.config.shuffle == "row_groups"
+        shuffled = self._is_shuffled
         order = EpochOrder(self._shards.row_group_sizes, self.config.num_streams, self._seed, epoch, shuffled)
         rows_per_stream = self._assembler.rows_per_stream
         steps_at_once = max(1, min(self.config.prefetch_batches, CHUNK_ROWS // self.batch_size))

@@ -1,0 +1,143 @@
+"""Turn a decoded row group into its columns as numbers, and the rows that must not be trained on, each with a reason.
+
+Whole columns are checked by their least and greatest values; single rows are looked at only where one is wrong. A value
+in doubt is left as it is, or 0 where it is missing: the caller drops its row or refuses the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipeline.data.dataset import Dataset, SparseFeature
+
+MAX_VALUE_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class Lists:
+    """A list-valued feature: row i holds ids[offsets[i]:offsets[i + 1]]."""
+
+    ids: NDArray[np.integer]
+    offsets: NDArray[np.int64]
+
+    def take(self, rows: NDArray[np.int64], present: NDArray[np.bool_] | None = None) -> Lists:
+        """The lists of `rows`, one after the other; those of rows that are not `present` are empty."""
+        starts = self.offsets[:-1][rows]
+        lengths = self.offsets[1:][rows] - starts
+        if present is not None:
+            lengths = lengths * present
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        # Id k of the result lies at its list's start plus its place in the list.
+        return Lists(self.ids[np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)], offsets)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A row group in file order; features keep the data set's order within `one_hot` and `lists`."""
+
+    dense: NDArray[np.float32]  # [num_dense, rows]
+    one_hot: NDArray[np.signedinteger]  # [num_one_hot, rows]
+    lists: list[Lists]
+    labels: NDArray[np.float32]  # [rows]
+
+
+class Faults:
+    """Row -> what is wrong with it; of several faults of a row the first that was found stands."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.reasons: dict[int, str] = {}
+        self._table = table
+
+    def note(self, rows: NDArray[np.integer], column: str, wanted: str) -> None:
+        values = self._table.column(column)
+        for row in rows.tolist():
+            if row not in self.reasons:
+                value = values[row].as_py()
+                shown = "missing" if value is None else f"{repr(value)[:MAX_VALUE_CHARACTERS]}, not {wanted}"
+                self.reasons[row] = f"{column!r} is {shown}"
+
+
+def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int, str]]:
+    """The columns of a row group, and row -> reason for the rows that are bad.
+
+    Few calls on whole matrices: each numpy call lets go of the GIL, and taking it back beside a busy trainer
+    costs more than the work on one column.
+    """
+    faults = Faults(table)
+    labels = _matrix(table, [dataset.label], pa.float32(), faults)[0]
+    known = (labels == 0) | (labels == 1)
+    if not known.all():
+        faults.note(np.flatnonzero(~known), dataset.label, "0 or 1")
+    dense = _matrix(table, dataset.dense_features, pa.float32(), faults)
+    _check_finite(dense, dataset.dense_features, faults)
+    features = [feature for feature in dataset.sparse_features if not feature.multi_hot]
+    id_type = pa.int32() if all(feature.cardinality <= 2**31 for feature in features) else pa.int64()
+    one_hot = _matrix(table, [feature.name for feature in features], id_type, faults)
+    _check_ids(one_hot, features, faults)
+    lists = [_lists(table, feature, faults) for feature in dataset.sparse_features if feature.multi_hot]
+    return Columns(dense, one_hot, lists, labels), faults.reasons
+
+
+def _check_finite(dense: NDArray[np.float32], names: list[str], faults: Faults) -> None:
+    """A NaN or an infinity makes the whole dense part NaN within a step."""
+    finite = np.isfinite(dense)
+    if not finite.all():
+        for i in np.flatnonzero(~finite.all(axis=1)):
+            faults.note(np.flatnonzero(~finite[i]), names[i], "a finite 32-bit number")
+
+
+def _check_ids(ids: NDArray[np.signedinteger], features: list[SparseFeature], faults: Faults) -> None:
+    """`ids` [features, rows]. In the place of an id outside its table TorchRec would train row 0."""
+    if not ids.size:
+        return
+    limits = [feature.cardinality for feature in features]
+    outside = (ids.min(axis=1) < 0) | (ids.max(axis=1) >= np.array(limits))
+    for i in np.flatnonzero(outside):
+        wrong = (ids[i] < 0) | (ids[i] >= limits[i])
+        faults.note(np.flatnonzero(wrong), features[i].name, f"an id within [0, {limits[i]})")
+
+
+def _matrix(table: pa.Table, names: list[str], type_: pa.DataType, faults: Faults) -> NDArray:
+    """[names, rows]; an id too large for `type_` is widened, for _check_ids to find."""
+    if not names:
+        return np.empty((0, table.num_rows), type_.to_pandas_dtype())
+    columns = [_values(table.column(name), name, faults) for name in names]
+    if pa.types.is_integer(type_) and any(column.type != type_ for column in columns):
+        type_ = pa.int64()
+    columns = [column if column.type == type_ else column.cast(type_, safe=False) for column in columns]
+    return pa.concat_arrays(columns).to_numpy(zero_copy_only=True).reshape(len(names), -1)
+
+
+def _values(column: pa.ChunkedArray, name: str, faults: Faults) -> pa.Array:
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if array.null_count:
+        faults.note(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)), name, "a value")
+        array = array.fill_null(0)
+    return array
+
+
+def _lists(table: pa.Table, feature: SparseFeature, faults: Faults) -> Lists:
+    column = table.column(feature.name)
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    wanted = f"a list of ids within [0, {feature.cardinality})"
+    if array.null_count:
+        faults.note(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)), feature.name, wanted)
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    values = array.values  # all of them, while offsets may begin behind the first
+    wrong = np.zeros(0, np.bool_)
+    if values.null_count:
+        wrong = values.is_null().to_numpy(zero_copy_only=False)
+        values = values.fill_null(0)
+    ids = values.to_numpy() if values.type != pa.uint64() else values.cast(pa.int64(), safe=False).to_numpy()
+    used = ids[offsets[0] : offsets[-1]]
+    if wrong.any() or (used.size and (used.min() < 0 or used.max() >= feature.cardinality)):
+        wrong = (ids < 0) | (ids >= feature.cardinality) | (wrong if wrong.size else False)
+        places = np.flatnonzero(wrong)
+        places = places[(places >= offsets[0]) & (places < offsets[-1])]
+        # The last row that begins at or before the id: empty lists begin there too, and end there.
+        faults.note(np.unique(np.searchsorted(offsets, places, side="right") - 1), feature.name, wanted)
+    return Lists(ids, offsets)
