@@ -71,6 +71,7 @@ def train(job: TrainJob) -> TrainSummary:
         optimizer,
         context,
         keep_last_n=job.checkpoint.keep_last_n,
+        average_row_state=job.checkpoint.row_state_across_columns == "average",
         about={"data_order": data_order, "config": asdict(job), "plan": json.loads(encode_record(assembly.plan))},
     )
     restored = resume(job, checkpointer, data_order)

@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline import storage
 from pipeline.checkpoint.metadata import TensorsOnlyReader
+from pipeline.checkpoint.reshard import check_fit, fill_row_states, without
 from pipeline.checkpoint.steps import (
     FORMAT_VERSION,
     MANIFEST,
@@ -33,6 +35,8 @@ from pipeline.checkpoint.steps import (
     read_manifest,
     step_path,
 )
+from pipeline.checkpoint.tables import flatten, inventory_of_state, merge
+from pipeline.checkpoint.tensors import StepTensors
 from pipeline.distributed import DistributedContext
 from pipeline.logs import get_logger
 
@@ -55,11 +59,13 @@ class Checkpointer:
         context: DistributedContext,
         keep_last_n: int = 2,
         about: dict[str, Any] | None = None,
+        average_row_state: bool = False,
     ) -> None:
         self.folder = folder
         self._model, self._optimizer, self._context = model, optimizer, context
         self._keep_last_n = keep_last_n
         self._about = about or {}
+        self._average_row_state = average_row_state
 
     def save(self, step: int, values: dict[str, Any] | None = None) -> str:
         """Write step `step` with `values` (position, metrics) in its manifest; the path of its folder.
@@ -142,10 +148,20 @@ class Checkpointer:
         if not verified and (problem := self._verify(step)):
             raise CheckpointError(f"checkpoint {path} cannot be used: {problem}; there are steps {steps}")
         state = self._state()
+        tensors = StepTensors(path)
+        wanted = merge(self._gather(inventory_of_state(flat := flatten(state))))
+        recut = check_fit(
+            tensors,
+            wanted,
+            storage.dirname(self.folder),
+            with_optimizer=self._optimizer is not None,
+            average_row_state=self._average_row_state,
+        )
         try:
-            dcp.load(state, storage_reader=TensorsOnlyReader(path))
+            dcp.load(without(state, recut), storage_reader=TensorsOnlyReader(path))
         except CheckpointException as error:
             raise CheckpointError(_misfit(path, error)) from None
+        self._all_or_none(lambda: fill_row_states(tensors, flat, recut, wanted))
         self._model.load_state_dict(state["model"])
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
@@ -201,6 +217,16 @@ class Checkpointer:
         """Of the steps up to the one just saved, keep the last few."""
         for step in [step for step in list_steps(self.folder) if step <= saved][: -self._keep_last_n]:
             shutil.rmtree(step_path(self.folder, step))
+
+    def _all_or_none(self, read: Callable[[], None]) -> None:
+        """Run what every rank reads by itself. Raises CheckpointError on all of them where one cannot."""
+        problem = ""
+        try:
+            read()
+        except CheckpointError as error:
+            problem = f"rank {self._context.rank}: {error}"
+        if found := next((text for text in self._gather(problem) if text), ""):
+            raise CheckpointError(found)
 
     def _agreed_id(self) -> str:
         return self._broadcast(uuid.uuid4().hex[:8])

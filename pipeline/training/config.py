@@ -15,6 +15,7 @@ PRECISIONS = ("fp32", "bf16")
 TRAIN_PIPELINES = ("sparse_dist", "base")
 NON_FINITE_POLICIES = ("stop", "skip")
 EARLY_STOP_METRICS = ("ne", "auc", "logloss")
+ROW_STATE_POLICIES = ("refuse", "average")
 BACKENDS = ("auto", "gloo", "nccl")
 
 
@@ -120,8 +121,11 @@ class CheckpointConfig:
     save_every_steps: int = 0  # 0: at the end of training only
     keep_last_n: int = 2
     resume: bool = True
+    # Row-wise optimizer state of a table whose columns are now cut elsewhere: refuse, or go on with averages.
+    row_state_across_columns: str = "refuse"
 
     def __post_init__(self) -> None:
+        check_choice("checkpoint.row_state_across_columns", self.row_state_across_columns, ROW_STATE_POLICIES)
         check_at_least("checkpoint.save_every_steps", self.save_every_steps, 0)
         check_at_least("checkpoint.keep_last_n", self.keep_last_n, 1)
 

@@ -1,0 +1,194 @@
+"""Say whether a step fits a model under another plan, and bring row-wise optimizer state from its columns to others.
+
+torch.distributed.checkpoint moves values between any two ways to cut one tensor. It would load another dtype without
+a word, leave out what the job has no place for, and cannot know that row-wise state means another thing under another
+cut of the columns: each block's state is the running sum of its own columns' mean squared gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pipeline.checkpoint.steps import CheckpointError
+from pipeline.checkpoint.tables import (
+    TABLE_STATE,
+    Inventory,
+    StoredTable,
+    describe_dtype,
+    inventory_of_step,
+    local_chunks,
+)
+from pipeline.checkpoint.tensors import StepTensors
+
+MAX_LINES = 6
+
+
+def check_fit(
+    tensors: StepTensors, wanted: Inventory, run: str, *, with_optimizer: bool, average_row_state: bool
+) -> list[str]:
+    """The keys whose row-wise state must be converted, for the step holds it for other column blocks.
+
+    `wanted` is the merged inventory of all ranks; `run` is where the step is from, for the way out. Without an
+    optimizer the step's own is not looked at.
+
+    Raises:
+        CheckpointError: tables or layers are missing, extra, or of another shape or dtype, the optimizer is another,
+            or row-wise state would have to be converted and `average_row_state` does not allow it.
+    """
+    stored = inventory_of_step(tensors)
+    lines = _table_lines(stored.tables, wanted.tables)
+    lines += _layer_lines(stored, wanted, with_optimizer)
+    both = sorted(wanted.tables.keys() & stored.tables.keys())
+    if with_optimizer:
+        lines += [line for name in both for line in _state_lines(stored.tables[name], wanted.tables[name])]
+    if lines:
+        more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+        raise CheckpointError(
+            f"checkpoint {tensors.path} does not fit this model, optimizer or plan:"
+            + "".join(f"\n  {line}" for line in [*lines[:MAX_LINES], *more])
+            + "\nTrain with the config in its manifest.json; or start another run from it, which says what becomes of "
+            f"each table: run_dir=<another> warm_start.run={run}"
+        )
+    recut = _recut_tables(stored, wanted) if with_optimizer else []
+    if recut and not average_row_state:
+        raise CheckpointError(_refusal(tensors.path, stored, wanted, recut))
+    return [state.key for name in recut for state in wanted.tables[name].states.values() if len(state.shape) == 1]
+
+
+def _table_lines(stored: dict[str, StoredTable], wanted: dict[str, StoredTable]) -> list[str]:
+    lines = []
+    for name in sorted(wanted.keys() - stored.keys()):
+        hint = _renamed(wanted[name], stored, wanted)
+        lines.append(f"table {name!r}: the checkpoint has none of that name, the job has {_shape(wanted[name])}{hint}")
+    for name in sorted(stored.keys() - wanted.keys()):
+        lines.append(f"table {name!r}: the checkpoint has {_shape(stored[name])}, the job has none of that name")
+    for name in sorted(stored.keys() & wanted.keys()):
+        if (then := _shape(stored[name])) != (now := _shape(wanted[name])):
+            lines.append(f"table {name!r}: the checkpoint has {then}, the job has {now}")
+    return lines
+
+
+def _renamed(table: StoredTable, stored: dict[str, StoredTable], wanted: dict[str, StoredTable]) -> str:
+    """Where exactly one table of that shape has gone, it may be this one."""
+    gone = [name for name in stored.keys() - wanted.keys() if _shape(stored[name]) == _shape(table)]
+    return f" (renamed from {gone[0]!r}? then warm_start.renames={{{gone[0]}: {table.name}}})" if len(gone) == 1 else ""
+
+
+def _shape(table: StoredTable) -> str:
+    return f"{table.rows:,} rows x {table.dim} {describe_dtype(table.dtype)}"
+
+
+def _state_lines(stored: StoredTable, wanted: StoredTable) -> list[str]:
+    lines = []
+    for state in sorted(stored.states.keys() | wanted.states.keys()):
+        then, now = _state_kind(stored, state), _state_kind(wanted, state)
+        if then != now:
+            lines.append(f"table {wanted.name!r}: the checkpoint has {then} as {state}, the optimizer of the job {now}")
+    return lines
+
+
+def _state_kind(table: StoredTable, state: str) -> str:
+    if state not in table.states:
+        return "nothing"
+    kind = "a value a row" if table.is_row_wise(state) else "a value an element"
+    return f"{kind} ({describe_dtype(table.states[state].dtype)})"
+
+
+def _layer_lines(stored: Inventory, wanted: Inventory, with_optimizer: bool) -> list[str]:
+    """Of all that is no table: dense layers, buffers, their optimizer's state."""
+
+    def described(inventory: Inventory) -> dict[str, str]:
+        kept = {key: one for key, one in inventory.layers.items() if with_optimizer or not key.startswith("optimizer.")}
+        return {key: f"{list(shape)} {describe_dtype(dtype)}" for key, (shape, dtype) in kept.items()}
+
+    then, now = described(stored), described(wanted)
+    return [
+        f"{key}: the checkpoint has {then.get(key, 'none')}, the job has {now.get(key, 'none')}"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key)
+    ]
+
+
+def _recut_tables(stored: Inventory, wanted: Inventory) -> list[str]:
+    """Tables with row-wise state that the wanted plan cuts into other column blocks than the step's did."""
+    return sorted(
+        name
+        for name, table in wanted.tables.items()
+        if any(table.is_row_wise(state) for state in table.states)
+        and table.column_blocks != stored.tables[name].column_blocks
+    )
+
+
+def _refusal(path: str, stored: Inventory, wanted: Inventory, names: list[str]) -> str:
+    name = names[0]
+    more = f" (and {len(names) - 1} more tables)" if len(names) > 1 else ""
+    then, now = ([width for _, width in table.column_blocks] for table in (stored.tables[name], wanted.tables[name]))
+    works = (
+        "table_wise, row_wise, table_row_wise or data_parallel (tables.default.sharding.sharding_types=[table_wise,row_wise])"
+        if len(then) == 1
+        else f"column_wise with column blocks of {', '.join(map(str, then))} for it, on any number of ranks"
+    )
+    return (
+        f"checkpoint {path} holds row-wise optimizer state of table {name!r}{more} for column blocks of "
+        f"{', '.join(map(str, then))}, and the plan cuts it into {', '.join(map(str, now))}: each block's state is that of its own "
+        f"columns, so training would not go on exactly. A plan that would: {works}. To go on with averages instead: "
+        "checkpoint.row_state_across_columns=average"
+    )
+
+
+def without(state: Mapping[str, Any], keys: list[str], prefix: str = "") -> dict[str, Any]:
+    """A copy of nested dicts that leaves out the tensors of these flat keys."""
+    kept: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            kept[name] = without(value, keys, f"{prefix}{name}.")
+        elif f"{prefix}{name}" not in keys:
+            kept[name] = value
+    return kept
+
+
+@torch.no_grad()
+def fill_row_states(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str], wanted: Inventory) -> None:
+    """Local: fill this rank's parts of `keys` with averages over the columns that each part stands for.
+
+    Every element of a row is taken to have the state of its block. The average over a block's columns is then what the
+    block's optimizer would hold, had it seen the same gradients.
+
+    Raises:
+        CheckpointError: the step's files cannot be read.
+    """
+    if not keys:
+        return
+    stored = inventory_of_step(tensors).tables
+    for key in keys:
+        match = TABLE_STATE.fullmatch(key)
+        assert match is not None
+        table = wanted.tables[match["table"]]
+        pieces = {piece.state_offset: piece for piece in table.pieces}
+        for part, (offset,) in local_chunks(flat[key]) if key in flat else ():
+            if part.numel():
+                piece = pieces[offset]
+                columns = (piece.column, piece.column + piece.num_columns)
+                part.copy_(read_row_state(tensors, stored[table.name], match["state"], piece.row, len(part), columns))
+
+
+def read_row_state(
+    tensors: StepTensors, table: StoredTable, state: str, first_row: int, num_rows: int, columns: tuple[int, int]
+) -> torch.Tensor:
+    """[num_rows] of a row-wise state, averaged over columns begin..end; exact where the step's blocks begin and end there."""
+    total = torch.zeros(num_rows, dtype=torch.float64)
+    alone = None
+    for piece in table.pieces:
+        width = min(columns[1], piece.column + piece.num_columns) - max(columns[0], piece.column)
+        begin = max(first_row, piece.row)
+        count = min(first_row + num_rows, piece.row + piece.num_rows) - begin
+        if width <= 0 or count <= 0:
+            continue
+        values = tensors.read(table.states[state].key, [piece.state_offset + begin - piece.row], [count])
+        if width == columns[1] - columns[0] and count == num_rows:
+            alone = values
+        total[begin - first_row : begin - first_row + count] += values.double() * (width / (columns[1] - columns[0]))
+    return total.to(table.states[state].dtype) if alone is None else alone

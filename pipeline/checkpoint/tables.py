@@ -1,0 +1,149 @@
+"""Turn the keys of a checkpoint, or of a sharded model's state, into tables with rows, columns and optimizer state.
+
+A table's weights are one [rows, dim] tensor under any plan. Its optimizer state is one too where it goes by element
+(Adagrad). Row-wise state ([rows]) is not where a plan cuts columns: TorchRec keeps one state for each column block and
+lines them up, block after block, in one tensor of [blocks * rows].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from pipeline.checkpoint.tensors import StepTensors
+
+MODEL, STATE = "model.", "optimizer.state."
+TABLE_WEIGHT = re.compile(r".*\bembedding_bags\.(?P<table>[^.]+)\.weight")
+TABLE_STATE = re.compile(r"(?P<weight>.*\bembedding_bags\.(?P<table>[^.]+)\.weight)\.(?P=table)\.(?P<state>\w+)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a table, and where the row-wise state of its rows begins."""
+
+    row: int
+    column: int
+    num_rows: int
+    num_columns: int
+    state_offset: int
+
+
+@dataclass(frozen=True)
+class StoredState:
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """`key` and the states' keys are those of the checkpoint; `pieces` are what the plan cut the table into."""
+
+    name: str
+    key: str
+    rows: int
+    dim: int
+    dtype: torch.dtype
+    pieces: list[Piece]
+    states: dict[str, StoredState] = field(default_factory=dict)
+
+    @property
+    def column_blocks(self) -> list[tuple[int, int]]:
+        """(first column, number of columns), ascending."""
+        return sorted({(piece.column, piece.num_columns) for piece in self.pieces})
+
+    def is_row_wise(self, state: str) -> bool:
+        return len(self.states[state].shape) == 1
+
+
+def layout(chunks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Piece]:
+    """Pieces of a table cut into (offsets, sizes), in the order of their row-wise state: by columns, then by rows."""
+    pieces, end = [], 0
+    for (row, column), (num_rows, num_columns) in sorted(chunks, key=lambda chunk: chunk[0][::-1]):
+        if num_rows and num_columns:
+            pieces.append(Piece(row, column, num_rows, num_columns, end))
+            end += num_rows
+    return pieces
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a checkpoint, or a model with its optimizer, holds: tables by name, and the shape and dtype of all else by key."""
+
+    tables: dict[str, StoredTable]
+    layers: dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def inventory_of_step(tensors: StepTensors) -> Inventory:
+    shapes = {key: (tensors.shape(key), tensors.dtype(key)) for key in tensors.entries}
+    return _inventory(shapes, lambda key: [(chunk.offsets, chunk.sizes) for chunk in tensors.chunks(key)])
+
+
+def inventory_of_state(flat: Mapping[str, Any]) -> Inventory:
+    """Of a flat state (see flatten) as the plan lays it out. A rank's optimizer knows the state of its own tables only."""
+    shapes = {key: (tuple(value.size()), value.dtype) for key, value in flat.items()}
+    return _inventory(shapes, lambda key: all_chunks(flat[key]))
+
+
+def merge(parts: Iterable[Inventory]) -> Inventory:
+    """Of all ranks together."""
+    tables: dict[str, StoredTable] = {}
+    layers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for part in parts:
+        layers.update(part.layers)
+        for name, table in part.tables.items():
+            known = tables.get(name, table)
+            tables[name] = replace(table, states={**known.states, **table.states})
+    return Inventory(tables, layers)
+
+
+def _inventory(
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    chunks_of: Callable[[str], list[tuple[tuple[int, ...], tuple[int, ...]]]],
+) -> Inventory:
+    tables: dict[str, StoredTable] = {}
+    layers = dict(shapes)
+    for key, (shape, dtype) in shapes.items():
+        if key.startswith(MODEL) and (match := TABLE_WEIGHT.fullmatch(key)) and len(shape) == 2:
+            tables[match["table"]] = StoredTable(match["table"], key, *shape, dtype, layout(chunks_of(key)))
+            del layers[key]
+    for key, (shape, dtype) in shapes.items():
+        if key.startswith(STATE) and (match := TABLE_STATE.fullmatch(key)) and match["table"] in tables:
+            tables[match["table"]].states[match["state"]] = StoredState(key, shape, dtype)
+            del layers[key]
+    return Inventory(tables, layers)
+
+
+def all_chunks(value: torch.Tensor | ShardedTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of every shard on every rank."""
+    if isinstance(value, ShardedTensor):
+        return [(tuple(one.shard_offsets), tuple(one.shard_sizes)) for one in value.metadata().shards_metadata]
+    return [((0,) * value.dim(), tuple(value.shape))]
+
+
+def local_chunks(value: torch.Tensor | ShardedTensor) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+    """(tensor, its offsets in the whole) of every part that lies on this rank."""
+    if isinstance(value, ShardedTensor):
+        return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in value.local_shards()]
+    return [(value, (0,) * value.dim())]
+
+
+def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts of tensors by the keys that torch.distributed.checkpoint stores them under."""
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def describe_dtype(dtype: torch.dtype) -> str:
+    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))

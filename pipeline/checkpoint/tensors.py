@@ -1,0 +1,153 @@
+"""Read parts of a committed step's tensors: any rows and columns, without a process group, without whole shards in memory.
+
+torch.distributed.checkpoint loads a stored shard whole to copy a few of its rows. Its files are torch.save's
+archives, uncompressed, so the rows of a shard lie one after the other at an offset that the archive tells.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from pipeline import storage
+from pipeline.checkpoint.metadata import TensorsOnlyReader
+from pipeline.checkpoint.steps import CheckpointError
+
+BLOCK_BYTES = 8 << 20  # of one read
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """One stored piece of a tensor: where it begins in the whole, its shape, and where its values lie."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    index: MetadataIndex
+
+
+class StepTensors:
+    """The tensors of the step folder `path`, by their keys in the checkpoint.
+
+    Raises:
+        CheckpointError: .metadata is missing, damaged, or asks for what no checkpoint of ours holds.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._reader = TensorsOnlyReader(path)
+        try:
+            metadata = self._reader.read_metadata()
+        except (pickle.UnpicklingError, OSError) as error:
+            raise CheckpointError(f"{path}/.metadata cannot be used: {error}") from None
+        self.entries: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata  # type: ignore[assignment]
+        self._storage = metadata.storage_data
+        self._data_offsets: dict[MetadataIndex, int] = {}
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self.entries[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self.entries[key].properties.dtype
+
+    def chunks(self, key: str) -> list[StoredChunk]:
+        """Those that hold anything, in the order of their offsets."""
+        found = [
+            StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), MetadataIndex(key, chunk.offsets))
+            for chunk in self.entries[key].chunks
+        ]
+        return sorted((chunk for chunk in found if 0 not in chunk.sizes), key=lambda chunk: chunk.offsets)
+
+    def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """The values of `key` in the box that begins at `offsets`, of any number of dimensions.
+
+        Raises:
+            CheckpointError: a part of it is nowhere, or cannot be read.
+        """
+        result = torch.empty(tuple(sizes), dtype=self.dtype(key))
+        covered = 0
+        for chunk in self.chunks(key):
+            low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+            high = [min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
+            if any(begin >= end for begin, end in zip(low, high, strict=True)):
+                continue
+            into = result[tuple(slice(b - a, e - a) for a, b, e in zip(offsets, low, high, strict=True))]
+            within = [begin - first for begin, first in zip(low, chunk.offsets, strict=True)]
+            self._read_chunk(chunk, within, into)
+            covered += into.numel()
+        if covered != result.numel():
+            raise CheckpointError(f"{self.path} holds {covered} of the {result.numel()} values asked of {key}")
+        return result
+
+    def row_blocks(self, key: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, rows) of rows begin..end in blocks of about BLOCK_BYTES, ascending."""
+        shape = self.shape(key)
+        end = shape[0] if end is None else min(end, shape[0])
+        row_bytes = max(1, self.dtype(key).itemsize * int(torch.Size(shape[1:]).numel()))
+        step = max(1, BLOCK_BYTES // row_bytes)
+        for first in range(begin, end, step):
+            count = min(step, end - first)
+            yield first, self.read(key, [first, *[0] * (len(shape) - 1)], [count, *shape[1:]])
+
+    def _read_chunk(self, chunk: StoredChunk, within: list[int], into: torch.Tensor) -> None:
+        """Fill `into` with the box of its shape that begins at `within` in the chunk."""
+        try:
+            with self._open(chunk) as (file, begin):
+                if into.dim() == 0:
+                    into.copy_(_read_values(file, begin, 1, into.dtype).reshape(()))
+                    return
+                width = int(torch.Size(chunk.sizes[1:]).numel())
+                rows_at_once = max(1, BLOCK_BYTES // max(1, width * into.element_size()))
+                columns = tuple(
+                    slice(first, first + size) for first, size in zip(within[1:], into.shape[1:], strict=True)
+                )
+                for done in range(0, len(into), rows_at_once):
+                    count = min(rows_at_once, len(into) - done)
+                    place = begin + (within[0] + done) * width * into.element_size()
+                    rows = _read_values(file, place, count * width, into.dtype).view(count, *chunk.sizes[1:])
+                    into[done : done + count] = rows[(slice(None), *columns)]
+        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.path}: {chunk.index.fqn} cannot be read: {error}") from None
+
+    @contextmanager
+    def _open(self, chunk: StoredChunk) -> Iterator[tuple[IO[bytes], int]]:
+        """The file of a chunk, and where in it the chunk's values begin."""
+        info = self._storage[chunk.index]
+        with storage.open_file(storage.join(self.path, info.relative_path), "rb") as file:
+            if chunk.index not in self._data_offsets:
+                view: Any = self._reader._slice_file(file, info)
+                _check_layout(view, chunk, self.entries[chunk.index.fqn].properties.dtype)
+                view.seek(0)
+                record = torch._C.PyTorchFileReader(view).get_record_offset("data/0")  # type: ignore[attr-defined]
+                self._data_offsets[chunk.index] = info.offset + record
+            yield file, self._data_offsets[chunk.index]
+
+
+def _check_layout(view: Any, chunk: StoredChunk, dtype: torch.dtype) -> None:
+    """Raises RuntimeError unless the archive holds one contiguous tensor of the chunk's shape and the dtype."""
+    with FakeTensorMode():
+        found = torch.load(view, map_location="cpu", weights_only=True)
+    if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (chunk.sizes, dtype):
+        raise RuntimeError(f"its file holds something else than {dtype} of shape {list(chunk.sizes)}")
+    if not found.is_contiguous() or found.storage_offset():
+        raise RuntimeError("its values do not lie one after the other")
+
+
+def _read_values(file: IO[bytes], offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Raises EOFError for a file that ends too soon."""
+    buffer = bytearray(count * dtype.itemsize)
+    file.seek(offset)
+    view, filled = memoryview(buffer), 0
+    while filled < len(buffer):
+        part = file.read(len(buffer) - filled)
+        if not part:
+            raise EOFError(f"the file ends {len(buffer) - filled} bytes too soon")
+        view[filled : filled + len(part)] = part
+        filled += len(part)
+    return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
