@@ -10,13 +10,12 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from pipeline import storage
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.steps import CheckpointError
 
@@ -39,9 +38,9 @@ class StepTensors:
         CheckpointError: .metadata is missing, damaged, or asks for what no checkpoint of ours holds.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, reader: TensorsOnlyReader | None = None) -> None:
         self.path = path
-        self._reader = TensorsOnlyReader(path)
+        self._reader = reader or TensorsOnlyReader(path)
         try:
             metadata = self._reader.read_metadata()
         except (pickle.UnpicklingError, OSError) as error:
@@ -116,10 +115,11 @@ class StepTensors:
             raise CheckpointError(f"{self.path}: {chunk.index.fqn} cannot be read: {error}") from None
 
     @contextmanager
-    def _open(self, chunk: StoredChunk) -> Iterator[tuple[IO[bytes], int]]:
+    def _open(self, chunk: StoredChunk) -> Iterator[tuple[Any, int]]:
         """The file of a chunk, and where in it the chunk's values begin."""
         info = self._storage[chunk.index]
-        with storage.open_file(storage.join(self.path, info.relative_path), "rb") as file:
+        fs = self._reader.fs  # the reader's, for it may verify what is read
+        with fs.create_stream(fs.concat_path(self._reader.path, info.relative_path), "rb") as file:
             if chunk.index not in self._data_offsets:
                 view: Any = self._reader._slice_file(file, info)
                 _check_layout(view, chunk, self.entries[chunk.index.fqn].properties.dtype)
@@ -139,15 +139,14 @@ def _check_layout(view: Any, chunk: StoredChunk, dtype: torch.dtype) -> None:
         raise RuntimeError("its values do not lie one after the other")
 
 
-def _read_values(file: IO[bytes], offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def _read_values(file: Any, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Raises EOFError for a file that ends too soon."""
     buffer = bytearray(count * dtype.itemsize)
     file.seek(offset)
     view, filled = memoryview(buffer), 0
     while filled < len(buffer):
-        part = file.read(len(buffer) - filled)
-        if not part:
+        count_read = file.readinto(view[filled:])
+        if not count_read:
             raise EOFError(f"the file ends {len(buffer) - filled} bytes too soon")
-        view[filled : filled + len(part)] = part
-        filled += len(part)
+        filled += count_read
     return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
