@@ -67,6 +67,13 @@ def open_file(path: str, mode: str = "r") -> IO[Any]:
     return path_manager().open(path, mode, **text)
 
 
+def open_raw(path: str) -> IO[bytes]:
+    """For reading parts of a file, with readinto() and without a buffer between."""
+    if is_local(path):
+        return open(path, "rb", buffering=0)  # type: ignore[return-value]
+    return open_file(path, "rb")
+
+
 def exists(path: str) -> bool:
     is_local(path)
     return bool(path_manager().exists(path))
@@ -175,6 +182,23 @@ def publish_text(path: str, text: str) -> None:
         remove(staged)
         raise
     sync_folder(folder)
+
+
+def publish_once(path: str, text: str) -> None:
+    """Write a file that must not be there. Raises FileExistsError where it is, with other content."""
+    if is_local(path):
+        staged = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        publish_text(staged, text)
+        try:
+            os.link(staged, path)  # fails where there is one, whoever made it in the meantime
+        finally:
+            os.remove(staged)
+        return
+    if exists(path) and read_text(path) != text:
+        raise FileExistsError(f"{path} is already there")
+    publish_text(path, text)
+    if read_text(path) != text:
+        raise FileExistsError(f"{path} was written by somebody else at the same time")
 
 
 def sync_folder(folder: str) -> None:

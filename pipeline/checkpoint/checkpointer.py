@@ -1,54 +1,56 @@
 """Turn training state into an immutable, verified step folder and back.
 
     <folder>/step_00000300/  __0_0.distcp ... .metadata   what torch.distributed.checkpoint writes, resharded on load
+                             random_00000.json ...        the random generators of each rank
                              manifest.json                step, sizes and checksums, and what the run says of itself
 
-Every rank writes into a fresh attempt folder and checksums its own bytes; the rename of that folder, after
-manifest.json is on disk, is the commit. `_commit` is the only place where it happens.
+Every rank writes into a fresh attempt, checksums its own bytes, makes them durable and reads them back; the commit
+(commit.py) is one rename, or in an object store one manifest. Loading takes no byte that does not verify.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import shutil
+import platform
+import time
 import uuid
 from collections.abc import Callable
+from importlib import metadata as installed
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline import storage
+from pipeline.checkpoint import random_state
+from pipeline.checkpoint.agreement import Ranks
+from pipeline.checkpoint.checksums import read_verified
+from pipeline.checkpoint.commit import step_folder
+from pipeline.checkpoint.errors import DamagedError
+from pipeline.checkpoint.free_space import shortage
+from pipeline.checkpoint.in_flight import InFlight
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.reshard import check_fit, fill_row_states, without
-from pipeline.checkpoint.steps import (
-    FORMAT_VERSION,
-    MANIFEST,
-    CheckpointError,
-    damage,
-    list_steps,
-    read_manifest,
-    step_path,
-)
+from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.shards import HostCopy, ShardPlan, ShardPlanner
+from pipeline.checkpoint.step_writer import Save, StepWriter
+from pipeline.checkpoint.steps import FORMAT_VERSION, CheckpointError, file_path, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import flatten, inventory_of_state, merge
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.distributed import DistributedContext
 from pipeline.logs import get_logger
 
-ATTEMPT = ".attempt-"
+LIBRARIES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 logger = get_logger(__name__)
 
 
 class Checkpointer:
-    """Save and restore a sharded model and its optimizers; all methods but list_steps are collective.
+    """Save and restore a sharded model and its optimizers; all methods are collective.
 
-    `about` goes into every manifest: resolved config, plan, data set fingerprint.
-    `optimizer` None restores the model alone (evaluation, export).
+    `about` goes into every manifest: resolved config, plan, data set fingerprint. `optimizer` None restores the model
+    alone (evaluation, export). `asynchronous` writes in a thread, over a process group of its own. `staging` is the
+    local folder that files for an object store are written to first.
     """
 
     def __init__(
@@ -60,81 +62,108 @@ class Checkpointer:
         keep_last_n: int = 2,
         about: dict[str, Any] | None = None,
         average_row_state: bool = False,
+        *,
+        keep_best_n: int = 0,
+        best_metric: str = "ne",
+        asynchronous: bool = False,
+        staging: str = ".staging",
     ) -> None:
-        self.folder = folder
+        self.folder, self.asynchronous = folder, asynchronous
         self._model, self._optimizer, self._context = model, optimizer, context
-        self._keep_last_n = keep_last_n
-        self._about = about or {}
+        self._about, self._staging = about or {}, staging
         self._average_row_state = average_row_state
+        self._is_local = storage.is_local(folder)
+        self._retention = Retention(keep_last_n, keep_best_n, best_metric)
+        self._ranks = Ranks(context)
+        self._steps = step_folder(folder, staging)
+        self._writer = StepWriter(self._steps, self._ranks, self._retention)
+        self._planner = ShardPlanner(context, self._ranks.group)
+        self._host_copy = HostCopy()
+        self._in_flight: InFlight | None = None
 
     def save(self, step: int, values: dict[str, Any] | None = None) -> str:
         """Write step `step` with `values` (position, metrics) in its manifest; the path of its folder.
 
+        Asynchronous, it returns when the state is copied; wait() or the next save() says how it ended.
+
         Raises:
-            CheckpointError: a rank could not write; nothing is committed.
+            CheckpointError: a rank could not write, nothing is committed; or the save in flight failed, and this one
+                was not begun.
         """
+        self.wait()
         path = step_path(self.folder, step)
-        if self._broadcast(os.path.exists(path)):
+        plan = self._planner.plan(self._state())
+        if self._ranks.from_main(lambda: step in list_steps(self.folder)):
             raise CheckpointError(
                 f"{path} is already committed: does another run write to this folder? Choose another run_dir"
             )
-        attempt = storage.join(self.folder, f"{ATTEMPT}{step:08d}-{self._agreed_id()}")
-        failure, files = "", {}
-        try:
-            dcp.save(self._state(), checkpoint_id=attempt)
-            files = self._checksums(attempt)
-        except (CheckpointException, OSError, RuntimeError) as error:  # CheckpointException is a BaseException
-            failure = f"rank {self._context.rank}: {error}"
-        reports = self._gather((files, failure))
-        failures = [text for _, text in reports if text]
-        if not failures and self._context.is_main:
-            manifest = {
-                "format_version": FORMAT_VERSION,
-                "step": step,
-                "world_size": self._context.world_size,
-                "files": {name: entry for part, _ in reports for name, entry in part.items()},
-                **(values or {}),
-                **self._about,
-            }
-            try:
-                _commit(attempt, path, manifest)
-                self._purge(step)
-            except OSError as error:
-                failures = [f"rank 0: {error}"]
-        failures = self._broadcast(failures)
-        if failures:
-            if self._context.is_main:
-                shutil.rmtree(attempt, ignore_errors=True)
-            raise CheckpointError(
-                f"step {step} was not saved, earlier checkpoints are untouched: {'; '.join(failures)[:500]}. "
-                f"Is the disk of {self.folder} full or read-only?"
-            )
+        self._check_space(plan, 1, 0, f"step {step}")
+        tensors = self._planner.tensors()
+        save = Save(
+            self._steps.begin(step, self._ranks.from_main(lambda: uuid.uuid4().hex[:8])),
+            plan,
+            self._host_copy.fill(tensors) if self.asynchronous else tensors,
+            random_state.capture_random_state(self._context.device),
+            self._describe(step, values or {}),
+        )
+        if self.asynchronous:
+            self._in_flight = InFlight(step, lambda: self._write_beside_training(save))
+        else:
+            self._writer.write(save)
         return path
+
+    def wait(self) -> None:
+        """Wait for the commit of an asynchronous save. Raises CheckpointError when it failed, once."""
+        if self._in_flight is None:
+            return
+        in_flight, self._in_flight = self._in_flight, None
+        began = time.monotonic()
+        if not in_flight.done:
+            logger.info("waiting for step %d, which is still being saved", in_flight.step)
+        in_flight.wait()
+        if (waited := time.monotonic() - began) > 0.1:
+            logger.info("waited %.1f s for step %d to be saved", waited, in_flight.step)
+
+    def check_free_space(self, num_saves: int | None = None) -> None:
+        """Raises CheckpointError, with numbers, where the steps to be kept and one attempt do not fit.
+
+        `num_saves` are the saves to come, if they are fewer than the steps to be kept.
+        """
+        plan = self._planner.plan(self._state())
+        kept = self._retention.most_steps if num_saves is None else min(self._retention.most_steps, num_saves)
+        copies = kept + 1 if self._is_local else 1
+        held = self._ranks.from_main(self._held_bytes)
+        self._check_space(
+            plan, copies, held, f"room for {copies} checkpoints (those that are kept, and one being written)"
+        )
 
     def newest(self) -> dict[str, Any] | None:
         """The manifest of the newest step that verifies; None when the folder holds no step.
 
+        In an object store the sizes alone are verified: the bytes are while they are loaded.
+
         Raises:
             CheckpointError: there are steps, and not one can be used.
         """
-        steps, problems = list_steps(self.folder), []
-        for step in reversed(steps):
-            problem = self._verify(step)
-            if not problem:
-                return read_manifest(step_path(self.folder, step))
-            logger.warning("checkpoint step %d does not verify (%s); going back to the one before", step, problem)
-            problems.append(f"step {step}: {problem}")
-        if problems:
-            raise CheckpointError(
-                f"none of the {len(steps)} checkpoints in {self.folder} can be used ({'; '.join(problems)[:600]}); "
-                "restore that folder from a copy, or choose another run_dir"
-            )
-        return None
+        return self._walk_back(self._writer.verify)
 
-    def restore_latest(self) -> dict[str, Any] | None:
-        """Restore the step that newest() names and return its manifest. Raises CheckpointError as it and restore do."""
-        manifest = self.newest()
-        return None if manifest is None else self.restore(manifest["step"], verified=True)
+    def restore_latest(self, check: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any] | None:
+        """Restore the newest step that verifies while it is read, and return its manifest; None without a step.
+
+        `check` may refuse a manifest by raising ValueError before anything is read.
+
+        Raises:
+            CheckpointError: as newest() and restore() do.
+        """
+
+        def load(step: int) -> dict[str, Any]:
+            manifest = self._manifest_of(step)
+            if check is not None:
+                check(manifest)
+            self._load(step, manifest)
+            return manifest
+
+        return self._walk_back(load)
 
     def restore(self, step: int, verified: bool = False) -> dict[str, Any]:
         """Restore step `step` in place, whatever plan and world size wrote it, and return its manifest.
@@ -142,14 +171,102 @@ class Checkpointer:
         Raises:
             CheckpointError: the step is missing, damaged, or does not fit this model and plan.
         """
-        path = step_path(self.folder, step)
         if step not in (steps := list_steps(self.folder)):
             raise CheckpointError(f"there is no step {step} in {self.folder}; there are {steps}")
-        if not verified and (problem := self._verify(step)):
-            raise CheckpointError(f"checkpoint {path} cannot be used: {problem}; there are steps {steps}")
+        try:
+            manifest = self._manifest_of(step)
+            self._load(step, manifest)
+        except DamagedError as error:
+            path = step_path(self.folder, step)
+            raise CheckpointError(f"checkpoint {path} cannot be used: {error}; there are steps {steps}") from None
+        return manifest
+
+    def clear_after(self, step: int) -> None:
+        """Make way for a run that goes on from `step`.
+
+        Later steps did not verify, and the run will write them anew: they are set aside under another name. What
+        killed saves have left is removed.
+        """
+
+        def clear() -> None:
+            for later in (number for number in list_steps(self.folder) if number > step):
+                logger.warning("step %d is set aside as %s", later, self._steps.set_aside(later))
+            self._steps.remove_attempts()
+
+        self._ranks.from_main(clear)
+
+    def _state(self) -> dict[str, Any]:
+        state = {"model": self._model.state_dict()}
+        if self._optimizer is not None:
+            state["optimizer"] = self._optimizer.state_dict()
+        return state
+
+    def _describe(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "world_size": self._context.world_size,
+            "libraries": _library_versions(),
+            **values,
+            **self._about,
+        }
+
+    def _write_beside_training(self, save: Save) -> None:
+        began = time.monotonic()
+        self._writer.write(save)
+        seconds = time.monotonic() - began
+        logger.info("step %d  committed after %.1f s beside training", save.attempt.step, seconds)
+
+    def _check_space(self, plan: ShardPlan, copies: int, held_bytes: int, what: str) -> None:
+        """All ranks write to one folder; what an object store is staged in, the ranks of a host share."""
+        hosts = self._ranks.gather(platform.node())
+        here = hosts[self._context.rank]
+        sizes = [size for size, host in zip(plan.rank_bytes, hosts, strict=True) if self._is_local or host == here]
+        problem = shortage(self.folder if self._is_local else self._staging, copies * sum(sizes) - held_bytes, what)
+        if found := next((text for text in self._ranks.gather(problem) if text), ""):
+            raise CheckpointError(
+                f"{found}: free as much, lower checkpoint.keep_last_n, or set checkpoint.folder elsewhere; earlier "
+                "checkpoints are untouched"
+            )
+
+    def _held_bytes(self) -> int:
+        """Of the steps that are there, which count among those to be kept."""
+        held = 0
+        for step in list_steps(self.folder) if self._is_local else []:
+            try:
+                files = read_manifest(step_path(self.folder, step))["files"]
+                held += sum(entry["size_bytes"] for entry in files.values())
+            except DamagedError:
+                continue
+        return held
+
+    def _walk_back(self, use: Callable[[int], dict[str, Any]]) -> dict[str, Any] | None:
+        """What `use` returns for the newest step for which it does not raise DamagedError."""
+        steps, problems = self._ranks.read(lambda: list_steps(self.folder), self._is_local), []
+        for step in reversed(steps):
+            try:
+                return use(step)
+            except DamagedError as error:
+                logger.warning("checkpoint step %d does not verify (%s); going back to the one before", step, error)
+                problems.append(f"step {step}: {error}")
+        if problems:
+            raise CheckpointError(
+                f"none of the {len(steps)} checkpoints in {self.folder} can be used ({'; '.join(problems)[:600]}); "
+                "restore that folder from a copy, or choose another run_dir"
+            )
+        return None
+
+    def _manifest_of(self, step: int) -> dict[str, Any]:
+        return self._ranks.read(lambda: read_manifest(step_path(self.folder, step)), self._is_local)
+
+    def _load(self, step: int, manifest: dict[str, Any]) -> None:
+        """Raises DamagedError, with the state half overwritten, or CheckpointError for what does not fit."""
+        path = step_path(self.folder, step)
+        reader = TensorsOnlyReader(path, manifest)
+        tensors = self._ranks.read(lambda: StepTensors(path, reader), self._is_local)
+        random = self._ranks.read(lambda: self._read_random_state(path, manifest), self._is_local)
         state = self._state()
-        tensors = StepTensors(path)
-        wanted = merge(self._gather(inventory_of_state(flat := flatten(state))))
+        wanted = merge(self._ranks.gather(inventory_of_state(flat := flatten(state))))
         recut = check_fit(
             tensors,
             wanted,
@@ -158,97 +275,38 @@ class Checkpointer:
             average_row_state=self._average_row_state,
         )
         try:
-            dcp.load(without(state, recut), storage_reader=TensorsOnlyReader(path))
+            dcp.load(without(state, recut), storage_reader=reader, process_group=self._ranks.group)
         except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if isinstance(cause, DamagedError) or (isinstance(cause, OSError) and self._is_local):
+                    raise DamagedError(str(cause)) from None
+                if isinstance(cause, OSError):
+                    raise CheckpointError(f"checkpoint {path} cannot be read: {cause}") from None
             raise CheckpointError(_misfit(path, error)) from None
-        self._all_or_none(lambda: fill_row_states(tensors, flat, recut, wanted))
+        self._ranks.read(lambda: fill_row_states(tensors, flat, recut, wanted), self._is_local)
         self._model.load_state_dict(state["model"])
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
-        return read_manifest(path)
+            if random is not None:
+                random_state.restore_random_state(random, self._context.device)
+        self._writer.mark_verified(step)
 
-    def clear_after(self, step: int) -> None:
-        """Make way for a run that goes on from `step`.
+    def _read_random_state(self, path: str, manifest: dict[str, Any]) -> bytes | None:
+        """This rank's; None where another number of ranks saved: nobody's generators go on then."""
+        name = random_state.file_name(self._context.rank)
+        if manifest["world_size"] != self._context.world_size:
+            return None
+        return read_verified(file_path(path, manifest, name), manifest["files"][name])
 
-        Later steps did not verify, and the run will write them anew: they are set aside under another name. What
-        killed saves have left is removed.
-        """
-        if self._context.is_main and storage.exists(self.folder):
-            for later in (number for number in list_steps(self.folder) if number > step):
-                aside = storage.join(self.folder, f".damaged-{later:08d}-{uuid.uuid4().hex[:8]}")
-                os.rename(step_path(self.folder, later), aside)
-            for name in storage.list_folder(self.folder):
-                if name.startswith(ATTEMPT):
-                    shutil.rmtree(storage.join(self.folder, name))
-        dist.barrier()
 
-    def _state(self) -> dict[str, Any]:
-        state = {"model": self._model.state_dict()}
-        if self._optimizer is not None:
-            state["optimizer"] = self._optimizer.state_dict()
-        return state
-
-    def _checksums(self, attempt: str) -> dict[str, dict[str, Any]]:
-        """Of the files that this rank wrote; rank 0 also of .metadata."""
-        mine = [name for name in sorted(os.listdir(attempt)) if name.startswith(f"__{self._context.rank}_")]
-        mine += [".metadata"] if self._context.is_main else []
-        return {
-            name: {"size_bytes": os.path.getsize(f"{attempt}/{name}"), "sha256": storage.sha256_of(f"{attempt}/{name}")}
-            for name in mine
-        }
-
-    def _verify(self, step: int) -> str:
-        """Empty when the step is intact, else what is wrong; ranks share the work and agree on the answer."""
-        path = step_path(self.folder, step)
-        problem = ""
+def _library_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in LIBRARIES:
         try:
-            files = read_manifest(path)["files"]
-            for name in sorted(files)[self._context.rank :: self._context.world_size]:
-                problem = problem or damage(f"{path}/{name}", files[name])
-            if not problem and self._context.is_main:
-                TensorsOnlyReader(path).read_metadata()
-        except pickle.UnpicklingError as error:
-            problem = f"{path}/.metadata is refused: {error}"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            problem = f"unreadable manifest: {error}"
-        return next((text for text in self._gather(problem) if text), "")
-
-    def _purge(self, saved: int) -> None:
-        """Of the steps up to the one just saved, keep the last few."""
-        for step in [step for step in list_steps(self.folder) if step <= saved][: -self._keep_last_n]:
-            shutil.rmtree(step_path(self.folder, step))
-
-    def _all_or_none(self, read: Callable[[], None]) -> None:
-        """Run what every rank reads by itself. Raises CheckpointError on all of them where one cannot."""
-        problem = ""
-        try:
-            read()
-        except CheckpointError as error:
-            problem = f"rank {self._context.rank}: {error}"
-        if found := next((text for text in self._gather(problem) if text), ""):
-            raise CheckpointError(found)
-
-    def _agreed_id(self) -> str:
-        return self._broadcast(uuid.uuid4().hex[:8])
-
-    def _broadcast(self, value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def _gather(self, value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self._context.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
-
-
-def _commit(attempt: str, path: str, manifest: dict[str, Any]) -> None:
-    """Rank 0 only. Raises OSError when `path` exists: a committed step is never written again."""
-    if os.path.exists(path):
-        raise FileExistsError(f"{path} is already committed")
-    storage.publish_text(storage.join(attempt, MANIFEST), json.dumps(manifest, indent=1))
-    os.rename(attempt, path)
-    storage.sync_folder(os.path.dirname(path))
+            versions[name] = installed.version(name)
+        except installed.PackageNotFoundError:
+            continue
+    return versions
 
 
 def _misfit(path: str, error: BaseException) -> str:

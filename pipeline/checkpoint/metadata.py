@@ -1,17 +1,30 @@
-"""Turn a checkpoint's .metadata into DCP's Metadata without running anything that the file names.
+"""Turn a step's files into tensors without running anything that they name, and without a byte that does not verify.
 
 torch.distributed.checkpoint reads .metadata by pickle.load, which calls whatever the file asks for. The metadata of a
 model on TorchRec needs a dozen classes: they are listed, all else is refused. So are entries that DCP would read as
-pickled values (BytesStorageMetadata): our checkpoints hold tensors alone.
+pickled values (BytesStorageMetadata): our checkpoints hold tensors alone. Every byte of every file goes through
+VerifiedFile, so that what was verified is what is used.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from pipeline.checkpoint.checksums import VerifiedFile, read_verified
+from pipeline.checkpoint.errors import DamagedError
+from pipeline.checkpoint.steps import METADATA, file_path, read_manifest
 
 ALLOWED = {
     "pathlib": {"PosixPath"},
@@ -32,24 +45,67 @@ class _RestrictedUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def decode_metadata(content: bytes) -> Metadata:
+    """Raises pickle.UnpicklingError for content that is damaged or asks for more than the classes above."""
+    try:
+        metadata = _RestrictedUnpickler(io.BytesIO(content)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise pickle.UnpicklingError(f"it is damaged: {error!r}") from None
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not Metadata")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"{name} is a {type(entry).__name__}, not a tensor")
+    return metadata
+
+
+class _VerifiedFiles(FileSystem):
+    """The files of one step; each read through its checksums."""
+
+    def __init__(self, path: str, manifest: dict[str, Any]) -> None:
+        self._path, self._manifest = path, manifest
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
+        name = Path(path).name
+        if mode != "rb" or name not in self._manifest["files"]:
+            raise DamagedError(f"{self._path}: .metadata names the file {name!r}, the manifest does not")
+        with VerifiedFile(file_path(self._path, self._manifest, name), self._manifest["files"][name]) as file:
+            yield file
+
+
 class TensorsOnlyReader(FileSystemReader):
-    """Reads local checkpoints that hold tensors alone. Its errors reach every rank through dcp.load."""
+    """Reads the step at `path`, local or remote. Its errors reach every rank through dcp.load.
+
+    Raises:
+        DamagedError: on opening or reading what differs from the manifest.
+        pickle.UnpicklingError: on .metadata that asks for more than tensors.
+    """
+
+    def __init__(self, path: str, manifest: dict[str, Any] | None = None) -> None:
+        super().__init__(".")
+        self.step_path, self.manifest = path, manifest or read_manifest(path)
+        self.fs = _VerifiedFiles(path, self.manifest)
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises pickle.UnpicklingError for a file that is damaged or asks for more than the classes above."""
-        with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
+        if self._metadata is None:
+            if METADATA not in self.manifest["files"]:
+                raise DamagedError(f"the manifest of {self.step_path} names no {METADATA}")
+            where = file_path(self.step_path, self.manifest, METADATA)
+            content = read_verified(where, self.manifest["files"][METADATA])
             try:
-                metadata = _RestrictedUnpickler(file).load()
-            except pickle.UnpicklingError:
-                raise
-            except Exception as error:  # a damaged pickle may raise anything
-                raise pickle.UnpicklingError(f"it is damaged: {error!r}") from None
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not Metadata")
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise pickle.UnpicklingError(f"{name} is a {type(entry).__name__}, not a tensor")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+                self._metadata = decode_metadata(content)
+            except pickle.UnpicklingError as error:
+                raise pickle.UnpicklingError(f"{where} is refused: {error}") from None
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """In the order of the files, so that each block is read once."""
+        ordered = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
+        return super().read_data(dataclasses.replace(plan, items=ordered), planner)

@@ -1,21 +1,27 @@
-"""Say where the steps of a checkpoint folder lie, what their manifests hold, and whether their files are intact."""
+"""Say where the steps of a checkpoint folder lie and what their manifests hold.
+
+A manifest opens with the SHA-256 of all that follows, so a changed one is refused, not read. `attempt` is the part of
+the path, below the step, that its files have: empty on a local disk, where a rename puts them into the step itself.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import re
 from typing import Any
 
 from pipeline import storage
+from pipeline.checkpoint.errors import CheckpointError, DamagedError
 
+__all__ = [
+    "CheckpointError", "file_path", "list_steps", "read_manifest", "seal_manifest", "step_name", "step_path",
+]  # fmt: skip
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+METADATA = ".metadata"
+FORMAT_VERSION = 2
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message says which one, why, and what to do."""
+SEAL = re.compile(r'\{\n "sha256": "([0-9a-f]{64})",')
 
 
 def step_path(folder: str, step: int) -> str:
@@ -26,25 +32,43 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def file_path(path: str, manifest: dict[str, Any], name: str) -> str:
+    """Of a file of the step at `path`."""
+    return storage.join(path, manifest["attempt"], name) if manifest["attempt"] else storage.join(path, name)
+
+
 def list_steps(folder: str) -> list[int]:
-    """Committed steps, ascending."""
-    if not storage.exists(folder):
-        return []
+    """Committed steps, ascending. Raises OSError where an object store does not answer: that is no empty folder."""
     matches = (STEP_FOLDER.fullmatch(name) for name in storage.list_folder(folder))
-    return sorted(int(match[1]) for match in matches if match)
+    steps = sorted(int(match[1]) for match in matches if match)
+    if storage.is_local(folder):
+        return steps
+    return [step for step in steps if storage.exists(storage.join(step_path(folder, step), MANIFEST))]
+
+
+def seal_manifest(manifest: dict[str, Any]) -> str:
+    """The text of a manifest file."""
+    text = json.dumps(manifest, indent=1)
+    return f'{{\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}",{text[1:]}'
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    manifest = json.loads(storage.read_text(storage.join(path, MANIFEST)))
+    """The manifest of the step at `path`.
+
+    Raises:
+        DamagedError: it is missing, not what was written, or of another release.
+    """
+    try:
+        text = storage.read_text(storage.join(path, MANIFEST))
+    except (FileNotFoundError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise DamagedError(f"{path}/{MANIFEST} cannot be read: {error}") from None
+    seal = SEAL.match(text)
+    if seal is None or hashlib.sha256(("{" + text[seal.end() :]).encode()).hexdigest() != seal[1]:
+        raise DamagedError(f"{path}/{MANIFEST} does not match its checksum")
+    manifest: dict[str, Any] = json.loads(text)
+    del manifest["sha256"]
     if manifest["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"format_version {manifest['format_version']}, this release reads {FORMAT_VERSION}")
+        raise DamagedError(
+            f"{path}/{MANIFEST} has format_version {manifest['format_version']}, this release reads {FORMAT_VERSION}"
+        )
     return manifest
-
-
-def damage(path: str, expected: dict[str, Any]) -> str:
-    """Empty for a file of the size and checksum that its manifest gives, else what is wrong."""
-    if not os.path.exists(path):
-        return f"{path} is missing"
-    if (size := os.path.getsize(path)) != expected["size_bytes"]:
-        return f"{path} has {size} bytes, its manifest says {expected['size_bytes']}"
-    return "" if storage.sha256_of(path) == expected["sha256"] else f"{path} does not match its checksum"

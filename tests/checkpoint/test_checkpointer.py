@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import pickle
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.steps import CheckpointError, list_steps
+from pipeline.checkpoint.checksums import BLOCK_BYTES
+from pipeline.checkpoint.steps import CheckpointError, list_steps, seal_manifest
 from tests.ranks import RankPool
 from tests.sharded_models import build_sharded, digest, draw_batches, full_state, train_steps
 
@@ -114,7 +115,7 @@ def _goes_on_past_damage(rank: int, folder: str) -> list[int]:
     """Restore what can be, then write the damaged step and one more, keeping one."""
     logging.disable(logging.WARNING)
     _, model, optimizer, context = build_sharded(ROWS)
-    checkpointer = Checkpointer(folder, model, optimizer, context, keep_last_n=1)
+    checkpointer = Checkpointer(folder, model, optimizer, context, keep_last_n=2)
     manifest = checkpointer.restore_latest()
     logging.disable(logging.NOTSET)
     assert manifest is not None and manifest["step"] == 2
@@ -122,7 +123,7 @@ def _goes_on_past_damage(rank: int, folder: str) -> list[int]:
     dist.barrier()
     left = list_steps(folder)
     dist.barrier()
-    for step in (3, 4):
+    for step in (3, 4, 5):
         checkpointer.save(step)
     return left
 
@@ -132,7 +133,7 @@ def test_a_run_goes_on_past_a_damaged_step_and_loses_none_that_is_good(ranks: Ra
     _flip_a_bit(next((tmp_path / "step_00000003").glob("*.distcp")))
     (tmp_path / ".attempt-00000003-abc").mkdir()
     assert ranks.run(2, _goes_on_past_damage, str(tmp_path)) == [[1, 2], [1, 2]]
-    assert list_steps(str(tmp_path)) == [4]
+    assert list_steps(str(tmp_path)) == [4, 5]
     assert [path.name[:17] for path in tmp_path.iterdir() if path.name.startswith(".")] == [".damaged-00000003"]
 
 
@@ -183,8 +184,11 @@ def test_metadata_that_asks_to_run_something_is_refused_even_with_a_matching_che
     content = pickle.dumps(_Attack(trap))
     (step / ".metadata").write_bytes(content)
     manifest = json.loads((step / "manifest.json").read_text())
-    manifest["files"][".metadata"] = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    del manifest["sha256"]
+    manifest["files"][".metadata"] = {
+        "size_bytes": len(content), "block_bytes": BLOCK_BYTES, "crc32": [f"{zlib.crc32(content):08x}"]
+    }  # fmt: skip
+    (step / "manifest.json").write_text(seal_manifest(manifest))
     for message in ranks.run(2, _restore_attacked, str(tmp_path)):
         assert "posix.system, which no checkpoint of ours does" in message
     assert not trap.exists()

@@ -1,0 +1,9 @@
+"""Say what can be wrong with a checkpoint; both messages name the checkpoint, why, and what to do or where."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used, or not be made."""
+
+
+class DamagedError(CheckpointError):
+    """A file of a step is not what its manifest says: the step before it may be used instead."""

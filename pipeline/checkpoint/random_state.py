@@ -1,0 +1,51 @@
+"""Turn the state of the random generators of a rank into JSON and back: Python's, NumPy's, torch's on CPU and GPU."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def file_name(rank: int) -> str:
+    return f"random_{rank:05d}.json"
+
+
+def capture_random_state(device: torch.device) -> bytes:
+    version, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state(legacy=False)
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": {**legacy, "state": {"key": _encode(legacy["state"]["key"]), "pos": int(legacy["state"]["pos"])}},
+        "torch": _encode(torch.get_rng_state().numpy()),
+        "cuda": _encode(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else None,
+    }
+    return json.dumps(state).encode()
+
+
+def restore_random_state(content: bytes, device: torch.device) -> None:
+    state = json.loads(content)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    legacy = state["numpy"]
+    legacy["state"]["key"] = np.frombuffer(_decode(legacy["state"]["key"]), dtype=np.uint32)
+    np.random.set_state(legacy)
+    torch.set_rng_state(_tensor(state["torch"]))
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+
+
+def _encode(array: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _decode(text: str) -> bytearray:
+    return bytearray(base64.b64decode(text))
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(_decode(text), dtype=torch.uint8)

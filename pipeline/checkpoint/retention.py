@@ -1,0 +1,44 @@
+"""Say which steps a checkpoint folder has no more need of: all but the last few and the best few."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+HIGHER_IS_BETTER = {"auc"}
+LATER_VERIFIED = 2  # a step goes only when as many later ones are known to be intact
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Of the steps, the last `keep_last_n` stay, and beside them the `keep_best_n` best by `best_metric`."""
+
+    keep_last_n: int = 2
+    keep_best_n: int = 0
+    best_metric: str = "ne"
+
+    @property
+    def most_steps(self) -> int:
+        return max(self.keep_last_n, LATER_VERIFIED) + self.keep_best_n
+
+    def expendable(self, metrics: Mapping[int, float | None]) -> list[int]:
+        """Of step -> metric (None: not measured at that step), ascending. Never one of the last two."""
+        steps = sorted(metrics)
+        last = set(steps[-max(self.keep_last_n, LATER_VERIFIED) :])
+        sign = -1.0 if self.best_metric in HIGHER_IS_BETTER else 1.0
+        measured = {
+            step: sign * value for step, value in metrics.items() if value is not None and not math.isnan(value)
+        }
+        # Of equal ones the later is better: it has seen more.
+        ranked = sorted((step for step in measured if step not in last), key=lambda step: (measured[step], -step))
+        return [step for step in steps if step not in last and step not in ranked[: self.keep_best_n]]
+
+
+def measured_metric(manifest: Mapping[str, object], name: str) -> float | None:
+    """Of the weights that the step holds: metrics of an earlier step say nothing of them."""
+    metrics = manifest.get("metrics")
+    if manifest.get("metrics_step") != manifest.get("step") or not isinstance(metrics, Mapping):
+        return None
+    value = metrics.get(name)
+    return float(value) if isinstance(value, (int, float)) else None

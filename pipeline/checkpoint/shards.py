@@ -1,0 +1,175 @@
+"""Turn a sharded state into one file a rank, in the format of torch.distributed.checkpoint, and the .metadata of all.
+
+DCP's planner decides which rank writes which shard (replicated tensors once); the plan is made once, and again only
+when the state has changed its shape. Writing needs no collective, so it can go on in a thread while training does.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from pipeline import storage
+from pipeline.checkpoint.checksums import ChecksummedWriter, FileEntry
+from pipeline.checkpoint.steps import METADATA, CheckpointError
+from pipeline.distributed import DistributedContext
+
+Tensors = list[torch.Tensor]  # in the order of ShardPlan.items
+Places = dict[MetadataIndex, _StorageInfo]
+
+
+@dataclass
+class ShardPlan:
+    """What this rank writes. `metadata` is there on rank 0; `rank_bytes` are the bytes of each rank's tensors."""
+
+    items: list[WriteItem]
+    metadata: Metadata | None
+    rank_bytes: list[int]
+
+
+class ShardPlanner:
+    """Collective over `group`, which may be a slow and separate one."""
+
+    def __init__(self, context: DistributedContext, group: dist.ProcessGroup) -> None:
+        self._context, self._group = context, group
+        self._local: SavePlan | None = None
+        self._plan: ShardPlan | None = None
+        self._planner = DefaultSavePlanner()
+
+    def plan(self, state: dict[str, Any]) -> ShardPlan:
+        """Raises CheckpointError for a state that does not cover its tensors, or holds more than tensors."""
+        self._planner.set_up_planner(state, StorageMeta(), self._context.is_main)
+        local = self._planner.create_local_plan()
+        changed = torch.tensor([self._local is None or local.items != self._local.items], dtype=torch.int32)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
+        if self._plan is None or changed.item():
+            self._local, self._plan = local, self._agree(local)
+        return self._plan
+
+    def tensors(self) -> Tensors:
+        """Views of the state that was last given to plan(), in the order of its items."""
+        assert self._plan is not None
+        return [cast(torch.Tensor, self._planner.resolve_data(item)).detach() for item in self._plan.items]
+
+    def _agree(self, local: SavePlan) -> ShardPlan:
+        world_size = self._context.world_size
+        answers: list[Any] = []
+        plans: list[Any] | None = [None] * world_size if self._context.is_main else None
+        dist.gather_object(local, plans, dst=0, group=self._group)
+        if plans is not None:
+            try:
+                made, metadata = self._planner.create_global_plan(plans)
+                sizes = [sum(_num_bytes(item) for item in plan.items) for plan in made]
+                answers = [ShardPlan(plan.items, None, sizes) for plan in made]
+                answers[0].metadata = metadata
+            except (ValueError, AssertionError) as error:
+                answers = [f"this state cannot be saved: {error}"] * world_size
+        answer: list[Any] = [None]
+        dist.scatter_object_list(answer, answers or None, src=0, group=self._group)
+        if isinstance(answer[0], str):
+            raise CheckpointError(answer[0])
+        return cast(ShardPlan, answer[0])
+
+
+def _num_bytes(item: WriteItem) -> int:
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+        raise ValueError(f"{item.index.fqn} is no tensor, and pickled values are not loaded again")
+    data = item.tensor_data
+    # A shard of a tensor has its own size in `chunk`; `size` is the whole tensor's.
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+@dataclass
+class HostCopy:
+    """Buffers in host memory, kept from save to save; pinned where the state is on a GPU."""
+
+    buffers: Tensors = field(default_factory=list)
+
+    def fill(self, tensors: Tensors) -> Tensors:
+        """Copies of `tensors`; the ones of the last call are overwritten."""
+        if [(one.shape, one.dtype) for one in tensors] != [(one.shape, one.dtype) for one in self.buffers]:
+            self.buffers = [
+                torch.empty(one.shape, dtype=one.dtype, pin_memory=one.device.type == "cuda") for one in tensors
+            ]
+        for buffer, tensor in zip(self.buffers, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            torch.cuda.synchronize()
+        return self.buffers
+
+
+def write_shards(
+    folder: str, rank: int, items: list[WriteItem], tensors: Tensors
+) -> tuple[dict[str, FileEntry], Places]:
+    """Write this rank's file into a local folder: its entry by name, and where in it each shard lies.
+
+    Raises:
+        OSError: the file cannot be written; it says where and how many bytes.
+    """
+    if not items:
+        return {}, {}
+    name, places = f"__{rank}_0.distcp", {}
+    writer = ChecksummedWriter(storage.join(folder, name))
+    with writer, _without_zip_checksums():
+        for item, tensor in zip(items, tensors, strict=True):
+            begin = writer.tell()
+            try:
+                torch.save(_exact(tensor), writer)  # type: ignore[arg-type]
+            except RuntimeError:
+                if writer.failure is not None:
+                    raise writer.failure from None
+                raise
+            places[item.index] = _StorageInfo(name, begin, writer.tell() - begin)
+    return {name: writer.entry()}, places
+
+
+@contextmanager
+def _without_zip_checksums() -> Iterator[None]:
+    """The writer has checksums of its own, and those are what loading verifies."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, in a storage of its own size: torch.save writes all of a storage, and a table may be a part of one."""
+    tensor = tensor.cpu()
+    if tensor.untyped_storage().size() == tensor.nbytes:
+        return tensor
+    if tensor.is_contiguous() and tensor.dtype in (
+        torch.float32,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+    ):
+        return torch.from_numpy(tensor.numpy())  # the same memory
+    return tensor.clone()
+
+
+def write_metadata(folder: str, metadata: Metadata, places: list[Places]) -> dict[str, FileEntry]:
+    """Rank 0's part. Raises OSError as write_shards does."""
+    metadata.storage_data = {index: place for part in places for index, place in part.items()}
+    metadata.storage_meta = StorageMeta()
+    if hasattr(metadata, "version"):
+        metadata.version = CURRENT_DCP_VERSION
+    return write_bytes(folder, METADATA, pickle.dumps(metadata))
+
+
+def write_bytes(folder: str, name: str, content: bytes) -> dict[str, FileEntry]:
+    with ChecksummedWriter(storage.join(folder, name)) as writer:
+        writer.write(content)
+    return {name: writer.entry()}

@@ -1,0 +1,166 @@
+"""Turn a state that holds still into a committed step: files, checksums, read back, manifest, purge of old steps."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import storage
+from pipeline.checkpoint import random_state
+from pipeline.checkpoint.agreement import Ranks
+from pipeline.checkpoint.checksums import FileEntry, damage
+from pipeline.checkpoint.commit import Attempt, StepFolder
+from pipeline.checkpoint.errors import DamagedError
+from pipeline.checkpoint.metadata import TensorsOnlyReader
+from pipeline.checkpoint.retention import LATER_VERIFIED, Retention, measured_metric
+from pipeline.checkpoint.shards import Places, ShardPlan, Tensors, write_bytes, write_metadata, write_shards
+from pipeline.checkpoint.steps import CheckpointError, file_path, list_steps, read_manifest, step_path
+from pipeline.logs import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Save:
+    """What one save writes; nothing in it changes while training goes on."""
+
+    attempt: Attempt
+    plan: ShardPlan
+    tensors: Tensors
+    random: bytes
+    manifest: dict[str, Any]
+
+
+class StepWriter:
+    """Collective, here or in a thread: all that it agrees on goes over `ranks`."""
+
+    def __init__(self, steps: StepFolder, ranks: Ranks, retention: Retention) -> None:
+        self.folder = steps.folder
+        self._steps, self._ranks, self._retention = steps, ranks, retention
+        self._verified: set[int] = set()
+
+    def write(self, save: Save) -> None:
+        """Raises CheckpointError on every rank when one of them fails; nothing is committed then."""
+        failure, files, places = "", dict[str, FileEntry](), Places()
+        try:
+            files, places = self._write_files(save)
+        except (OSError, RuntimeError, DamagedError) as error:
+            failure = f"rank {self._ranks.context.rank}: {error}"
+        reports = self._ranks.gather_to_main((files, places, failure))
+        failures = self._ranks.from_main(lambda: self._finish(save, reports or []))
+        if failures:
+            raise CheckpointError(
+                f"step {save.attempt.step} was not saved, earlier checkpoints are untouched: {'; '.join(failures)[:800]}. "
+                f"Is {self.folder} full or read-only?"
+            )
+        self._verified.add(save.attempt.step)
+        self._purge(save.attempt.step)
+
+    def _write_files(self, save: Save) -> tuple[dict[str, FileEntry], Places]:
+        attempt, rank = save.attempt, self._ranks.context.rank
+        os.makedirs(attempt.stage, exist_ok=True)
+        files, places = write_shards(attempt.stage, rank, save.plan.items, save.tensors)
+        files |= write_bytes(attempt.stage, random_state.file_name(rank), save.random)
+        self._deliver(attempt, files)
+        return files, places
+
+    def _deliver(self, attempt: Attempt, files: dict[str, FileEntry]) -> None:
+        """Raises DamagedError where what was written does not read back: all of it on disks, its size elsewhere."""
+        self._steps.deliver(attempt, list(files))
+        for name, entry in files.items():
+            if problem := file_problem(storage.join(attempt.path, name), entry):
+                raise DamagedError(f"what was written does not read back: {problem}")
+
+    def _finish(self, save: Save, reports: list[tuple[dict[str, FileEntry], Places, str]]) -> list[str]:
+        """Rank 0: commit, or say what went wrong."""
+        failures = [text for _, _, text in reports if text]
+        if not failures:
+            try:
+                self._commit(save, reports)
+                return []
+            except (OSError, DamagedError) as error:
+                failures = [f"rank 0: {error}"]
+        try:
+            self._steps.discard(save.attempt)
+        except OSError as error:
+            logger.warning("the rest of a failed save could not be removed: %s", error)
+        return failures
+
+    def _commit(self, save: Save, reports: list[tuple[dict[str, FileEntry], Places, str]]) -> None:
+        assert save.plan.metadata is not None
+        written = write_metadata(save.attempt.stage, save.plan.metadata, [places for _, places, _ in reports])
+        self._deliver(save.attempt, written)
+        files = {name: entry for part, _, _ in reports for name, entry in part.items()} | written
+        self._steps.commit(save.attempt, {**save.manifest, "files": dict(sorted(files.items()))})
+
+    def verify(self, step: int) -> dict[str, Any]:
+        """The manifest of a step that is intact; ranks share the work. Raises DamagedError, or CheckpointError, on all."""
+        path, context = step_path(self.folder, step), self._ranks.context
+
+        def check() -> dict[str, Any]:
+            manifest = read_manifest(path)
+            files: dict[str, FileEntry] = manifest["files"]
+            for name in sorted(files)[context.rank :: context.world_size]:
+                if problem := file_problem(file_path(path, manifest, name), files[name]):
+                    raise DamagedError(problem)
+            if context.is_main:
+                TensorsOnlyReader(path, manifest).read_metadata()
+            return manifest
+
+        manifest = self._ranks.read(check, storage.is_local(self.folder))
+        self.mark_verified(step)
+        return manifest
+
+    def mark_verified(self, step: int) -> None:
+        self._verified.add(step)
+
+    def _purge(self, saved: int) -> None:
+        """Of the steps up to the one just saved, remove what need not be kept, once two later ones are known to be intact."""
+        steps, expendable = self._ranks.from_main(lambda: self._expendable(saved))
+        for step in expendable:
+            later = [one for one in reversed(steps) if one > step]
+            if sum(self._is_intact(one) for one in later[:LATER_VERIFIED]) < LATER_VERIFIED:
+                logger.warning("step %d stays: the %d steps after it do not all verify", step, LATER_VERIFIED)
+                continue
+            if self._ranks.context.is_main:
+                try:
+                    self._steps.remove(step)
+                    logger.info("step %d  purged: %s stay", step, [one for one in steps if one > step])
+                except OSError as error:
+                    logger.warning("step %d could not be purged: %s", step, error)
+            steps = [one for one in steps if one != step]
+
+    def _expendable(self, saved: int) -> tuple[list[int], list[int]]:
+        """Steps up to `saved`, and which of them can go."""
+        metrics: dict[int, float | None] = {}
+        try:
+            for step in list_steps(self.folder):
+                if step <= saved:
+                    metrics[step] = None
+                    if self._retention.keep_best_n:
+                        manifest = read_manifest(step_path(self.folder, step))
+                        metrics[step] = measured_metric(manifest, self._retention.best_metric)
+        except (OSError, DamagedError) as error:
+            logger.warning("nothing is purged: %s", error)
+            return [], []
+        return sorted(metrics), self._retention.expendable(metrics)
+
+    def _is_intact(self, step: int) -> bool:
+        if step not in self._verified:
+            try:
+                self.verify(step)
+            except (DamagedError, CheckpointError) as error:
+                logger.warning("step %d does not verify: %s", step, error)
+                return False
+        return True
+
+
+def file_problem(path: str, entry: FileEntry) -> str:
+    """Empty where a file verifies; in an object store its size has to do, for reading it is downloading it."""
+    if storage.is_local(path):
+        return damage(path, entry)
+    if not storage.exists(path):
+        return f"{path} is missing"
+    found = storage.size_bytes(path)
+    return "" if found == entry["size_bytes"] else f"{path} has {found} bytes, its manifest says {entry['size_bytes']}"
