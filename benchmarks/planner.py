@@ -31,13 +31,15 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from benchmarks.planner_suites import RANKS, SUITES, TIGHTNESS, build_request, build_suite, reserve
 from pipeline.logs import configure_logging, get_logger
+from pipeline.planner.collectives import links_of
 from pipeline.planner.config import PLANNERS, PlannerConfig
 from pipeline.planner.constraints import build_constraints, place_tables
+from pipeline.planner.cost_model import CostModel, wire_of
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, usable_bytes
 from pipeline.planner.fingerprint import library_versions
-from pipeline.planner.hardware import build_topology
-from pipeline.planner.planner import PHASES, PlanRequest, make_plan
-from pipeline.planner.record import RankLoad, critical_path_ms
+from pipeline.planner.hardware import Hardware, build_topology
+from pipeline.planner.planner import PlanRequest, make_plan, rank_loads
+from pipeline.planner.record import critical_path_ms
 
 SMALL_SUITES = ("criteo_kaggle", "mlperf_dlrmv2", "rmc1", "rmc2", "rmc3")
 KINDS = tuple(kind for kind in PLANNERS if kind != "file")
@@ -101,7 +103,7 @@ def torchrec_dp(request: PlanRequest, fraction: float, seconds: float) -> Found:
         planner.plan(request.model, request.sharders)
     except (PlannerError, RuntimeError) as error:
         raise ValueError(str(error).strip().splitlines()[0]) from error
-    return judge(planner._best_plan or [], request.hardware.world_size, time.perf_counter() - began)
+    return judge(planner._best_plan or [], request.hardware, time.perf_counter() - began)
 
 
 class Ready:
@@ -115,10 +117,12 @@ class Ready:
         self.topology = build_topology(hardware)
         self.dense_bytes = dense_part_bytes(request.model, [entry.parameter for entry in self.placed])
         device, hbm, ddr = hardware.compute_device, hardware.hbm_cap_bytes, hardware.ddr_cap_bytes
+        self.costs = CostModel(hardware, request.tables, wire_of(request.sharders))
         self.usable = usable_bytes(device, hbm, ddr, fraction, self.dense_bytes)[0]
 
     def enumerator(self) -> SortedEnumerator:
-        return SortedEnumerator(self.topology, self.request.batch_size, self.constraints, self.request.optimizer.name)
+        request = self.request
+        return SortedEnumerator(self.topology, request.batch_size, self.constraints, request.optimizer.name, self.costs)
 
     def options(self, *sharding_types: str) -> dict[tuple[str, str], ShardingOption]:
         """(table, sharding type) -> its option in HBM."""
@@ -163,7 +167,7 @@ def greedy(order: str, request: PlanRequest, fraction: float, seed: int = 0) -> 
         raise ValueError("the tables that were cut by rows overfill a rank")
     if left := len(request.tables) - len(chosen):
         raise ValueError(f"{left} of {len(request.tables)} tables found no rank with room")
-    return judge(chosen, world_size, took)
+    return judge(chosen, request.hardware, took)
 
 
 def _weights(order: str, request: PlanRequest, seed: int) -> dict[str, float]:
@@ -184,18 +188,13 @@ def _hbm(option: ShardingOption) -> list[int]:
     return [shard.storage.hbm for shard in option.shards if shard.storage is not None]
 
 
-def judge(options: list[ShardingOption], world_size: int, seconds: float) -> Found:
+def judge(options: list[ShardingOption], hardware: Hardware, seconds: float) -> Found:
     """Both objectives of placed options, as pipeline.planner counts them."""
-    sums = [dict.fromkeys(PHASES, 0.0) for _ in range(world_size)]
-    placed = []
-    for option in options:
-        for shard in option.shards:
-            assert shard.rank is not None and shard.perf is not None
-            for ours, theirs in PHASES.items():
-                sums[shard.rank][ours] += float(getattr(shard.perf, theirs))
-        ranks = [shard.rank for shard in option.shards]
-        placed.append((option.name, option.sharding_type, option.compute_kernel, ranks))
-    loads = [RankLoad(rank, 0, 0, **phases) for rank, phases in enumerate(sums)]
+    placed = [
+        (option.name, option.sharding_type, option.compute_kernel, [shard.rank for shard in option.shards])
+        for option in options
+    ]
+    loads = rank_loads(options, hardware.world_size, links_of(hardware).latencies_ms())
     return Found(max(load.cost_ms for load in loads), critical_path_ms(loads), _hash(placed), seconds)
 
 

@@ -11,6 +11,7 @@ from typing import Dict, List, Optional
 
 from pipeline.checks import check_above, check_at_least, check_choice, did_you_mean
 from pipeline.data.dataset import Dataset
+from pipeline.embeddings.row_frequencies import RowFrequencies, merge_frequencies
 
 DEFAULT = "default"
 POOLINGS = ("sum", "mean")
@@ -74,7 +75,10 @@ class TableConfig:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with nothing left open. `pooling_factors[i]` is the mean number of ids a sample of `feature_names[i]`."""
+    """A table with nothing left open. `pooling_factors[i]` is the mean number of ids a sample of `feature_names[i]`.
+
+    `frequencies` is None where no data say how lookups fall on rows.
+    """
 
     name: str
     num_embeddings: int
@@ -85,6 +89,7 @@ class Table:
     init: InitConfig
     sharding: ConstraintConfig
     pooling_factors: List[float]
+    frequencies: Optional[RowFrequencies] = None
 
 
 LAST_RESORT = TableConfig(
@@ -159,6 +164,7 @@ def _resolve(
                 return value
         raise AssertionError(field_name)
 
+    pooling_factors = [float(multi_hot.get(feature.name, feature.mean_pooling_factor)) for feature in features]
     return Table(
         name=name,
         num_embeddings=num_embeddings,
@@ -168,5 +174,6 @@ def _resolve(
         data_type=pick("data_type"),
         init=pick("init"),
         sharding=pick("sharding"),
-        pooling_factors=[float(multi_hot.get(feature.name, feature.mean_pooling_factor)) for feature in features],
+        pooling_factors=pooling_factors,
+        frequencies=merge_frequencies(features, pooling_factors, multi_hot),
     )

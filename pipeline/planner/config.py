@@ -16,7 +16,8 @@ COMPUTE_DEVICES = ("auto", "cpu", "cuda")
 class HardwareConfig:
     """One rank's share of a host. None = probed from the device at hand; a plan for absent hardware needs all of them.
 
-    Capacities are per rank, in GiB (2**30 bytes); bandwidths in GB/s (1e9 bytes).
+    Capacities are per rank, in GiB (2**30 bytes); bandwidths in GB/s (1e9 bytes); latencies in microseconds: of
+    issuing a collective, and of a hop within a host and between hosts. `ssd_cap_gb` 0 is no SSD for tables.
     """
 
     name: str = "auto"
@@ -28,13 +29,20 @@ class HardwareConfig:
     hbm_to_ddr_gb_per_s: Optional[float] = None
     intra_host_gb_per_s: Optional[float] = None
     inter_host_gb_per_s: Optional[float] = None
+    ssd_cap_gb: float = 0.0
+    ssd_gb_per_s: float = 0.0
+    collective_launch_us: Optional[float] = None
+    intra_host_latency_us: Optional[float] = None
+    inter_host_latency_us: Optional[float] = None
     ranks_per_host: Optional[int] = None
 
     def __post_init__(self) -> None:
         check_choice("hardware.compute_device", self.compute_device, COMPUTE_DEVICES)
         for name, value in vars(self).items():
-            if value is not None and name.endswith(("_gb", "_gb_per_s")):
+            if value is not None and name.endswith(("_gb", "_gb_per_s", "_us")):
                 check_at_least(f"hardware.{name}", value, 0.0)
+        if self.ssd_cap_gb:
+            check_above("hardware.ssd_gb_per_s (hardware.ssd_cap_gb is given)", self.ssd_gb_per_s, 0.0)
         check_at_least("hardware.ranks_per_host", self.ranks_per_host, 1, allow_none=True)
 
 

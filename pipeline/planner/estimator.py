@@ -8,21 +8,23 @@ moment of LAMB's two. Here the state follows from the optimizer's name alone.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Shard,
-    ShardEstimator,
     ShardingOption,
     StorageReservation,
     Topology,
 )
 from torchrec.distributed.types import ModuleSharder
+
+from pipeline.planner.cost_model import KEY_VALUE, CostModel, cache_load_factor
 
 STATE_BYTES = 4  # FBGEMM and torch keep optimizer state in fp32 whatever the table's type
 OPTIMIZER_STATES = {  # name -> (fp32 numbers per element of the table, per row)
@@ -46,7 +48,7 @@ def shard_state_bytes(optimizer_name: str, num_rows: int, num_columns: int) -> i
 
 
 class SortedEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumeration in one order whatever PYTHONHASHSEED is, with our count of training memory."""
+    """TorchRec's enumeration in one order whatever PYTHONHASHSEED is, with our costs and our count of training memory."""
 
     def __init__(
         self,
@@ -54,10 +56,10 @@ class SortedEnumerator(EmbeddingEnumerator):
         batch_size: int,
         constraints: dict[str, ParameterConstraints],
         optimizer_name: str,
+        costs: CostModel,
     ) -> None:
-        super().__init__(topology, batch_size, constraints)
-        costs, storage = self._estimators  # type: ignore[has-type]
-        self._estimators = [_OncePerSize(costs), storage]
+        storage = EmbeddingStorageEstimator(topology=topology, constraints=constraints)
+        super().__init__(topology, batch_size, constraints, [costs, storage])  # type: ignore[list-item]
         self._optimizer_name = optimizer_name
         self._estimated: list[list[Shard]] = []
 
@@ -91,35 +93,21 @@ class SortedEnumerator(EmbeddingEnumerator):
             if option.compute_kernel == "dense":
                 num_rows, num_columns = shard.size
                 extra += DATA_PARALLEL_GRADIENT_COPIES * num_rows * num_columns * option.tensor.element_size()
-            # The state of a table in host memory stays there, cached or not.
-            in_hbm = self._compute_device == "cuda" and option.compute_kernel in ("dense", "fused")
+            if option.compute_kernel == KEY_VALUE:
+                extra += self._key_value_cache_bytes(option, shard)
+            # The state of a table in host memory stays there, cached or not; that of one on SSD stays in HBM.
+            in_hbm = self._compute_device == "cuda" and option.compute_kernel in ("dense", "fused", KEY_VALUE)
             assert shard.storage is not None  # just estimated
             if in_hbm:
                 shard.storage.hbm += extra
             else:
                 shard.storage.ddr += extra
 
-
-class _OncePerSize:
-    """TorchRec's estimator of time, asked once for all shards of one size of an option: nothing else tells them apart."""
-
-    def __init__(self, estimator: ShardEstimator) -> None:
-        self._estimator = estimator
-
-    def estimate(self, sharding_options: list[ShardingOption], *arguments: Any, **keywords: Any) -> None:
-        """The rest of the arguments is TorchRec's, under names that change between versions."""
-        whole = [option.shards for option in sharding_options]
-        firsts = [{tuple(shard.size): shard for shard in reversed(shards)} for shards in whole]
-        for option, first in zip(sharding_options, firsts, strict=True):
-            option.shards = list(first.values())
-        try:
-            self._estimator.estimate(sharding_options, *arguments, **keywords)
-        finally:
-            for option, shards in zip(sharding_options, whole, strict=True):
-                option.shards = shards
-        for shards, first in zip(whole, firsts, strict=True):
-            for shard in shards:
-                shard.perf = first[tuple(shard.size)].perf
+    @staticmethod
+    def _key_value_cache_bytes(option: ShardingOption, shard: Shard) -> int:
+        """TorchRec counts none unless its size is given, but FBGEMM then makes one for a fifth of the rows."""
+        num_rows, num_columns = shard.size
+        return math.ceil(cache_load_factor(option) * num_rows) * num_columns * option.tensor.element_size()
 
 
 @contextmanager

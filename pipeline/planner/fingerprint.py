@@ -21,23 +21,29 @@ Fingerprint = dict[str, Any]
 
 
 def take_fingerprint(
-    placed: list[PlacedTable], hardware: Hardware, optimizer: TableOptimizer, batch_size: int
+    placed: list[PlacedTable],
+    hardware: Hardware,
+    optimizer: TableOptimizer,
+    batch_size: int,
+    comms: dict[str, dict[str, str]],
 ) -> Fingerprint:
-    """Plain JSON values: topology, tables, optimizer, batch size a rank and library versions."""
+    """Plain JSON values: topology, tables, optimizer, precision on the wire, batch size a rank and library versions."""
     topology = asdict(hardware)
     del topology["name"]  # a label: two presets of the same numbers are the same hardware
     return {
         "topology": topology,
         "tables": {entry.table.name: _describe_table(entry) for entry in placed},
         "sparse_optimizer": asdict(optimizer),
+        "comms": comms,
         "batch_size": batch_size,
         "libraries": library_versions(),
     }
 
 
 def _describe_table(entry: PlacedTable) -> dict[str, Any]:
+    """Without frequencies: a plan made without the data, or for last week's, holds; it may not be the best."""
     described = asdict(entry.table)
-    del described["name"], described["init"]  # the key, and nothing that a plan depends on
+    del described["name"], described["init"], described["frequencies"]
     return {**described, "module": entry.module}
 
 

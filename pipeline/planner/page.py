@@ -172,8 +172,9 @@ def _time(plan: PlanDescription) -> Iterator[str]:
     slowest = max(plan.ranks, key=lambda load: load.cost_ms)
     yield "<h2>Time of each rank</h2>"
     yield (
-        "<p>Estimated milliseconds of a step by phase. Every phase ends in a collective, where all ranks wait for the "
-        "slowest: the slowest ranks of the four phases make the critical path.</p>"
+        "<p>Estimated milliseconds of a step by phase, in their order. Every phase ends where all ranks wait for the "
+        "slowest: the slowest ranks of the five phases make the critical path. Input dist hands the ids to the ranks "
+        "that hold their rows; comms exchange the looked-up embeddings, and in backward their gradients.</p>"
     )
     yield _legend(PHASE_NAMES.items())
     columns = [

@@ -11,7 +11,7 @@ from pipeline.planner.fingerprint import sha256_of
 from pipeline.planner.plan_folder import find_plan_file
 from pipeline.planner.record import Objective, PlanDescription, RankLoad, TableChoice
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 COMMAND = "python -m pipeline.plan experiment=<name> hardware=<preset> world_size=<ranks>"
 DAMAGE = (KeyError, TypeError, AttributeError, ValueError)  # what decoding a damaged file raises
 
@@ -70,6 +70,8 @@ def description_fields(content: dict[str, Any]) -> dict[str, Any]:
         "torchrec_objective": Objective(**torchrec) if torchrec else None,
         "usable_hbm_bytes": content["usable_hbm_bytes"],
         "usable_ddr_bytes": content["usable_ddr_bytes"],
+        "usable_ssd_bytes": content["usable_ssd_bytes"],
+        "dense_bytes": content["dense_bytes"],
         "fingerprint": content["fingerprint"],
     }
 

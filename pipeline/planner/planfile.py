@@ -43,6 +43,8 @@ def encode_record(record: PlanRecord) -> str:
         "fingerprint": record.fingerprint,
         "usable_hbm_bytes": record.usable_hbm_bytes,
         "usable_ddr_bytes": record.usable_ddr_bytes,
+        "usable_ssd_bytes": record.usable_ssd_bytes,
+        "dense_bytes": record.dense_bytes,
         "tables": [asdict(choice) for choice in record.tables],
         "ranks": [asdict(load) for load in record.ranks],
         "plan": encode_plan(record.plan),

@@ -6,9 +6,10 @@ TorchRec enumerates and estimates; a searcher decides. A planner of our own is o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import planners as torchrec_planners
@@ -23,22 +24,18 @@ from pipeline.embeddings.exact_sharding import sharding_types_exact_for
 from pipeline.logs import get_logger
 from pipeline.planner.config import HardwareConfig, PlannerConfig
 from pipeline.planner.constraints import PlacedTable, TableOptimizer, build_constraints, place_tables
+from pipeline.planner.cost_model import CACHED_KERNELS, CostModel, cache_load_factor, wire_of, wire_precisions
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, shard_state_bytes, usable_bytes
-from pipeline.planner.fingerprint import differing_lines, take_fingerprint
+from pipeline.planner.fingerprint import Fingerprint, differing_lines, take_fingerprint
 from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
 from pipeline.planner.infeasible import UVM_KERNELS, explain_infeasible, table_bytes
 from pipeline.planner.planfile import decode_record, encode_record, load_plan
 from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms, show_bytes
 from pipeline.planner.search.portfolio import Infeasible, SearchConfig
-from pipeline.planner.searcher import enumerate_options, search_options
+from pipeline.planner.search.problem import Floats
+from pipeline.planner.searcher import PHASES, enumerate_options, search_options
 
 logger = get_logger(__name__)
-PHASES = {
-    "forward_compute_ms": "fwd_compute",
-    "forward_comms_ms": "fwd_comms",
-    "backward_compute_ms": "bwd_compute",
-    "backward_comms_ms": "bwd_comms",
-}
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,8 @@ class Problem:
     constraints: dict[str, ParameterConstraints]
     usable: tuple[int, int]
     reservation: KeepFree
+    costs: CostModel
+    dense_bytes: int
 
 
 def load_or_search_plan(
@@ -113,7 +112,7 @@ def make_plan(config: PlannerConfig, request: PlanRequest) -> PlanRecord:
         return search_plan(config, problem)
     hardware = request.hardware
     command = f"python -m pipeline.plan <this job's overrides> world_size={hardware.world_size} planner.plan_file={config.plan_file}"
-    expected = take_fingerprint(problem.placed, hardware, request.optimizer, request.batch_size)
+    expected = _fingerprint(problem)
     record = load_plan(config.plan_file, expected, command)
     _check_fits(record, problem.usable, f"plan file {config.plan_file}", command)
     return record
@@ -122,7 +121,7 @@ def make_plan(config: PlannerConfig, request: PlanRequest) -> PlanRecord:
 def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanRequest) -> list[str]:
     """What keeps a plan from being used for `request`: values that differ, ranks that it overfills. Empty: it holds."""
     problem = _pose(config, request)
-    expected = take_fingerprint(problem.placed, request.hardware, request.optimizer, request.batch_size)
+    expected = _fingerprint(problem)
     differing = differing_lines(record.fingerprint, expected)
     return differing or [f"it puts {overfull}" for overfull in _overfull_ranks(record, problem.usable)]
 
@@ -132,6 +131,12 @@ def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
     record = _build_record(config.kind, problem, SEARCHERS[config.kind](config, problem))
     _check_fits(record, problem.usable, f"{config.kind}'s plan", "raise planner.reserved_memory_fraction")
     return record
+
+
+def _fingerprint(problem: Problem) -> Fingerprint:
+    request = problem.request
+    comms = wire_precisions(request.sharders)
+    return take_fingerprint(problem.placed, request.hardware, request.optimizer, request.batch_size, comms)
 
 
 def _pose(config: PlannerConfig, request: PlanRequest) -> Problem:
@@ -148,7 +153,8 @@ def _pose(config: PlannerConfig, request: PlanRequest) -> Problem:
             f"({show_bytes(hardware.hbm_cap_bytes or hardware.ddr_cap_bytes)}) {100 * fraction:g} % are kept free: nothing "
             "is left for tables; use smaller layers, other hardware=, or a lower planner.reserved_memory_fraction"
         )
-    return Problem(request, placed, constraints, usable, KeepFree(fraction, dense_bytes))
+    costs = CostModel(hardware, request.tables, wire_of(request.sharders))
+    return Problem(request, placed, constraints, usable, KeepFree(fraction, dense_bytes), costs, dense_bytes)
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,9 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> Found:
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=request.batch_size,
-        enumerator=SortedEnumerator(topology, request.batch_size, problem.constraints, request.optimizer.name),
+        enumerator=SortedEnumerator(
+            topology, request.batch_size, problem.constraints, request.optimizer.name, problem.costs
+        ),
         storage_reservation=problem.reservation,
         constraints=problem.constraints,
         stats=NoopEmbeddingStats(),
@@ -197,10 +205,12 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
     try:
         enumerated, num_proposed = enumerate_options(
             request.model, request.sharders, problem.placed, problem.constraints, topology, request.hardware,
-            request.optimizer, request.batch_size,
+            request.optimizer, request.batch_size, problem.costs,
         )  # fmt: skip
         settings = SearchConfig(objective=config.objective, seed=config.seed, seconds=config.timeout_s)
-        options, result = search_options(enumerated, num_proposed, request.hardware, problem.usable, settings)
+        options, result = search_options(
+            enumerated, num_proposed, request.hardware, problem.usable, settings, problem.costs.links.latencies_ms()
+        )
     except (Infeasible, RuntimeError) as error:  # TorchRec raises RuntimeError where a table has no option
         raise ValueError(_explain_infeasible(config, problem)) from error
     if result.cut_short:
@@ -243,7 +253,7 @@ SEARCHERS: dict[str, Callable[[PlannerConfig, Problem], Found]] = {
 def _build_record(planner: str, problem: Problem, found: Found) -> PlanRecord:
     request = problem.request
     by_name = {option.name: option for option in found.options}
-    ranks = _rank_loads(found.options, request.hardware.world_size)
+    ranks = rank_loads(found.options, request.hardware.world_size, problem.costs.links.latencies_ms())
     slowest = max(load.cost_ms for load in ranks)
     return PlanRecord(
         planner=planner,
@@ -255,22 +265,31 @@ def _build_record(planner: str, problem: Problem, found: Found) -> PlanRecord:
         torchrec_objective=found.torchrec,
         usable_hbm_bytes=problem.usable[0],
         usable_ddr_bytes=problem.usable[1],
-        fingerprint=take_fingerprint(problem.placed, request.hardware, request.optimizer, request.batch_size),
+        usable_ssd_bytes=request.hardware.ssd_cap_bytes,
+        dense_bytes=problem.dense_bytes,
+        fingerprint=_fingerprint(problem),
     )
 
 
-def _rank_loads(options: list[ShardingOption], world_size: int) -> list[RankLoad]:
+def rank_loads(options: list[ShardingOption], world_size: int, latencies_ms: Mapping[str, Floats]) -> list[RankLoad]:
+    """Of options whose shards have ranks. Every rank waits in every collective, so each has the latency of all."""
     shards: list[list[Shard]] = [[] for _ in range(world_size)]
     for option in options:
         for shard in option.shards:
             assert shard.rank is not None  # TorchRec validates it
             shards[shard.rank].append(shard)
+    kinds = sorted({option.sharding_type for option in options} & latencies_ms.keys())
+    waits = dict(zip(PHASES, sum((latencies_ms[kind] for kind in kinds), np.zeros(len(PHASES))).tolist(), strict=True))
     return [
         RankLoad(
             rank=rank,
             hbm_bytes=sum(shard.storage.hbm for shard in mine if shard.storage),
             ddr_bytes=sum(shard.storage.ddr for shard in mine if shard.storage),
-            **{ours: float(sum(getattr(shard.perf, theirs) for shard in mine)) for ours, theirs in PHASES.items()},
+            ssd_bytes=sum(shard.storage.ssd for shard in mine if shard.storage),
+            **{
+                ours: waits[ours] + float(sum(getattr(shard.perf, theirs) for shard in mine))
+                for ours, theirs in PHASES.items()
+            },
         )
         for rank, mine in enumerate(shards)
     ]
@@ -286,11 +305,13 @@ def _choice(entry: PlacedTable, option: ShardingOption, problem: Problem) -> Tab
         state_bytes=shard_state_bytes(problem.request.optimizer.name, table.num_embeddings, table.embedding_dim),
         hbm_bytes=storage.hbm,
         ddr_bytes=storage.ddr,
+        ssd_bytes=storage.ssd,
         sharding_type=option.sharding_type,
         compute_kernel=option.compute_kernel,
         ranks=[shard.rank for shard in option.shards if shard.rank is not None],
         cost_ms=float(option.total_perf),
         reason=_reason(entry, option, problem),
+        cache_load_factor=cache_load_factor(option) if option.compute_kernel in CACHED_KERNELS else None,
     )
 
 
@@ -326,7 +347,11 @@ def _check_fits(record: PlanRecord, usable: tuple[int, int], what: str, way_out:
 
 def _overfull_ranks(record: PlanRecord, usable: tuple[int, int]) -> Iterator[str]:
     for load in record.ranks:
-        for tier, taken, room in (("HBM", load.hbm_bytes, usable[0]), ("host memory", load.ddr_bytes, usable[1])):
+        for tier, taken, room in (
+            ("HBM", load.hbm_bytes, usable[0]),
+            ("host memory", load.ddr_bytes, usable[1]),
+            ("SSD", load.ssd_bytes, record.usable_ssd_bytes),
+        ):
             if taken > room:
                 yield (
                     f"{show_bytes(taken)} of tables into the {tier} of rank {load.rank}, where "

@@ -13,12 +13,16 @@ from pipeline.planner.fingerprint import Fingerprint
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
 
-PHASES = ("forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
+# In the order in which a step goes through them.
+PHASES = ("input_dist_ms", "forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
 
 
 @dataclass(frozen=True)
 class TableChoice:
-    """Byte counts and `cost_ms` are summed over the table's shards; in- and output buffers count as memory."""
+    """Byte counts and `cost_ms` are summed over the table's shards; in- and output buffers count as memory.
+
+    `cache_load_factor`: of the rows, those that a cache in HBM holds; None without a cache.
+    """
 
     name: str
     num_embeddings: int
@@ -27,20 +31,27 @@ class TableChoice:
     state_bytes: int  # optimizer state of that copy
     hbm_bytes: int
     ddr_bytes: int
+    ssd_bytes: int
     sharding_type: str
     compute_kernel: str
     ranks: list[int]
     cost_ms: float
     reason: str
+    cache_load_factor: float | None = None
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What the tables take of one rank; times are TorchRec's estimates."""
+    """What the tables take of one rank.
+
+    Times are estimates; the latency of each collective that the plan issues is in the phase it belongs to, on every rank.
+    """
 
     rank: int
     hbm_bytes: int
     ddr_bytes: int
+    ssd_bytes: int
+    input_dist_ms: float
     forward_compute_ms: float
     forward_comms_ms: float
     backward_compute_ms: float
@@ -48,7 +59,7 @@ class RankLoad:
 
     @property
     def cost_ms(self) -> float:
-        return self.forward_compute_ms + self.forward_comms_ms + self.backward_compute_ms + self.backward_comms_ms
+        return float(sum(getattr(self, phase) for phase in PHASES))
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ class Objective:
 class PlanDescription:
     """`usable_*_bytes` is what tables may take on each rank: capacity less the reserve and the dense part.
 
+    `dense_bytes` is what the layers beside the tables take of each rank in training.
     `torchrec_objective` is what TorchRec's own planner reached for the same request, None where it was not asked.
     """
 
@@ -79,6 +91,8 @@ class PlanDescription:
     objective: Objective
     usable_hbm_bytes: int
     usable_ddr_bytes: int
+    usable_ssd_bytes: int
+    dense_bytes: int
     fingerprint: Fingerprint
     torchrec_objective: Objective | None = None
 

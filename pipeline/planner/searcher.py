@@ -12,10 +12,11 @@ from torchrec.distributed.types import ModuleSharder
 
 from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.planner.constraints import COLUMN_STEP, PlacedTable, TableOptimizer
+from pipeline.planner.cost_model import KEY_VALUE, CostModel
 from pipeline.planner.estimator import SortedEnumerator
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.search.portfolio import SearchConfig, SearchResult, search
-from pipeline.planner.search.problem import Assignment, Option, Rule, SearchProblem
+from pipeline.planner.search.problem import Assignment, Floats, Option, Rule, SearchProblem
 
 MIN_COLUMN_WIDTH = 32  # narrower rows waste a cache line of HBM
 RULES = {
@@ -27,7 +28,13 @@ RULES = {
     "table_column_wise": Rule.WITHIN_HOST,
     "grid_shard": Rule.WHOLE_HOSTS,
 }
-PHASES = ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms")
+PHASES = {  # ours -> TorchRec's
+    "input_dist_ms": "input_dist_comms",
+    "forward_compute_ms": "fwd_compute",
+    "forward_comms_ms": "fwd_comms",
+    "backward_compute_ms": "bwd_compute",
+    "backward_comms_ms": "bwd_comms",
+}
 
 
 def enumerate_options(
@@ -39,11 +46,12 @@ def enumerate_options(
     hardware: Hardware,
     optimizer: TableOptimizer,
     batch_size: int,
+    costs: CostModel,
 ) -> tuple[list[ShardingOption], int]:
     """TorchRec's options, and behind so many of them ours: column shards of the widths that TorchRec leaves out."""
 
     def enumerate_by(constraints: dict[str, ParameterConstraints]) -> list[ShardingOption]:
-        enumerator = SortedEnumerator(topology, batch_size, constraints, optimizer.name)
+        enumerator = SortedEnumerator(topology, batch_size, constraints, optimizer.name, costs)
         return enumerator.enumerate(module, sharders)
 
     options = enumerate_by(constraints)
@@ -87,7 +95,12 @@ def _column_kinds(entry: PlacedTable, hardware: Hardware, optimizer: TableOptimi
 
 
 def search_options(
-    options: list[ShardingOption], num_proposed: int, hardware: Hardware, usable: tuple[int, int], config: SearchConfig
+    options: list[ShardingOption],
+    num_proposed: int,
+    hardware: Hardware,
+    usable: tuple[int, int],
+    config: SearchConfig,
+    latency_ms: dict[str, Floats],
 ) -> tuple[list[ShardingOption], SearchResult]:
     """One option a table, its shards with ranks, as TorchRec's partitioner leaves them.
 
@@ -101,6 +114,8 @@ def search_options(
         tables=[[to_arrays(options[index], index < num_proposed) for index in mine] for mine in by_table.values()],
         capacity=np.tile(np.array(usable, dtype=float), (hardware.world_size, 1)),
         ranks_per_host=hardware.local_world_size,
+        host_memory=np.full(hardware.num_hosts, float(usable[1] * hardware.local_world_size)),
+        latency_ms=latency_ms,
     )
     result = search(problem, config)
     return _with_ranks([[options[index] for index in mine] for mine in by_table.values()], result.assignment), result
@@ -108,7 +123,7 @@ def search_options(
 
 def to_arrays(option: ShardingOption, proposed: bool = True) -> Option:
     """`proposed`: TorchRec's own planner has this option too."""
-    cost = [[getattr(shard.perf, phase) for phase in PHASES] for shard in option.shards]
+    cost = [[getattr(shard.perf, phase) for phase in PHASES.values()] for shard in option.shards]
     memory = [[shard.storage.hbm, shard.storage.ddr] for shard in option.shards if shard.storage]
     return Option(
         rule=RULES[option.sharding_type],
@@ -116,6 +131,7 @@ def to_arrays(option: ShardingOption, proposed: bool = True) -> Option:
         memory=np.array(memory, dtype=float),
         kind=option.sharding_type,
         proposed=proposed,
+        distinct_ranks=option.compute_kernel == KEY_VALUE,
     )
 
 

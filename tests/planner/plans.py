@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from pipeline.planner.fingerprint import Fingerprint
-from pipeline.planner.record import Objective, PlanDescription, RankLoad, TableChoice, critical_path_ms
+from pipeline.planner.record import PHASES, Objective, PlanDescription, RankLoad, TableChoice, critical_path_ms
 
 DIM = 64
 Shardings = dict[str, dict[str, dict[str, Any]]]
@@ -42,19 +42,19 @@ def drawn_plan(
         choices.append(
             TableChoice(
                 name=f"table_{index}", num_embeddings=rows, embedding_dim=DIM, weight_bytes=4 * rows * DIM,
-                state_bytes=4 * rows, hbm_bytes=0, ddr_bytes=0, sharding_type=kind, compute_kernel=kernel, ranks=ranks,
+                state_bytes=4 * rows, hbm_bytes=0, ddr_bytes=0, ssd_bytes=0, sharding_type=kind, compute_kernel=kernel, ranks=ranks,
                 cost_ms=generator.random(), reason=f"drawn <{kind}> & \"so\"",
             )
         )  # fmt: skip
     loads = [
-        RankLoad(rank, int(hbm), int(ddr), *(generator.random() for _ in range(4)))
+        RankLoad(rank, int(hbm), int(ddr), 0, *(generator.random() for _ in PHASES))
         for rank, (hbm, ddr) in enumerate(taken)
     ]
     objective = Objective("critical_path", max(load.cost_ms for load in loads), critical_path_ms(loads), 3.0, 0.0123)
     description = PlanDescription(
         planner="search", hardware="h100_80gb", tables=choices, ranks=loads, objective=objective,
         usable_hbm_bytes=int(1.2 * max(hbm for hbm, _ in taken)) if device == "cuda" else 0,
-        usable_ddr_bytes=int(1.2 * max(ddr for _, ddr in taken)), fingerprint=_fingerprint(choices, num_ranks, local, device),
+        usable_ddr_bytes=int(1.2 * max(ddr for _, ddr in taken)), usable_ssd_bytes=0, dense_bytes=0, fingerprint=_fingerprint(choices, num_ranks, local, device),
         torchrec_objective=Objective("max_rank", 4.5, 5.6),
     )  # fmt: skip
     return description, {"sparse.tables": shardings}

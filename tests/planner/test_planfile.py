@@ -237,7 +237,7 @@ def damage(text: str, how: str) -> str:
         ("cut", "is not a plan file"),
         ("not json", "is not a plan file"),
         ("no plan", "is not a plan file"),
-        ("version", "has format_version 99, this release reads 1"),
+        ("version", "has format_version 99, this release reads 2"),
         ("rows", "is damaged: "),
         ("shard", "leave out or double parts of its"),
         ("overlap", "is damaged: Shards .* overlap"),

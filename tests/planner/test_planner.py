@@ -81,7 +81,7 @@ def test_dlrmv2_on_sixteen_h100_from_a_machine_without_gpu() -> None:
         for shard in sharding.sharding_spec.shards
     }  # fmt: skip
     assert placements <= {f"rank:{rank}/cuda:{rank % 8}" for rank in range(16)} and "rank:9/cuda:1" in placements
-    assert record.objective.max_rank_ms == pytest.approx(2.614, abs=0.001)  # as a bare TorchRec planner finds
+    assert record.objective.max_rank_ms == pytest.approx(2.191, abs=0.001)  # where TorchRec's walk ends
     assert record.objective.max_rank_ms <= record.objective.critical_path_ms
 
 
@@ -223,7 +223,9 @@ def test_every_sparse_optimizer_has_its_state_counted() -> None:
 def test_pooling_factors_of_the_data_weigh_in() -> None:
     hardware = on("h100_80gb", 2)
     costs = [
-        make_plan(CONFIG, request(make_tables([10**6] * 2, 128, [size] * 2), hardware)).objective.max_rank_ms
+        make_plan(
+            CONFIG, request(make_tables([10**6] * 2, 128, [size] * 2), hardware, batch_size=65536)
+        ).objective.max_rank_ms
         for size in (1, 50)
     ]
     assert costs[1] > 5 * costs[0]

@@ -1,0 +1,302 @@
+"""Turn sharding options into milliseconds a phase for each shard, TorchRec's way but for what it is known to get wrong.
+
+TorchRec's formulas (planner/estimator/estimator.py of 1.8) on arrays, all shards of an option at once. With
+`corrected=False` they are reproduced to the last digit. What is corrected, and why, stands in docs/adr/0007.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.distributed.planner.constants import (
+    BATCHED_COPY_PERF_FACTOR,
+    BWD_COMPUTE_MULTIPLIER,
+    DP_ELEMENTWISE_KERNELS_PERF_FACTOR,
+    FULL_BLOCK_EMB_DIM,
+    HALF_BLOCK_PENALTY,
+    QUARTER_BLOCK_PENALTY,
+    UVM_CACHING_RATIO,
+    WEIGHTED_KERNEL_MULTIPLIER,
+    kernel_bw_lookup,
+)
+from torchrec.distributed.planner.types import Perf, ShardingOption
+from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodecs
+
+from pipeline.embeddings.config import Table
+from pipeline.planner.collectives import links_of
+from pipeline.planner.hardware import BYTES_PER_MS, Hardware
+from pipeline.planner.lookups import hit_rates, shard_shares
+from pipeline.planner.search.problem import Floats
+
+ID_BYTES, LENGTH_BYTES, WEIGHT_BYTES = 8, 4, 4  # int64 ids, int32 lengths (data/batch.py), fp32 weights
+LEAST_LOOKUP_WIDTH = 32  # columns that a lookup of a whole table reads at least; TorchRec's
+INT8_WIRE_BYTES = 1 + 8 / 32  # every 32 numbers of fbgemm's int8 codec go with a scale and a bias of 4 bytes each
+UVM_SLOWDOWN = 10  # of rows that cross PCIe one by one; TorchRec's
+SSD_READ_BYTES = 4096  # a block device reads no less
+BY_TABLE = ("table_wise", "column_wise", "table_column_wise")
+BY_HOST = ("table_row_wise", "grid_shard")
+KEY_VALUE = "key_value"
+CACHED_KERNELS = ("fused_uvm_caching", KEY_VALUE)
+
+
+class StepPerf(Perf):
+    """TorchRec's total leaves the input out, and its planner minimises that; a step waits for its ids like for all else."""
+
+    @property
+    def total(self) -> float:
+        return super().total + self.input_dist_comms
+
+    def __add__(self, other: Perf) -> StepPerf:
+        plain = Perf.__add__(self, other)
+        return StepPerf(**vars(plain))
+
+    __radd__ = __add__  # TorchRec starts its sums from a Perf
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes of a number on the wire; None: as many as in the table. `summed` by reduce-scatter and all-gather."""
+
+    forward: float | None = None
+    backward: float | None = None
+    summed_forward: float | None = None
+    summed_backward: float | None = None
+
+
+COLLECTIVES = {
+    "all_to_all": CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, "reduce_scatter": CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
+}  # fmt: skip
+UNQUANTIZED = "as pooled"
+
+
+def wire_precisions(sharders: Iterable[ModuleSharder[nn.Module]]) -> dict[str, dict[str, str]]:
+    """Collective -> direction -> what the sharders' codecs make of its numbers."""
+    registries = (sharder.qcomm_codecs_registry for sharder in sharders)
+    registry: dict[str, QuantizedCommCodecs] = next((found for found in registries if found), {})
+
+    def precision(operation: CommOp, way: str) -> str:
+        codecs = registry.get(operation.name)
+        return UNQUANTIZED if codecs is None else str(getattr(codecs, way).quantized_dtype).removeprefix("torch.")
+
+    return {
+        name: {way: precision(operation, way) for way in ("forward", "backward")}
+        for name, operation in COLLECTIVES.items()
+    }
+
+
+def wire_of(sharders: Iterable[ModuleSharder[nn.Module]]) -> Wire:
+    """In bytes."""
+
+    def size(precision: str) -> float | None:
+        if precision == UNQUANTIZED:
+            return None
+        num_bytes = float(getattr(torch, precision).itemsize)
+        return INT8_WIRE_BYTES if num_bytes == 1 else num_bytes
+
+    return Wire(*(size(precision) for ways in wire_precisions(sharders).values() for precision in ways.values()))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One option in numbers; arrays are [S] by shard. `lookups` and `outputs` are of all ranks' samples together."""
+
+    option: ShardingOption
+    element_bytes: int
+    num_rows: Floats
+    num_columns: Floats
+    lookups: Floats  # ids that a shard looks up
+    outputs: float  # pooled rows that it returns
+    num_lengths: float
+    hits: Floats  # share of the lookups that the cache in HBM serves
+    weighted: bool
+
+    @property
+    def kind(self) -> str:
+        return self.option.sharding_type
+
+
+class CostModel:
+    """Stands where TorchRec's own estimator of time does (a ShardEstimator): fills the `perf` of every shard."""
+
+    def __init__(self, hardware: Hardware, tables: Iterable[Table], wire: Wire, corrected: bool = True) -> None:
+        self._hardware, self._wire, self._corrected = hardware, wire, corrected
+        self._frequencies = {table.name: table.frequencies for table in tables}
+        self.links = links_of(hardware)
+
+    def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
+        """The rest of the arguments is what TorchRec says of its sharders, under names that change between versions."""
+        for option in sharding_options:
+            cost = self.phases_ms(option)
+            made: dict[tuple[float, ...], StepPerf] = {}
+            for shard, phases in zip(option.shards, map(tuple, cost.tolist()), strict=True):
+                if phases not in made:
+                    ids, forward, forward_comms, backward, backward_comms = phases
+                    made[phases] = StepPerf(forward, forward_comms, backward, backward_comms, ids)
+                shard.perf = made[phases]
+
+    def phases_ms(self, option: ShardingOption) -> Floats:
+        """[S, P], phases as in record.PHASES."""
+        work = self._work(option)
+        forward, backward = self._compute(work)
+        columns = [self._input_dist(work), forward, self._forward_comms(work), backward, self._backward_comms(work)]
+        return np.stack([np.broadcast_to(column, len(option.shards)) for column in columns], axis=1)
+
+    def hit_rate(self, option: ShardingOption) -> float:
+        """Of all lookups of the table's shards."""
+        work = self._work(option)
+        return float((work.hits * work.lookups).sum() / max(work.lookups.sum(), 1e-30))
+
+    def knows_frequencies(self, table: str) -> bool:
+        return self._frequencies[table] is not None
+
+    def _work(self, option: ShardingOption) -> _Work:
+        hardware = self._hardware
+        world, local = hardware.world_size, hardware.local_world_size
+        sizes = np.array([shard.size for shard in option.shards], dtype=np.int64)
+        first_rows = np.array([shard.offset[0] for shard in option.shards], dtype=np.int64)
+        replicated = option.sharding_type == "data_parallel"
+        samples = option.batch_size * (1 if replicated else world)
+        split_by = {"row_wise": world, **dict.fromkeys(BY_HOST, local)}.get(option.sharding_type, 1)
+        frequencies = self._frequencies[option.name]
+        shares: Any = 1 / split_by
+        if self._corrected and split_by > 1:
+            shares = shard_shares(frequencies, first_rows, sizes[:, 0], option.tensor.shape[0])
+        hits = np.zeros(len(sizes))
+        if option.compute_kernel in CACHED_KERNELS:
+            hits = hit_rates(frequencies, first_rows, sizes[:, 0], cache_load_factor(option))
+        factors = option.input_lengths
+        return _Work(
+            option=option,
+            element_bytes=option.tensor.element_size(),
+            num_rows=sizes[:, 0].astype(float),
+            num_columns=sizes[:, 1].astype(float),
+            lookups=np.broadcast_to(samples * sum(factors) * shares, len(sizes)),
+            outputs=samples * sum(min(1.0, factor) for factor in factors),
+            num_lengths=samples * len(factors),
+            hits=hits,
+            weighted=bool(option.is_weighted),
+        )
+
+    def _fast_memory(self) -> float:
+        """Bytes/ms of what a rank computes in."""
+        hardware = self._hardware
+        return (hardware.hbm_gb_per_s if hardware.compute_device == "cuda" else hardware.ddr_gb_per_s) * BYTES_PER_MS
+
+    def _kernel_speed(self, option: ShardingOption) -> float:
+        """Bytes/ms by TorchRec's table, which makes an average of bandwidths where a cache serves a part."""
+        hardware = self._hardware
+        ddr, uvm = hardware.ddr_gb_per_s * BYTES_PER_MS, hardware.hbm_to_ddr_gb_per_s * BYTES_PER_MS
+        device, kernel = hardware.compute_device, option.compute_kernel
+        if kernel == KEY_VALUE:
+            return hardware.ssd_gb_per_s * BYTES_PER_MS
+        speed = kernel_bw_lookup(device, kernel, self._fast_memory(), ddr, uvm, option.cache_load_factor)
+        assert speed, f"TorchRec knows no bandwidth of {kernel} on {device}"
+        return float(speed)
+
+    def _compute(self, work: _Work) -> tuple[Floats, Floats]:
+        option, by_table = work.option, work.kind in BY_TABLE
+        inputs = np.ceil(work.lookups * ID_BYTES) * (2 if work.weighted else 1)
+        width = np.maximum(work.num_columns, LEAST_LOOKUP_WIDTH) if by_table else work.num_columns
+        rows = work.lookups * width * work.element_bytes
+        number = work.element_bytes if work.kind == "data_parallel" else self._wire_bytes(work, forward=True)
+        moved = inputs + rows + work.outputs * work.num_columns * number
+        if by_table:
+            moved = moved * _narrowness(work.num_columns)
+        in_place = option.compute_kernel in ("dense", "fused") or not self._corrected
+        forward = moved / (self._kernel_speed(option) if in_place else self._fast_memory())
+        backward = forward * (BWD_COMPUTE_MULTIPLIER + (WEIGHTED_KERNEL_MULTIPLIER if work.weighted else 0.0))
+        if in_place:
+            return forward, backward
+        # Ids, outputs and cached rows lie in HBM. Only rows that the cache misses cross the slow link; in backward a
+        # row in the cache is written back once, one that is not there is read and written.
+        missed = self._missed_ms(work)
+        return forward + missed, backward + missed * (2 if option.compute_kernel == "fused_uvm" else 1)
+
+    def _missed_ms(self, work: _Work) -> Floats:
+        row = work.num_columns * work.element_bytes
+        if work.option.compute_kernel == KEY_VALUE:
+            speed, row = self._hardware.ssd_gb_per_s * BYTES_PER_MS, np.maximum(row, SSD_READ_BYTES)
+        else:
+            speed = self._hardware.hbm_to_ddr_gb_per_s * BYTES_PER_MS / UVM_SLOWDOWN
+        return work.lookups * (1 - work.hits) * row / speed
+
+    def _wire_bytes(self, work: _Work, forward: bool, summed: bool | None = None) -> float:
+        wire = self._wire
+        by_rows = work.kind == "row_wise" or work.kind in BY_HOST if summed is None else summed
+        one = (wire.summed_forward if by_rows else wire.forward) if forward else (
+            wire.summed_backward if by_rows else wire.backward
+        )  # fmt: skip
+        if one == INT8_WIRE_BYTES and not self._corrected:
+            return 1.0
+        return work.element_bytes if one is None else one
+
+    def _input_dist(self, work: _Work) -> Floats:
+        """Ids, lengths and weights that other ranks send to a shard."""
+        if work.kind == "data_parallel":
+            return np.zeros(1)
+        if not self._corrected:  # TorchRec sends all ids to every shard of rows
+            samples = work.option.batch_size * self._hardware.world_size
+            return self._exchange(np.ceil([samples * sum(work.option.input_lengths) * ID_BYTES]))
+        of_an_id = ID_BYTES + (WEIGHT_BYTES if work.weighted else 0)
+        return self._exchange(work.lookups * of_an_id + work.num_lengths * LENGTH_BYTES)
+
+    def _exchange(self, num_bytes: Floats) -> Floats:
+        if self._corrected:
+            return self.links.all_to_all_ms(num_bytes)
+        return num_bytes / (self.links.inter if self.links.num_hosts > 1 else self.links.intra)
+
+    def _forward_comms(self, work: _Work) -> Floats:
+        if work.kind == "data_parallel":
+            return np.zeros(1)
+        return self._output_ms(work, forward=True)
+
+    def _backward_comms(self, work: _Work) -> Floats:
+        """A shard of rows also spreads the gradients out in memory; a replicated table is summed up and updated."""
+        if work.kind == "data_parallel":
+            return self._replicas_ms(work)
+        moved = self._output_ms(work, forward=False)
+        if work.kind in BY_TABLE:
+            return moved
+        speed = self._fast_memory() if self._corrected else self._kernel_speed(work.option)
+        copied = work.outputs * work.num_columns * self._wire_bytes(work, forward=False) * BATCHED_COPY_PERF_FACTOR
+        return moved + copied / speed
+
+    def _output_ms(self, work: _Work, forward: bool) -> Floats:
+        """Pooled rows on their way to the samples' ranks, or their gradients on the way back: the same bytes."""
+        links, whole = self.links, work.outputs * work.num_columns * self._wire_bytes(work, forward)
+        if work.kind in BY_TABLE:
+            return self._exchange(whole)
+        if work.kind == "row_wise":
+            return links.ring_ms(whole) if self._corrected else self._exchange(whole)
+        # Summed within the host, then handed to the ranks of equal place on the other hosts: one after the other.
+        number = self._wire_bytes(work, forward, summed=False)
+        apart = work.outputs / links.local_world_size * work.num_columns * number
+        if self._corrected:
+            return links.host_ring_ms(whole) + links.across_hosts_ms(apart)
+        return whole / links.intra + (apart / links.inter if links.num_hosts > 1 else 0.0)
+
+    def _replicas_ms(self, work: _Work) -> Floats:
+        links, table = self.links, work.num_rows * work.num_columns * work.element_bytes
+        if self._corrected:  # TorchRec sums over the network even within a host
+            summed = 2 * links.ring_ms(table)
+        else:
+            hosts = min(links.num_hosts, 2)
+            summed = table * (2 * hosts - 1) / hosts / (links.inter * links.local_world_size)
+            summed = summed * (2 if links.num_hosts > 2 else 1)
+        return summed + table * DP_ELEMENTWISE_KERNELS_PERF_FACTOR / self._kernel_speed(work.option)
+
+
+def cache_load_factor(option: ShardingOption) -> float:
+    """Of a shard's rows, those that its cache in HBM holds; FBGEMM's and TorchRec's default are the same."""
+    return UVM_CACHING_RATIO if option.cache_load_factor is None else option.cache_load_factor
+
+
+def _narrowness(num_columns: Floats) -> Floats:
+    """FBGEMM's blocks are 128 columns wide; what narrower rows lose by TorchRec's measurements."""
+    narrow = np.where(num_columns >= FULL_BLOCK_EMB_DIM // 2, HALF_BLOCK_PENALTY, QUARTER_BLOCK_PENALTY)
+    return np.where(num_columns >= FULL_BLOCK_EMB_DIM, 1.0, narrow)
