@@ -1,4 +1,4 @@
-"""Turn a verb and its overrides into an AppDef: one process, or a torchrun on every node.
+"""Turn a verb and its overrides into an AppDef: one process, or an agent with its ranks on every node.
 
 Kept out of components.py, where TorchX takes every function for a component.
 """
@@ -27,6 +27,7 @@ from pipeline.config import (
     print_user_errors,
     validate_evaluation,
 )
+from pipeline.training.config import TrainerConfig
 
 RDZV_PORT = 29500
 
@@ -44,22 +45,26 @@ class Where:
     image: Optional[str] = None
     name: Optional[str] = None
     max_retries: int = 0
+    max_restarts: int = 0
 
 
 def train_app(doc: Optional[str], overrides: Iterable[str], where: Where, check_data: bool) -> specs.AppDef:
     words = list(overrides)
     with print_user_errors():
         job = main(TrainJob, _without_args(doc), _as_composed_by_ranks(words, where), check_data)
-        return _torchrun("train", words, where, job.name, log_dir=f"{job.run_dir}/logs")
+        return _ranks("train", words, where, job.name, f"{job.run_dir}/logs", job.trainer.grace_s)
 
 
 def evaluate_app(doc: Optional[str], overrides: Iterable[str], where: Where, check_data: bool) -> specs.AppDef:
     words = list(overrides)
     with print_user_errors():
         job = main(EvaluateJob, _without_args(doc), _as_composed_by_ranks(words, where))
+        grace_s = TrainerConfig().grace_s
         if check_data:
-            validate_evaluation(job, load_saved_job(TrainJob, f"{job.run}/config.yaml"), job.world_size)
-        return _torchrun("evaluate", words, where, "evaluate", log_dir=f"{job.run}/logs")
+            trained = load_saved_job(TrainJob, f"{job.run}/config.yaml")
+            validate_evaluation(job, trained, job.world_size)
+            grace_s = trained.trainer.grace_s
+        return _ranks("evaluate", words, where, "evaluate", f"{job.run}/logs", grace_s)
 
 
 def prepare_app(doc: Optional[str], overrides: Iterable[str], where: Where) -> specs.AppDef:
@@ -80,18 +85,24 @@ def _without_args(doc: Optional[str]) -> str:
 
 
 def _as_composed_by_ranks(words: list[str], where: Where) -> list[str]:
-    """The overrides with the world size that torchrun will set."""
+    """The overrides with the world size that the launcher will set. Raises ValueError where they name another."""
     nodes, ranks = parse_shape(where.j)
+    for word in words:
+        name, _, value = word.partition("=")
+        if name.lstrip("+") == "world_size" and value != str(nodes * ranks):
+            raise ValueError(
+                f"{word}, but -j {where.j} starts {nodes * ranks} rank(s); leave world_size out, or change -j"
+            )
     return [*words, f"world_size={nodes * ranks}"]
 
 
-def _torchrun(verb: str, words: list[str], where: Where, name: str, log_dir: str) -> specs.AppDef:
+def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, grace_s: float) -> specs.AppDef:
     nodes, ranks = parse_shape(where.j)
     resource = host_resource(where.cpu, where.gpu, where.memMB, where.h)
     # Rank 0's output goes to the console, every rank's to its file; a URI is no folder for them.
     logs = [] if "://" in log_dir else ["--log-dir", *_literally([log_dir])]
     command = [
-        *("--nnodes", str(nodes), "--nproc-per-node", str(ranks)),
+        *("--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--max-restarts", str(where.max_restarts)),
         *("--rdzv-backend", "c10d", "--rdzv-id", macros.app_id),
         *("--tee", "3", "--local-ranks-filter", "0", *logs, "--role", ""),
         *("-m", f"pipeline.{verb}", *_literally(words)),
@@ -99,7 +110,9 @@ def _torchrun(verb: str, words: list[str], where: Where, name: str, log_dir: str
     # The first node's name is known when the job runs, so a shell expands it; `$$` is TorchX's way to write `$`.
     # Port 0 on a single node: a free one, so that jobs can share a machine.
     endpoint = f"$${{{macros.rank0_env}:=localhost}}:{RDZV_PORT}" if nodes > 1 else "localhost:0"
-    run = ["exec", shlex.quote(_python(where)), "-m", "torch.distributed.run", "--rdzv-endpoint", endpoint]
+    # Our agent: torchrun with exit codes that a scheduler can act on.
+    agent = ["-m", "pipeline.agent", "--grace-s", f"{grace_s:g}"]
+    run = ["exec", shlex.quote(_python(where)), *agent, "--rdzv-endpoint", endpoint]
     role = specs.Role(
         name=verb,
         image=where.image or torchx.IMAGE,

@@ -22,6 +22,7 @@ def train(
     image: Optional[str] = None,
     name: Optional[str] = None,
     max_retries: int = 0,
+    max_restarts: int = 3,
     check_data: bool = True,
 ) -> specs.AppDef:
     """Train: torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
@@ -37,9 +38,10 @@ def train(
         image: container image; without one the job runs in this Python environment
         name: name of the TorchX app; the job's name unless given
         max_retries: how often the scheduler may start the job again; it resumes from its newest checkpoint
+        max_restarts: how often the ranks are started again on their hosts after one of them dies or hangs
         check_data: read dataset.json here and validate the job against it; False where this machine cannot see it
     """
-    where = appdef.Where(j, cpu, gpu, memMB, h, env, image, name, max_retries)
+    where = appdef.Where(j, cpu, gpu, memMB, h, env, image, name, max_retries, max_restarts)
     return appdef.train_app(train.__doc__, overrides, where, check_data)
 
 
@@ -53,6 +55,7 @@ def evaluate(
     env: Optional[Dict[str, str]] = None,
     image: Optional[str] = None,
     name: Optional[str] = None,
+    max_restarts: int = 1,
     check_data: bool = True,
 ) -> specs.AppDef:
     """Evaluate: torchx run -s local_cwd pipeline.evaluate -j 1x2 -- run=runs/quickstart split=test
@@ -69,7 +72,7 @@ def evaluate(
         name: name of the TorchX app
         check_data: look into the run folder here; False where this machine cannot see it
     """
-    where = appdef.Where(j, cpu, gpu, memMB, h, env, image, name)
+    where = appdef.Where(j, cpu, gpu, memMB, h, env, image, name, max_restarts=max_restarts)
     return appdef.evaluate_app(evaluate.__doc__, overrides, where, check_data)
 
 

@@ -13,19 +13,23 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline import storage
+from pipeline import preemption, storage, watchdog
 from pipeline.checks import did_you_mean
 from pipeline.compose import CONFIG_NAMES, compose_job, config_folders, group_options, instantiate, near_field
+from pipeline.exit_codes import FAILED, INTERRUPTED, USER_ERROR
+from pipeline.failures import describe_os_error, masked_traceback, write_error_file
 from pipeline.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
 from pipeline.logs import configure_logging
+from pipeline.masking import find_secret, mask
 from pipeline.models.config import MODEL_CONFIGS
 from pipeline.preflight import validate_evaluation, validate_job
+from pipeline.processes import die_with_parent
 
 __all__ = [
     "EvaluateJob",
@@ -46,8 +50,6 @@ __all__ = [
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 FLAGS = ("--help", "--cfg", "--config-dir")
-USER_ERROR = 2  # exit code
-INTERRUPTED = 130  # as shells say it: 128 + SIGINT
 
 
 def main(job_type: type[Job], doc: str | None, argv: Iterable[str] | None = None, validate: bool = True) -> Job:
@@ -71,26 +73,48 @@ def run_verb(
     job_type: type[Job], verb: Callable[[Job], Result], doc: str | None, describe: Callable[[Result], str] | None = None
 ) -> None:
     """A verb's command line: compose the job, run it, and print on rank 0 what came of it."""
+    is_group = job_type in (TrainJob, EvaluateJob)  # what runs on many ranks, and for long
+    if is_group:
+        _obey_the_launcher()
     job = main(job_type, doc)
     configure_logging(int(os.environ.get("RANK", "0")))
+    if is_group:
+        watchdog.start(int(os.environ.get("RANK", "0")), job.trainer.limits() if isinstance(job, TrainJob) else None)
     try:
-        with print_user_errors():
-            result = _record_for_torchrun(verb)(job)
+        with print_user_errors(_written_by(job)):
+            result = verb(job)
             if describe is not None and is_rank_zero():
                 print(describe(result), flush=True)
     except KeyboardInterrupt:
         if is_rank_zero():
             print("\ninterrupted; the same command goes on from what is saved", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
+    except preemption.Preempted:
+        if is_rank_zero():
+            print("ended by SIGTERM, nothing had to be saved; the same command goes on", file=sys.stderr, flush=True)
+        raise
+    except Exception as error:
+        # Not left to the interpreter, nor to torchelastic's @record: neither hides credentials.
+        write_error_file(f"{type(error).__name__}: {error}", error)
+        print(masked_traceback(error), file=sys.stderr, end="", flush=True)
+        sys.exit(FAILED)
+    finally:
+        watchdog.end()
 
 
-def _record_for_torchrun(verb: Callable[[Job], Result]) -> Callable[[Job], Result]:
-    """Under torchrun an error also goes to the file from which torchrun tells which rank failed, and why."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return verb
-    from torch.distributed.elastic.multiprocessing.errors import record
+def _obey_the_launcher() -> None:
+    """SIGTERM is a wish to save; and a rank does not outlive its agent, unless that is ending it already."""
+    preemption.listen()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+        preemption.when_requested(lambda: die_with_parent(False))
 
-    return record(verb)  # type: ignore[return-value]
+
+def _written_by(job: Any) -> str:
+    """The folder or file that a job's verb writes to."""
+    if isinstance(job, PrepareJob):
+        return job.data.path
+    return str(getattr(job, "run_dir", "") or getattr(job, "run", "") or getattr(job, "output", ""))
 
 
 def is_rank_zero() -> bool:
@@ -98,8 +122,9 @@ def is_rank_zero() -> bool:
 
 
 @contextmanager
-def print_user_errors() -> Iterator[None]:
-    """End the process with one line instead of a traceback for a ValueError that our own checks raised.
+def print_user_errors(written: str = "") -> Iterator[None]:
+    """End the process with one line instead of a traceback for a ValueError that our own checks raised, and for what
+    the system refuses and a user can mend: no room, no rights, no such path. `written`: where the verb writes to.
 
     A ValueError out of a library keeps its traceback: that one is a bug, ours or theirs.
     """
@@ -110,15 +135,32 @@ def print_user_errors() -> Iterator[None]:
         package = Path(__file__).parent
         if not raised_in.is_relative_to(package) and not raised_in.is_relative_to(package.parent / "launch"):
             raise
-        if is_rank_zero():  # every rank finds the same error: it is said once
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(USER_ERROR)
+        _end_with(str(error))
+    except OSError as error:
+        text = describe_os_error(error, written)
+        if not text:
+            raise
+        _end_with(text)
+
+
+def _end_with(text: str) -> NoReturn:
+    message = f"error: {mask(text)}"
+    write_error_file(message)
+    if is_rank_zero():  # every rank finds the same error: it is said once
+        print(message, file=sys.stderr, flush=True)
+    sys.exit(USER_ERROR)
 
 
 def load_config(job_type: type[Job], argv: Iterable[str], config_dir: str | None = None) -> Job:
     """The job that overrides (and --config-dir) make; see compose_job for what it raises."""
     overrides, flags = split_flags(argv)
-    return compose_job(job_type, overrides, flags.get("--config-dir", config_dir))
+    job = compose_job(job_type, overrides, flags.get("--config-dir", config_dir))
+    if key := find_secret(dataclasses.asdict(job)):  # type: ignore[call-overload]
+        raise ValueError(
+            f"{key} holds a credential, and a job is saved beside its results; give it in the environment, as the "
+            "store's own tools take it (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or in its own config file"
+        )
+    return job
 
 
 def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from pipeline import watchdog
+
+STORE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,54 @@ def init_distributed(backend: str = "auto", timeout_s: float = 300.0) -> Distrib
     if use_cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        store = None if "MASTER_ADDR" in environ else dist.HashStore()
-        dist.init_process_group(
-            chosen, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), store=store
-        )
+        store = _join(rank, world_size, timeout_s) if "MASTER_ADDR" in environ else dist.HashStore()
+        with watchdog.stage("joining"):  # init_process_group has been seen to wait for 303 s with a timeout of 60
+            dist.init_process_group(
+                chosen, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), store=store
+            )
         atexit.register(_leave)
     return DistributedContext(
         rank, world_size, local_rank, int(environ.get("LOCAL_WORLD_SIZE", world_size)), device, chosen
     )
+
+
+def true_on_any_rank(flag: bool, context: DistributedContext) -> bool:
+    """Collective."""
+    if context.world_size == 1:
+        return flag
+    value = torch.tensor(int(flag), device=context.device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value.item())
+
+
+def _join(rank: int, world_size: int, timeout_s: float) -> dist.Store | None:
+    """The agent's store once all ranks have come, None without an agent: rank 0 then makes one.
+
+    torch 2.13 takes the agent for one that makes a new store for each restart and drops the prefix that told the
+    attempts apart; the c10d agent keeps its store, so a restarted rank may connect to the dead rank's address.
+
+    Raises:
+        TimeoutError: a rank has not come, and no watchdog runs to say so.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    watchdog.watch_others(lambda: _connect(STORE_TIMEOUT_S), world_size, attempt)
+    store = dist.PrefixStore(f"attempt_{attempt}", _connect(timeout_s))
+    started = time.monotonic()
+    with watchdog.stage("joining"):
+        store.set(f"here/{rank}", "1")
+        while not store.check([f"here/{other}" for other in range(world_size)]):
+            if time.monotonic() - started > timeout_s and not watchdog.is_running():
+                missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
+                raise TimeoutError(f"rank(s) {missing} of {world_size} have not come within {timeout_s:g} s")
+            time.sleep(0.05)
+    return store
+
+
+def _connect(timeout_s: float) -> dist.TCPStore:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def _leave() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from pipeline import storage, watchdog
 from pipeline.config import EvaluateJob, TrainJob, load_saved_job, run_verb
 from pipeline.train import SUMMARY, checkpoint_folder, describe_quality, describe_run
 
@@ -32,7 +33,6 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         ValueError: the run folder holds no run, or no such step.
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
-    from pipeline import storage
     from pipeline.assembly import assemble, open_reader
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.checkpoint.steps import step_path
@@ -42,7 +42,9 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     from pipeline.training.evaluation import evaluate_model
 
     trained = load_trained_job(job)
+    watchdog.use(trained.trainer.limits())
     context = init_distributed(trained.comms.backend, trained.comms.timeout_s)
+    watchdog.beat(phase="loading")
     dataset = load_dataset(trained.data.path)
     reader = open_reader(trained, dataset, job.split, context, job.global_batch_size)
     assembly = assemble(trained, dataset, context)
@@ -71,8 +73,6 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
 
 def load_trained_job(job: EvaluateJob) -> TrainJob:
     """The run's own config, planned anew for the ranks at hand."""
-    from pipeline import storage
-
     path = storage.join(job.run, "config.yaml")
     if not storage.exists(path):
         raise ValueError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")

@@ -2,7 +2,7 @@
 
 On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
 A run folder that holds a checkpoint is resumed; another run_dir starts anew.
-SIGTERM saves at the next training step and ends with exit code 75 (torchrun has its own); the same command goes on.
+SIGTERM saves at the next training step and ends with exit code 75; the same command goes on (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline import storage
+from pipeline import storage, watchdog
 from pipeline.config import TrainJob, run_verb, save_job
+from pipeline.exit_codes import REQUEUE
 
 if TYPE_CHECKING:
     from pipeline.training.trainer import FitResult
 
 SUMMARY = "summary.json"
-PREEMPTED = 75  # exit code: EX_TEMPFAIL, run it again
 
 
 @dataclass
@@ -58,6 +58,7 @@ def train(job: TrainJob) -> TrainSummary:
     if job.world_size != context.world_size:
         raise ValueError(f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher")
     held = take_run_folder(job.run_dir, context)
+    watchdog.beat(phase="loading")
     dataset = load_dataset(job.data.path)
     # Before memory is allocated: a missing shard shows here.
     reader, validation_reader = (open_reader(job, dataset, split, context) for split in ("train", "validation"))
@@ -100,7 +101,7 @@ def train(job: TrainJob) -> TrainSummary:
         held.close()
     if result.preempted:
         get_logger("pipeline.train").info("stopped by SIGTERM at step %d, saved; the same command goes on", result.step)
-        sys.exit(PREEMPTED)
+        sys.exit(REQUEUE)
     checkpoint = step_path(checkpointer.folder, result.step)
     summary = summarize_fit(job.run_dir, checkpoint, result, dataset.bayes_auc.get("validation"))
     if writer and result.throughput:  # a run that had nothing left to train keeps the summary of the one that had

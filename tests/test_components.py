@@ -33,13 +33,13 @@ def _command(app: specs.AppDef) -> list[str]:
     return shlex.split(values.apply(role).args[1])
 
 
-def test_train_runs_torchrun_with_logs_in_the_run_folder(data: str) -> None:
+def test_train_runs_an_agent_with_logs_in_the_run_folder(data: str) -> None:
     app = components.train("experiment=quickstart", data, j="1x2", cpu=8)
     words = _command(app)
-    assert words[:4] == ["exec", sys.executable, "-m", "torch.distributed.run"]
-    torchrun = dict(zip(words[4:-4:2], words[5:-4:2], strict=True))
+    assert words[:6] == ["exec", sys.executable, "-m", "pipeline.agent", "--grace-s", "30"]
+    torchrun = dict(zip(words[6:-4:2], words[7:-4:2], strict=True))
     assert torchrun == {
-        "--rdzv-endpoint": "localhost:0", "--nnodes": "1", "--nproc-per-node": "2", "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": "localhost:0", "--nnodes": "1", "--nproc-per-node": "2", "--max-restarts": "3", "--rdzv-backend": "c10d",
         "--rdzv-id": "job-1", "--tee": "3", "--local-ranks-filter": "0", "--log-dir": "runs/quickstart/logs", "--role": "",
     }  # fmt: skip
     assert words[-4:] == ["-m", "pipeline.train", "experiment=quickstart", data]
@@ -67,6 +67,7 @@ def test_an_override_reaches_the_verb_as_it_was_typed(data: str, word: str) -> N
         (["experiment=quickstrat"], "1x2", "did you mean 'quickstart'?"),
         (["experiment=quickstart", "data.path=/nowhere"], "1x2", "python -m pipeline.prepare data=quickstart"),
         (["experiment=quickstart"], "1x3", "cannot be dealt evenly to 3 ranks"),
+        (["experiment=quickstart", "world_size=4"], "1x2", "world_size=4, but -j 1x2 starts 2 rank(s)"),
         (["experiment=quickstart"], "1y2", "-j 1y2 is not NODESxRANKS_PER_NODE"),
         (["experiment=quickstart"], "0x2", "-j 0x2 is not NODESxRANKS_PER_NODE"),
     ],

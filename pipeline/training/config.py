@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from pipeline.checks import check_above, check_at_least, check_below_one, check_choice, check_within
+from pipeline.watchdog import Limits
 
 SPARSE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
@@ -163,6 +164,13 @@ class TrainerConfig:
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     non_finite_loss: str = "stop"
     max_non_finite_steps: int = 10
+    hang_timeout_s: float = 180.0  # for a step, and for a batch of an evaluation; 0: never
+    startup_timeout_s: float = 900.0  # for each stage of start-up: starting, joining, loading
+    save_timeout_s: float = 1800.0  # for a save, and for the metrics of a whole evaluation
+    grace_s: float = 30.0  # between the scheduler's SIGTERM and its SIGKILL
+
+    def limits(self) -> Limits:
+        return Limits(self.startup_timeout_s, self.hang_timeout_s, self.save_timeout_s, self.grace_s)
 
     @property
     def micro_batch_size(self) -> int:
@@ -180,6 +188,9 @@ class TrainerConfig:
             check_at_least(f"trainer.{name}", getattr(self, name), 1)
         for name in ("max_steps", "evaluate_batch_size", "evaluate_max_batches"):
             check_at_least(f"trainer.{name}", getattr(self, name), 1, allow_none=True)
+        for name in ("hang_timeout_s", "startup_timeout_s", "save_timeout_s"):
+            check_at_least(f"trainer.{name}", getattr(self, name), 0.0)
+        check_at_least("trainer.grace_s", self.grace_s, 10.0)  # 5 of them are the launcher's
         check_within("trainer.seed", self.seed, 0, 2**63 - 1)
         check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
         if self.global_batch_size % self.gradient_accumulation_steps:

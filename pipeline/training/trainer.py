@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
-import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -17,10 +15,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
+from pipeline import preemption, watchdog
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.data.batch import Batch
 from pipeline.data.reader import ShardReader
-from pipeline.distributed import DistributedContext
+from pipeline.distributed import DistributedContext, true_on_any_rank
 from pipeline.logs import MetricsWriter, Progress, get_logger, progress
 from pipeline.models.task import CTRTask
 from pipeline.training.config import CheckpointConfig, EarlyStopConfig, ScheduleConfig, TrainerConfig
@@ -132,6 +131,7 @@ class Trainer:
         self._last_metrics: dict[str, float] = {}
         self._metrics_step = 0  # at which they were measured; step 0 is never evaluated
         self._early_stop = EarlyStop(config.early_stop)
+        self._is_preempted = False  # the same on every rank
 
     def fit(self, restored: dict[str, Any] | None = None) -> FitResult:
         """Collective: train from the restored manifest's step (None: from 0) to the last step, and save there.
@@ -141,47 +141,40 @@ class Trainer:
         """
         start_step = self._resume_from(restored)
         is_done = start_step >= self.total_steps or self._early_stop.is_exhausted
+        with preemption.deferred(), watchdog.stepping("training"):
+            return self._fit_from(start_step, is_done)
+
+    def _fit_from(self, start_step: int, is_done: bool) -> FitResult:
         # SIGTERM leaves no time for an evaluation: it is made up for here.
         if self._metrics_step != start_step and (is_done or _due(start_step, self._config.evaluate_every_steps)):
             self._evaluate(start_step)
+            if self._is_preempted:
+                return FitResult(start_step, preempted=True, metrics=self._last_metrics)
         if is_done or self._early_stop.is_exhausted:
             logger.info("step %d of %d: nothing left to train", start_step, self.total_steps)
             return FitResult(start_step, self._early_stop.is_exhausted, metrics=self._last_metrics)
         log = StepLog(self._config, self._reader, self._context, self._writer, start_step, self.total_steps)
         # Where stderr is no terminal the log lines tell the progress.
         shown = self._context.is_main and sys.stderr.isatty()
-        with progress("training", self.total_steps - start_step, visible=shown) as bar, self._stopping_at_sigterm():
+        with progress("training", self.total_steps - start_step, visible=shown) as bar:
             step = self._train(start_step, log, bar)
-        stopped_early, preempted = self._early_stop.is_exhausted, self._task.loss.stop_agreed
-        return FitResult(step, stopped_early, preempted, log.summary(), self._last_metrics)
-
-    @contextmanager
-    def _stopping_at_sigterm(self) -> Iterator[None]:
-        """Schedulers announce the end by SIGTERM: any rank's is heard by all at the next step, which is then saved."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only there can handlers be set
-            return
-
-        def ask_to_stop(*_: object) -> None:
-            self._task.loss.stop_wanted = True
-
-        before = signal.signal(signal.SIGTERM, ask_to_stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        return FitResult(step, self._early_stop.is_exhausted, self._is_preempted, log.summary(), self._last_metrics)
 
     def _train(self, start_step: int, log: StepLog, bar: Progress) -> int:
         """Collective: the last step done. It is evaluated (unless stopped) and saved, whatever the cadence."""
         batches, pipeline = self._micro_batches(start_step), self._make_pipeline()
         step = saved_step = start_step
-        while step < self.total_steps and not self._early_stop.is_exhausted:
-            with log.timed_step():
+        while step < self.total_steps and not self._early_stop.is_exhausted and not self._is_preempted:
+            # The first step also compiles, and meets memory for the first time.
+            with log.timed_step(), watchdog.stage("training") if step == start_step else nullcontext():
                 for _ in range(self._accumulation):
+                    self._task.loss.stop_wanted |= preemption.wanted()  # any rank's is heard by all in this step's loss
                     log.update(pipeline.progress(batches))
             step += 1
             bar.advance(1)
+            watchdog.beat(step)
             if self._task.loss.stop_agreed:
+                self._is_preempted = True
                 break
             is_last = step == self.total_steps
             if _due(step, self._config.log_every_steps) or is_last:
@@ -191,6 +184,8 @@ class Trainer:
             if _due(step, self._save_every) or is_last:
                 self._save(step)
                 saved_step = step
+                # A SIGTERM that came meanwhile is not to cost another step and another save.
+                self._is_preempted |= true_on_any_rank(preemption.wanted() and not is_last, self._context)
         batches.close()
         if saved_step < step:
             self._save(step)
@@ -208,9 +203,13 @@ class Trainer:
         """All that is left to train on, epoch after epoch; the pipeline reads a few ahead of the step."""
         position, end = start_step * self._accumulation, self.total_steps * self._accumulation
         while position < end:
+            watchdog.beat(phase=watchdog.WAITING_FOR_INPUT)
             epoch, within = divmod(position, self._reader.steps_per_epoch)
             count = min(self._reader.steps_per_epoch - within, end - position)
-            yield from islice(self._reader.batches(epoch, start_step=within), count)
+            for batch in islice(self._reader.batches(epoch, start_step=within), count):
+                watchdog.beat(phase="training")
+                yield batch
+                watchdog.beat(phase=watchdog.WAITING_FOR_INPUT)
             position += count
 
     def _make_pipeline(self) -> Any:
@@ -224,9 +223,13 @@ class Trainer:
             return
         if hasattr(pipeline, "detach"):  # the pipeline rewrote the tables' forward for batches of its own
             pipeline.detach()
-        metrics = evaluate_model(
-            self._model, self._validation_reader, self._context, self._config.evaluate_max_batches, "validation"
-        )
+        try:
+            metrics = evaluate_model(
+                self._model, self._validation_reader, self._context, self._config.evaluate_max_batches, "validation"
+            )
+        except preemption.Preempted:  # the step is saved without; a resumed run makes up for it
+            self._is_preempted = True
+            return
         logger.info("step %d  validation  %s", step, _described(metrics))
         if self._writer:
             self._writer.write("validation", step, metrics)
@@ -243,7 +246,8 @@ class Trainer:
             "metrics_step": self._metrics_step,
             "early_stop": {"best": self._early_stop.best, "num_worse": self._early_stop.num_worse},
         }  # fmt: skip
-        path = self._checkpointer.save(step, values)
+        with watchdog.saving():
+            path = self._checkpointer.save(step, values)
         logger.info("step %d  saved to %s in %.1f s", step, path, time.monotonic() - started)
 
     def _learning_rates(self) -> dict[str, float]:

@@ -1,0 +1,58 @@
+"""Say which process a number stands for, on this machine, and what state it is in (Linux, stdlib only)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+
+PR_SET_PDEATHSIG = 1
+STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel", "T": "stopped by a signal", "Z": "dead"}
+
+
+def hostname() -> str:
+    return socket.gethostname()
+
+
+def start_time(pid: int) -> int:
+    """Clock ticks since boot at which the process began: with the number it names one process. 0: there is none."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] != "Z" else 0
+
+
+def state(pid: int) -> str:
+    """In words; `gone` where there is no such process."""
+    fields = _stat(pid)
+    return STATES.get(fields[0], fields[0]) if fields else "gone"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name, which may hold anything."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def boot_id() -> str:
+    """Names this start of this machine's kernel: process numbers mean nothing under another."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def die_with_parent(wanted: bool = True) -> None:
+    """Let the kernel kill this process when its parent dies, however that dies; only for the calling thread's sake."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL) if wanted else 0, 0, 0, 0)
+
+
+def kill(pid: int, started: int) -> bool:
+    """SIGKILL the process of that number and start time; whether there was one."""
+    if not started or start_time(pid) != started:
+        return False
+    os.kill(pid, signal.SIGKILL)
+    return True
