@@ -48,7 +48,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     dataset = load_dataset(trained.data.path)
     reader = open_reader(trained, dataset, job.split, context, job.global_batch_size)
     assembly = assemble(trained, dataset, context)
-    checkpointer = Checkpointer(checkpoint_folder(job.run), assembly.model, None, context)
+    checkpointer = Checkpointer(checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context)
     restored = checkpointer.restore_latest() if job.step is None else checkpointer.restore(job.step)
     if restored is None:
         raise ValueError(

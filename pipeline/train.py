@@ -7,6 +7,7 @@ SIGTERM saves at the next training step and ends with exit code 75; the same com
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from dataclasses import asdict, dataclass, field
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from pipeline import storage, watchdog
 from pipeline.config import TrainJob, run_verb, save_job
 from pipeline.exit_codes import REQUEUE
+from pipeline.training.config import CheckpointConfig
 
 if TYPE_CHECKING:
+    from pipeline.data.dataset import Dataset
     from pipeline.training.trainer import FitResult
 
 SUMMARY = "summary.json"
@@ -67,13 +70,17 @@ def train(job: TrainJob) -> TrainSummary:
     optimizer = build_optimizer(assembly.model, job.optimizer)
     data_order = describe_data_order(job, dataset.fingerprint())
     checkpointer = Checkpointer(
-        checkpoint_folder(job.run_dir),
+        checkpoint_folder(job.run_dir, job.checkpoint),
         assembly.model,
         optimizer,
         context,
         keep_last_n=job.checkpoint.keep_last_n,
+        keep_best_n=job.checkpoint.keep_best_n,
+        best_metric=job.checkpoint.best_metric,
+        asynchronous=job.checkpoint.asynchronous,
+        staging=f"{job.run_dir}/staging",
         average_row_state=job.checkpoint.row_state_across_columns == "average",
-        about={"data_order": data_order, "config": asdict(job), "plan": json.loads(encode_record(assembly.plan))},
+        about=describe_job(job, dataset, data_order, json.loads(encode_record(assembly.plan))),
     )
     restored = resume(job, checkpointer, data_order)
     writer = None
@@ -121,8 +128,8 @@ def summarize_fit(run_dir: str, checkpoint: str, result: FitResult, bayes_auc: f
     )
 
 
-def checkpoint_folder(run_dir: str) -> str:
-    return f"{run_dir}/checkpoints"
+def checkpoint_folder(run_dir: str, config: CheckpointConfig) -> str:
+    return config.folder or f"{run_dir}/checkpoints"
 
 
 def describe_data_order(job: TrainJob, dataset_fingerprint: str) -> dict[str, Any]:
@@ -135,6 +142,22 @@ def describe_data_order(job: TrainJob, dataset_fingerprint: str) -> dict[str, An
         "data.reader.num_streams": job.data.reader.num_streams,
         "data.reader.shuffle": job.data.reader.shuffle,
     }
+
+
+def describe_job(job: TrainJob, dataset: Dataset, data_order: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
+    """What every checkpoint says of the run; the hashes tell at a glance whether two steps are of the same one."""
+    config = asdict(job)
+    hashes = {
+        "config": _hash(config),
+        "schema": dataset.schema_hash(),
+        "plan": _hash(plan["plan"]),
+        "plan_fingerprint": plan["fingerprint_sha256"],
+    }
+    return {"data_order": data_order, "config": config, "plan": plan, "hashes": hashes}
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def resume(job: TrainJob, checkpointer: Any, data_order: dict[str, Any]) -> dict[str, Any] | None:
@@ -152,8 +175,8 @@ def resume(job: TrainJob, checkpointer: Any, data_order: dict[str, Any]) -> dict
                 f"step {steps[-1]}; choose another run_dir, or delete that folder"
             )
         return None
-    found = checkpointer.newest()
-    if found is not None:
+
+    def check(found: dict[str, Any]) -> None:
         for key, now in data_order.items():
             then = found["data_order"].get(key)
             if then != now:
@@ -162,7 +185,8 @@ def resume(job: TrainJob, checkpointer: Any, data_order: dict[str, Any]) -> dict
                     f"{found['step']} would not be followed by the rows that come next; keep the value, or choose "
                     "another run_dir"
                 )
-        checkpointer.restore(found["step"], verified=True)
+
+    found: dict[str, Any] | None = checkpointer.restore_latest(check)
     checkpointer.clear_after(found["step"] if found else -1)
     return found
 

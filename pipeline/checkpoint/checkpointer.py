@@ -27,7 +27,7 @@ from pipeline.checkpoint import random_state
 from pipeline.checkpoint.agreement import Ranks
 from pipeline.checkpoint.checksums import read_verified
 from pipeline.checkpoint.commit import step_folder
-from pipeline.checkpoint.errors import DamagedError
+from pipeline.checkpoint.errors import DamagedError, StepTakenError
 from pipeline.checkpoint.free_space import shortage
 from pipeline.checkpoint.in_flight import InFlight
 from pipeline.checkpoint.metadata import TensorsOnlyReader
@@ -94,7 +94,7 @@ class Checkpointer:
         path = step_path(self.folder, step)
         plan = self._planner.plan(self._state())
         if self._ranks.from_main(lambda: step in list_steps(self.folder)):
-            raise CheckpointError(
+            raise StepTakenError(
                 f"{path} is already committed: does another run write to this folder? Choose another run_dir"
             )
         self._check_space(plan, 1, 0, f"step {step}")

@@ -5,5 +5,9 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used, or not be made."""
 
 
+class StepTakenError(CheckpointError):
+    """The step to be saved is committed already: somebody else writes to the folder."""
+
+
 class DamagedError(CheckpointError):
     """A file of a step is not what its manifest says: the step before it may be used instead."""

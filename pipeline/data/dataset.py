@@ -90,6 +90,12 @@ class Dataset:
         """SHA-256 of the canonical JSON: equal only for equal files, schema and statistics."""
         return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()
 
+    def schema_hash(self) -> str:
+        """SHA-256 of what a model sees of the data: names, kinds and cardinalities of its columns, and transforms."""
+        features = [[one.name, one.cardinality, one.multi_hot] for one in self.sparse_features]
+        schema = [self.label, self.dense_features, features, self.dense_transform]
+        return hashlib.sha256(json.dumps(schema).encode()).hexdigest()
+
     def to_json(self, indent: Optional[int] = 1) -> str:
         return json.dumps(asdict(self), indent=indent, sort_keys=True)
 

@@ -17,6 +17,7 @@ TRAIN_PIPELINES = ("sparse_dist", "base")
 NON_FINITE_POLICIES = ("stop", "skip")
 EARLY_STOP_METRICS = ("ne", "auc", "logloss")
 ROW_STATE_POLICIES = ("refuse", "average")
+SAVE_FAILURE_POLICIES = ("stop", "continue")
 BACKENDS = ("auto", "gloo", "nccl")
 
 
@@ -119,8 +120,16 @@ class CommsConfig:
 
 @dataclass
 class CheckpointConfig:
+    """A step is removed only when two later ones are known to be intact, so two stay at least."""
+
+    folder: Optional[str] = None  # None: run_dir/checkpoints; s3://bucket/prefix for an object store
     save_every_steps: int = 0  # 0: at the end of training only
     keep_last_n: int = 2
+    keep_best_n: int = 0  # beside the last n, of those evaluated at the step that they save
+    best_metric: str = "ne"
+    asynchronous: bool = False  # copy the state to host memory, and write it while training goes on
+    on_failure: str = "stop"
+    max_failures_in_a_row: int = 3  # on_failure=continue stops then
     resume: bool = True
     # Row-wise optimizer state of a table whose columns are now cut elsewhere: refuse, or go on with averages.
     row_state_across_columns: str = "refuse"
@@ -128,7 +137,11 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         check_choice("checkpoint.row_state_across_columns", self.row_state_across_columns, ROW_STATE_POLICIES)
         check_at_least("checkpoint.save_every_steps", self.save_every_steps, 0)
-        check_at_least("checkpoint.keep_last_n", self.keep_last_n, 1)
+        check_at_least("checkpoint.keep_last_n", self.keep_last_n, 2)
+        check_at_least("checkpoint.keep_best_n", self.keep_best_n, 0)
+        check_choice("checkpoint.best_metric", self.best_metric, EARLY_STOP_METRICS)
+        check_choice("checkpoint.on_failure", self.on_failure, SAVE_FAILURE_POLICIES)
+        check_at_least("checkpoint.max_failures_in_a_row", self.max_failures_in_a_row, 1)
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Generator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from pipeline.training.config import CheckpointConfig, EarlyStopConfig, Schedule
 from pipeline.training.evaluation import evaluate_model
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
+from pipeline.training.saving import Saving
 from pipeline.training.throughput import StepLog
 
 PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
@@ -123,7 +123,7 @@ class Trainer:
         self._config, self._save_every = config, checkpoint.save_every_steps
         self._model, self._task, self._context = model, task, context
         self._reader, self._validation_reader = reader, validation_reader
-        self._checkpointer, self._writer = checkpointer, writer
+        self._saving, self._writer = Saving(checkpoint, checkpointer), writer
         self._optimizer = StepOptimizer(model, optimizer, schedule, config)
         self._train_optimizer = optimizer
         self._accumulation = config.gradient_accumulation_steps
@@ -153,6 +153,7 @@ class Trainer:
         if is_done or self._early_stop.is_exhausted:
             logger.info("step %d of %d: nothing left to train", start_step, self.total_steps)
             return FitResult(start_step, self._early_stop.is_exhausted, metrics=self._last_metrics)
+        self._saving.check_space(start_step, self.total_steps)
         log = StepLog(self._config, self._reader, self._context, self._writer, start_step, self.total_steps)
         # Where stderr is no terminal the log lines tell the progress.
         shown = self._context.is_main and sys.stderr.isatty()
@@ -189,6 +190,8 @@ class Trainer:
         batches.close()
         if saved_step < step:
             self._save(step)
+        with watchdog.saving():
+            self._saving.finish()
         return step
 
     def _resume_from(self, restored: dict[str, Any] | None) -> int:
@@ -238,7 +241,6 @@ class Trainer:
             self._early_stop.update(metrics)
 
     def _save(self, step: int) -> None:
-        started = time.monotonic()
         values = {
             "reader": {"epoch": step * self._accumulation // self._reader.steps_per_epoch,
                        "step": step * self._accumulation % self._reader.steps_per_epoch},
@@ -247,8 +249,7 @@ class Trainer:
             "early_stop": {"best": self._early_stop.best, "num_worse": self._early_stop.num_worse},
         }  # fmt: skip
         with watchdog.saving():
-            path = self._checkpointer.save(step, values)
-        logger.info("step %d  saved to %s in %.1f s", step, path, time.monotonic() - started)
+            self._saving.save(step, values)
 
     def _learning_rates(self) -> dict[str, float]:
         groups = self._train_optimizer.param_groups
