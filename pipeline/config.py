@@ -24,7 +24,7 @@ from pipeline.checks import did_you_mean
 from pipeline.compose import CONFIG_NAMES, compose_job, config_folders, group_options, instantiate, near_field
 from pipeline.exit_codes import FAILED, INTERRUPTED, USER_ERROR
 from pipeline.failures import describe_os_error, masked_traceback, write_error_file
-from pipeline.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.jobs import CheckpointsJob, EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
 from pipeline.logs import configure_logging
 from pipeline.masking import find_secret, mask
 from pipeline.models.config import MODEL_CONFIGS
@@ -32,6 +32,7 @@ from pipeline.preflight import validate_evaluation, validate_job
 from pipeline.processes import die_with_parent
 
 __all__ = [
+    "CheckpointsJob",
     "EvaluateJob",
     "GenerateJob",
     "PlanJob",

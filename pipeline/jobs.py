@@ -91,3 +91,26 @@ class EvaluateJob:
         check_choice("split", self.split, SPLITS)
         check_at_least("global_batch_size", self.global_batch_size, 1, allow_none=True)
         check_at_least("max_batches", self.max_batches, 1, allow_none=True)
+
+
+CHECKPOINT_COMMANDS = ("list", "verify", "show", "export")
+
+
+@dataclass
+class CheckpointsJob:
+    """run: a run folder; step None: all of them to verify, the newest to show or export."""
+
+    run: str = "???"
+    command: str = "list"
+    step: int | None = None
+    table: str = ""
+    output: str = ""
+    optimizer_state: bool = False
+    data_path: str | None = None  # of the vocabularies; None: the data set that the run was trained on
+
+    def __post_init__(self) -> None:
+        check_given("run", self.run)
+        check_choice("command", self.command, CHECKPOINT_COMMANDS)
+        if self.command == "export":
+            check_given("table", self.table)
+            check_given("output", self.output)

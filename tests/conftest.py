@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import GenerateJob, PrepareJob, load_config
+from pipeline.config import GenerateJob, PrepareJob, TrainJob, load_config
 from pipeline.generate import generate
 from pipeline.prepare import prepare
+from pipeline.train import train
 from tests.ranks import RankPool
 
 SAMPLES = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -38,3 +39,21 @@ def prepared_clicks(tmp_path_factory: pytest.TempPathFactory) -> str:
     generate(load_config(GenerateJob, ["data=quickstart", f"output={source}", "data.synthetic.num_rows=30000"]))
     options = ["data=quickstart", f"source={source}", f"data.path={folder / 'prepared'}", "data.rows_per_row_group=512"]
     return prepare(load_config(PrepareJob, options)).path
+
+
+def _train(rank: int, overrides: list[str]) -> None:
+    train(load_config(TrainJob, overrides))
+
+
+@pytest.fixture(scope="session")
+def small_run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on two ranks over prepared_clicks, saved at steps 10, 20 and 30. Copy it before changing it."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    overrides = [
+        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512",
+        f"data.path={prepared_clicks}", f"run_dir={folder}", "trainer.max_steps=30", "checkpoint.save_every_steps=10",
+        "checkpoint.keep_last_n=9", "trainer.evaluate_every_steps=10", "trainer.evaluate_max_batches=2",
+        "tables.cat_25.sharding.sharding_types=[row_wise]", "tables.cat_24.sharding.sharding_types=[table_wise]",
+    ]  # fmt: skip
+    ranks.run(2, _train, overrides)
+    return folder

@@ -1,0 +1,116 @@
+"""Say what a checkpoint folder holds, without a process group: its steps, whether they are intact, and what is in one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline import storage
+from pipeline.checkpoint.steps import MANIFEST, CheckpointError, damage, list_steps, read_manifest, step_path
+from pipeline.checkpoint.tables import describe_dtype, inventory_of_step
+from pipeline.checkpoint.tensors import StepTensors
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """`problem` is empty where nothing is known to be wrong; `metrics` are those measured at this very step."""
+
+    step: int
+    age_s: float | None  # None: an object store, which is not asked
+    size_bytes: int = 0
+    world_size: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    problem: str = ""
+
+
+def summarize_step(folder: str, step: int) -> StepSummary:
+    """By its manifest and the sizes of its files; verify_step reads every byte."""
+    path = step_path(folder, step)
+    manifest_path = storage.join(path, MANIFEST)
+    age = time.time() - os.path.getmtime(manifest_path) if os.path.exists(manifest_path) else None
+    try:
+        manifest = read_manifest(path)
+        files = manifest["files"]
+        size = sum(int(entry["size_bytes"]) for entry in files.values())
+        problem = next((text for name in sorted(files) if (text := _size_problem(path, name, files[name]))), "")
+        metrics = manifest.get("metrics", {}) if manifest.get("metrics_step", step) == step else {}
+        return StepSummary(step, age, size, int(manifest["world_size"]), metrics, problem)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return StepSummary(step, age, problem=f"unreadable manifest: {error}")
+
+
+def _size_problem(path: str, name: str, entry: dict[str, Any]) -> str:
+    file = storage.join(path, name)
+    if not storage.is_file(file):
+        return f"{name} is missing"
+    size = storage.size_bytes(file)
+    return "" if size == entry["size_bytes"] else f"{name} has {size} bytes, its manifest says {entry['size_bytes']}"
+
+
+def verify_step(folder: str, step: int) -> str:
+    """Empty where every file is what its manifest says and .metadata holds tensors alone; else the first thing wrong."""
+    path = step_path(folder, step)
+    try:
+        files = read_manifest(path)["files"]
+        for name in sorted(files):
+            if problem := damage(storage.join(path, name), files[name]):
+                return problem
+        StepTensors(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return str(error) or repr(error)
+    return ""
+
+
+def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepTensors]:
+    """Step `step`, None the newest one whose manifest and .metadata can be read: its number, manifest and tensors.
+
+    Raises:
+        CheckpointError: there is no such step, or it cannot be read.
+    """
+    steps = list_steps(folder)
+    if not steps:
+        raise CheckpointError(f"{folder} holds no checkpoint; train first: python -m pipeline.train run_dir=... ...")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise CheckpointError(f"there is no step {chosen} in {folder}; there are {steps}")
+    path = step_path(folder, chosen)
+    try:
+        return chosen, read_manifest(path), StepTensors(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {path} cannot be used: {error}; there are steps {steps}") from None
+
+
+def describe_step(step: int, manifest: dict[str, Any], tensors: StepTensors) -> list[str]:
+    """Lines: where from, how planned, and each table with rows, dim, dtype, sharding and state."""
+    config, plan = manifest.get("config", {}), manifest.get("plan", {})
+    data = config.get("data", {})
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    kinds = {table["name"]: table["sharding_type"] for table in plan.get("tables", [])}
+    inventory = inventory_of_step(tensors)
+    layers = sum(1 for key in inventory.layers if key.startswith("model."))
+    lines = [
+        f"step {step} of {config.get('name', 'no name')}, saved by {manifest['world_size']} rank(s)",
+        f"  plan        {plan.get('planner', 'none')} for {plan.get('hardware', 'no hardware')}",
+        f"  config      sha256 {digest[:16]} ({config.get('model', {}).get('kind', 'no model')}, "
+        f"{config.get('optimizer', {}).get('sparse', {}).get('name', 'no optimizer')})",
+        f"  data set    {data.get('name', 'none')} at {data.get('path', 'nowhere')}, "
+        f"sha256 {str(manifest.get('data_order', {}).get('dataset', ''))[:16]}",
+        f"  tables      {len(inventory.tables)}, and {layers} dense tensors",
+        f"  {'table':<20} {'rows':>14} {'dim':>5} {'dtype':<5} {'sharding':<18} state",
+    ]
+    for name, table in inventory.tables.items():
+        states = ", ".join(
+            f"{state} {'a row' if table.is_row_wise(state) else 'an element'} ({describe_dtype(one.dtype)})"
+            for state, one in sorted(table.states.items())
+        )
+        lines.append(
+            f"  {name:<20} {table.rows:>14,} {table.dim:>5} {describe_dtype(table.dtype):<5} "
+            f"{kinds.get(name, 'unknown'):<18} {states or 'none'}"
+        )
+    return lines

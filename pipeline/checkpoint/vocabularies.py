@@ -1,0 +1,74 @@
+"""Say what the rows of a table stand for: values of a vocabulary, or hashes, by the data set that its model trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from pipeline import storage
+from pipeline.data.dataset import FILE_NAME, Dataset, load_dataset
+
+
+@dataclass(frozen=True)
+class IdSpace:
+    """`vocabulary` is the path of a file of (value, count, id) by ascending id; `hashed` is (size, seed).
+
+    Neither where rows mean different values to different features, or nobody can tell; `reason` then says why.
+    """
+
+    vocabulary: str | None = None
+    hashed: tuple[int, int] | None = None
+    reason: str = ""
+
+
+def id_space(dataset: Dataset, data_path: str, feature_names: Iterable[str]) -> IdSpace:
+    """Of a table that embeds these features."""
+    names = list(feature_names)
+    known = {feature.name: feature for feature in dataset.sparse_features}
+    if missing := [name for name in names if name not in known]:
+        return IdSpace(reason=f"data set {dataset.name!r} in {data_path} has no feature {missing[0]!r}")
+    features = [known[name] for name in names]
+    hashes = {(feature.hash_size, feature.hash_seed) for feature in features if feature.hash_size is not None}
+    if len(hashes) == 1 and all(feature.hash_size is not None for feature in features):
+        ((size, seed),) = hashes
+        return IdSpace(hashed=(int(size or 0), seed))
+    if len(features) > 1 or hashes:
+        return IdSpace(
+            reason=f"its features {', '.join(names)} have vocabularies of their own, so a row has several values"
+        )
+    if features[0].vocabulary is None:
+        return IdSpace(reason=f"data set {dataset.name!r} in {data_path} keeps no vocabulary of {names[0]!r}")
+    path = storage.join(data_path, features[0].vocabulary)
+    return IdSpace(vocabulary=path) if storage.is_file(path) else IdSpace(reason=f"{path} is missing")
+
+
+def trained_dataset(manifest: dict[str, Any], data_path: str | None = None) -> tuple[Dataset | None, str]:
+    """The data set that a step was trained on, and where it lies; else None, and why."""
+    path = data_path or str(manifest["config"]["data"]["path"])
+    if not storage.is_file(storage.join(path, FILE_NAME)):
+        return None, f"the data set that it was trained on is not at {path}"
+    dataset = load_dataset(path)
+    if dataset.fingerprint() != manifest["data_order"]["dataset"]:
+        return None, f"{path} is not the data set that it was trained on (another fingerprint)"
+    return dataset, path
+
+
+def features_of(config: dict[str, Any], table: str) -> list[str]:
+    """What a saved job's table embeds; a table without feature_names is named after its feature."""
+    section = config.get("tables", {}).get(table) or {}
+    return list(section.get("feature_names") or [table])
+
+
+def read_values(path: str, batch_rows: int = 1 << 16) -> Iterator[tuple[int, list[str]]]:
+    """(id of the first, values) of a vocabulary's successive rows. Raises ValueError where its ids are not 1, 2, 3, ..."""
+    expected = 1
+    with storage.open_file(path, "rb") as raw, pq.ParquetFile(raw) as file:
+        for batch in file.iter_batches(batch_size=batch_rows, columns=["value", "id"]):
+            ids = batch["id"].to_numpy()
+            if len(ids) and (ids[0] != expected or ids[-1] != expected + len(ids) - 1):
+                raise ValueError(f"the ids of {path} are not 1, 2, 3, ...: prepare the data set again")
+            yield expected, batch["value"].to_pylist()
+            expected += len(ids)

@@ -1,0 +1,143 @@
+"""List the checkpoints of a run:  python -m pipeline.checkpoints runs/quickstart
+
+    python -m pipeline.checkpoints verify RUN [STEP]            read every byte (exit code 0, or 1 where a step is damaged)
+    python -m pipeline.checkpoints show RUN [STEP]              tables, plan, config and data set of a step (the newest)
+    python -m pipeline.checkpoints export RUN [STEP] table=cat_3 output=cat_3.parquet
+                                                                one table as Parquet: row, value, vector
+                                                                (optimizer_state=true: its state too)
+
+RUN may also be told as run=RUN, STEP as step=300. No ranks are needed, and memory does not grow with the tables.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pipeline.checks import did_you_mean
+from pipeline.config import CheckpointsJob, main, print_user_errors
+from pipeline.jobs import CHECKPOINT_COMMANDS
+from pipeline.logs import configure_logging, get_logger
+from pipeline.train import checkpoint_folder
+
+DAMAGED = 1  # exit code of verify
+logger = get_logger("pipeline.checkpoints")  # run as a command, __name__ is another
+
+
+def list_checkpoints(job: CheckpointsJob) -> list[str]:
+    """A line a step, oldest first. Raises ValueError where there is none."""
+    from pipeline.checkpoint.steps import list_steps
+    from pipeline.checkpoint.survey import StepSummary, summarize_step
+
+    folder = checkpoint_folder(job.run)
+    found = [summarize_step(folder, step) for step in list_steps(folder)]
+    if not found:
+        raise ValueError(f"{folder} holds no checkpoint; run=<the run_dir of a training>")
+    by_ne = [one for one in found if "ne" in one.metrics and not one.problem]
+    best = min(by_ne, key=lambda one: one.metrics["ne"]).step if by_ne else None
+
+    def line(one: StepSummary) -> str:
+        metrics = "  ".join(f"{name} {one.metrics[name]:.4f}" for name in ("ne", "auc") if name in one.metrics)
+        quality = f"{metrics}{'  best NE' if one.step == best else ''}" if metrics else "not evaluated"
+        return (
+            f"{one.step:>10}  {_age(one.age_s):>10}  {_size(one.size_bytes):>10}  {one.world_size:>5}  "
+            f"{one.problem or quality}"
+        )
+
+    header = f"{'step':>10}  {'saved':>10}  {'size':>10}  {'ranks':>5}  validation"
+    return [header, *(line(one) for one in found), f"files        {folder}; `verify {job.run}` reads every byte"]
+
+
+def verify_checkpoints(job: CheckpointsJob) -> dict[int, str]:
+    """Step -> empty, or what is wrong with it. Raises ValueError where there is no such step."""
+    from pipeline.checkpoint.steps import list_steps
+    from pipeline.checkpoint.survey import verify_step
+
+    folder = checkpoint_folder(job.run)
+    steps = list_steps(folder)
+    if not steps or (job.step is not None and job.step not in steps):
+        raise ValueError(f"there is no step {'' if job.step is None else job.step} in {folder}; there are {steps}")
+    return {step: verify_step(folder, step) for step in (steps if job.step is None else [job.step])}
+
+
+def show_checkpoint(job: CheckpointsJob) -> list[str]:
+    """What a step holds. Raises ValueError where there is none, or it cannot be read."""
+    from pipeline.checkpoint.survey import describe_step, open_step
+
+    return describe_step(*open_step(checkpoint_folder(job.run), job.step))
+
+
+def export_checkpoint(job: CheckpointsJob) -> list[str]:
+    """Write one table to job.output; lines that say what. Raises ValueError for an unknown or damaged step or table."""
+    from pipeline.checkpoint.export import export_table
+    from pipeline.checkpoint.survey import open_step, verify_step
+    from pipeline.checkpoint.tables import inventory_of_step
+    from pipeline.checkpoint.vocabularies import features_of, id_space, trained_dataset
+
+    folder = checkpoint_folder(job.run)
+    step, manifest, tensors = open_step(folder, job.step)
+    tables = inventory_of_step(tensors).tables
+    if job.table not in tables:
+        raise ValueError(f"step {step} has no table {job.table!r} among {len(tables)}{did_you_mean(job.table, tables)}")
+    if problem := verify_step(folder, step):
+        raise ValueError(f"step {step} is damaged: {problem}; export another: python -m pipeline.checkpoints {job.run}")
+    dataset, where = trained_dataset(manifest, job.data_path)
+    vocabulary, without_values = None, where
+    if dataset is not None:
+        ids = id_space(dataset, where, features_of(manifest["config"], job.table))
+        vocabulary = ids.vocabulary
+        without_values = "its ids are hashes of values" if ids.hashed else ids.reason
+    size = export_table(tensors, tables[job.table], job.output, with_state=job.optimizer_state, vocabulary=vocabulary)
+    table = tables[job.table]
+    lines = [f"table {job.table!r} of step {step}: {table.rows:,} rows x {table.dim} in {job.output} ({_size(size)})"]
+    return lines if vocabulary else [*lines, f"without raw values: {without_values}"]
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= length:
+            return f"{size_bytes / length:.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def overrides_of(argv: list[str]) -> list[str]:
+    """`[COMMAND] [RUN] [STEP] key=value ...` as key=value words. Raises ValueError for a word too many."""
+    words = [word for word in argv if "=" not in word and not word.startswith("-")]
+    rest = [word for word in argv if word not in words]
+    command = next((word for word in words if word in CHECKPOINT_COMMANDS), "list")
+    if command in words:
+        words.remove(command)
+    if words and words[-1].isdigit() and (len(words) > 1 or any(word.startswith("run=") for word in rest)):
+        rest.append(f"step={words.pop()}")
+    if words:
+        unknown = next((word for word in words if did_you_mean(word, CHECKPOINT_COMMANDS)), words[-1])
+        if len(words) > 1:
+            near = did_you_mean(unknown, CHECKPOINT_COMMANDS)
+            raise ValueError(f"cannot read {unknown!r}; commands are {', '.join(CHECKPOINT_COMMANDS)}{near}")
+        rest.append(f"run='{words[0]}'")
+    return [f"command={command}", *rest]
+
+
+def run_command_line(argv: list[str]) -> None:
+    with print_user_errors():
+        job = main(CheckpointsJob, __doc__, overrides_of(argv))
+        configure_logging()
+        if job.command == "verify":
+            problems = verify_checkpoints(job)
+            for step, problem in problems.items():
+                print(f"step {step}: {problem or 'intact'}")
+            sys.exit(DAMAGED if any(problems.values()) else 0)
+        command = {"list": list_checkpoints, "show": show_checkpoint, "export": export_checkpoint}[job.command]
+        print(*command(job), sep="\n")
+
+
+if __name__ == "__main__":
+    run_command_line(sys.argv[1:])
