@@ -10,9 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import storage
-from pipeline.checkpoint.steps import MANIFEST, CheckpointError, damage, list_steps, read_manifest, step_path
+from pipeline.checkpoint.checksums import damage
+from pipeline.checkpoint.errors import CheckpointError
+from pipeline.checkpoint.retention import measured_metric
+from pipeline.checkpoint.steps import MANIFEST, file_path, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import describe_dtype, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
+
+METRICS = ("ne", "auc", "logloss", "calibration")
 
 
 @dataclass(frozen=True)
@@ -34,30 +39,29 @@ def summarize_step(folder: str, step: int) -> StepSummary:
     age = time.time() - os.path.getmtime(manifest_path) if os.path.exists(manifest_path) else None
     try:
         manifest = read_manifest(path)
-        files = manifest["files"]
-        size = sum(int(entry["size_bytes"]) for entry in files.values())
-        problem = next((text for name in sorted(files) if (text := _size_problem(path, name, files[name]))), "")
-        metrics = manifest.get("metrics", {}) if manifest.get("metrics_step", step) == step else {}
+        size = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
+        found = (_size_problem(file_path(path, manifest, name), entry) for name, entry in manifest["files"].items())
+        problem = next((text for text in found if text), "")
+        metrics = {name: value for name in METRICS if (value := measured_metric(manifest, name)) is not None}
         return StepSummary(step, age, size, int(manifest["world_size"]), metrics, problem)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return StepSummary(step, age, problem=f"unreadable manifest: {error}")
+        return StepSummary(step, age, problem=str(error) or repr(error))
 
 
-def _size_problem(path: str, name: str, entry: dict[str, Any]) -> str:
-    file = storage.join(path, name)
+def _size_problem(file: str, entry: dict[str, Any]) -> str:
     if not storage.is_file(file):
-        return f"{name} is missing"
+        return f"{file} is missing"
     size = storage.size_bytes(file)
-    return "" if size == entry["size_bytes"] else f"{name} has {size} bytes, its manifest says {entry['size_bytes']}"
+    return "" if size == entry["size_bytes"] else f"{file} has {size} bytes, its manifest says {entry['size_bytes']}"
 
 
 def verify_step(folder: str, step: int) -> str:
     """Empty where every file is what its manifest says and .metadata holds tensors alone; else the first thing wrong."""
     path = step_path(folder, step)
     try:
-        files = read_manifest(path)["files"]
-        for name in sorted(files):
-            if problem := damage(storage.join(path, name), files[name]):
+        manifest = read_manifest(path)
+        for name, entry in sorted(manifest["files"].items()):
+            if problem := damage(file_path(path, manifest, name), entry):
                 return problem
         StepTensors(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
