@@ -36,13 +36,13 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def boot_id() -> str:
-    """Names this start of this machine's kernel: process numbers mean nothing under another."""
+def machine() -> str:
+    """Where a process number means what it means here: this start of the kernel, this namespace of numbers."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""
+        return hostname()
 
 
 def die_with_parent(wanted: bool = True) -> None:

@@ -1,41 +1,35 @@
-"""Turn a path into a run folder that one run at a time writes to."""
+"""Turn a path into a run folder that one run at a time writes to, for all of its ranks."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-from typing import IO
+import atexit
 
 import torch.distributed as dist
 
+from pipeline import preemption
 from pipeline.distributed import DistributedContext
+from pipeline.lease import Lease, RunFolderHeldError, take_lease
 
-LOCK = ".lock"
 
+def take_run_folder(path: str, context: DistributedContext, ttl_s: float = 120.0) -> Lease | None:
+    """Collective: make the folder and hold it until rank 0, which gets the lease, releases it or ends.
 
-def take_run_folder(path: str, context: DistributedContext) -> IO[str] | None:
-    """Collective: make the folder and hold it for as long as the file that rank 0 gets back is open.
+    A run that loses its lease is asked to stop, as by SIGTERM; its fence keeps it from committing.
 
     Raises:
         ValueError: on every rank, when it cannot be written to, or another run holds it.
     """
-    held, problem = None, ""
+    lease, problem = None, ""
     if context.is_main:
         try:
-            os.makedirs(path, exist_ok=True)
-            held = open(os.path.join(path, LOCK), "a+")  # noqa: SIM115  # stays open
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held.truncate(0)
-            held.write(f"process {os.getpid()} on {os.uname().nodename}")
-            held.flush()
-        except BlockingIOError:
-            assert held is not None
-            held.seek(0)
-            problem = f"another run writes to run_dir={path} ({held.read() or 'it does not say who'}); wait, or choose another"
+            lease = take_lease(path, ttl_s, when_lost=preemption.request)
+            atexit.register(lease.release)
+        except RunFolderHeldError as error:
+            problem = str(error)
         except OSError as error:
             problem = f"run_dir={path} cannot be written to ({error}); choose another"
     box = [problem]
     dist.broadcast_object_list(box, src=0)
     if box[0]:
         raise ValueError(box[0])
-    return held
+    return lease

@@ -60,7 +60,7 @@ def train(job: TrainJob) -> TrainSummary:
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
     if job.world_size != context.world_size:
         raise ValueError(f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher")
-    held = take_run_folder(job.run_dir, context)
+    lease = take_run_folder(job.run_dir, context, job.trainer.lease_ttl_s)
     watchdog.beat(phase="loading")
     dataset = load_dataset(job.data.path)
     # Before memory is allocated: a missing shard shows here.
@@ -81,6 +81,7 @@ def train(job: TrainJob) -> TrainSummary:
         staging=f"{job.run_dir}/staging",
         average_row_state=job.checkpoint.row_state_across_columns == "average",
         about=describe_job(job, dataset, data_order, json.loads(encode_record(assembly.plan))),
+        fence=lease.check if lease else None,
     )
     restored = resume(job, checkpointer, data_order)
     writer = None
@@ -104,8 +105,8 @@ def train(job: TrainJob) -> TrainSummary:
     result = trainer.fit(restored)
     if writer:
         writer.close()
-    if held:
-        held.close()
+    if lease:
+        lease.release()
     if result.preempted:
         get_logger("pipeline.train").info("stopped by SIGTERM at step %d, saved; the same command goes on", result.step)
         sys.exit(REQUEUE)

@@ -50,7 +50,8 @@ class Checkpointer:
 
     `about` goes into every manifest: resolved config, plan, data set fingerprint. `optimizer` None restores the model
     alone (evaluation, export). `asynchronous` writes in a thread, over a process group of its own. `staging` is the
-    local folder that files for an object store are written to first.
+    local folder that files for an object store are written to first. `fence` raises OSError on rank 0 when this run must
+    commit no more.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Checkpointer:
         best_metric: str = "ne",
         asynchronous: bool = False,
         staging: str = ".staging",
+        fence: Callable[[], None] | None = None,
     ) -> None:
         self.folder, self.asynchronous = folder, asynchronous
         self._model, self._optimizer, self._context = model, optimizer, context
@@ -76,7 +78,7 @@ class Checkpointer:
         self._retention = Retention(keep_last_n, keep_best_n, best_metric)
         self._ranks = Ranks(context)
         self._steps = step_folder(folder, staging)
-        self._writer = StepWriter(self._steps, self._ranks, self._retention)
+        self._writer = StepWriter(self._steps, self._ranks, self._retention, fence)
         self._planner = ShardPlanner(context, self._ranks.group)
         self._host_copy = HostCopy()
         self._in_flight: InFlight | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +36,12 @@ class Save:
 class StepWriter:
     """Collective, here or in a thread: all that it agrees on goes over `ranks`."""
 
-    def __init__(self, steps: StepFolder, ranks: Ranks, retention: Retention) -> None:
+    def __init__(
+        self, steps: StepFolder, ranks: Ranks, retention: Retention, fence: Callable[[], None] | None = None
+    ) -> None:
         self.folder = steps.folder
         self._steps, self._ranks, self._retention = steps, ranks, retention
+        self._fence = fence
         self._verified: set[int] = set()
 
     def write(self, save: Save) -> None:
@@ -92,6 +96,8 @@ class StepWriter:
         written = write_metadata(save.attempt.stage, save.plan.metadata, [places for _, places, _ in reports])
         self._deliver(save.attempt, written)
         files = {name: entry for part, _, _ in reports for name, entry in part.items()} | written
+        if self._fence is not None:
+            self._fence()
         self._steps.commit(save.attempt, {**save.manifest, "files": dict(sorted(files.items()))})
 
     def verify(self, step: int) -> dict[str, Any]:

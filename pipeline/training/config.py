@@ -180,6 +180,7 @@ class TrainerConfig:
     hang_timeout_s: float = 180.0  # for a step, and for a batch of an evaluation; 0: never
     startup_timeout_s: float = 900.0  # for each stage of start-up: starting, joining, loading
     save_timeout_s: float = 1800.0  # for a save, and for the metrics of a whole evaluation
+    lease_ttl_s: float = 120.0  # without a sign for so long, a run on another host counts as dead
     grace_s: float = 30.0  # between the scheduler's SIGTERM and its SIGKILL
 
     def limits(self) -> Limits:
@@ -203,6 +204,7 @@ class TrainerConfig:
             check_at_least(f"trainer.{name}", getattr(self, name), 1, allow_none=True)
         for name in ("hang_timeout_s", "startup_timeout_s", "save_timeout_s"):
             check_at_least(f"trainer.{name}", getattr(self, name), 0.0)
+        check_at_least("trainer.lease_ttl_s", self.lease_ttl_s, 1.0)
         check_at_least("trainer.grace_s", self.grace_s, 10.0)  # 5 of them are the launcher's
         check_within("trainer.seed", self.seed, 0, 2**63 - 1)
         check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
