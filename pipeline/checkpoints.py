@@ -13,14 +13,23 @@ from __future__ import annotations
 
 import sys
 
+from pipeline import storage
 from pipeline.checks import did_you_mean
-from pipeline.config import CheckpointsJob, main, print_user_errors
+from pipeline.config import CheckpointsJob, TrainJob, load_saved_job, main, print_user_errors
 from pipeline.jobs import CHECKPOINT_COMMANDS
 from pipeline.logs import configure_logging, get_logger
 from pipeline.train import checkpoint_folder
+from pipeline.training.config import CheckpointConfig
 
 DAMAGED = 1  # exit code of verify
 logger = get_logger("pipeline.checkpoints")  # run as a command, __name__ is another
+
+
+def folder_of(run: str) -> str:
+    """Where the run keeps its checkpoints, as its saved config says. Raises ValueError for a config of no job."""
+    path = storage.join(run, "config.yaml")
+    config = load_saved_job(TrainJob, path).checkpoint if storage.is_file(path) else CheckpointConfig()
+    return checkpoint_folder(run, config)
 
 
 def list_checkpoints(job: CheckpointsJob) -> list[str]:
@@ -28,7 +37,7 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
     from pipeline.checkpoint.steps import list_steps
     from pipeline.checkpoint.survey import StepSummary, summarize_step
 
-    folder = checkpoint_folder(job.run)
+    folder = folder_of(job.run)
     found = [summarize_step(folder, step) for step in list_steps(folder)]
     if not found:
         raise ValueError(f"{folder} holds no checkpoint; run=<the run_dir of a training>")
@@ -52,7 +61,7 @@ def verify_checkpoints(job: CheckpointsJob) -> dict[int, str]:
     from pipeline.checkpoint.steps import list_steps
     from pipeline.checkpoint.survey import verify_step
 
-    folder = checkpoint_folder(job.run)
+    folder = folder_of(job.run)
     steps = list_steps(folder)
     if not steps or (job.step is not None and job.step not in steps):
         raise ValueError(f"there is no step {'' if job.step is None else job.step} in {folder}; there are {steps}")
@@ -63,7 +72,7 @@ def show_checkpoint(job: CheckpointsJob) -> list[str]:
     """What a step holds. Raises ValueError where there is none, or it cannot be read."""
     from pipeline.checkpoint.survey import describe_step, open_step
 
-    return describe_step(*open_step(checkpoint_folder(job.run), job.step))
+    return describe_step(*open_step(folder_of(job.run), job.step))
 
 
 def export_checkpoint(job: CheckpointsJob) -> list[str]:
@@ -73,7 +82,7 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
     from pipeline.checkpoint.tables import inventory_of_step
     from pipeline.checkpoint.vocabularies import features_of, id_space, trained_dataset
 
-    folder = checkpoint_folder(job.run)
+    folder = folder_of(job.run)
     step, manifest, tensors = open_step(folder, job.step)
     tables = inventory_of_step(tensors).tables
     if job.table not in tables:
