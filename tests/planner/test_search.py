@@ -207,7 +207,7 @@ def test_kinds_give_way_to_one_where_starting_another_collective_costs_more_than
         posed = problem(latency)
         result = search(posed, replace(QUICK, objective=objective, exact_variables=0))
         chosen = {options[choice].kind for options, choice in zip(posed.tables, result.assignment.choices, strict=True)}
-        assert chosen == kinds and result.gap < 1e-6
+        assert chosen == kinds and result.gap < 1e-5
 
 
 def test_shards_that_may_not_share_a_rank_do_not() -> None:

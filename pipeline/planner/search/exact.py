@@ -89,6 +89,7 @@ class _Program:
     def __init__(self, problem: SearchProblem, objective: str) -> None:
         self.problem = problem
         self.costs = [[project(option, objective) for option in options] for options in problem.tables]
+        self.num_memories = problem.num_memories
         self.num_maxima = self.costs[0][0].shape[1]
         self.load, self.memory, self.equal = _Matrix(), _Matrix(), _Matrix()
         self.totals: list[float] = []  # of the rows of `equal`
@@ -187,8 +188,8 @@ class _Program:
         for rank, shard in enumerate(shards, start=first_rank):
             for maximum in range(self.num_maxima):
                 self.load.add(rank * self.num_maxima + maximum, variable, float(costs[shard, maximum]))
-            for tier in range(2):
-                self.memory.add(rank * 2 + tier, variable, float(memory[shard, tier]) / BYTES_SCALE)
+            for tier in range(self.num_memories):
+                self.memory.add(rank * self.num_memories + tier, variable, float(memory[shard, tier]) / BYTES_SCALE)
 
     def _new_variable(self, way: _Way | None, upper: float) -> int:
         self.ways.append(way)
@@ -216,14 +217,14 @@ class _Program:
         constraints = [
             LinearConstraint(self.load.build(problem.world_size * self.num_maxima, width), -np.inf, 0.0),
             LinearConstraint(
-                self.memory.build(problem.world_size * 2, width), -np.inf, problem.capacity.ravel() / BYTES_SCALE
+                self.memory.build(problem.capacity.size, width), -np.inf, problem.capacity.ravel() / BYTES_SCALE
             ),
             LinearConstraint(self.equal.build(len(self.totals), width), self.totals, self.totals),
             LinearConstraint(self.at_most.build(len(self.limits), width), -np.inf, self.limits),
             LinearConstraint(goal[None], bound, np.inf if cutoff is None else cutoff * (1 - GAP)),
         ]
-        if problem.host_memory is not None:
-            constraints.append(self._host_rows(problem.host_memory, width))
+        if (caps := problem.host_caps) is not None:
+            constraints.append(self._host_rows(caps, width))
         integral = np.ones(width)
         integral[self.first_maximum :] = 0
         upper = np.array([*self.upper, *[np.inf] * self.num_maxima])
@@ -235,9 +236,9 @@ class _Program:
     def _host_rows(self, caps: Floats, width: int) -> LinearConstraint:
         rows = _Matrix()
         for row, column, value in zip(self.memory.rows, self.memory.columns, self.memory.values, strict=True):
-            if row % 2:
-                rows.add(row // 2 // self.problem.ranks_per_host, column, value)
-        return LinearConstraint(rows.build(len(caps), width), -np.inf, caps / BYTES_SCALE)
+            rank, tier = divmod(row, self.num_memories)
+            rows.add(rank // self.problem.ranks_per_host * self.num_memories + tier, column, value)
+        return LinearConstraint(rows.build(caps.size, width), -np.inf, caps.ravel() / BYTES_SCALE)
 
     def read(self, values: Floats) -> Assignment:
         choices = [0] * len(self.problem.tables)

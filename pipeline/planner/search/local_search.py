@@ -1,19 +1,24 @@
-"""Improve an assignment by taking a few tables out and putting them back better."""
+"""Improve an assignment: exchange shards between ranks, shard tables otherwise, take a few tables out and put them back."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 
-from pipeline.planner.search.problem import Assignment
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.planner.search.problem import Assignment, Floats, Ranks
 from pipeline.planner.search.ranks import RankState
 
-MAX_TRIED = 6  # tables of the slowest ranks that are moved one at a time before several are taken out at once
+MAX_TRIED = 6  # tables of a rank that are sharded otherwise before the next rank's turn
 MAX_TAKEN_OUT = 8
-WARMTH = 2e-3  # of the value: by how much a step may be worse at first
-REFRESH_EVERY = 200  # steps between sums made anew, free of rounding
+LEAST_GAIN = 1e-9  # of the value: less is rounding
+SHARPNESS = (100.0, 300.0, 1000.0, 3000.0)  # of the maxima, one after another: first all loads count, then the highest
+RELEVANT = 0.01  # of a maximum's exponentials: a rank of less is not worth relieving
+REFRESH_EVERY = 200  # changes between sums made anew, free of rounding
 PROVEN = 1e-4  # a gap that counts as none
+Home = tuple[int, Ranks]  # a table's option and ranks
 
 
 def improve(
@@ -26,84 +31,165 @@ def improve(
     stop: Callable[[], bool],
 ) -> Assignment:
     """The best assignment met in `steps` steps from `start`; the same for a seed unless `stop` cuts it short."""
-    return _Climb(state, start, random.Random(seed)).run(steps, bound, stop)
+    return _Climb(state, start, random.Random(seed), bound, stop).run(steps)
 
 
 class _Climb:
-    """One run: `state` moves about, `best` stays."""
+    """One run: `state` moves about, `best` stays. `before`: where tables lay that changed since the last kick."""
 
-    def __init__(self, state: RankState, start: Assignment, generator: random.Random) -> None:
-        self.state, self.generator = state, generator
+    def __init__(
+        self, state: RankState, start: Assignment, generator: random.Random, bound: float, stop: Callable[[], bool]
+    ) -> None:
+        self.state, self.generator, self.bound, self.stop = state, generator, bound, stop
         state.restore(start)
         self.best, self.best_value = start, state.value
-        self.current = state.smooth_value
         self.num_tables = len(start.choices)
         self.by_size = [max(float(cost.sum()) for cost in mine) for mine in state.costs]
+        self.before: dict[int, Home] = {}
+        self.changes = self.steps = 0
 
-    def run(self, steps: int, bound: float, stop: Callable[[], bool]) -> Assignment:
-        for step in range(steps):
-            if self.best_value <= bound * (1 + PROVEN) or stop():
-                break
-            if step and step % REFRESH_EVERY == 0:
-                self.state.restore(self.state.assignment())
-                self.current = self.state.smooth_value
-            candidates = self._on_slowest_rank()
-            if not self._move_one(candidates):
-                self._ruin_and_recreate(candidates, warmth=WARMTH * (1 - step / steps))
-            if self.state.value < self.best_value * (1 - 1e-9):
-                self.best, self.best_value = self.state.assignment(), self.state.value
+    def run(self, steps: int) -> Assignment:
+        for level, sharpness in enumerate(SHARPNESS, start=1):
+            self.state.sharpen(sharpness)
+            self._climb(steps * level // len(SHARPNESS))
         return self.best
 
-    def _on_slowest_rank(self) -> list[int]:
-        """Tables with a shard on the rank that sets one of the maxima, in random order."""
-        state = self.state
-        maximum = self.generator.choices(range(state.load.shape[1]), weights=state.load.max(axis=0) + 1e-12)[0]
-        rank = int(state.load[:, maximum].argmax())
-        tables = sorted([*state.everywhere, *state.on_rank[rank]])
-        self.generator.shuffle(tables)
-        return tables
+    def _climb(self, until: int) -> None:
+        """Down to where no single step helps, then kick and down again; a kick that led to nothing better is undone."""
+        self._descend(until)
+        while self.steps < until and not self._done():
+            self.before, value = {}, self.state.smooth_value
+            self._ruin_and_recreate()
+            self._descend(until)
+            if self.state.smooth_value > value * (1 + 1e-12):
+                self._undo()
 
-    def _move_one(self, candidates: list[int]) -> bool:
-        """Put one table elsewhere or shard it otherwise, where that lowers the value."""
+    def _done(self) -> bool:
+        return self.best_value <= self.bound * (1 + PROVEN) or self.stop()
+
+    def _descend(self, until: int) -> None:
+        tried: set[int] = set()
+        while self.steps < until and not self._done():
+            rank = self._rank_to_relieve(tried)
+            if rank is None:
+                return
+            self.steps += 1
+            if self._exchange(rank) or self._shard_otherwise(rank):
+                tried.clear()
+                self._note()
+            else:
+                tried.add(rank)
+
+    def _note(self) -> None:
+        if self.state.value < self.best_value * (1 - 1e-9):
+            self.best, self.best_value = self.state.assignment(), self.state.value
+        self.changes += 1
+        if self.changes % REFRESH_EVERY == 0:
+            self.state.restore(self.state.assignment())
+
+    def _rank_to_relieve(self, tried: set[int]) -> int | None:
+        """The one that weighs most in the smooth value."""
+        soft = self.state.soft
+        weight = (soft.exponentials / soft.sums).sum(axis=1)
+        weight[list(tried)] = 0.0
+        rank = int(weight.argmax())
+        return rank if weight[rank] >= RELEVANT else None
+
+    def _exchange(self, rank: int) -> bool:
+        """Move a free shard of the rank to another, or for another's shard, where that lowers the value most."""
+        state, soft, free = self.state, self.state.soft, self.state.free
+        mine = np.flatnonzero(free.ranks[: free.num_rows] == rank)
+        if not len(mine):
+            return False
+        others = np.flatnonzero((free.ranks != rank) & (free.ranks >= 0))
+        there = free.ranks[others]
+        change = free.cost[:, None, others] - free.cost[:, mine, None]  # [maxima, mine, others]
+        values = soft.exchanged(state.load, rank, there, change)
+        values[~self._fit(rank, there, free.memory[others][None] - free.memory[mine][:, None])] = np.inf
+        best = int(values.argmin())
+        if not values.flat[best] < soft.value - LEAST_GAIN * abs(soft.value):
+            return False
+        here, other = divmod(best, len(others))
+        self._trade(int(mine[here]), int(others[other]))
+        return True
+
+    def _fit(self, rank: int, there: Ranks, change: Floats) -> NDArray[np.bool_]:
+        """May the rank's memory change so [mine, others, M], and that of the ranks `there` the other way?"""
+        memory, capacity = self.state.memory, self.state.problem.capacity
+        room, other_room = capacity[rank] - memory[rank], capacity[there] - memory[there]
+        fits: NDArray[np.bool_] = ((change <= room) & (-change <= other_room)).all(axis=-1)
+        if self.state.host_caps is not None:
+            left = self.state.host_caps - self.state.host_sums()
+            host, hosts = rank // self.state.problem.ranks_per_host, there // self.state.problem.ranks_per_host
+            fits &= ((change <= left[host]) & (-change <= left[hosts])).all(axis=-1) | (hosts == host)
+        return fits
+
+    def _trade(self, mine: int, other: int) -> None:
+        """Two rows of the free shards change ranks."""
+        free = self.state.free
+        ends = {mine: int(free.ranks[other]), other: int(free.ranks[mine])}
+        rows = [row for row in ends if row < free.num_rows]
+        homes = {table: self._lift(table) for table in dict.fromkeys(free.tables[rows].tolist())}
+        moved = {table: ranks.copy() for table, (_, ranks) in homes.items()}
+        for row in rows:
+            table = int(free.tables[row])
+            moved[table][row - free.first[table]] = ends[row]
+        for table, ranks in moved.items():
+            self.state.put(table, homes[table][0], ranks)
+
+    def _lift(self, table: int) -> Home:
+        """Take a table out, and remember where it lay before the last kick."""
+        choice, ranks = self.state.choices[table], self.state.ranks[table]
+        assert choice is not None
+        self.state.take(table)
+        self.before.setdefault(table, (choice, ranks))
+        return choice, ranks
+
+    def _shard_otherwise(self, rank: int) -> bool:
+        """Another option or place for a table of the rank, the first that lowers the value."""
         state = self.state
-        for table in candidates[:MAX_TRIED]:
-            choice, ranks = state.choices[table], state.ranks[table]
-            assert choice is not None
-            state.take(table)
+        tables = [*state.on_rank[rank], *state.everywhere]
+        self.generator.shuffle(tables)
+        for table in tables[:MAX_TRIED]:
+            value, known = state.smooth_value, table in self.before
+            self.steps += 1
+            home = self._lift(table)
             found = state.find_best(table)
             if found is not None:
                 state.put(table, *found)
-                if (value := state.smooth_value) < self.current * (1 - 1e-9):
-                    self.current = value
+                if state.smooth_value < value - LEAST_GAIN * abs(value):
                     return True
                 state.take(table)
-            state.put(table, choice, ranks)
+            state.put(table, *home)
+            if not known:
+                del self.before[table]
         return False
 
-    def _ruin_and_recreate(self, candidates: list[int], warmth: float) -> None:
-        """Take some tables out, half of them from the slowest rank, and put each back where it is best."""
+    def _ruin_and_recreate(self) -> None:
+        """Take some tables out, half of them from the slowest ranks, and put each back where it is best."""
         state, generator = self.state, self.generator
+        rank = self._rank_to_relieve(set())
+        near = [] if rank is None else list(state.on_rank[rank])
+        generator.shuffle(near)
         count = min(self.num_tables, generator.randint(2, MAX_TAKEN_OUT))
-        taken = dict.fromkeys(candidates[: max(1, count // 2)])
+        taken = dict.fromkeys(near[: max(1, count // 2)])
         while len(taken) < count:
             taken.setdefault(generator.randrange(self.num_tables))
-        before = {table: (state.choices[table], state.ranks[table]) for table in taken}
         for table in taken:
-            state.take(table)
-        placed = []
+            self._lift(table)
         for table in sorted(taken, key=lambda table: -self.by_size[table] * (0.7 + 0.6 * generator.random())):
             found = state.find_best(table)
             if found is None:
-                break
+                self._undo()
+                return
             state.put(table, *found)
-            placed.append(table)
-        value = state.smooth_value
-        slack = -warmth * self.current * math.log(max(1e-9, generator.random())) * 0.3
-        if len(placed) == len(taken) and value <= self.current + slack:
-            self.current = value
-            return
-        for table in placed:
-            state.take(table)
-        for table, (choice, ranks) in before.items():
-            assert choice is not None
-            state.put(table, choice, ranks)
+        self.steps += count
+        self._note()
+
+    def _undo(self) -> None:
+        for table in self.before:
+            if self.state.choices[table] is not None:
+                self.state.take(table)
+        for table, home in self.before.items():
+            self.state.put(table, *home)
+        self.before = {}

@@ -30,12 +30,14 @@ from pipeline.planner.search.problem import (
 )
 from pipeline.planner.search.proposals import try_proposals
 from pipeline.planner.search.ranks import RankState, fill
-from pipeline.planner.search.relaxation import SHARD_LIMITS, LinearProgram, Relaxation
+from pipeline.planner.search.relaxation import Choice, LinearProgram, Relaxation
 
 MEMORY_WEIGHTS = (0.0, 0.3, 3.0)  # in units of the bound: what filling a rank's memory counts beside time
-
-
+SHARD_LIMITS = (0.9, 0.7, 0.55, 0.45, 0.35, 0.25, 0.18, 0.12)  # of each maximum; what the largest shard may take
 KIND_SETS = 8  # sets of kinds, the most promising, that options are chosen by
+HOPE = 0.3  # of the gap: what an option may cost beside the cheapest for local search to try it
+WAYS = (Rule.EVERY_RANK, Rule.WHOLE_HOSTS, Rule.ONE_HOST, Rule.WITHIN_HOST, Rule.ANY_RANK)  # to lie, fewest first
+NUM_CLIMBED = 3  # starts, the best, that are improved further
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class SearchConfig:
     seconds: float = 60.0
     proposal_placements: int = 300_000  # of shards, in TorchRec's proposals
     kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
-    local_steps: tuple[int, ...] = (300, 1000, 2000)
+    start_steps: int = 200  # of local search from each start
+    local_steps: tuple[int, ...] = (1500, 2000, 4000)
+    choice_nodes: int = 300  # of the integer program that chooses options
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
     exact_variables: int = 8000  # a larger one is not tried
     exact_work: int = 1_500_000  # nodes times variables
@@ -116,9 +120,10 @@ class _Search:
             if torchrec.best is not None:
                 self._offer("torchrec", torchrec.best)
             bar.advance(1)
-            self._place_guided(program, relaxation, self._by_kinds(program, relaxation))
+            choices = self._choose(program, relaxation, self._by_kinds(program, relaxation))
+            starts = self._place_choices(choices)
             bar.advance(1)
-            self._improve(relaxation)
+            self._improve(relaxation, starts)
             bar.advance(1)
             self._solve_exactly(config.exact_work)
             bar.advance(1)
@@ -155,104 +160,145 @@ class _Search:
         if value < self.best_value:
             self.best, self.best_value, self.winner = assignment, value, member
 
-    def _by_kinds(self, program: LinearProgram, first: Relaxation) -> list[Relaxation]:
-        """One relaxation for each set of kinds that may do, where kinds have a latency: a plan uses one of these sets.
+    def _by_kinds(self, program: LinearProgram, first: Relaxation) -> list[tuple[str, ...]]:
+        """Sets of kinds to leave out, most promising first: where kinds have a latency, a plan uses one set of them.
 
         So the least of their bounds bounds all plans.
         """
         assert first.bound_ms is not None
         if not self.late or self.small.num_options * 2 ** len(self.late) > self.config.kinds_work:
-            return []
-        least = np.inf
-        found: list[Relaxation] = []
+            return [()]
+        bounds: dict[tuple[str, ...], float] = {}
         for left_out in _subsets(list(self.late)):
             if self._out_of_time():
-                return found
-            relaxation = program.solve(without=left_out) if left_out else program.solve(all_in_use=True)
+                return [()]
+            relaxation = program.solve(without=left_out, all_in_use=True)
             if relaxation.bound_ms is not None:
-                least = min(least, relaxation.bound_ms)
-                if relaxation.bound_ms < self.best_value:
-                    found.append(relaxation)
-        self.bound = max(self.bound, min(least, self.best_value))
-        return sorted(found, key=lambda relaxation: relaxation.bound_ms or 0.0)[:KIND_SETS]
+                bounds[left_out] = relaxation.bound_ms
+        self.bound = max(self.bound, min([*bounds.values(), self.best_value]))
+        promising = [left_out for left_out in bounds if bounds[left_out] < self.best_value]
+        return sorted(promising, key=lambda left_out: bounds[left_out])[:KIND_SETS] or [()]
 
-    def _place_guided(self, program: LinearProgram, first: Relaxation, by_kinds: list[Relaxation]) -> None:
-        """Options by the relaxation's shares, under ever looser limits on the largest shard, placed largest first."""
-        assert first.bound_ms is not None
-        relaxations = [first, *by_kinds]
-        relaxations += [program.solve(limit * first.bound_ms) for limit in SHARD_LIMITS if not self._done()]
-        guesses: dict[tuple[int, ...], Relaxation] = {}
-        for relaxation in relaxations:
-            if relaxation.bound_ms is not None:
-                guesses.setdefault(tuple(int(shares.argmax()) for shares in relaxation.shares), relaxation)
+    def _choose(self, program: LinearProgram, first: Relaxation, sets: list[tuple[str, ...]]) -> list[Choice]:
+        """Options chosen whole for each set of kinds, then under ever tighter limits on the largest shard.
+
+        Small shards can be spread evenly, large ones cost less in all: which weighs more shows when they are placed.
+        """
+        found: dict[tuple[int, ...], Choice] = {}
+
+        def add(without: tuple[str, ...], limit: float | None) -> Choice | None:
+            allowed = None if limit is None else program.small_shards(limit * found[next(iter(found))].maxima_ms)
+            left = self.config.seconds - (time.monotonic() - self.started)
+            choice = program.choose(allowed, nodes=self.config.choice_nodes, seconds=left, without=without)
+            if choice is not None and sum(choice.maxima_ms) < self.best_value:
+                found.setdefault(choice.choices, choice)
+            return choice
+
+        whole = add((), None)
+        if whole is not None:
+            self.bound = max(self.bound, min(whole.bound_ms, self.best_value))
+        for without in sets:
+            if without and not self._done():
+                add(without, None)
+        for limit in SHARD_LIMITS if found else ():
+            if not self._done():
+                add(sets[0], limit)
+        return list(found.values())
+
+    def _place_choices(self, choices: list[Choice]) -> list[Assignment]:
+        """The best placement of each choice, the best one first; memory is saved only where it is short."""
         for weight in MEMORY_WEIGHTS:
-            for choices, relaxation in guesses.items():
-                self._place_largest_first(choices, relaxation, weight * first.bound_ms)
-            if self.best is not None:
-                return  # memory is saved only where it is short
+            placed = [self._place_largest_first(choice, weight * self.bound) for choice in choices]
+            found = [assignment for assignment in placed if assignment is not None]
+            if found:
+                return sorted(found, key=self._value)
+        return []
 
-    def _place_largest_first(self, choices: tuple[int, ...], relaxation: Relaxation, memory_weight: float) -> None:
-        """Towards the relaxation's own maxima: while all are below them only evenness counts."""
-        state = RankState(self.small, self.config.objective, memory_weight, relaxation.maxima_ms)
-        for order in self._orders(choices):
+    def _place_largest_first(self, choice: Choice, memory_weight: float) -> Assignment | None:
+        """Towards the relaxation's own maxima: while all are below them a load costs little."""
+        state = RankState(self.small, self.config.objective, self.bound, memory_weight, choice.maxima_ms)
+        found = []
+        for order in self._orders(choice.choices):
             state.clear()
-            if not self._out_of_time() and fill(state, list(choices), order):
-                self._offer("relaxation", self._whole(state.assignment()))
+            if not self._out_of_time() and fill(state, list(choice.choices), order):
+                found.append(self._whole(state.assignment()))
+                self._offer("relaxation", found[-1])
+        return min(found, key=self._value) if found else None
+
+    def _value(self, assignment: Assignment) -> float:
+        return score(self.problem, assignment).of(self.config.objective)
 
     def _orders(self, choices: tuple[int, ...]) -> list[list[int]]:
-        """Uniform options first, for they can only lie in one way; then the largest, by time and by memory."""
+        """Options that can lie in fewer ways first; then the largest, by time and by memory."""
         tables = self.small.tables
         chosen = [options[choice] for options, choice in zip(tables, choices, strict=True)]
         room = np.maximum(self.small.capacity.min(axis=0), 1.0)
-        free = [option.rule is not Rule.EVERY_RANK for option in chosen]
+        free = [WAYS.index(option.rule) for option in chosen]
         by_time = [-float(option.cost_ms.sum(axis=1).max()) for option in chosen]
         by_memory = [-float((option.memory / room).max()) for option in chosen]
         return [sorted(range(len(chosen)), key=lambda table: (free[table], key[table])) for key in (by_time, by_memory)]
 
-    def _narrow(self, relaxation: Relaxation) -> None:
-        """Forget the options that no plan better than the best one can have, by the relaxation's prices."""
-        if self.best is None or relaxation.bound_ms is None:
-            return
-        ceiling = self.best_value * (1 + 1e-6) - relaxation.bound_ms
-        cheap = [{index for index, extra in enumerate(raises) if extra <= ceiling} for raises in relaxation.raises_ms]
-        used = self._small(self.best).choices
-        kept = [
-            [index for position, index in enumerate(mine) if position in few or index == self.kept[table][used[table]]]
-            for table, (mine, few) in enumerate(zip(self.worthwhile, cheap, strict=True))
+    def _worth(self, relaxation: Relaxation, share: float, using: Assignment) -> list[list[int]]:
+        """Options that by the relaxation's prices cost no more than a share of the gap, and those in use."""
+        assert relaxation.bound_ms is not None
+        ceiling = max(0.0, self.best_value * (1 + 1e-6) - relaxation.bound_ms) * share
+        used = [
+            mine[choice] for mine, choice in zip(self.worthwhile, self._within(self.worthwhile, using), strict=True)
         ]
-        self.kept, self.small = kept, narrow(self.problem, kept)
+        return [
+            [index for index, extra in zip(mine, raises, strict=True) if extra <= ceiling or index == own]
+            for mine, raises, own in zip(self.worthwhile, relaxation.raises_ms, used, strict=True)
+        ]
 
-    def _improve(self, relaxation: Relaxation) -> None:
+    def _narrow(self, relaxation: Relaxation) -> None:
+        """Forget the options that no plan better than the best one can have."""
+        if self.best is not None and relaxation.bound_ms is not None:
+            self.kept = self._worth(relaxation, 1.0, self.best)
+            self.small = narrow(self.problem, self.kept)
+
+    def _improve(self, relaxation: Relaxation, starts: list[Assignment]) -> None:
         """Local search in rounds: what each finds rules more options out, and fewer are searched faster.
 
         Where few enough are left, the integer program answers at once; it also looks for a first plan where none is.
         """
         config = self.config
+        if self.best is not None and not any(self._value(start) <= self.best_value for start in starts):
+            starts = [*starts, self.best]
+        climbed = [self._climb(start, relaxation, config.start_steps, config.seed) for start in starts]
+        self._narrow(relaxation)
+        self._solve_exactly(0)  # the root of the tree: seconds, and now and then it is all
+        climbed = sorted(climbed, key=self._value)[:NUM_CLIMBED]
         for number, steps in enumerate(config.local_steps):
-            self._climb(steps, config.seed + number)
-            self._narrow(relaxation)
             if exact.count_variables(self.small) <= config.easy_variables:
                 self._solve_exactly(config.exact_work)
-            elif number == 0:
-                self._solve_exactly(0)  # the root of the tree: seconds, and now and then it is all
+            if self.best is not None and not any(self._value(start) <= self.best_value for start in climbed):
+                climbed = [self.best, *climbed[:-1]]
+            each = steps // max(1, len(climbed))
+            climbed = [self._climb(start, relaxation, each, config.seed + number) for start in climbed]
+            climbed = sorted(climbed, key=self._value)[: max(1, NUM_CLIMBED - 1 - number)]
+            self._narrow(relaxation)
 
-    def _climb(self, steps: int, seed: int) -> None:
-        if self.best is None or self._done():
-            return
-        state = RankState(self.small, self.config.objective)
-        improved = improve(
-            state, self._small(self.best), steps=steps, seed=seed, bound=self.bound, stop=self._out_of_time
-        )
-        self._offer("local search", self._whole(improved))
+    def _climb(self, start: Assignment, relaxation: Relaxation, steps: int, seed: int) -> Assignment:
+        """By the options that are cheap enough to hope for."""
+        if self._done():
+            return start
+        kept = self._worth(relaxation, HOPE, start)
+        small = Assignment(self._within(kept, start), start.ranks)
+        state = RankState(narrow(self.problem, kept), self.config.objective, self.best_value)
+        found = improve(state, small, steps=steps, seed=seed, bound=self.bound, stop=self._out_of_time)
+        choices = [mine[choice] for mine, choice in zip(kept, found.choices, strict=True)]
+        improved = Assignment(choices, found.ranks)
+        self._offer("local search", improved)
+        return improved
 
-    def _small(self, whole: Assignment) -> Assignment:
-        """The same by the options that are left: an option that was left out gives way to one as good."""
+    def _within(self, kept: list[list[int]], whole: Assignment) -> list[int]:
+        """The choices among options `kept`: one that was left out gives way to one as good."""
         choices = []
-        for options, mine, choice in zip(self.problem.tables, self.kept, whole.choices, strict=True):
+        for options, mine, choice in zip(self.problem.tables, kept, whole.choices, strict=True):
             if choice not in mine:
                 choice = next(other for other in mine if dominates(options[other], options[choice], self.late))
             choices.append(mine.index(choice))
-        return Assignment(choices, whole.ranks)
+        return choices
 
     def _whole(self, small: Assignment) -> Assignment:
         return Assignment([mine[choice] for mine, choice in zip(self.kept, small.choices, strict=True)], small.ranks)

@@ -1,7 +1,7 @@
 """Say what is to be placed and how a placement is judged: arrays in, arrays out.
 
 A table has options, an option has shards, a shard has a cost a phase and a size in each memory. Shapes:
-S shards of an option, R ranks, P phases; memory is [HBM, host memory] in bytes.
+S shards of an option, R ranks, P phases, M kinds of memory in bytes: HBM, host memory, and further ones such as SSD.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Option:
 
     rule: Rule
     cost_ms: Floats  # [S, P]
-    memory: Floats  # [S, 2] bytes
+    memory: Floats  # [S, M] bytes
     kind: str = ""
     proposed: bool = True
     distinct_ranks: bool = False  # no two shards on one rank (key_value kernels)
@@ -46,16 +46,17 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
-    """`host_memory` caps the sum of host memory over the ranks of each host, beside each rank's own cap.
+    """`host_memory` caps what the ranks of each host take together, beside each rank's own cap: of the second kind of
+    memory where it is [hosts], of every kind where it is [hosts, M], infinite where there is no such cap.
 
     `latency_ms`: Option.kind -> [P], what each phase takes longer, once, where any table's option has that kind: the
     start of one more collective, however little it carries.
     """
 
     tables: list[list[Option]]
-    capacity: Floats  # [R, 2] bytes
+    capacity: Floats  # [R, M] bytes
     ranks_per_host: int
-    host_memory: Floats | None = None  # [hosts] bytes
+    host_memory: Floats | None = None  # bytes
     latency_ms: dict[str, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,6 +70,19 @@ class SearchProblem:
     @property
     def num_hosts(self) -> int:
         return self.world_size // self.ranks_per_host
+
+    @property
+    def num_memories(self) -> int:
+        return int(self.capacity.shape[1])
+
+    @property
+    def host_caps(self) -> Floats | None:
+        """[hosts, M] bytes."""
+        if self.host_memory is None or self.host_memory.ndim == 2:
+            return self.host_memory
+        caps = np.full((self.num_hosts, self.num_memories), np.inf)
+        caps[:, 1] = self.host_memory
+        return caps
 
     @property
     def num_options(self) -> int:
@@ -105,9 +119,9 @@ class Score:
 
 
 def loads(problem: SearchProblem, assignment: Assignment) -> tuple[Floats, Floats]:
-    """Cost [R, P] and memory [R, 2] of each rank."""
+    """Cost [R, P] and memory [R, M] of each rank."""
     num_phases = problem.tables[0][0].cost_ms.shape[1]
-    cost, memory = np.zeros((problem.world_size, num_phases)), np.zeros((problem.world_size, 2))
+    cost, memory = np.zeros((problem.world_size, num_phases)), np.zeros_like(problem.capacity)
     for options, choice, ranks in zip(problem.tables, assignment.choices, assignment.ranks, strict=True):
         np.add.at(cost, ranks, options[choice].cost_ms)
         np.add.at(memory, ranks, options[choice].memory)
@@ -133,9 +147,9 @@ def violations(problem: SearchProblem, assignment: Assignment) -> list[str]:
         f"rank {rank} holds {memory[rank].tolist()} of {problem.capacity[rank].tolist()} bytes"
         for rank in np.flatnonzero((memory > problem.capacity).any(axis=1))
     ]
-    if problem.host_memory is not None:
-        hosts = memory[:, 1].reshape(problem.num_hosts, -1).sum(axis=1)
-        broken += [f"host {host} is over its memory" for host in np.flatnonzero(hosts > problem.host_memory)]
+    if (caps := problem.host_caps) is not None:
+        hosts = memory.reshape(problem.num_hosts, problem.ranks_per_host, -1).sum(axis=1)
+        broken += [f"host {host} is over its memory" for host in np.flatnonzero((hosts > caps).any(axis=1))]
     broken += [
         f"table {table} breaks the rule: {options[choice].rule.value}"
         for table, (options, choice, ranks) in enumerate(
@@ -187,8 +201,8 @@ def _fits_alone(problem: SearchProblem, option: Option) -> bool:
     if option.rule is Rule.EVERY_RANK:
         return bool((option.memory <= problem.capacity).all())
     if option.rule is Rule.ONE_HOST or option.rule is Rule.WHOLE_HOSTS:
-        blocks = option.memory.reshape(-1, problem.ranks_per_host, 2)
-        hosts = problem.capacity.reshape(-1, problem.ranks_per_host, 2)
+        blocks = option.memory.reshape(-1, problem.ranks_per_host, problem.num_memories)
+        hosts = problem.capacity.reshape(-1, problem.ranks_per_host, problem.num_memories)
         return all(bool(np.any((block <= hosts).all(axis=(1, 2)))) for block in blocks)
     fits = (option.memory[:, None, :] <= problem.capacity[None]).all(axis=2)  # [S, R]
     return bool(np.all(np.any(fits, axis=1)))

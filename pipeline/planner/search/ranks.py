@@ -8,53 +8,76 @@ import numpy as np
 
 from pipeline.planner.search.problem import Assignment, Floats, Option, Ranks, Rule, SearchProblem
 
-EVEN_OUT = 1e-3  # weight of the ranks' sums beside the maxima: of equal places, the emptiest
+BLUNT = 100.0  # sharpness of the maxima, in units of one over the whole value, while tables are placed one by one
+LARGEST_EXPONENT = 300.0
+TINY = 1e-12  # of a sum of exponentials: what is left of it beside rounding once its largest part is taken away
 
 
 class RankState:
     """Loads of all ranks under one objective, for placing tables one by one.
 
     Under either objective the value is a sum of maxima over ranks: of one whole cost for max_rank, of each
-    phase's for critical_path. `load` is [R, maxima].
+    phase's for critical_path. `load` is [R, maxima]. Steps are judged by a smooth stand-in for the maxima, the
+    logarithm of the sum of exponentials: it sees second-largest loads too, the less the sharper it is.
     """
 
     def __init__(
-        self, problem: SearchProblem, objective: str, memory_weight: float = 0.0, targets: Floats | None = None
+        self,
+        problem: SearchProblem,
+        objective: str,
+        scale_ms: float,
+        memory_weight: float = 0.0,
+        targets: Floats | None = None,
     ) -> None:
-        """`targets` [maxima]: up to there a load costs nothing, only evenness counts."""
+        """`scale_ms` is about what the value will be. `targets` [maxima]: up to about there a load costs little."""
         self.problem = problem
         self.objective = objective
         self.costs = [[project(option, objective) for option in options] for options in problem.tables]
         self.load = np.zeros((problem.world_size, self.costs[0][0].shape[1]))
-        self.memory = np.zeros((problem.world_size, 2))
+        self.memory = np.zeros_like(problem.capacity)
         self.targets = np.zeros(self.load.shape[1]) if targets is None else targets
         self.choices: list[int | None] = [None] * len(problem.tables)
         self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(problem.tables)
         # Tables by where they lie: on every rank, or with a shard on one. Dicts, for they keep one order in every process.
         self.everywhere: dict[int, None] = {}
         self.on_rank: list[dict[int, None]] = [{} for _ in range(problem.world_size)]
+        self.free = FreeShards(problem, self.costs)
         self._kind_ms = problem.kind_ms
         self._kinds: Counter[str] = Counter()  # of the chosen options
         self._every_rank = np.arange(problem.world_size)
-        self._local = np.arange(problem.ranks_per_host)
+        self.host_caps = problem.host_caps
         # Milliseconds that a rank's whole memory is worth, where placing must save memory too.
         self._saves_memory = memory_weight > 0
         self._memory_price = memory_weight / np.maximum(problem.capacity, 1.0)
+        self.scale_ms = max(scale_ms, 1e-9)
+        self.sharpen(BLUNT)
+
+    def sharpen(self, sharpness: float) -> None:
+        self._per_ms = sharpness / self.scale_ms
+        self._soft: Soft | None = None
 
     @property
     def value(self) -> float:
-        latency = sum(total for kind, total in self._kind_ms.items() if self._kinds[kind])
-        return float(self.load.max(axis=0).sum()) + latency
+        return float(self.load.max(axis=0).sum()) + self._latency()
 
     @property
     def smooth_value(self) -> float:
-        """The value, and a little of how uneven loads are: a step that only levels them counts as one forward."""
-        return self.value + self._unevenness((self.load * self.load).sum(axis=0))
+        return self.soft.value + self._latency()
+
+    @property
+    def soft(self) -> Soft:
+        if self._soft is None:
+            self._soft = Soft(self.load, self.targets, self._per_ms)
+        return self._soft
+
+    def _latency(self) -> float:
+        return sum(total for kind, total in self._kind_ms.items() if self._kinds[kind])
 
     def put(self, table: int, choice: int, ranks: Ranks) -> None:
         self._change(table, choice, ranks, 1.0)
         self._kinds[self.problem.tables[table][choice].kind] += 1
         self.choices[table], self.ranks[table] = choice, ranks
+        self.free.lay(table, choice, ranks)
         for where in self._homes(table, choice, ranks):
             where[table] = None
 
@@ -65,6 +88,7 @@ class RankState:
         self._kinds[self.problem.tables[table][choice].kind] -= 1
         for where in self._homes(table, choice, self.ranks[table]):
             where.pop(table, None)
+        self.free.lift(table)
         self.choices[table] = None
 
     def _homes(self, table: int, choice: int, ranks: Ranks) -> list[dict[int, None]]:
@@ -74,6 +98,7 @@ class RankState:
 
     def _change(self, table: int, choice: int, ranks: Ranks, sign: float) -> None:
         cost, memory = self.costs[table][choice], self.problem.tables[table][choice].memory
+        self._soft = None
         if len(ranks) == 1:
             self.load[ranks[0]] += sign * cost[0]
             self.memory[ranks[0]] += sign * memory[0]
@@ -86,9 +111,10 @@ class RankState:
         return Assignment([choice for choice in self.choices if choice is not None], list(self.ranks))
 
     def clear(self) -> None:
-        self.load[:], self.memory[:] = 0.0, 0.0
+        self.load[:], self.memory[:], self._soft = 0.0, 0.0, None
         self.choices = [None] * len(self.choices)
         self._kinds.clear()
+        self.free.clear()
         for where in (self.everywhere, *self.on_rank):
             where.clear()
 
@@ -98,119 +124,125 @@ class RankState:
         for table, (choice, ranks) in enumerate(zip(assignment.choices, assignment.ranks, strict=True)):
             self.put(table, choice, ranks)
 
-    def find_place(self, table: int, choice: int) -> Ranks | None:
-        """Ranks for the shards of an option by its rule, each where it costs least; None where it does not fit."""
+    def find_place(self, table: int, choice: int) -> tuple[Ranks, float] | None:
+        """Ranks for the shards of an option by its rule, each where it costs least, and the smooth value with them.
+
+        None where it does not fit."""
         option, cost = self.problem.tables[table][choice], self.costs[table][choice]
-        if option.rule is Rule.EVERY_RANK:
-            fits = (self.memory + option.memory <= self.problem.capacity).all()
-            return self._every_rank if fits and self._hosts_hold(option, self._every_rank) else None
-        if option.rule is Rule.ONE_HOST or option.rule is Rule.WHOLE_HOSTS:
-            return self._find_hosts(option, cost)
         if option.rule is Rule.ANY_RANK and option.num_shards == 1:
             return self._find_rank(option, cost)
-        if option.rule is Rule.ANY_RANK:
-            return self._spread(option, cost, slice(None))
-        return self._find_within_host(option, cost)
+        if option.rule is Rule.EVERY_RANK:
+            fits = (self.memory + option.memory <= self.problem.capacity).all()
+            ranks = self._every_rank if fits and self._hosts_hold(option, self._every_rank) else None
+        elif option.rule is Rule.ONE_HOST or option.rule is Rule.WHOLE_HOSTS:
+            return self._find_hosts(option, cost)
+        elif option.rule is Rule.ANY_RANK:
+            ranks = self._spread(option, cost, slice(None))
+        else:
+            ranks = self._find_within_host(option, cost)
+        return None if ranks is None else (ranks, self._value_with(option, cost, ranks))
 
     def find_best(self, table: int) -> tuple[int, Ranks] | None:
         """The option and place that raise the smooth value least; None where nothing fits."""
         best: tuple[float, int, Ranks] | None = None
-        highest, squares = self._highest(), (self.load * self.load).sum(axis=0)
-        for choice, cost in enumerate(self.costs[table]):
-            ranks = self.find_place(table, choice)
-            if ranks is None:
+        for choice, option in enumerate(self.problem.tables[table]):
+            found = self.find_place(table, choice)
+            if found is None:
                 continue
-            before = self.load[ranks]
-            after = before + cost
-            value = float(np.maximum(highest, after.max(axis=0)).sum()) + self._unevenness(
-                squares + (after * after - before * before).sum(axis=0)
-            )
-            if not self._kinds[kind := self.problem.tables[table][choice].kind]:
-                value += self._kind_ms.get(kind, 0.0)
-            if self._saves_memory:
-                value += float((self._memory_price[ranks] * self.problem.tables[table][choice].memory).sum())
+            ranks, value = found
+            if not self._kinds[option.kind]:
+                value += self._kind_ms.get(option.kind, 0.0)
             if best is None or value < best[0]:
                 best = (value, choice, ranks)
         return None if best is None else best[1:]
 
-    def _highest(self) -> Floats:
-        highest: Floats = np.maximum(self.load.max(axis=0), self.targets)
-        return highest
-
-    def _unevenness(self, squares: Floats) -> float:
-        return EVEN_OUT * float(np.sqrt(squares / len(self.load)).sum())
+    def _value_with(self, option: Option, cost: Floats, ranks: Ranks) -> float:
+        before = self.load[ranks]
+        if option.rule in (Rule.ANY_RANK, Rule.WITHIN_HOST):  # several shards may share a rank
+            ending = self.load.copy()
+            np.add.at(ending, ranks, cost)
+            value = float(self.soft.instead(self.soft.exponentials.sum(axis=0), ending))
+        else:
+            value = float(self.soft.instead(self.soft.exponentials[ranks].sum(axis=0), before + cost))
+        if self._saves_memory:
+            value += float((self._memory_price[ranks] * option.memory).sum())
+        return value
 
     def _hosts_hold(self, option: Option, ranks: Ranks) -> bool:
-        caps = self.problem.host_memory
-        if caps is None:
+        if self.host_caps is None:
             return True
-        taken = self.memory[:, 1].reshape(len(caps), -1).sum(axis=1)
-        np.add.at(taken, ranks // self.problem.ranks_per_host, option.memory[:, 1])
-        return bool((taken <= caps).all())
+        taken = self.host_sums()
+        np.add.at(taken, ranks // self.problem.ranks_per_host, option.memory)
+        return bool((taken <= self.host_caps).all())
 
-    def _prices(self, load: Floats, memory: Floats, room: Floats, on: slice) -> Floats:
-        """For each rank of `on`: what it would cost to end with `load` and `memory`; infinite beyond `room`."""
-        highest = self._highest()
-        weights = EVEN_OUT / (highest + 1e-9)
-        before = self.load[on]
-        price = np.maximum(load, highest).sum(axis=-1) + ((load * load - before * before) * weights).sum(axis=-1)
-        if self._saves_memory:
-            price = price + (self._memory_price[on] * memory).sum(axis=-1)
-        return np.where((memory <= room).all(axis=-1), price, np.inf)
+    def host_sums(self) -> Floats:
+        """[hosts, M] bytes."""
+        return self.memory.reshape(self.problem.num_hosts, self.problem.ranks_per_host, -1).sum(axis=1)
 
-    def _find_rank(self, option: Option, cost: Floats) -> Ranks | None:
+    def _find_rank(self, option: Option, cost: Floats) -> tuple[Ranks, float] | None:
         memory = self.memory + option.memory[0]
-        prices = self._prices(self.load + cost[0], memory, self.problem.capacity, slice(None))
-        caps = self.problem.host_memory
-        if caps is not None:
-            hosts = self.memory[:, 1].reshape(len(caps), -1).sum(axis=1) + option.memory[0, 1]
-            prices[np.repeat(hosts > caps, self.problem.ranks_per_host)] = np.inf
+        prices = self.soft.instead(self.soft.exponentials, (self.load + cost[0])[:, None])
+        if self._saves_memory:
+            prices = prices + (self._memory_price * option.memory[0]).sum(axis=-1)
+        prices[(memory > self.problem.capacity).any(axis=-1)] = np.inf
+        if self.host_caps is not None:
+            full = (self.host_sums() + option.memory[0] > self.host_caps).any(axis=1)
+            prices[np.repeat(full, self.problem.ranks_per_host)] = np.inf
         rank = int(prices.argmin())
-        return np.array([rank]) if np.isfinite(prices[rank]) else None
+        return (np.array([rank]), float(prices[rank])) if np.isfinite(prices[rank]) else None
 
     def _spread(self, option: Option, cost: Floats, on: slice) -> Ranks | None:
         """Shards one after another on the ranks of `on`, each on the best; None where one does not fit."""
-        load, memory, room = self.load[on].copy(), self.memory[on].copy(), self.problem.capacity[on]
-        ranks = np.empty(option.num_shards, dtype=np.intp)
+        load, memory, room = self.load.copy(), self.memory[on].copy(), self.problem.capacity[on]
+        ranks, first = np.empty(option.num_shards, dtype=np.intp), on.start or 0
         for shard in np.argsort(-cost.sum(axis=1), kind="stable"):
-            prices = self._prices(load + cost[shard], memory + option.memory[shard], room, on)
+            soft = Soft(load, self.targets, self._per_ms)
+            prices = soft.instead(soft.exponentials[on], (load[on] + cost[shard])[:, None])
+            needed = memory + option.memory[shard]
+            if self._saves_memory:
+                prices = prices + (self._memory_price[on] * option.memory[shard]).sum(axis=-1)
+            prices[(needed > room).any(axis=-1)] = np.inf
             rank = int(prices.argmin())
             if not np.isfinite(prices[rank]):
                 return None
-            load[rank] += cost[shard]
+            load[first + rank] += cost[shard]
             memory[rank] += option.memory[shard]
             ranks[shard] = rank
             if option.distinct_ranks:
                 room = room.copy()
                 room[rank] = -1.0
-        ranks += on.start or 0
+        ranks += first
         return ranks if self._hosts_hold(option, ranks) else None
 
-    def _find_hosts(self, option: Option, cost: Floats) -> Ranks | None:
+    def _find_hosts(self, option: Option, cost: Floats) -> tuple[Ranks, float] | None:
         """Whole hosts, one a block of shards, each on the best of those not yet taken."""
         local, hosts = self.problem.ranks_per_host, self.problem.num_hosts
         blocks = option.num_shards // local
         uses, most = np.zeros(hosts, dtype=int), -(-blocks // hosts)
-        highest = self._highest()
-        weights = EVEN_OUT / (highest + 1e-9)
-        load = self.load.reshape(hosts, local, -1).copy()
-        memory = self.memory.reshape(hosts, local, 2).copy()
-        room, chosen = self.problem.capacity.reshape(hosts, local, 2), []
+        load, soft = self.load.copy(), self.soft
+        memory = self.memory.reshape(hosts, local, -1).copy()
+        room, chosen = self.problem.capacity.reshape(hosts, local, -1), []
         for block in range(blocks):
             mine = slice(block * local, (block + 1) * local)
-            ending, needed = load + cost[mine], memory + option.memory[mine]
-            price = np.maximum(ending.max(axis=1), highest).sum(axis=1)
-            price += ((ending * ending - load * load).sum(axis=1) * weights).sum(axis=1)
+            by_host = load.reshape(hosts, local, -1)
+            ending, needed = by_host + cost[mine], memory + option.memory[mine]
+            price = soft.instead(soft.exponentials.reshape(hosts, local, -1).sum(axis=1), ending)
             price[(needed > room).any(axis=(1, 2)) | (uses >= most)] = np.inf
-            if self.problem.host_memory is not None:
-                price[needed[:, :, 1].sum(axis=1) > self.problem.host_memory] = np.inf
+            if self.host_caps is not None:
+                price[(needed.sum(axis=1) > self.host_caps).any(axis=1)] = np.inf
             host = int(price.argmin())
             if not np.isfinite(price[host]):
                 return None
-            load[host], memory[host] = ending[host], needed[host]
+            value = float(price[host])
+            by_host[host], memory[host] = ending[host], needed[host]
             uses[host] += 1
-            chosen.append(host * local + self._local)
-        return np.concatenate(chosen)
+            chosen.append(self._every_rank[host * local : (host + 1) * local])
+            if blocks > 1:
+                soft = Soft(load, self.targets, self._per_ms)
+        ranks = np.concatenate(chosen)
+        if self._saves_memory:
+            value += float((self._memory_price[ranks] * option.memory).sum())
+        return ranks, value
 
     def _find_within_host(self, option: Option, cost: Floats) -> Ranks | None:
         local = self.problem.ranks_per_host
@@ -220,6 +252,84 @@ class RankState:
             if ranks is not None:
                 return ranks
         return None
+
+
+class FreeShards:
+    """The shards that lie on a rank of their own, as arrays: what ranks can exchange one for one.
+
+    Every table has a row for each shard that any of its options of that rule has; behind them stands one row a rank
+    that is nothing: a shard exchanged for it just moves. `ranks` is -1 where a row is not in use.
+    """
+
+    def __init__(self, problem: SearchProblem, costs: list[list[Floats]]) -> None:
+        self._problem, self._costs = problem, costs
+        counts = [max((option.num_shards for option in mine if _is_free(option)), default=0) for mine in problem.tables]
+        self.first = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        rows, size = self.first[-1], self.first[-1] + problem.world_size
+        self.tables = np.repeat(np.arange(len(counts)), counts)
+        self.cost = np.zeros((costs[0][0].shape[1], size))  # [maxima, rows]
+        self.memory = np.zeros((size, problem.num_memories))
+        self.ranks = np.concatenate([np.full(rows, -1), np.arange(problem.world_size)])
+        self.num_rows = rows
+
+    def clear(self) -> None:
+        self.ranks[: self.num_rows] = -1
+
+    def lay(self, table: int, choice: int, ranks: Ranks) -> None:
+        option = self._problem.tables[table][choice]
+        if _is_free(option):
+            rows = slice(self.first[table], self.first[table] + option.num_shards)
+            self.ranks[rows] = ranks
+            self.cost[:, rows], self.memory[rows] = self._costs[table][choice].T, option.memory
+
+    def lift(self, table: int) -> None:
+        self.ranks[self.first[table] : self.first[table + 1]] = -1
+
+
+def _is_free(option: Option) -> bool:
+    return option.rule is Rule.ANY_RANK and not option.distinct_ranks
+
+
+class Soft:
+    """The smooth value of loads [R, maxima], and what it would be with some of them changed."""
+
+    def __init__(self, load: Floats, targets: Floats, per_ms: float) -> None:
+        """`targets` [maxima] count like the loads of one more rank."""
+        self.highest: Floats = np.maximum(load.max(axis=0), targets)
+        self.exponentials: Floats = np.exp(per_ms * (load - self.highest))  # [R, maxima]
+        self.sums: Floats = self.exponentials.sum(axis=0) + np.exp(per_ms * (targets - self.highest))
+        self._per_ms = per_ms
+        self._constant = float(self.highest.sum())
+
+    @property
+    def value(self) -> float:
+        return float((self.highest + np.log(self.sums) / self._per_ms).sum())
+
+    def instead(self, gone: Floats, loads: Floats) -> Floats:
+        """[...] with `loads` [..., ranks, maxima] in place of those whose exponentials sum to `gone` [..., maxima]."""
+        beyond = self._per_ms * (loads - self.highest)
+        left = np.maximum(self.sums - gone, TINY * self.sums)
+        if beyond.max() < LARGEST_EXPONENT:
+            total = left + np.exp(beyond).sum(axis=-2)
+            return self._constant + np.log(total).sum(axis=-1) / self._per_ms  # type: ignore[no-any-return]
+        shift = np.maximum(beyond.max(axis=-2), 0.0)
+        total = left * np.exp(-shift) + np.exp(beyond - shift[..., None, :]).sum(axis=-2)
+        return self._constant + (shift + np.log(total)).sum(axis=-1) / self._per_ms  # type: ignore[no-any-return]
+
+    def exchanged(self, load: Floats, rank: int, there: Ranks, change: Floats) -> Floats:
+        """[...] with `change` [maxima, ...] on the rank, and the other way on the ranks `there`; infinite for what
+        makes it very much worse."""
+        lifted = (1,) * (change.ndim - 2)
+        gone = self.exponentials[rank][:, None] + self.exponentials[there].T  # [maxima, there]
+        left = np.maximum(self.sums[:, None] - gone, TINY * self.sums[:, None]).reshape(len(gone), *lifted, -1)
+        change = change * self._per_ms
+        ours = self._per_ms * (load[rank] - self.highest)
+        theirs = (self._per_ms * (load[there] - self.highest)).T.reshape(len(gone), *lifted, -1)
+        with np.errstate(over="ignore"):
+            total = np.exp(change + ours.reshape(-1, *lifted, 1))
+            total += np.exp(np.subtract(theirs, change, out=change), out=change)
+            total += left
+            return self._constant + np.log(total.prod(axis=0)) / self._per_ms  # type: ignore[no-any-return]
 
 
 def project(option: Option, objective: str) -> Floats:
@@ -232,8 +342,8 @@ def fill(state: RankState, choices: list[int] | None, order: list[int]) -> bool:
     for table in order:
         place: tuple[int, Ranks] | None = None
         if choices is not None:
-            ranks = state.find_place(table, choices[table])
-            place = None if ranks is None else (choices[table], ranks)
+            found = state.find_place(table, choices[table])
+            place = None if found is None else (choices[table], found[0])
         place = place or state.find_best(table)
         if place is None:
             return False

@@ -1,8 +1,8 @@
-"""Bound from below what any plan costs, and let the bound's prices choose options (linear programs by HiGHS).
+"""Bound from below what any plan costs, and choose the options that the bound would have (linear programs by HiGHS).
 
-The relaxation lets a table be split between options and a load be spread evenly over ranks: no maximum over ranks
-can be below the mean, nor below the largest shard of what was chosen. A kind's latency counts by the largest share
-that any table gives the kind.
+The relaxation knows no places: each load may be spread evenly over ranks. No maximum over ranks can be below the mean,
+nor below the largest shard of what was chosen on top of what every rank has anyway. A kind's latency counts by the
+largest share that any table gives the kind. Where options are chosen whole, the bound is higher still.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_matrix, vstack
 
-from pipeline.planner.search.problem import Floats, SearchProblem
+from pipeline.planner.search.problem import Floats, Rule, SearchProblem
 from pipeline.planner.search.ranks import project
 
 BYTES_SCALE = 1 << 30
-SHARD_LIMITS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2)  # of the bound; what may be the largest
 FIT_THRESHOLDS = (0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5)
+SAFE = 1e-6  # relative; what the solver's tolerances may take off a bound
+GAP = 1e-3  # relative; of the options chosen whole
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +35,23 @@ class Relaxation:
     bound_ms: float | None
     shares: list[Floats]
     raises_ms: list[Floats]
-    maxima_ms: Floats  # what the bound is the sum of
+    maxima_ms: Floats  # what the bound is the sum of, but for latency
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """An option a table that together cost least where loads spread evenly; no plan of those allowed is below the bound."""
+
+    choices: tuple[int, ...]
+    bound_ms: float
+    maxima_ms: Floats
 
 
 class LinearProgram:
-    """The relaxation of a problem under an objective; solved again and again with some options left out."""
+    """The relaxation of a problem under an objective; solved again and again with some options left out.
+
+    Variables: each option's share, each maximum, what every rank has of it at least, each kind with a latency.
+    """
 
     def __init__(self, problem: SearchProblem, objective: str) -> None:
         self.problem = problem
@@ -44,36 +59,34 @@ class LinearProgram:
         self.num_maxima = self.costs[0][0].shape[1]
         self.sizes = [len(options) for options in problem.tables]
         self.num_options = sum(self.sizes)
-        self.largest = np.array([cost.max(axis=0).sum() for mine in self.costs for cost in mine])
-        self.kinds = [option.kind for options in problem.tables for option in options]
+        self.starts = np.cumsum([0, *self.sizes[:-1]])
         self.late = problem.kind_ms
+        self.width = self.num_options + 2 * self.num_maxima + len(self.late)
+        options = [option for mine in problem.tables for option in mine]
+        costs = [cost for mine in self.costs for cost in mine]
+        self.kinds = [option.kind for option in options]
+        everywhere = np.array([option.rule is Rule.EVERY_RANK for option in options])[:, None]
+        self.largest = np.array([cost.max(axis=0) for cost in costs])  # [options, maxima]
+        self.least = np.where(everywhere, np.array([cost.min(axis=0) for cost in costs]), 0.0)
+        self.total = np.array([cost.sum(axis=0) for cost in costs])
+        self.memory = np.array([option.memory.sum(axis=0) for option in options])
         self.rows, self.limits = self._rows()
         ends = np.repeat(np.arange(len(self.sizes)), self.sizes)
-        width = self.num_options + self.num_maxima + len(self.late)
-        self.one_each = csr_matrix((np.ones(len(ends)), (ends, np.arange(len(ends)))), shape=(len(self.sizes), width))
+        shape = (len(self.sizes), self.width)
+        self.one_each = csr_matrix((np.ones(len(ends)), (ends, np.arange(len(ends)))), shape=shape)
 
-    def solve(
-        self, largest_shard_ms: float = np.inf, without: Collection[str] = (), all_in_use: bool = False
-    ) -> Relaxation:
-        """Without the options whose largest shard costs more; a table keeps its option of the smallest shards.
+    def small_shards(self, limits_ms: Floats) -> Mask:
+        """Options without a shard beyond the limits [maxima]; a table without such keeps its option of the smallest."""
+        free = self.largest - self.least
+        excess = np.max(free / np.maximum(limits_ms, 1e-12), axis=1)
+        least = np.repeat(np.minimum.reduceat(excess, self.starts), self.sizes)
+        allowed: Mask = excess <= np.maximum(1.0, least)
+        return allowed
 
-        `without`: kinds that no table may have. All others that have a latency then count as in use, as with `all_in_use`.
-        """
-        upper = (self.largest <= largest_shard_ms).astype(float)
-        start = 0
-        for size in self.sizes:
-            mine = slice(start, start + size)
-            if not upper[mine].any():
-                upper[start + int(self.largest[mine].argmin())] = 1.0
-            start += size
-        if without:
-            upper[np.isin(self.kinds, list(without))] = 0.0
-        goal = np.concatenate([np.zeros(self.num_options), np.ones(self.num_maxima), list(self.late.values())])
-        bounds = np.zeros((len(goal), 2))
-        bounds[: self.num_options, 1] = upper
-        bounds[self.num_options :, 1] = np.inf
-        if without or all_in_use:
-            bounds[self.num_options + self.num_maxima :] = [[kind not in without] * 2 for kind in self.late]
+    def solve(self, allowed: Mask | None = None, without: Collection[str] = (), all_in_use: bool = False) -> Relaxation:
+        """Of the `allowed` options, and no kind of `without`: all others with a latency then count as in use, as with
+        `all_in_use`."""
+        goal, bounds = self._goal(), self._bounds(allowed, without, all_in_use)
         found = linprog(
             goal, A_ub=self.rows, b_ub=self.limits, A_eq=self.one_each, b_eq=np.ones(len(self.sizes)), bounds=bounds,
             method="highs",
@@ -83,49 +96,80 @@ class LinearProgram:
         ends = np.cumsum(self.sizes)[:-1]
         shares = np.split(found.x[: self.num_options], ends)
         raises = np.split(np.maximum(found.lower.marginals[: self.num_options], 0.0), ends)
-        # A dual bound of a linear program is off by its tolerance at most; this much below it is safe.
-        maxima = found.x[self.num_options : self.num_options + self.num_maxima]
-        return Relaxation(float(found.fun) * (1 - 1e-7), shares, raises, maxima)
+        return Relaxation(float(found.fun) * (1 - SAFE), shares, raises, self._maxima(found.x))
+
+    def choose(
+        self, allowed: Mask | None, *, nodes: int, seconds: float, without: Collection[str] = ()
+    ) -> Choice | None:
+        """Options chosen whole; None where none were found."""
+        bounds = self._bounds(allowed, without, bool(without))
+        whole = np.zeros(self.width)
+        whole[: self.num_options] = 1
+        constraints = [
+            LinearConstraint(self.rows, -np.inf, self.limits),
+            LinearConstraint(self.one_each, 1.0, 1.0),
+        ]
+        found = milp(
+            self._goal(), constraints=constraints, integrality=whole, bounds=Bounds(bounds[:, 0], bounds[:, 1]),
+            options={"node_limit": nodes, "time_limit": max(0.1, seconds), "mip_rel_gap": GAP},
+        )  # fmt: skip
+        if found.x is None:
+            return None
+        shares = np.split(found.x[: self.num_options], np.cumsum(self.sizes)[:-1])
+        choices = tuple(int(mine.argmax()) for mine in shares)
+        bound = 0.0 if found.mip_dual_bound is None else float(found.mip_dual_bound)
+        return Choice(choices, bound * (1 - SAFE), self._maxima(found.x))
+
+    def _maxima(self, values: Floats) -> Floats:
+        return values[self.num_options : self.num_options + self.num_maxima]
+
+    def _goal(self) -> Floats:
+        count = self.num_maxima
+        return np.concatenate([np.zeros(self.num_options), np.ones(count), np.zeros(count), list(self.late.values())])
+
+    def _bounds(self, allowed: Mask | None, without: Collection[str], all_in_use: bool) -> Floats:
+        """[variables, least and most]."""
+        bounds = np.zeros((self.width, 2))
+        bounds[: self.num_options, 1] = 1.0 if allowed is None else allowed
+        bounds[self.num_options :, 1] = np.inf
+        if without:
+            bounds[: self.num_options][np.isin(self.kinds, list(without)), 1] = 0.0
+        if without or all_in_use:
+            bounds[self.width - len(self.late) :] = [[kind not in without] * 2 for kind in self.late]
+        return bounds
 
     def _rows(self) -> tuple[csr_matrix, Floats]:
-        """Rows <= limits over [options, maxima, kinds with a latency]."""
-        problem, count = self.problem, self.num_options
-        sums = np.array([cost.sum(axis=0) for mine in self.costs for cost in mine])
-        memory = np.array([option.memory.sum(axis=0) for options in problem.tables for option in options])
-        dense_rows, limits = [], []
-        beside = np.zeros(self.num_maxima + len(self.late))
-        for maximum in range(self.num_maxima):
-            row = np.zeros(count + len(beside))
-            row[:count], row[count + maximum] = sums[:, maximum], -problem.world_size
-            dense_rows.append(row)
-            limits.append(0.0)
-        host_room = np.inf if problem.host_memory is None else problem.host_memory.sum()
-        room = np.minimum(problem.capacity.sum(axis=0), [np.inf, host_room])
-        for tier in range(2):
-            dense_rows.append(np.concatenate([memory[:, tier] / BYTES_SCALE, beside]))
-            limits.append(room[tier] / BYTES_SCALE)
-        for row, limit in self._packing_rows():
-            dense_rows.append(np.concatenate([row, beside]))
-            limits.append(limit)
-        largest = self._largest_shard_rows()
-        used = self._kind_rows()
-        rows = vstack([csr_matrix(np.array(dense_rows)), largest, used], format="csr")
-        return rows, np.concatenate([limits, np.zeros(largest.shape[0] + used.shape[0])])
+        """Rows <= limits."""
+        problem, count, maxima = self.problem, self.num_options, self.num_maxima
+        means = np.zeros((2 * maxima, self.width))
+        index = np.arange(maxima)
+        means[:maxima, :count], means[index, count + index] = self.total.T, -problem.world_size
+        means[maxima:, :count], means[maxima + index, count + maxima + index] = self.least.T, -1.0
+        room = problem.capacity.sum(axis=0)
+        if (caps := problem.host_caps) is not None:
+            room = np.minimum(room, caps.sum(axis=0))
+        packing = [*((self.memory[:, tier] / BYTES_SCALE, room[tier] / BYTES_SCALE) for tier in range(len(room)))]
+        packing += self._packing_rows()
+        held = np.zeros((len(packing), self.width))
+        held[:, :count] = [row for row, _ in packing]
+        largest, used = self._largest_shard_rows(), self._kind_rows()
+        rows = vstack([csr_matrix(means), csr_matrix(held), largest, used], format="csr")
+        zeros = np.zeros(largest.shape[0] + used.shape[0])
+        return rows, np.concatenate([np.zeros(2 * maxima), [limit for _, limit in packing], zeros])
 
     def _kind_rows(self) -> csr_matrix:
         """For each kind with a latency and each table: the kind is in use by no less than the table's share of it."""
+        tables = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        kinds = np.array(self.kinds)
         data, row, column, line = [], [], [], 0
         for position, kind in enumerate(self.late):
-            first = 0
-            for options in self.problem.tables:
-                mine = [first + index for index, option in enumerate(options) if option.kind == kind]
-                if mine:
-                    data += [*[1.0] * len(mine), -1.0]
-                    row += [line] * (len(mine) + 1)
-                    column += [*mine, self.num_options + self.num_maxima + position]
-                    line += 1
-                first += len(options)
-        return csr_matrix((data, (row, column)), shape=(line, self.num_options + self.num_maxima + len(self.late)))
+            mine = np.flatnonzero(kinds == kind)
+            owners, lines = np.unique(tables[mine], return_inverse=True)
+            data += [1.0] * len(mine) + [-1.0] * len(owners)
+            row += [*(line + lines).tolist(), *range(line, line + len(owners))]
+            column += [*mine.tolist(), *[self.width - len(self.late) + position] * len(owners)]
+            line += len(owners)
+        return csr_matrix((data, (row, column)), shape=(line, self.width))
 
     def _packing_rows(self) -> list[tuple[Floats, float]]:
         """Two shards that each take more than half of a rank's memory need two ranks, whatever the sum says.
@@ -134,7 +178,7 @@ class LinearProgram:
         threshold a whole rank. Only where all ranks have the same memory.
         """
         rows = []
-        for tier in range(2):
+        for tier in range(self.problem.num_memories):
             room = self.problem.capacity[:, tier]
             if room.min() != room.max() or room[0] <= 0:
                 continue
@@ -148,19 +192,15 @@ class LinearProgram:
         return rows
 
     def _largest_shard_rows(self) -> csr_matrix:
-        """For each table: a maximum is no less than the largest shard of the table's options, by their shares."""
-        data, row, column = [], [], []
-        first = 0
-        for table, mine in enumerate(self.costs):
-            for maximum in range(self.num_maxima):
-                line = table * self.num_maxima + maximum
-                for index, cost in enumerate(mine):
-                    data.append(float(cost[:, maximum].max()))
-                    row.append(line)
-                    column.append(first + index)
-                data.append(-1.0)
-                row.append(line)
-                column.append(self.num_options + maximum)
-            first += len(mine)
-        shape = (len(self.costs) * self.num_maxima, self.num_options + self.num_maxima + len(self.late))
-        return csr_matrix((data, (row, column)), shape=shape)
+        """For each table: a maximum is no less than the table's largest shard, by shares, and what every rank has."""
+        count = len(self.sizes)
+        tables, lines, ones = np.repeat(np.arange(count), self.sizes), np.arange(count), np.ones(count)
+        blocks = []
+        for maximum in range(self.num_maxima):
+            shards = (self.largest - self.least)[:, maximum]
+            mine = np.full(count, self.num_options + maximum)
+            data = np.concatenate([shards, -ones, ones])
+            row = np.concatenate([tables, lines, lines])
+            column = np.concatenate([np.arange(self.num_options), mine, mine + self.num_maxima])
+            blocks.append(csr_matrix((data, (row, column)), shape=(count, self.width)))
+        return vstack(blocks, format="csr")
