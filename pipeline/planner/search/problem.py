@@ -77,12 +77,15 @@ class SearchProblem:
 
     @property
     def host_caps(self) -> Floats | None:
-        """[hosts, M] bytes."""
-        if self.host_memory is None or self.host_memory.ndim == 2:
-            return self.host_memory
-        caps = np.full((self.num_hosts, self.num_memories), np.inf)
-        caps[:, 1] = self.host_memory
-        return caps
+        """[hosts, M] bytes; None where the ranks' own caps say as much."""
+        if self.host_memory is None:
+            return None
+        caps = self.host_memory
+        if caps.ndim == 1:
+            caps = np.full((self.num_hosts, self.num_memories), np.inf)
+            caps[:, 1] = self.host_memory
+        by_rank = self.capacity.reshape(self.num_hosts, self.ranks_per_host, -1).sum(axis=1)
+        return caps if (caps < by_rank).any() else None
 
     @property
     def num_options(self) -> int:
