@@ -54,6 +54,7 @@ def train(job: TrainJob) -> TrainSummary:
     from pipeline.planner.explain import summarize
     from pipeline.planner.planfile import encode_record, write_plan
     from pipeline.run_folder import take_run_folder
+    from pipeline.training.memory import MemoryWatch
     from pipeline.training.optimizer import build_optimizer
     from pipeline.training.trainer import Trainer
 
@@ -65,6 +66,7 @@ def train(job: TrainJob) -> TrainSummary:
     dataset = load_dataset(job.data.path)
     # Before memory is allocated: a missing shard shows here.
     reader, validation_reader = (open_reader(job, dataset, split, context) for split in ("train", "validation"))
+    memory = MemoryWatch(context)
     assembly = assemble(job, dataset, context)
     get_logger("pipeline.train").info(summarize(assembly.plan))
     optimizer = build_optimizer(assembly.model, job.optimizer)
@@ -101,6 +103,7 @@ def train(job: TrainJob) -> TrainSummary:
         checkpointer=checkpointer,
         writer=writer,
         context=context,
+        after_first_step=lambda: memory.report(assembly.plan),
     )
     result = trainer.fit(restored)
     if writer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -119,7 +119,9 @@ class Trainer:
         checkpointer: Checkpointer,
         writer: MetricsWriter | None,
         context: DistributedContext,
+        after_first_step: Callable[[], None] | None = None,
     ) -> None:
+        self._after_first_step = after_first_step
         self._config, self._save_every = config, checkpoint.save_every_steps
         self._model, self._task, self._context = model, task, context
         self._reader, self._validation_reader = reader, validation_reader
@@ -174,6 +176,8 @@ class Trainer:
             step += 1
             bar.advance(1)
             watchdog.beat(step)
+            if step == start_step + 1 and self._after_first_step:
+                self._after_first_step()
             if self._task.loss.stop_agreed:
                 self._is_preempted = True
                 break
