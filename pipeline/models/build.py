@@ -1,6 +1,6 @@
 """Turn a model config and tables into an nn.Module: tables on the meta device, dense layers real and seeded.
 
-The models are TorchRec's own; they read pooled embeddings by key.
+The layers are TorchRec's own; pooled embeddings are read by key, for a plan leaves them in an order of its own.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.models.deepfm import SimpleDeepFMNN
-from torchrec.models.dlrm import DLRM, DLRM_DCN
 
 from pipeline.embeddings.collection import build_embedding_bag_collection
 from pipeline.embeddings.config import Table
 from pipeline.models.config import DeepFMConfig, DLRMConfig, DLRMDCNConfig, ModelConfig
+from pipeline.models.dlrm import CrossDLRM, DotDLRM
 
 
 def build_dlrm(config: DLRMConfig, tables: list[Table], num_dense_features: int) -> nn.Module:
-    return DLRM(**_dlrm_arguments(config, tables, num_dense_features))
+    return DotDLRM(**_dlrm_arguments(config, tables, num_dense_features))
 
 
 def build_dlrm_dcn(config: DLRMDCNConfig, tables: list[Table], num_dense_features: int) -> nn.Module:
-    return DLRM_DCN(
+    return CrossDLRM(
         **_dlrm_arguments(config, tables, num_dense_features),
         dcn_num_layers=config.dcn_num_layers,
         dcn_low_rank_dim=config.dcn_low_rank_dim,

@@ -21,6 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.batch import ID_DTYPE, LENGTH_DTYPE
+from pipeline.training.cpu_tables import speed_up_cpu_tables
 from pipeline.training.sharding_checks import check_sharding, optimizer_class_of
 from pipeline.training.table_init import initialize_tables
 
@@ -104,6 +105,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
             name for name, weight in self.shardable_parameters(module).items() if optimizer_class_of(weight) is None
         ]
         initialize_tables(sharded, self._seed)
+        speed_up_cpu_tables(sharded)
         return sharded
 
 

@@ -1,0 +1,158 @@
+"""Turn pooled gradients into table updates on the CPU: arrays in, tables changed in place, compiled by Numba.
+
+Each row that a batch touched is updated once with the sum of its gradients, as FBGEMM's exact optimizers do. FBGEMM
+sorts the ids of every table for that; here a hash table chains the places of each row, in their order, so the sums
+do not depend on threads. The rows to come are prefetched, for the time goes into waiting for memory.
+
+Shapes: F features, B samples, L ids, T tables, D the width of a row. Weights and states of all tables lie one after
+the other in 1-D arrays. Every index is unsigned: Numba then leaves out its check for negative ones, and LLVM vectorises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core.typing.templates import Signature
+from numba.extending import intrinsic
+
+SGD, ADAGRAD, ROWWISE_ADAGRAD = 0, 1, 2
+U = np.uint64
+HASH = U(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
+AHEAD = 8  # rows
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(_: Any, array: Any, index: Any) -> tuple[Signature, Any]:
+    """Ask for the cache line of array[index]; it will be written to."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        line = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        int32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [line.type, int32, int32, int32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
+        builder.call(function, [line, int32(1), int32(3), int32(1)])  # to write, to keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _add(into, at, gradients, begin, scale, dim):  # type: ignore[no-untyped-def]
+    for k in range(dim):
+        into[at + k] += scale * gradients[begin + k]
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _subtract(into, at, gradient, scale, dim):  # type: ignore[no-untyped-def]
+    for k in range(dim):
+        into[at + k] -= scale * gradient[k]
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _mean_square(gradient, dim):  # type: ignore[no-untyped-def]
+    total = np.float32(0)
+    for k in range(dim):
+        total += gradient[k] * gradient[k]
+    return total / np.float32(dim)
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _adagrad(weights, states, at, gradient, lr, eps, dim):  # type: ignore[no-untyped-def]
+    for k in range(dim):
+        square = states[at + k] + gradient[k] * gradient[k]
+        states[at + k] = square
+        weights[at + k] -= lr * gradient[k] / (np.sqrt(square) + eps)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _chain(indices, begin, end, slots, rows, heads, tails, following):  # type: ignore[no-untyped-def]
+    """Distinct ids of indices[begin:end] into `rows`, and for each the chain of its places; how many there are."""
+    mask = U(len(slots) - 1)
+    slots[:] = -1
+    count = U(0)
+    for place in range(begin, end):
+        row = indices[place]
+        slot = ((U(row) * HASH) >> U(32)) & mask
+        while slots[slot] >= 0 and rows[U(slots[slot])] != row:
+            slot = (slot + U(1)) & mask
+        following[place - begin] = -1
+        if slots[slot] < 0:
+            slots[slot] = count
+            rows[count] = row
+            heads[count] = tails[count] = place - begin
+            count += U(1)
+        else:
+            entry = U(slots[slot])
+            following[U(tails[entry])] = place - begin
+            tails[entry] = place - begin
+    return count
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _bags(offsets, first_bag, last_bag, num_samples, begin, is_mean, sources, scales):  # type: ignore[no-untyped-def]
+    """For each place of a table's ids: its bag, and what its gradient is multiplied by."""
+    for bag in range(first_bag, last_bag):
+        first, last = U(offsets[bag]), U(offsets[bag + U(1)])
+        scale = np.float32(1)
+        if is_mean and last > first:
+            scale = np.float32(1) / np.float32(last - first)
+        for place in range(first, last):
+            sources[place - begin] = bag
+            scales[place - begin] = scale
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def update_tables(  # type: ignore[no-untyped-def]
+    tables, feature_begins, indices, offsets, num_samples, gradients, width, columns, weights, weight_begins,
+    states, state_begins, kind, is_mean, lr, eps,
+):  # fmt: skip
+    """Update the tables whose numbers are in `tables`.
+
+    feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
+    gradients [B * width], width = the features' D in all; columns [F + 1]: where each feature's begin.
+    """
+    longest = U(0)
+    for table in tables:
+        first, last = U(feature_begins[table]) * num_samples, U(feature_begins[table + 1]) * num_samples
+        longest = max(longest, U(offsets[last]) - U(offsets[first]))
+    size = U(16)
+    while size < U(2) * longest:
+        size *= U(2)
+    slots, following = np.empty(size, np.int32), np.empty(longest, np.int32)
+    rows, heads, tails = np.empty(longest, np.int64), np.empty(longest, np.int32), np.empty(longest, np.int32)
+    sources, scales = np.empty(longest, np.uint64), np.empty(longest, np.float32)
+    for table in tables:
+        first, last = U(feature_begins[table]), U(feature_begins[table + 1])
+        begin, end = U(offsets[first * num_samples]), U(offsets[last * num_samples])
+        dim = U(columns[first + U(1)] - columns[first])
+        weight_begin, state_begin = U(weight_begins[first]), U(state_begins[first])
+        count = _chain(indices, begin, end, slots, rows, heads, tails, following)
+        _bags(offsets, first * num_samples, last * num_samples, num_samples, begin, is_mean, sources, scales)
+        gradient = np.empty(dim, np.float32)
+        for entry in range(count):
+            if entry + U(AHEAD) < count:
+                coming = U(rows[entry + U(AHEAD)])
+                for k in range(U(0), dim, U(16)):
+                    _prefetch(weights, weight_begin + coming * dim + k)
+                if kind == ROWWISE_ADAGRAD:
+                    _prefetch(states, state_begin + coming)
+            gradient[:] = np.float32(0)
+            place = heads[entry]
+            while place >= 0:
+                bag = sources[U(place)]
+                feature, sample = bag // num_samples, bag % num_samples
+                _add(gradient, U(0), gradients, sample * width + U(columns[feature]), scales[U(place)], dim)
+                place = following[U(place)]
+            at = weight_begin + U(rows[entry]) * dim
+            if kind == ROWWISE_ADAGRAD:
+                state = state_begin + U(rows[entry])
+                states[state] += _mean_square(gradient, dim)
+                _subtract(weights, at, gradient, lr / (np.sqrt(states[state]) + eps), dim)
+            elif kind == ADAGRAD:
+                _adagrad(weights, states, at, gradient, lr, eps, dim)
+            else:
+                _subtract(weights, at, gradient, lr, dim)

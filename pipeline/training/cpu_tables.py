@@ -1,0 +1,144 @@
+"""Turn FBGEMM's lookup modules on the CPU into ones whose backward is cpu_kernels': same weights, states and rates.
+
+FBGEMM keeps the tables, looks rows up, checks bounds and holds the optimizer's state, so checkpoints and schedules see
+no difference; what is left out is its backward, which sorts the ids of each table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import nn
+
+from pipeline.logs import get_logger
+
+KINDS = {EmbOptimType.EXACT_SGD: 0, EmbOptimType.EXACT_ADAGRAD: 1, EmbOptimType.EXACT_ROWWISE_ADAGRAD: 2}
+POOLINGS = (PoolingMode.SUM, PoolingMode.MEAN)
+logger = get_logger(__name__)
+
+
+def speed_up_cpu_tables(module: nn.Module) -> int:
+    """Give every lookup in `module` that can have it the faster backward; how many have it.
+
+    fp32 tables with SUM or MEAN pooling under SGD, Adagrad or row-wise Adagrad can. Without Numba none has it.
+    """
+    lookups = [one for one in module.modules() if isinstance(one, SplitTableBatchedEmbeddingBagsCodegen)]
+    mine = [lookup for lookup in lookups if _can(lookup)]
+    if not mine:
+        return 0
+    try:
+        from pipeline.training.cpu_kernels import update_tables
+    except ImportError as error:
+        logger.info("tables train by FBGEMM's own backward, which is slower: %s", error)
+        return 0
+    for lookup in mine:
+        lookup.forward = _FastLookup(lookup, update_tables)  # type: ignore[method-assign]
+    return len(mine)
+
+
+def _can(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    return bool(
+        lookup.use_cpu
+        and lookup.optimizer in KINDS
+        and lookup.weights_precision == SparseType.FP32
+        and lookup.output_dtype == SparseType.FP32.as_int()
+        and lookup.pooling_mode in POOLINGS
+        and lookup.weights_host.numel()
+    )
+
+
+class _FastLookup:
+    """Stands in for the module's forward(indices [L], offsets [F * B + 1]) -> [B, all features' D]."""
+
+    def __init__(self, lookup: SplitTableBatchedEmbeddingBagsCodegen, update: Callable[..., None]) -> None:
+        self._theirs, self._lookup, self._update = lookup.forward, lookup, update
+        # Features of one table are neighbours: FBGEMM checks it.
+        tables = lookup.feature_table_map
+        begins = [0, *(later for later, (one, other) in enumerate(pairwise(tables), start=1) if one != other)]
+        self._feature_begins = np.array([*begins, len(tables)], dtype=np.int64)
+        self._columns = lookup.D_offsets.numpy().astype(np.int64)
+
+    def __call__(
+        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
+        *arguments: Any, **keywords: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        special = any(argument is not None for argument in (per_sample_weights, *arguments, *keywords.values()))
+        if special or not torch.is_grad_enabled():
+            return self._theirs(indices, offsets, per_sample_weights, *arguments, **keywords)
+        lookup = self._lookup
+        indices, offsets, _, _ = lookup.prepare_inputs(indices, offsets, force_cast_input_types=True)
+        lookup.step += 1
+        return _Pooled.apply(lookup.weights_host, indices, offsets, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def look_up(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        one = self._lookup
+        pooled: torch.Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
+            one.weights_host, one.weights_offsets, one.D_offsets, one.total_D, one.hash_size_cumsum, indices, offsets,
+            one.pooling_mode, None, one.output_dtype,
+        )  # fmt: skip
+        return pooled
+
+    def update(self, gradients: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Tables are shared out over torch's number of threads; each is one thread's, so the result is the same."""
+        one, kind = self._lookup, KINDS[self._lookup.optimizer]
+        weights = one.weights_host.detach().numpy()
+        states, state_offsets = weights, one.weights_offsets
+        if kind:
+            states, state_offsets = one.momentum1_host.detach().numpy(), one.momentum1_offsets.detach()
+        num_samples, bounds = len(gradients), offsets.numpy()
+        arguments = (
+            self._feature_begins, indices.numpy(), bounds, np.uint64(num_samples),
+            gradients.contiguous().numpy().reshape(-1), np.uint64(gradients.shape[1]), self._columns, weights,
+            one.weights_offsets.numpy(), states, state_offsets.numpy(), kind, one.pooling_mode == PoolingMode.MEAN,
+            np.float32(one.get_learning_rate()), np.float32(one.optimizer_args.eps),
+        )  # fmt: skip
+        places = bounds[self._feature_begins * num_samples]
+        shares = share_out(places, self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]])
+        later = [_pool(len(shares)).submit(self._update, share, *arguments) for share in shares[1:]]
+        self._update(shares[0], *arguments)
+        for result in later:
+            result.result()
+
+
+def share_out(places: np.ndarray[Any, Any], dims: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Tables by thread, so that none has much more to do: the largest first, each to whoever has least (LPT)."""
+    num_threads = torch.get_num_threads()
+    work = np.diff(places) * (dims + 16) + 256  # a look at a row costs about as much as 16 of its numbers
+    shares: list[list[int]] = [[] for _ in range(min(num_threads, len(work)))]
+    loads = [0] * len(shares)
+    for table in np.argsort(-work, kind="stable").tolist():
+        least = loads.index(min(loads))
+        shares[least].append(table)
+        loads[least] += int(work[table])
+    return [np.array(share, dtype=np.int64) for share in shares]
+
+
+@cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="tables")
+
+
+class _Pooled(torch.autograd.Function):
+    """The tables are updated in backward, so no gradient goes on to `weights`; asking for one makes autograd come by."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, weights: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, lookup: _FastLookup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(indices, offsets)
+        ctx.lookup = lookup
+        return lookup.look_up(indices, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        ctx.lookup.update(gradients, *ctx.saved_tensors)
+        return None, None, None, None

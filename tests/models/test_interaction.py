@@ -1,0 +1,92 @@
+"""Our interaction and models give TorchRec's numbers, forward and backward, under its parameter names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchrec.models.dlrm import DLRM, DLRM_DCN, InteractionArch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from pipeline.models.dlrm import CrossDLRM, DotDLRM
+from pipeline.models.interaction import DotInteraction, PooledRows
+
+NAMES = ["user", "item", "place"]
+
+
+def _tables() -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=f"t_{name}", num_embeddings=50, embedding_dim=8, feature_names=[name]) for name in NAMES
+    ]
+    return EmbeddingBagCollection(tables=configs)
+
+
+def _batch() -> tuple[torch.Tensor, KeyedJaggedTensor]:
+    lengths = torch.randint(0, 3, (3 * 32,), dtype=torch.int32)
+    return torch.randn(32, 4), KeyedJaggedTensor(NAMES, torch.randint(0, 50, (int(lengths.sum()),)), lengths=lengths)
+
+
+def test_the_interaction_equals_torchrecs_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    dense, rows = torch.randn(32, 8), torch.randn(32, 5, 8)
+    weights = torch.randn(32, 8 + 5 + 10)
+    results = []
+    for module in (InteractionArch(5), DotInteraction(5)):
+        mine = [dense.clone().requires_grad_(), rows.clone().requires_grad_()]
+        out = module(*mine)
+        (out * weights).sum().backward()
+        results.append([out, *(value.grad for value in mine)])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_the_derivatives() -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 4, dtype=torch.float64).requires_grad_(), torch.randn(3, 5, 4).double().requires_grad_()]
+    assert torch.autograd.gradcheck(DotInteraction(5), inputs)
+
+
+def test_under_autocast_the_products_are_bf16_and_close_to_those_of_fp32() -> None:
+    torch.manual_seed(0)
+    dense, rows = torch.randn(64, 16), torch.randn(64, 6, 16)
+    exact = DotInteraction(6)(dense, rows)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = DotInteraction(6)(dense, rows)
+    assert rounded.dtype == torch.bfloat16
+    assert 0 < float((rounded.float() - exact).abs().max()) < 0.02 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_rows_are_in_the_models_order_whatever_the_plans_is(order: list[int]) -> None:
+    torch.manual_seed(0)
+    by_name = {name: torch.randn(4, 8) for name in NAMES}
+    keys = [NAMES[index] for index in order]
+    values = torch.cat([by_name[key] for key in keys], dim=1).requires_grad_()
+    rows = PooledRows(NAMES)(KeyedTensor(keys, [8, 8, 8], values))
+    assert torch.equal(rows, torch.stack(list(by_name.values()), dim=1))
+    (rows * torch.tensor([1.0, 2.0, 3.0])[:, None]).sum().backward()
+    assert values.grad is not None
+    assert values.grad[0, ::8].tolist() == [index + 1.0 for index in order]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "extra"),
+    [(DLRM, DotDLRM, {}), (DLRM_DCN, CrossDLRM, {"dcn_num_layers": 2, "dcn_low_rank_dim": 4})],
+    ids=["dlrm", "dlrm_dcn"],
+)
+def test_a_model_equals_torchrecs_with_its_state(
+    theirs: type[nn.Module], ours: type[nn.Module], extra: dict[str, int]
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"dense_in_features": 4, "dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
+    models = [kind(embedding_bag_collection=_tables(), **sizes, **extra) for kind in (theirs, ours)]
+    models[1].load_state_dict(models[0].state_dict())  # strict: the same names
+    dense, sparse = _batch()
+    logits = [model(dense, sparse) for model in models]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    for one in logits:
+        one.square().sum().backward()
+    for (name, mine), reference in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
