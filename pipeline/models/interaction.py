@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
+
+# Moving numbers needs their size alone, and Numba has no bf16.
+SAME_SIZE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 class PooledRows(nn.Module):
@@ -75,13 +81,43 @@ class _Dots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
         (combined,) = ctx.saved_tensors
-        batch, num_rows, dim = combined.shape
-        products = combined.new_zeros(batch, num_rows, num_rows)
-        at = dim
-        for row in range(num_rows - 1):
-            width = num_rows - 1 - row
-            products[:, row, row + 1 :] = gradient[:, at : at + width]
-            at += width
-        both = torch.bmm(products + products.transpose(1, 2), combined)
-        dense = both[:, 0] + gradient[:, :dim]
+        both = torch.bmm(symmetric(gradient, combined), combined)
+        dense = both[:, 0] + gradient[:, : combined.shape[2]]
         return dense.to(ctx.dtypes[0]), both[:, 1:].to(ctx.dtypes[1]), None
+
+
+def symmetric(gradient: torch.Tensor, combined: torch.Tensor) -> torch.Tensor:
+    """[B, D + P] -> G + G^T [B, n, n], where the upper triangle of G holds the last P columns, row by row."""
+    batch, num_rows, dim = combined.shape
+    if gradient.device.type == "cpu" and (kernel := _spread_pairs()) and gradient.dtype in SAME_SIZE:
+        products = combined.new_empty(batch, num_rows, num_rows)
+        numbers = SAME_SIZE[gradient.dtype]
+        kernel(
+            gradient.contiguous().view(numbers).numpy().reshape(-1), np.uint64(gradient.shape[1]), np.uint64(dim),
+            _order(num_rows), np.uint64(num_rows), products.view(numbers).numpy().reshape(-1), np.uint64(0),
+            np.uint64(batch),
+        )  # fmt: skip
+        return products
+    products = combined.new_zeros(batch, num_rows, num_rows)
+    first, second = torch.triu_indices(num_rows, num_rows, offset=1, device=combined.device)
+    products[:, first, second] = products[:, second, first] = gradient[:, dim:]
+    return products
+
+
+@cache
+def _spread_pairs() -> Callable[..., None] | None:
+    try:
+        from pipeline.models.dots_kernels import spread_pairs
+    except ImportError:
+        return None
+    kernel: Callable[..., None] = spread_pairs
+    return kernel
+
+
+@cache
+def _order(num_rows: int) -> np.ndarray[Any, Any]:
+    """Of each number of an n x n matrix, row by row, which pair it is; 0 on the diagonal."""
+    order = np.zeros((num_rows, num_rows), dtype=np.uint64)
+    first, second = np.triu_indices(num_rows, 1)
+    order[first, second] = order[second, first] = np.arange(len(first))
+    return order.reshape(-1)

@@ -6,7 +6,7 @@ no difference; what is left out is its backward, which sorts the ids of each tab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -26,13 +26,13 @@ POOLINGS = (PoolingMode.SUM, PoolingMode.MEAN)
 logger = get_logger(__name__)
 
 
-def speed_up_cpu_tables(module: nn.Module) -> int:
-    """Give every lookup in `module` that can have it the faster backward; how many have it.
+def speed_up_cpu_tables(modules: Iterable[nn.Module]) -> int:
+    """Give every lookup in `modules` that can have it the faster backward; how many have it.
 
     fp32 tables with SUM or MEAN pooling under SGD, Adagrad or row-wise Adagrad can. Without Numba none has it.
     """
-    lookups = [one for one in module.modules() if isinstance(one, SplitTableBatchedEmbeddingBagsCodegen)]
-    mine = [lookup for lookup in lookups if _can(lookup)]
+    inside = (one for module in modules for one in module.modules())
+    mine = [one for one in inside if isinstance(one, SplitTableBatchedEmbeddingBagsCodegen) and _can(one)]
     if not mine:
         return 0
     try:
@@ -102,7 +102,9 @@ class _FastLookup:
             np.float32(one.get_learning_rate()), np.float32(one.optimizer_args.eps),
         )  # fmt: skip
         places = bounds[self._feature_begins * num_samples]
-        shares = share_out(places, self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]])
+        shares = share_out(
+            places, self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]
+        )
         later = [_pool(len(shares)).submit(self._update, share, *arguments) for share in shares[1:]]
         self._update(shares[0], *arguments)
         for result in later:

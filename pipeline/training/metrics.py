@@ -17,6 +17,7 @@ from pipeline.models.task import Prediction
 TASK = RecTaskInfo(name="click", label_name="label", prediction_name="prediction", weight_name="weight")
 # TorchRec's metric keys -> ours. Its logloss is in bits (log2), ours in nats as the field reports it.
 NAMES = {"ne-click|{}_ne": "ne", "ne-click|{}_logloss": "logloss", "calibration-click|{}_calibration": "calibration"}
+BATCHES_AT_ONCE = 64
 LABEL_RATE = "ctr-click|{}_ctr"
 
 
@@ -41,18 +42,29 @@ class RunningMetrics:
 
         self._metrics = [make(NEMetric, include_logloss=True), make(CalibrationMetric), make(CTRMetric)]
         self._prefix = "window" if window_samples else "lifetime"
+        self._waiting: list[Prediction] = []
 
     def update(self, prediction: Prediction) -> None:
-        values = {
-            "predictions": {TASK.name: torch.sigmoid(prediction.logits.double())},
-            "labels": {TASK.name: prediction.labels.double()},
-            "weights": {TASK.name: prediction.sample_weights.double()},
-        }
+        """Cheap: the metrics take many batches at once, for an update costs them as much as a small model's step."""
+        self._waiting.append(prediction)
+        if len(self._waiting) == BATCHES_AT_ONCE:
+            self._take()
+
+    def _take(self) -> None:
+        if not self._waiting:
+            return
+        logits, labels, weights = (
+            torch.cat([getattr(prediction, name) for prediction in self._waiting]).double()
+            for name in ("logits", "labels", "sample_weights")
+        )
+        self._waiting.clear()
+        values = {"predictions": torch.sigmoid(logits), "labels": labels, "weights": weights}
         for metric in self._metrics:
-            metric.update(**values)
+            metric.update(**{name: {TASK.name: value} for name, value in values.items()})
 
     def compute(self) -> dict[str, float]:
         """Collective: the same numbers on every rank."""
+        self._take()
         raw = {name: float(value) for metric in self._metrics for name, value in metric.compute().items()}
         values = {ours: raw[theirs.format(self._prefix)] for theirs, ours in NAMES.items()}
         values["logloss"] *= math.log(2.0)

@@ -107,7 +107,9 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) ->
 
 
 def _make_dense(weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
-    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    # One kernel for all layers; Adagrad's exists on the CPU alone.
+    fused = config.name != "adagrad" or all(weight.device.type == "cpu" for weight in weights)
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": fused}
     betas = (config.beta1, config.beta2)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":

@@ -105,7 +105,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
             name for name, weight in self.shardable_parameters(module).items() if optimizer_class_of(weight) is None
         ]
         initialize_tables(sharded, self._seed)
-        speed_up_cpu_tables(sharded)
+        speed_up_cpu_tables(sharded._lookups)  # a plain list: modules() does not go by them
         return sharded
 
 

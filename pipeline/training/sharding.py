@@ -61,7 +61,7 @@ def shard_model(
             init_data_parallel=False,
             init_parameters=False,
             # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
-            data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
+            data_parallel_wrapper=_AverageOverRanks(static_graph=True),
         )
         # Dense layers on meta are drawn only now: how much randomness the tables took depends on the plan.
         torch.manual_seed(seed)
@@ -69,6 +69,18 @@ def shard_model(
         sharded.init_data_parallel()
     _log(comms)
     return sharded
+
+
+class _AverageOverRanks(DefaultDataParallelWrapper):
+    """DDP where there is something to average: on one rank it copies every gradient into buckets for nothing."""
+
+    def _ddp_wrap(
+        self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device, ddp_ignore_param_names: set[str]
+    ) -> None:
+        if env.world_size == 1:
+            dmp._dmp_wrapped_module.to(device)
+        else:
+            super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)
 
 
 def _log(comms: CommsConfig) -> None:

@@ -89,4 +89,6 @@ def test_a_model_equals_torchrecs_with_its_state(
     for one in logits:
         one.square().sum().backward()
     for (name, mine), reference in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            mine.grad, reference.grad, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )

@@ -9,7 +9,6 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
-from torch import nn
 
 from pipeline.training.cpu_tables import share_out, speed_up_cpu_tables
 
@@ -71,10 +70,12 @@ def _train(lookup: SplitTableBatchedEmbeddingBagsCodegen, most: int, num_steps: 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_tables_states_and_outputs_equal_fbgemms(optimizer: str, pooling: PoolingMode, most: int) -> None:
     theirs, ours = (_lookup(OPTIMIZERS[optimizer], pooling) for _ in range(2))
-    assert speed_up_cpu_tables(nn.ModuleList([ours])) == 1
+    assert speed_up_cpu_tables([ours]) == 1
     for expected, found in zip(_train(theirs, most), _train(ours, most), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
-    assert not torch.equal(theirs.split_embedding_weights()[3], _lookup(OPTIMIZERS[optimizer]).split_embedding_weights()[3])
+    assert not torch.equal(
+        theirs.split_embedding_weights()[3], _lookup(OPTIMIZERS[optimizer]).split_embedding_weights()[3]
+    )
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
@@ -82,7 +83,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     for num_threads in (1, 2, 3, 8):
         torch.set_num_threads(num_threads)
         lookup = _lookup(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-        speed_up_cpu_tables(nn.ModuleList([lookup]))
+        speed_up_cpu_tables([lookup])
         found.append(_train(lookup, 5))
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
@@ -90,7 +91,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 
 def test_a_new_learning_rate_is_taken_at_once() -> None:
     lookup = _lookup(EmbOptimType.EXACT_SGD)
-    speed_up_cpu_tables(nn.ModuleList([lookup]))
+    speed_up_cpu_tables([lookup])
     before = lookup.split_embedding_weights()[2].clone()
     lookup.set_learning_rate(0.0)
     _train(lookup, 3)
@@ -99,9 +100,9 @@ def test_a_new_learning_rate_is_taken_at_once() -> None:
 
 def test_what_it_cannot_do_stays_fbgemms() -> None:
     half = _lookup(EmbOptimType.EXACT_SGD, precision=SparseType.FP16)
-    assert speed_up_cpu_tables(nn.ModuleList([half])) == 0
+    assert speed_up_cpu_tables([half]) == 0
     weighted, theirs = _lookup(EmbOptimType.EXACT_SGD), _lookup(EmbOptimType.EXACT_SGD)
-    speed_up_cpu_tables(nn.ModuleList([weighted]))
+    speed_up_cpu_tables([weighted])
     ids, offsets = _inputs(3, 0)
     for lookup in (weighted, theirs):
         lookup(ids, offsets, torch.rand(len(ids), generator=torch.Generator().manual_seed(1))).sum().backward()
@@ -112,7 +113,7 @@ def test_what_it_cannot_do_stays_fbgemms() -> None:
 def test_an_id_out_of_range_is_still_found() -> None:
     lookup = _lookup(EmbOptimType.EXACT_SGD)
     lookup.bounds_check_mode_int = 0  # fatal
-    speed_up_cpu_tables(nn.ModuleList([lookup]))
+    speed_up_cpu_tables([lookup])
     ids, offsets = _inputs(3, 0)
     ids[-1] = ROWS[-1]
     with pytest.raises(RuntimeError):
