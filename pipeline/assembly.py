@@ -40,7 +40,7 @@ def build_task(job: TrainJob, tables: list[Table], dataset: Dataset) -> CTRTask:
     task = CTRTask(
         build_model(job.model, tables, len(dataset.dense_features), seed=trainer.seed),
         precision=trainer.precision,
-        max_non_finite_in_a_row=trainer.max_non_finite_steps if trainer.non_finite_loss == "skip" else 0,
+        max_non_finite_in_a_row=trainer.max_non_finite_steps if trainer.non_finite_loss != "stop" else 0,
         loss_scale=1.0 / trainer.gradient_accumulation_steps,
     )
     apply_sparse_optimizer(task, job.optimizer.sparse)

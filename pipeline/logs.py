@@ -156,6 +156,14 @@ class MetricsWriter:
         for name, value in values.items():
             self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
 
+    def drop_after(self, step: int) -> None:
+        """Forget the lines after `step`, for a run that goes on from there."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        storage.publish_text(self.path, "".join(_lines_up_to(self.path, step)))
+        self._tensorboard.close()
+        self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=step + 1)
+
     def close(self) -> None:
         self._tensorboard.close()
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline import storage, watchdog
@@ -36,6 +37,7 @@ class TrainSummary:
     throughput: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
     bayes_auc: float | None = None
+    num_bad_rows: int = 0  # quarantined in training, on all ranks; run_dir/quarantine lists them
 
 
 def train(job: TrainJob) -> TrainSummary:
@@ -54,6 +56,7 @@ def train(job: TrainJob) -> TrainSummary:
     from pipeline.planner.explain import summarize
     from pipeline.planner.planfile import encode_record, write_plan
     from pipeline.run_folder import take_run_folder
+    from pipeline.training.input_watch import on_all_ranks
     from pipeline.training.memory import MemoryWatch
     from pipeline.training.optimizer import build_optimizer
     from pipeline.training.trainer import Trainer
@@ -65,7 +68,9 @@ def train(job: TrainJob) -> TrainSummary:
     watchdog.beat(phase="loading")
     dataset = load_dataset(job.data.path)
     # Before memory is allocated: a missing shard shows here.
-    reader, validation_reader = (open_reader(job, dataset, split, context) for split in ("train", "validation"))
+    reader, validation_reader = (
+        on_all_ranks(partial(open_reader, job, dataset, split, context), context) for split in ("train", "validation")
+    )
     memory = MemoryWatch(context)
     assembly = assemble(job, dataset, context)
     get_logger("pipeline.train").info(summarize(assembly.plan))
@@ -129,6 +134,7 @@ def summarize_fit(run_dir: str, checkpoint: str, result: FitResult, bayes_auc: f
         throughput=result.throughput,
         validation=result.metrics,
         bayes_auc=bayes_auc,
+        num_bad_rows=result.num_bad_rows,
     )
 
 
@@ -200,6 +206,8 @@ def describe(summary: TrainSummary) -> str:
     lines = [f"trained to step {summary.step}{' (stopped early)' if summary.stopped_early else ''}"]
     if summary.validation:
         lines.append(f"validation  {describe_quality(summary.validation, summary.bayes_auc)}")
+    if summary.num_bad_rows:
+        lines.append(f"quarantine  {summary.num_bad_rows:,} bad rows left out, listed in {summary.run_dir}/quarantine")
     lines += describe_run(summary.run_dir, summary.checkpoint, summary.throughput)
     lines.append(f"next        python -m pipeline.evaluate run={summary.run_dir} split=test")
     return "\n".join(lines)

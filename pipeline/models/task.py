@@ -11,6 +11,8 @@ from torch import nn
 
 from pipeline.data.batch import Batch
 
+MAX_SUSPECTS = 5  # rows named on each rank when the loss is not finite
+
 
 class Prediction(NamedTuple):
     """Detached tensors of shape [batch], float32; sample_weights are 0.0 on padding rows."""
@@ -21,8 +23,15 @@ class Prediction(NamedTuple):
     sample_weights: torch.Tensor
 
 
-class NonFiniteLossError(RuntimeError):
-    """The loss of a step is NaN or infinite on at least one rank; no rank has updated anything."""
+class NonFiniteLossError(ValueError):
+    """The loss of a step is NaN or infinite on at least one rank; no rank has updated anything.
+
+    rows: of this rank's batch, those whose loss is not finite (`is_finite` False), else those with the largest loss.
+    """
+
+    def __init__(self, message: str, rows: list[int], losses: list[float], is_finite: bool, num_in_a_row: int) -> None:
+        super().__init__(message)
+        self.rows, self.losses, self.is_finite, self.num_in_a_row = rows, losses, is_finite, num_in_a_row
 
 
 class GuardedLoss(nn.Module):
@@ -30,16 +39,20 @@ class GuardedLoss(nn.Module):
 
     The tables' optimizer runs inside backward, so a bad loss must be stopped before it: all ranks agree on
     a flag, and where it is set the loss returned is a leaf of its own, whose backward touches no parameter.
-    The same all-reduce carries the ranks' wish to stop, so that all end at the same step.
+    The same all-reduce carries the ranks' wish to stop, so that all end at the same step, a reader's failure, and the
+    number of rows that were quarantined.
     `max_in_a_row` such losses are skipped, the next raises NonFiniteLossError on every rank; 0 skips none.
     """
 
     def __init__(self, max_in_a_row: int = 0, scale: float = 1.0) -> None:
         super().__init__()
         self.max_in_a_row, self.scale = max_in_a_row, scale
-        self.num_skipped = self._in_a_row = 0
+        self.num_skipped = self.in_a_row = 0
         self.stop_wanted = False  # set it on any rank, from a signal handler too
         self.stop_agreed = False  # the same on every rank once that step's loss is there
+        self.input_failed = False  # likewise: this rank's reader has failed, and its batches are empty
+        self.input_failure_agreed = False
+        self.num_bad_rows = 0  # of all ranks, over all training batches
 
     def forward(
         self, logits: torch.Tensor, labels: torch.Tensor, sample_weights: torch.Tensor
@@ -50,28 +63,50 @@ class GuardedLoss(nn.Module):
         prediction = Prediction(loss.detach(), logits.detach(), labels, sample_weights)
         if not self.training:
             return loss, prediction
-        is_finite, goes_on = _true_on_all_ranks(loss.detach().isfinite(), not self.stop_wanted)
-        self.stop_agreed = not goes_on
-        if is_finite:
-            self._in_a_row = 0
+        bad_rows = torch.count_nonzero(sample_weights == 0)  # training batches have no padding
+        non_finite, stop, failed, bad = _summed(
+            [~loss.detach().isfinite(), self.stop_wanted, self.input_failed, bad_rows], loss.device
+        )
+        self.stop_agreed, self.input_failure_agreed = stop > 0, failed > 0
+        if self.input_failure_agreed:
+            return self._nothing(prediction)
+        self.num_bad_rows += bad
+        if not non_finite:
+            self.in_a_row = 0
             return loss * self.scale, prediction
-        self._in_a_row += 1
-        if self._in_a_row > self.max_in_a_row:
-            raise NonFiniteLossError(
-                f"the loss is {loss.item()} on this rank and not finite on at least one, {self._in_a_row} time(s) in a "
-                f"row with {self.max_in_a_row} allowed; this batch has updated nothing. Look for NaN labels or dense "
-                "values, lower the learning rates or warm up (schedule=...), or set trainer.non_finite_loss=skip"
-            )
+        self.in_a_row += 1
+        if self.in_a_row > self.max_in_a_row:
+            raise self._error(prediction)
         self.num_skipped += 1
-        nothing = torch.zeros_like(logits.detach())  # weight 0: metrics must not see the NaN either
-        return torch.zeros_like(loss).requires_grad_(), Prediction(loss.detach(), nothing, nothing, nothing)
+        return self._nothing(prediction)
+
+    def _nothing(self, prediction: Prediction) -> tuple[torch.Tensor, Prediction]:
+        nothing = torch.zeros_like(prediction.logits)  # weight 0: metrics must not see the NaN either
+        loss = torch.zeros_like(prediction.loss).requires_grad_()
+        return loss, Prediction(prediction.loss, nothing, nothing, nothing)
+
+    def _error(self, prediction: Prediction) -> NonFiniteLossError:
+        losses = F.binary_cross_entropy_with_logits(
+            prediction.logits, prediction.labels, weight=prediction.sample_weights, reduction="none"
+        )
+        rows = torch.nonzero(~losses.isfinite()).flatten()[:MAX_SUSPECTS]
+        is_finite = not len(rows)
+        if is_finite:
+            rows = losses.topk(min(MAX_SUSPECTS, len(losses))).indices
+        message = (
+            f"the loss is {prediction.loss.item()} on this rank and not finite on at least one, {self.in_a_row} time(s) "
+            f"in a row with {self.max_in_a_row} allowed; this batch has updated nothing. Look for NaN labels or dense "
+            "values, lower the learning rates or warm up (schedule=...), or set trainer.non_finite_loss=skip or rollback"
+        )
+        return NonFiniteLossError(message, rows.tolist(), losses[rows].tolist(), is_finite, self.in_a_row)
 
 
-def _true_on_all_ranks(finite: torch.Tensor, goes_on: bool) -> list[bool]:
-    flags = torch.stack([finite, torch.tensor(goes_on, device=finite.device)]).to(torch.int32)
+def _summed(flags: list[torch.Tensor | bool], device: torch.device) -> list[int]:
+    """Collective: each flag's, or count's, sum over all ranks."""
+    sums = torch.stack([torch.as_tensor(flag, dtype=torch.int64, device=device) for flag in flags])
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(flags, op=dist.ReduceOp.MIN)
-    return [bool(flag) for flag in flags.tolist()]
+        dist.all_reduce(sums)
+    return [int(value) for value in sums.tolist()]
 
 
 class CTRTask(nn.Module):

@@ -14,7 +14,7 @@ SCHEDULES = ("constant", "poly", "cosine", "step")
 COMM_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 PRECISIONS = ("fp32", "bf16")
 TRAIN_PIPELINES = ("sparse_dist", "base")
-NON_FINITE_POLICIES = ("stop", "skip")
+NON_FINITE_POLICIES = ("stop", "skip", "rollback")
 EARLY_STOP_METRICS = ("ne", "auc", "logloss")
 ROW_STATE_POLICIES = ("refuse", "average")
 SAVE_FAILURE_POLICIES = ("stop", "continue")
@@ -160,7 +160,11 @@ class EarlyStopConfig:
 
 @dataclass
 class TrainerConfig:
-    """Steps count optimizer updates of global_batch_size rows, read as gradient_accumulation_steps micro-batches."""
+    """Steps count optimizer updates of global_batch_size rows, read as gradient_accumulation_steps micro-batches.
+
+    non_finite_loss: stop at the first; skip such batches, up to max_non_finite_steps in a row; rollback does so too, then
+    goes back to the newest checkpoint once, past the batches read since, and stops the second time.
+    """
 
     global_batch_size: int = 2048
     epochs: int = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
@@ -16,15 +16,18 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline import preemption, watchdog
 from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.checkpoint.errors import CheckpointError
 from pipeline.data.batch import Batch
 from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext, true_on_any_rank
 from pipeline.logs import MetricsWriter, Progress, get_logger, progress
-from pipeline.models.task import CTRTask
+from pipeline.models.task import CTRTask, NonFiniteLossError
 from pipeline.training.config import CheckpointConfig, EarlyStopConfig, ScheduleConfig, TrainerConfig
 from pipeline.training.evaluation import evaluate_model
+from pipeline.training.input_watch import InputWatch
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
+from pipeline.training.rollback import Rollback
 from pipeline.training.saving import Saving
 from pipeline.training.throughput import StepLog
 
@@ -42,6 +45,7 @@ class FitResult:
     preempted: bool = False  # asked to stop by SIGTERM; the step is saved
     throughput: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    num_bad_rows: int = 0  # quarantined in training, on all ranks
 
 
 class StepOptimizer:
@@ -129,11 +133,18 @@ class Trainer:
         self._optimizer = StepOptimizer(model, optimizer, schedule, config)
         self._train_optimizer = optimizer
         self._accumulation = config.gradient_accumulation_steps
-        self.total_steps = min(config.epochs * reader.steps_per_epoch // self._accumulation, config.max_steps or 2**62)
+        self._input = InputWatch(reader, task.loss, context)
+        self._rollback = Rollback(config, reader, checkpointer, task.loss, context)
         self._last_metrics: dict[str, float] = {}
         self._metrics_step = 0  # at which they were measured; step 0 is never evaluated
         self._early_stop = EarlyStop(config.early_stop)
         self._is_preempted = False  # the same on every rank
+
+    @property
+    def total_steps(self) -> int:
+        config = self._config
+        available = config.epochs * self._reader.steps_per_epoch // self._accumulation
+        return min(available - self._rollback.num_skipped_steps, config.max_steps or 2**62)
 
     def fit(self, restored: dict[str, Any] | None = None) -> FitResult:
         """Collective: train from the restored manifest's step (None: from 0) to the last step, and save there.
@@ -161,18 +172,28 @@ class Trainer:
         shown = self._context.is_main and sys.stderr.isatty()
         with progress("training", self.total_steps - start_step, visible=shown) as bar:
             step = self._train(start_step, log, bar)
-        return FitResult(step, self._early_stop.is_exhausted, self._is_preempted, log.summary(), self._last_metrics)
+        stopped_early, bad_rows = self._early_stop.is_exhausted, self._task.loss.num_bad_rows
+        return FitResult(step, stopped_early, self._is_preempted, log.summary(), self._last_metrics, bad_rows)
 
     def _train(self, start_step: int, log: StepLog, bar: Progress) -> int:
         """Collective: the last step done. It is evaluated (unless stopped) and saved, whatever the cadence."""
         batches, pipeline = self._micro_batches(start_step), self._make_pipeline()
         step = saved_step = start_step
         while step < self.total_steps and not self._early_stop.is_exhausted and not self._is_preempted:
-            # The first step also compiles, and meets memory for the first time.
-            with log.timed_step(), watchdog.stage("training") if step == start_step else nullcontext():
-                for _ in range(self._accumulation):
-                    self._task.loss.stop_wanted |= preemption.wanted()  # any rank's is heard by all in this step's loss
-                    log.update(pipeline.progress(batches))
+            try:
+                # The first step also compiles, and meets memory for the first time.
+                with log.timed_step(), watchdog.stage("training") if step == start_step else nullcontext():
+                    for _ in range(self._accumulation):
+                        # Any rank's wish is heard by all in this step's loss.
+                        self._task.loss.stop_wanted |= preemption.wanted()
+                        log.update(pipeline.progress(batches))
+            except NonFiniteLossError as error:
+                batches.close()
+                step = saved_step = self._roll_back(error, pipeline)
+                batches, pipeline = self._micro_batches(step), self._make_pipeline()
+                continue
+            if problem := self._input.problem((step + 1) * self._config.global_batch_size):
+                self._end_on(problem, step, saved_step)
             step += 1
             bar.advance(1)
             watchdog.beat(step)
@@ -183,7 +204,10 @@ class Trainer:
                 break
             is_last = step == self.total_steps
             if _due(step, self._config.log_every_steps) or is_last:
-                log.write(step, {**self._learning_rates(), "num_skipped_steps": self._task.loss.num_skipped})
+                loss = self._task.loss
+                log.write(step, {**self._learning_rates(), "num_skipped_steps": loss.num_skipped,
+                                 "num_bad_rows": loss.num_bad_rows})  # fmt: skip
+                self._input.log(step, step * self._config.global_batch_size)
             if _due(step, self._config.evaluate_every_steps) or is_last:
                 self._evaluate(step, pipeline)
             if _due(step, self._save_every) or is_last:
@@ -204,11 +228,41 @@ class Trainer:
         self._last_metrics, self._metrics_step = restored["metrics"], restored["metrics_step"]
         self._early_stop = EarlyStop(self._config.early_stop, **restored.get("early_stop", {}))
         self._optimizer.micro_step = restored["step"] * self._accumulation
+        self._task.loss.num_bad_rows = restored.get("num_bad_rows", 0)
+        self._rollback.ranges = [tuple(each) for each in restored.get("skipped_steps", [])]
         return int(restored["step"])
 
+    def _roll_back(self, error: NonFiniteLossError, pipeline: Any) -> int:
+        """Collective: the step gone back to. Raises NonFiniteLossError where the policy is another, or the second time."""
+        with watchdog.saving("going back to a checkpoint"):
+            self._saving.finish()
+            manifest, skipped = self._rollback.run(error, self._optimizer.micro_step)
+        if hasattr(pipeline, "detach"):
+            pipeline.detach()
+        step = self._resume_from(manifest)
+        self._rollback.ranges.append(skipped)
+        if self._writer:
+            self._writer.drop_after(step)
+        return step
+
+    def _end_on(self, problem: Exception, step: int, saved_step: int) -> NoReturn:
+        """Collective: save the last whole step, where it can be told from the one that met the problem; raise."""
+        done = step if self._task.loss.input_failure_agreed else step + 1  # a failed reader's step updates nothing
+        if done > saved_step and (done > step or self._accumulation == 1):
+            try:
+                self._save(done)
+                self._saving.finish()
+            except CheckpointError as error:
+                logger.error("%s", error)
+        raise problem
+
     def _micro_batches(self, start_step: int) -> Generator[Batch, None, None]:
+        return self._input.batches(self._read(start_step))
+
+    def _read(self, start_step: int) -> Generator[Batch, None, None]:
         """All that is left to train on, epoch after epoch; the pipeline reads a few ahead of the step."""
-        position, end = start_step * self._accumulation, self.total_steps * self._accumulation
+        position = self._rollback.position(start_step) * self._accumulation
+        end = self._rollback.position(self.total_steps) * self._accumulation
         while position < end:
             watchdog.beat(phase=watchdog.WAITING_FOR_INPUT)
             epoch, within = divmod(position, self._reader.steps_per_epoch)
@@ -245,9 +299,11 @@ class Trainer:
             self._early_stop.update(metrics)
 
     def _save(self, step: int) -> None:
+        epoch, within = divmod(self._rollback.position(step) * self._accumulation, self._reader.steps_per_epoch)
         values = {
-            "reader": {"epoch": step * self._accumulation // self._reader.steps_per_epoch,
-                       "step": step * self._accumulation % self._reader.steps_per_epoch},
+            "reader": {"epoch": epoch, "step": within},
+            "skipped_steps": self._rollback.ranges,
+            "num_bad_rows": self._task.loss.num_bad_rows,
             "metrics": self._last_metrics,
             "metrics_step": self._metrics_step,
             "early_stop": {"best": self._early_stop.best, "num_worse": self._early_stop.num_worse},

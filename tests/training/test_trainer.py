@@ -15,6 +15,7 @@ import torch
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
 from pipeline.data.batch import Batch
+from pipeline.data.config import ReaderConfig
 from pipeline.logs import MetricsWriter
 from pipeline.models.task import NonFiniteLossError
 from pipeline.training.config import (
@@ -50,7 +51,11 @@ class DrawnReader:
         self.steps_per_epoch = STEPS_PER_EPOCH * 32 // global_batch_size
         self.batch_size = global_batch_size // world_size
         self.stall_seconds = 0.0
+        self.config, self.num_rows = ReaderConfig(), self.steps_per_epoch * global_batch_size
         self._rank, self._world_size, self._global, self._nan = rank, world_size, global_batch_size, nan_steps
+
+    def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
+        return [(f"epoch {epoch} step {step} rank {self._rank}", row) for row in rows]
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         first = epoch * self.steps_per_epoch + start_step
@@ -67,7 +72,7 @@ def _fit(
 ) -> tuple[str, FitResult]:  # fmt: skip
     """Resume from `folder` where it holds a step, train to the end; the model's digest and the result."""
     extra: dict[str, Any] = {"optimizers": optimizers} if optimizers else {}
-    allowed = config.max_non_finite_steps if config.non_finite_loss == "skip" else 0
+    allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
     task, model, optimizer, context = build_sharded(KINDS, max_non_finite=allowed, **extra)
     task.loss.scale = 1.0 / config.gradient_accumulation_steps
     checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context, keep_last_n=9)
