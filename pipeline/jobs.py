@@ -10,7 +10,14 @@ from pipeline.data.dataset import SPLITS
 from pipeline.embeddings.config import TableConfig
 from pipeline.models.config import ModelConfig
 from pipeline.planner.config import HardwareConfig, PlannerConfig
-from pipeline.training.config import CheckpointConfig, CommsConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
+from pipeline.training.config import (
+    CheckpointConfig,
+    CommsConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    profiled_steps,
+)
 
 
 @dataclass
@@ -59,10 +66,15 @@ class TrainJob:
     comms: CommsConfig = field(default_factory=CommsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    profile: str | None = (
+        None  # steps:50-60 writes a trace of those steps, and where their time went, into the run folder
+    )
 
     def __post_init__(self) -> None:
         check_given("name", self.name)
         check_given("run_dir", self.run_dir)
+        if self.profile is not None:
+            profiled_steps(self.profile)
         check_at_least("world_size", self.world_size, 1)
         if type(self) is TrainJob and "://" in self.run_dir:  # a PlanJob writes no run folder
             raise ValueError(

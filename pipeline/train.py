@@ -56,9 +56,11 @@ def train(job: TrainJob) -> TrainSummary:
     from pipeline.planner.explain import summarize
     from pipeline.planner.planfile import encode_record, write_plan
     from pipeline.run_folder import take_run_folder
+    from pipeline.training.config import profiled_steps
     from pipeline.training.input_watch import on_all_ranks
     from pipeline.training.memory import MemoryWatch
     from pipeline.training.optimizer import build_optimizer
+    from pipeline.training.step_profile import StepProfiler
     from pipeline.training.trainer import Trainer
 
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
@@ -109,6 +111,7 @@ def train(job: TrainJob) -> TrainSummary:
         writer=writer,
         context=context,
         after_first_step=lambda: memory.report(assembly.plan),
+        profiler=StepProfiler(*profiled_steps(job.profile), f"{job.run_dir}/profile", context) if job.profile else None,
     )
     result = trainer.fit(restored)
     if writer:

@@ -222,3 +222,12 @@ class TrainerConfig:
         check_choice("trainer.non_finite_loss", self.non_finite_loss, NON_FINITE_POLICIES)
         if self.gradient_clip_norm is not None:
             check_above("trainer.gradient_clip_norm", self.gradient_clip_norm, 0.0)
+
+
+def profiled_steps(text: str) -> tuple[int, int]:
+    """`steps:50-60` -> (50, 60), counted from 1. Raises ValueError for anything else."""
+    kind, _, numbers = text.partition(":")
+    first, _, last = numbers.partition("-")
+    if kind != "steps" or not first.isdigit() or not last.isdigit() or not 1 <= int(first) <= int(last):
+        raise ValueError(f"profile={text}: say which steps to record, as in profile=steps:50-60 (steps count from 1)")
+    return int(first), int(last)

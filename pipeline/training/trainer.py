@@ -29,6 +29,7 @@ from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
 from pipeline.training.rollback import Rollback
 from pipeline.training.saving import Saving
+from pipeline.training.step_profile import StepProfiler
 from pipeline.training.throughput import StepLog
 
 PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
@@ -124,8 +125,9 @@ class Trainer:
         writer: MetricsWriter | None,
         context: DistributedContext,
         after_first_step: Callable[[], None] | None = None,
+        profiler: StepProfiler | None = None,
     ) -> None:
-        self._after_first_step = after_first_step
+        self._after_first_step, self._profiler = after_first_step, profiler
         self._config, self._save_every = config, checkpoint.save_every_steps
         self._model, self._task, self._context = model, task, context
         self._reader, self._validation_reader = reader, validation_reader
@@ -216,6 +218,8 @@ class Trainer:
                 # A SIGTERM that came meanwhile is not to cost another step and another save.
                 self._is_preempted |= true_on_any_rank(preemption.wanted() and not is_last, self._context)
         batches.close()
+        if self._profiler:
+            self._profiler.close(step)
         if saved_step < step:
             self._save(step)
         with watchdog.saving():
