@@ -12,10 +12,12 @@ from pipeline import preemption, watchdog
 from pipeline.data.batch import Batch
 from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext, true_on_any_rank
-from pipeline.logs import progress
+from pipeline.logs import get_logger, progress
+from pipeline.training.input_watch import FailSafe, agreed_failure, too_many_bad
 from pipeline.training.metrics import RunningMetrics, ScoreCollector
 
 AGREE_EVERY_BATCHES = 8  # on whether to stop: one small all-reduce
+logger = get_logger(__name__)
 
 
 def evaluate_model(
@@ -31,27 +33,43 @@ def evaluate_model(
 
     Raises:
         Preempted: on every rank, within a few batches of a SIGTERM to any of them; what was measured is dropped.
+        ValueError, OSError: on every rank, within a few batches of any rank's reader failing; or too many rows are bad.
     """
     num_batches = min(reader.steps_per_epoch, max_batches or reader.steps_per_epoch)
     running, scores = RunningMetrics(context, reader.batch_size), ScoreCollector()
     was_training = model.training
     model.eval()
-    batches = reader.batches(epoch=0)
+    batches, fail_safe = reader.batches(epoch=0), FailSafe(reader)
     try:
         with preemption.deferred(), torch.no_grad(), progress(description, num_batches, context.is_main) as bar:
             with watchdog.stepping("evaluating"):
-                for index, batch in enumerate(_waited_for(islice(batches, num_batches))):
+                for index, batch in enumerate(_waited_for(islice(fail_safe.batches(batches), num_batches))):
                     _, prediction = model(batch.to(context.device, non_blocking=True))
                     running.update(prediction)
                     scores.update(prediction)
                     bar.advance(1)
-                    if index % AGREE_EVERY_BATCHES == 0 and true_on_any_rank(preemption.wanted(), context):
-                        raise preemption.Preempted
+                    wants_to_stop = preemption.wanted() or fail_safe.error is not None
+                    if index % AGREE_EVERY_BATCHES == 0 and true_on_any_rank(wants_to_stop, context):
+                        raise agreed_failure(fail_safe.error, context) or preemption.Preempted()
             with watchdog.saving("computing metrics"):
-                return {**running.compute(), **scores.compute(context)}
+                if failure := agreed_failure(fail_safe.error, context):
+                    raise failure
+                metrics = {**running.compute(), **scores.compute(context)}
     finally:
         batches.close()
         model.train(was_training)
+    if num_batches == reader.steps_per_epoch:
+        _note_bad_rows(reader, int(metrics["num_samples"]), description)
+    return metrics
+
+
+def _note_bad_rows(reader: ShardReader, num_samples: int, description: str) -> None:
+    """Those of a whole split that were quarantined. Raises ValueError where they are more than is allowed."""
+    bad = reader.num_rows - num_samples
+    if problem := too_many_bad(reader, bad, reader.num_rows):
+        raise problem
+    if bad > 0:
+        logger.warning("%s  %s of %s rows quarantined", description, f"{bad:,}", f"{reader.num_rows:,}")
 
 
 def _waited_for(batches: Iterator[Batch]) -> Iterator[Batch]:

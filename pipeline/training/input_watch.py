@@ -5,7 +5,7 @@ A rank whose reader fails goes on with empty batches until the next step's loss 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 
 import torch.distributed as dist
 
@@ -19,38 +19,45 @@ FIRST_ROWS = 100_000  # the share of bad rows is taken of these at least: a bad 
 logger = get_logger(__name__)
 
 
+class FailSafe:
+    """A reader's batches, and empty ones after its failure, which is kept for the others to hear of."""
+
+    def __init__(self, reader: ShardReader, on_error: Callable[[], None] = lambda: None) -> None:
+        self.error: Exception | None = None
+        self._reader, self._on_error = reader, on_error
+
+    def batches(self, source: Iterator[Batch]) -> Generator[Batch, None, None]:
+        """The same batches; after an error of `source`, empty ones for as long as they are asked for."""
+        try:
+            yield from source
+        except Exception as error:
+            self.error = error
+            self._on_error()
+            empty = self._reader.empty_batch()
+            while True:
+                yield empty
+
+
 class InputWatch:
     """Every rank has one; `loss` carries the news."""
 
     def __init__(self, reader: ShardReader, loss: GuardedLoss, context: DistributedContext) -> None:
         self._reader, self._loss, self._context = reader, loss, context
-        self._error: Exception | None = None
+        self._fail_safe = FailSafe(reader, self._note_failure)
         self._num_logged = 0
 
-    def batches(self, source: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
-        """The same batches; after an error of `source`, empty ones for as long as they are asked for."""
-        try:
-            yield from source
-        except Exception as error:
-            self._error, self._loss.input_failed = error, True
-            empty = self._reader.empty_batch()
-            while True:
-                yield empty
+    def batches(self, source: Iterator[Batch]) -> Generator[Batch, None, None]:
+        """As FailSafe's."""
+        return self._fail_safe.batches(source)
+
+    def _note_failure(self) -> None:
+        self._loss.input_failed = True
 
     def problem(self, num_rows: int) -> Exception | None:
         """Collective after a failure: what ends the run on every rank, once `num_rows` rows were read by all."""
         if self._loss.input_failure_agreed:
-            return agreed_failure(self._error, self._context)
-        bad = self._loss.num_bad_rows
-        config = self._reader.config
-        allowed = config.max_bad_fraction * max(num_rows, min(FIRST_ROWS, self._reader.num_rows))
-        if bad <= allowed:
-            return None
-        return ValueError(
-            f"{bad:,} of the {num_rows:,} rows read so far by all ranks are quarantined ({bad / num_rows:.2%}), and "
-            f"data.reader.max_bad_fraction={config.max_bad_fraction:g} allows {int(allowed):,}; the quarantine folder of "
-            "the run says which and why. Mend or prepare the data again, or allow more: the same command then goes on"
-        )
+            return agreed_failure(self._fail_safe.error, self._context)
+        return too_many_bad(self._reader, self._loss.num_bad_rows, num_rows)
 
     def log(self, step: int, num_rows: int) -> None:
         """A line where rows were quarantined since the last."""
@@ -59,6 +66,19 @@ class InputWatch:
             logger.warning("step %d  %s of %s rows quarantined (%.3f %%)", step, f"{bad:,}", f"{num_rows:,}",
                            100 * bad / num_rows)  # fmt: skip
         self._num_logged = bad
+
+
+def too_many_bad(reader: ShardReader, bad: int, num_rows: int) -> ValueError | None:
+    """None while `bad` of `num_rows` rows, both of all ranks, are within data.reader.max_bad_fraction."""
+    fraction = reader.config.max_bad_fraction
+    allowed = fraction * max(num_rows, min(FIRST_ROWS, reader.num_rows))
+    if bad <= allowed:
+        return None
+    return ValueError(
+        f"{bad:,} of the {num_rows:,} rows read so far by all ranks are quarantined ({bad / num_rows:.2%}), and "
+        f"data.reader.max_bad_fraction={fraction:g} allows {int(allowed):,}; the quarantine folder of the run says which "
+        "and why. Mend or prepare the data again, or allow more: the same command then goes on"
+    )
 
 
 def agreed_failure(error: Exception | None, context: DistributedContext) -> Exception | None:

@@ -211,7 +211,10 @@ class Trainer:
                                  "num_bad_rows": loss.num_bad_rows})  # fmt: skip
                 self._input.log(step, step * self._config.global_batch_size)
             if _due(step, self._config.evaluate_every_steps) or is_last:
-                self._evaluate(step, pipeline)
+                try:
+                    self._evaluate(step, pipeline)
+                except (ValueError, OSError) as problem:  # the validation split's; the training is kept
+                    self._end_on(problem, step - 1, saved_step)
             if _due(step, self._save_every) or is_last:
                 self._save(step)
                 saved_step = step
