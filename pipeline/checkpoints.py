@@ -13,23 +13,14 @@ from __future__ import annotations
 
 import sys
 
-from pipeline import storage
 from pipeline.checks import did_you_mean
-from pipeline.config import CheckpointsJob, TrainJob, load_saved_job, main, print_user_errors
+from pipeline.config import CheckpointsJob, main, print_user_errors
 from pipeline.jobs import CHECKPOINT_COMMANDS
 from pipeline.logs import configure_logging, get_logger
-from pipeline.train import checkpoint_folder
-from pipeline.training.config import CheckpointConfig
+from pipeline.train import folder_of
 
 DAMAGED = 1  # exit code of verify
 logger = get_logger("pipeline.checkpoints")  # run as a command, __name__ is another
-
-
-def folder_of(run: str) -> str:
-    """Where the run keeps its checkpoints, as its saved config says. Raises ValueError for a config of no job."""
-    path = storage.join(run, "config.yaml")
-    config = load_saved_job(TrainJob, path).checkpoint if storage.is_file(path) else CheckpointConfig()
-    return checkpoint_folder(run, config)
 
 
 def list_checkpoints(job: CheckpointsJob) -> list[str]:

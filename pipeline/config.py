@@ -232,6 +232,10 @@ def job_from_yaml(job_type: type[Job], text: str) -> Job:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"saved job: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"saved job: a {type(values).__name__} is no job")
+    if key := _interpolation(values):
+        raise ValueError(f"saved job: {key} holds ${{...}}, and what train saves is resolved: somebody has changed it")
     schema = OmegaConf.structured(job_type)
     if "model" in values:
         kind = values["model"].get("kind")
@@ -242,6 +246,17 @@ def job_from_yaml(job_type: type[Job], text: str) -> Job:
         return instantiate(OmegaConf.merge(schema, values), job_type)  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
         raise ValueError(f"saved job: {error.full_key}: {str(error).splitlines()[0]}{near_field(error)}") from None
+
+
+def _interpolation(value: Any, key: str = "") -> str:
+    """The key of the first value that OmegaConf would resolve, else empty: a resolver can read the environment."""
+    if isinstance(value, dict):
+        inner = ((f"{key}.{name}" if key else str(name), part) for name, part in value.items())
+    elif isinstance(value, list):
+        inner = ((f"{key}.{index}", part) for index, part in enumerate(value))
+    else:
+        return key if isinstance(value, str) and "${" in value else ""
+    return next((found for name, part in inner if (found := _interpolation(part, name))), "")
 
 
 def save_job(job: Any, path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pipeline.checkpoint.config import WarmStartConfig
 from pipeline.checks import check_at_least, check_choice, check_given
 from pipeline.data.config import DataConfig
 from pipeline.data.dataset import SPLITS
@@ -65,6 +66,7 @@ class TrainJob:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     comms: CommsConfig = field(default_factory=CommsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    warm_start: WarmStartConfig | None = None  # first weights from another run
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     profile: str | None = (
         None  # steps:50-60 writes a trace of those steps, and where their time went, into the run folder

@@ -15,11 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline import storage, watchdog
-from pipeline.config import TrainJob, run_verb, save_job
+from pipeline.checkpoint.config import WarmStartConfig
+from pipeline.config import TrainJob, load_saved_job, run_verb, save_job
 from pipeline.exit_codes import REQUEUE
 from pipeline.training.config import CheckpointConfig
 
 if TYPE_CHECKING:
+    from pipeline.assembly import Assembly
     from pipeline.data.dataset import Dataset
     from pipeline.training.trainer import FitResult
 
@@ -93,6 +95,8 @@ def train(job: TrainJob) -> TrainSummary:
         fence=lease.check if lease else None,
     )
     restored = resume(job, checkpointer, data_order)
+    if restored is None and job.warm_start is not None:
+        start_warm(job, job.warm_start, assembly, optimizer, context, dataset)
     writer = None
     if context.is_main:
         writer = MetricsWriter(job.run_dir, restored["step"] if restored else 0)
@@ -202,6 +206,33 @@ def resume(job: TrainJob, checkpointer: Any, data_order: dict[str, Any]) -> dict
     found: dict[str, Any] | None = checkpointer.restore_latest(check)
     checkpointer.clear_after(found["step"] if found else -1)
     return found
+
+
+def start_warm(
+    job: TrainJob, config: WarmStartConfig, assembly: Assembly, optimizer: Any, context: Any, dataset: Dataset
+) -> None:
+    """Collective: first weights from another run; what became of each table goes to the log and warm_start.json.
+
+    Raises:
+        ValueError: there is no such checkpoint, or a policy of `config` refuses what it holds.
+    """
+    from pipeline.checkpoint.warm_start import NewData, report_json, warm_start
+    from pipeline.logs import get_logger, to_json
+
+    data = NewData(dataset, job.data.path, {table.name: table.feature_names for table in assembly.tables})
+    folder = None if config.run is None else folder_of(config.run)
+    report = warm_start(config, folder, assembly.model, optimizer, context, data)
+    for line in report.lines():
+        get_logger("pipeline.train").info("%s", line)
+    if context.is_main:
+        storage.publish_text(f"{job.run_dir}/warm_start.json", to_json(report_json(report), indent=1))
+
+
+def folder_of(run: str) -> str:
+    """Where another run keeps its checkpoints, as its saved config says. Raises ValueError for a config of no job."""
+    path = storage.join(run, "config.yaml")
+    config = load_saved_job(TrainJob, path).checkpoint if storage.is_file(path) else CheckpointConfig()
+    return checkpoint_folder(run, config)
 
 
 def describe(summary: TrainSummary) -> str:

@@ -1,0 +1,204 @@
+"""Decide, from what a checkpoint holds and what a job wants, what becomes of each table and dense layer.
+
+Nothing is read or written here but the vocabularies' checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.checkpoint.config import WarmStartConfig
+from pipeline.checkpoint.errors import CheckpointError
+from pipeline.checkpoint.remap import RowMap, match_ids
+from pipeline.checkpoint.tables import Inventory, StoredTable, describe_dtype
+from pipeline.checkpoint.vocabularies import IdSpace, features_of, id_space, trained_dataset
+from pipeline.checks import did_you_mean
+from pipeline.data.dataset import Dataset
+
+STATE = "optimizer.state."
+
+
+@dataclass(frozen=True)
+class TableDecision:
+    """`source` None: drawn as from scratch. `changes` are those of grown, shrunk, retyped, renamed, remapped."""
+
+    name: str
+    source: StoredTable | None
+    rows: int
+    changes: tuple[str, ...] = ()
+    row_map: RowMap = field(default_factory=RowMap)
+    with_state: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    tables: list[TableDecision]
+    dropped: list[str]
+    layers: list[str]  # keys to load: dense layers, and their optimizer's state
+    fresh_layers: list[str]
+
+
+@dataclass(frozen=True)
+class NewData:
+    """What the job trains on: its data set, and which features each table embeds."""
+
+    dataset: Dataset
+    path: str
+    features: dict[str, list[str]]
+
+
+def decide(
+    stored: Inventory, wanted: Inventory, manifest: dict[str, Any], data: NewData, config: WarmStartConfig
+) -> Decisions:
+    """What to take from the step that `manifest` describes.
+
+    Raises:
+        CheckpointError: a policy refuses a table or layer, or `renames` names what is not there.
+    """
+    _check_renames(stored, wanted, config)
+    names = {new: old for old, new in config.renames.items()}
+    spaces = _id_spaces(manifest, data, config)
+    tables = [
+        _decide_table(table, stored.tables.get(names.get(name, name)), config, spaces)
+        for name, table in wanted.tables.items()
+    ]
+    taken = {names.get(name, name) for name in wanted.tables}
+    dropped = sorted(stored.tables.keys() - taken)
+    if dropped and config.dropped_tables == "refuse":
+        raise CheckpointError(
+            f"{_subject(dropped[0])} is in the checkpoint and not in the job{_way_out('dropped_tables', 'drop')}"
+        )
+    layers, fresh = _decide_layers(stored, wanted, config)
+    return Decisions(tables, dropped, layers, fresh)
+
+
+def _check_renames(stored: Inventory, wanted: Inventory, config: WarmStartConfig) -> None:
+    for old, new in config.renames.items():
+        if old not in stored.tables:
+            raise CheckpointError(
+                f"warm_start.renames: the checkpoint has no table {old!r}{did_you_mean(old, stored.tables)}"
+            )
+        if new not in wanted.tables:
+            raise CheckpointError(f"warm_start.renames: the job has no table {new!r}{did_you_mean(new, wanted.tables)}")
+
+
+def _id_spaces(manifest: dict[str, Any], data: NewData, config: WarmStartConfig) -> Callable[[str, str], RowMap | str]:
+    """(old table, new table) -> how rows are matched, or why they cannot be."""
+    same = manifest["data_order"]["dataset"] == data.dataset.fingerprint()
+    if config.ids == "keep" or same:
+        return lambda old, new: RowMap()
+    dataset, where = trained_dataset(manifest, config.data_path)
+
+    def match(old: str, new: str) -> RowMap | str:
+        before = IdSpace(reason=where)
+        if dataset is not None:
+            before = id_space(dataset, where, features_of(manifest["config"], old))
+        return match_ids(before, id_space(data.dataset, data.path, data.features[new]))
+
+    return match
+
+
+def _decide_table(
+    table: StoredTable,
+    source: StoredTable | None,
+    config: WarmStartConfig,
+    match: Callable[[str, str], RowMap | str],
+) -> TableDecision:
+    name = table.name
+    if source is None:
+        if config.new_tables == "refuse":
+            raise CheckpointError(f"{_subject(name)} is not in the checkpoint{_way_out('new_tables', 'fresh')}")
+        return TableDecision(name, None, table.rows, reason="new")
+    changes = [f"renamed from {source.name}"] if source.name != name else []
+    for policy, differs, change in (
+        ("reshaped_tables", table.dim != source.dim, f"embedding_dim {source.dim} -> {table.dim}"),
+        ("grown_tables", table.rows > source.rows, f"grown from {source.rows:,} to {table.rows:,} rows"),
+        ("shrunk_tables", table.rows < source.rows, f"shrunk from {source.rows:,} to {table.rows:,} rows"),
+        (
+            "retyped_tables",
+            table.dtype != source.dtype,
+            f"{describe_dtype(source.dtype)} -> {describe_dtype(table.dtype)}",
+        ),
+    ):
+        if not differs:
+            continue
+        chosen = getattr(config, policy)
+        if chosen == "refuse":
+            raise CheckpointError(f"{_subject(name)}: {change}, which warm_start.{policy}=refuse forbids; set another policy, "
+                                  "or give it the shape that the checkpoint has")  # fmt: skip
+        if chosen == "fresh":
+            return TableDecision(name, None, table.rows, reason=f"fresh, for it is {change}")
+        changes.append(change)
+    row_map = match(source.name, name)
+    if isinstance(row_map, str):
+        raise CheckpointError(
+            f"{_subject(name)}: the data set has changed, and its rows cannot be matched by value: {row_map}. Set "
+            "warm_start.data_path=<where that data set lies now>, or warm_start.ids=keep where ids mean what they meant"
+        )
+    if row_map.old:
+        changes.append("rows matched by value")
+    with_state = config.optimizer == "keep" and _same_state(source, table)
+    return TableDecision(name, source, table.rows, tuple(changes), row_map, with_state)
+
+
+def _same_state(source: StoredTable, table: StoredTable) -> bool:
+    """Whether there is state to keep. Raises CheckpointError where it is that of another optimizer."""
+    then, now = ({state: one.is_row_wise(state) for state in one.states} for one in (source, table))
+    if then != now:
+        raise CheckpointError(
+            f"{_subject(table.name)}: the checkpoint has optimizer state {_kinds(then)}, the job's optimizer keeps "
+            f"{_kinds(now)}; train with the same optimizer.sparse.name, or set warm_start.optimizer=reset"
+        )
+    return bool(now)
+
+
+def _kinds(states: dict[str, bool]) -> str:
+    named = (f"{state} ({'a value a row' if row_wise else 'a value an element'})" for state, row_wise in states.items())
+    return ", ".join(named) or "none"
+
+
+def _decide_layers(stored: Inventory, wanted: Inventory, config: WarmStartConfig) -> tuple[list[str], list[str]]:
+    """Keys of the dense part to load, and of layers that stay as drawn."""
+    own = [key for key in wanted.layers if key.startswith("model.")]
+    if config.dense == "fresh":
+        return [], own
+    fits = {key for key in own if stored.layers.get(key) == wanted.layers[key]}
+    fresh = [key for key in own if key not in fits]
+    if fresh and config.dense == "load":
+        key = fresh[0]
+        then = f"{list(stored.layers[key][0])}" if key in stored.layers else "none"
+        raise CheckpointError(
+            f"layer {key.removeprefix('model.')}: the checkpoint has {then}, the job {list(wanted.layers[key][0])}; set "
+            "warm_start.dense=matching to load the layers that fit, or warm_start.dense=fresh"
+        )
+    return [*(key for key in own if key in fits), *_layer_states(stored, wanted, fits, config)], fresh
+
+
+def _layer_states(stored: Inventory, wanted: Inventory, fits: set[str], config: WarmStartConfig) -> list[str]:
+    if config.optimizer == "reset":
+        return []
+    kept = []
+    for key in wanted.layers:
+        if not key.startswith("optimizer."):
+            continue
+        owner = "model." + key.removeprefix(STATE).rpartition(".")[0]
+        if key.startswith(STATE) and owner not in fits:
+            continue
+        if stored.layers.get(key) != wanted.layers[key]:
+            raise CheckpointError(
+                f"{key}: the checkpoint has none of that shape, so its optimizer was another; train with the same "
+                "optimizer.dense.name, or set warm_start.optimizer=reset"
+            )
+        kept.append(key)
+    return kept
+
+
+def _subject(name: str) -> str:
+    return f"warm start: table {name!r}"
+
+
+def _way_out(policy: str, allowing: str) -> str:
+    return f", which warm_start.{policy}=refuse forbids; set warm_start.{policy}={allowing}, or name it in warm_start.renames"
