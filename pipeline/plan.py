@@ -91,7 +91,7 @@ def build_request(job: PlanJob) -> PlanRequest:
     if not dataset.splits:
         lookups = sum(sum(table.pooling_factors) for table in tables)
         logger.info(
-            "no data set at %s: planned from the config alone, %d features, %g ids a sample",
+            "no data set at %s: planned from the config alone, %d features, %g ids a sample, lookups assumed even over rows",
             job.data.path,
             len(dataset.sparse_features),
             lookups,

@@ -15,6 +15,10 @@ from pipeline.planner.hardware import Hardware
 
 # Without a limit of the table's own. On cpu only these two exist, and dense serves data_parallel alone.
 KERNELS = {"cpu": ("dense", "fused"), "cuda": ("dense", "fused", "fused_uvm", "fused_uvm_caching")}
+# The only kernel that this pipeline's tables can have on SSD: FBGEMM's SSDTableBatchedEmbeddingBags, for tables that
+# ask for it. Of its optimizers row-wise Adagrad alone keeps a state that is counted here: 4 bytes a row, in HBM.
+ON_SSD = "key_value"
+SSD_OPTIMIZERS = ("rowwise_adagrad",)
 COLUMN_STEP = 4  # FBGEMM wants dims divisible by it
 TORCHREC_MIN_PARTITION = 128
 REPLICABLE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")  # of these torch has the same as FBGEMM
@@ -70,7 +74,7 @@ def build_constraints(
     return {
         entry.table.name: ParameterConstraints(
             sharding_types=_sharding_types(entry, hardware, optimizer),
-            compute_kernels=_compute_kernels(entry, hardware),
+            compute_kernels=_compute_kernels(entry, hardware, optimizer),
             min_partition=_min_partition(entry.table),
             pooling_factors=list(entry.table.pooling_factors),
         )
@@ -109,8 +113,11 @@ def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -
     return types
 
 
-def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
+def _compute_kernels(entry: PlacedTable, hardware: Hardware, optimizer: TableOptimizer) -> list[str]:
     table, there = entry.table, KERNELS[hardware.compute_device]
+    if ON_SSD in table.sharding.compute_kernels:
+        _check_ssd(table, hardware, optimizer)
+        there = (*there, ON_SSD)
     kernels = [kernel for kernel in table.sharding.compute_kernels or there if kernel in there]
     if not kernels:
         raise ValueError(
@@ -118,6 +125,22 @@ def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
             f"there are {', '.join(there)}; change tables.{table.name}.sharding.compute_kernels"
         )
     return kernels
+
+
+def _check_ssd(table: Table, hardware: Hardware, optimizer: TableOptimizer) -> None:
+    """Raises ValueError where a table that asks for SSD cannot train there."""
+    what = f"table {table.name!r} asks for the kernel {ON_SSD}"
+    if not hardware.ssd_cap_bytes:
+        where = "there is none on cpu" if hardware.compute_device == "cpu" else f"hardware={hardware.name} has no SSD"
+        raise ValueError(
+            f"{what}, but {where}: set hardware.ssd_cap_gb=<GiB a rank> and hardware.ssd_gb_per_s, or change "
+            f"tables.{table.name}.sharding.compute_kernels"
+        )
+    if optimizer.name not in SSD_OPTIMIZERS:
+        raise ValueError(
+            f"{what}, which FBGEMM trains with {', '.join(SSD_OPTIMIZERS)} only, and optimizer.sparse.name="
+            f"{optimizer.name}; change either"
+        )
 
 
 def _min_partition(table: Table) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torchrec.distributed.planner import utils as torchrec_utils
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
@@ -22,6 +23,7 @@ from torchrec.distributed.planner.types import (
     StorageReservation,
     Topology,
 )
+from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
 from pipeline.planner.cost_model import KEY_VALUE, CostModel, cache_load_factor
@@ -67,6 +69,18 @@ class SortedEnumerator(EmbeddingEnumerator):
         """TorchRec copies all shards for a second call that never comes: with 856 tables half of the time."""
         options = super().enumerate(module, sharders)
         self._last_stored_module = None  # the copies have no shards
+        for option, shards in zip(options, self._estimated, strict=True):
+            option.shards = shards
+        return options
+
+    def estimate_again(
+        self, options: list[ShardingOption], sharders: list[ModuleSharder[nn.Module]]
+    ) -> list[ShardingOption]:
+        """The same options, with their shards' costs and memory filled in."""
+        self._sharder_map = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+        if hasattr(torchrec_utils, "build_sharder_data_map"):  # TorchRec 1.6 asks the sharders themselves
+            self._sharder_data_map = torchrec_utils.build_sharder_data_map(self._sharder_map)
+        self.populate_estimates(options)
         for option, shards in zip(options, self._estimated, strict=True):
             option.shards = shards
         return options

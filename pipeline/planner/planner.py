@@ -24,7 +24,14 @@ from pipeline.embeddings.exact_sharding import sharding_types_exact_for
 from pipeline.logs import get_logger
 from pipeline.planner.config import HardwareConfig, PlannerConfig
 from pipeline.planner.constraints import PlacedTable, TableOptimizer, build_constraints, place_tables
-from pipeline.planner.cost_model import CACHED_KERNELS, CostModel, cache_load_factor, wire_of, wire_precisions
+from pipeline.planner.cost_model import (
+    CACHED_KERNELS,
+    KEY_VALUE,
+    CostModel,
+    cache_load_factor,
+    wire_of,
+    wire_precisions,
+)
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, shard_state_bytes, usable_bytes
 from pipeline.planner.fingerprint import Fingerprint, differing_lines, take_fingerprint
 from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
@@ -331,9 +338,16 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
         why = f"{show_bytes(size)} does not fit one rank's {show_bytes(room)}"
     else:
         why = f"spreads {show_bytes(size)} and its lookups over {len({shard.rank for shard in option.shards})} ranks"
-    if option.compute_kernel in UVM_KERNELS:
-        why += "; in host memory, " + (
+    if option.compute_kernel in (*UVM_KERNELS, *CACHED_KERNELS):
+        where = "on SSD" if option.compute_kernel == KEY_VALUE else "in host memory"
+        why += f"; {where}, " + (
             "as its compute_kernels say" if entry.table.sharding.compute_kernels else "for HBM does not hold all"
+        )
+    if option.compute_kernel in CACHED_KERNELS:
+        known = problem.costs.knows_frequencies(entry.table.name)
+        why += (
+            f"; a cache of {100 * cache_load_factor(option):g} % of its rows serves {100 * problem.costs.hit_rate(option):.0f} % "
+            f"of lookups{'' if known else ', assumed even, for no data say how they fall'}"
         )
     if option.sharding_type not in sharding_types_exact_for(optimizer) and option.num_shards > 1:
         why += f"; {optimizer} keeps a state per column shard, unlike unsharded"

@@ -7,17 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption, Topology
+from torchrec.distributed.types import CacheParams, ModuleSharder
 
 from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.planner.constraints import COLUMN_STEP, PlacedTable, TableOptimizer
 from pipeline.planner.cost_model import KEY_VALUE, CostModel
 from pipeline.planner.estimator import SortedEnumerator
 from pipeline.planner.hardware import Hardware
+from pipeline.planner.infeasible import table_bytes
 from pipeline.planner.search.portfolio import SearchConfig, SearchResult, search
 from pipeline.planner.search.problem import Assignment, Floats, Option, Rule, SearchProblem
 
+CACHE_LOAD_FACTORS = (0.02, 0.05, 0.1, 0.4)  # beside FBGEMM's own 0.2
+LEAST_CACHED_SHARE = 0.01  # of a rank's HBM: a smaller table's cache is not worth a choice
 MIN_COLUMN_WIDTH = 32  # narrower rows waste a cache line of HBM
 RULES = {
     "data_parallel": Rule.EVERY_RANK,
@@ -28,6 +31,7 @@ RULES = {
     "table_column_wise": Rule.WITHIN_HOST,
     "grid_shard": Rule.WHOLE_HOSTS,
 }
+CACHED = "fused_uvm_caching"
 PHASES = {  # ours -> TorchRec's
     "input_dist_ms": "input_dist_comms",
     "forward_compute_ms": "fwd_compute",
@@ -69,7 +73,37 @@ def enumerate_options(
         }
         if wanted:
             options += [option for option in enumerate_by(narrower) if option.name in wanted]
-    return options, num_proposed
+    return options + _with_caches(
+        options, placed, hardware, optimizer, topology, batch_size, constraints, costs
+    ), num_proposed
+
+
+def _with_caches(
+    options: list[ShardingOption],
+    placed: list[PlacedTable],
+    hardware: Hardware,
+    optimizer: TableOptimizer,
+    topology: Topology,
+    batch_size: int,
+    constraints: dict[str, ParameterConstraints],
+    costs: CostModel,
+) -> list[ShardingOption]:
+    """The options with a cache in HBM once more for each of CACHE_LOAD_FACTORS; none where HBM holds all tables anyway."""
+    sizes = {entry.table.name: table_bytes(entry, optimizer.name) for entry in placed}
+    asked = {entry.table.name for entry in placed if CACHED in entry.table.sharding.compute_kernels}
+    if not asked and sum(sizes.values()) < hardware.world_size * hardware.hbm_cap_bytes / 2:
+        return []
+    large = {name for name, size in sizes.items() if size > LEAST_CACHED_SHARE * hardware.hbm_cap_bytes}
+    resized = []
+    for option in options:
+        if option.compute_kernel == CACHED and option.name in asked | large:
+            for load_factor in CACHE_LOAD_FACTORS:
+                other = copy.copy(option)
+                other.cache_params = CacheParams(load_factor=load_factor)
+                other.shards = [Shard(size=shard.size, offset=shard.offset) for shard in option.shards]
+                resized.append(other)
+    enumerator = SortedEnumerator(topology, batch_size, constraints, optimizer.name, costs)
+    return enumerator.estimate_again(resized, [entry.sharder for entry in placed])
 
 
 def _column_widths(entry: PlacedTable, constraints: ParameterConstraints) -> list[int]:

@@ -10,6 +10,7 @@ from torchrec.distributed.planner.types import Perf, ShardingOption
 
 from pipeline.embeddings.config import SHARDING_TYPES, ConstraintConfig, Table
 from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.planner import searcher
 from pipeline.planner.collectives import Links
 from pipeline.planner.config import PlannerConfig
 from pipeline.planner.constraints import build_constraints, place_tables
@@ -17,7 +18,9 @@ from pipeline.planner.cost_model import CostModel, StepPerf, wire_of
 from pipeline.planner.estimator import SortedEnumerator
 from pipeline.planner.hardware import Hardware, build_topology
 from pipeline.planner.lookups import hit_rates, shard_shares
-from pipeline.planner.planner import PlanRequest, make_plan
+from pipeline.planner.planner import PlanRequest, explain_misfit, make_plan
+from pipeline.planner.search.portfolio import search
+from pipeline.planner.search.problem import SearchProblem
 from pipeline.planner.searcher import PHASES
 from pipeline.training.config import CommsConfig
 from pipeline.training.sharding import make_sharders
@@ -254,3 +257,34 @@ def test_dear_collectives_make_one_sharding_type_do_for_all_tables() -> None:
         for hardware in (on("h100_80gb", 8, collective_launch_us=us, intra_host_latency_us=0.0) for us in (0.0, 1e4))
     ]
     assert kinds[0] > 1 and kinds[1] == 1
+
+
+def test_a_plan_is_for_one_precision_of_the_collectives() -> None:
+    """And planned with it: half of the bytes cost half of the comms."""
+    hardware = on("h100_80gb", 16)
+    tables = make_tables([4_000_000] * 16, 128, [2] * 16, sharding=ConstraintConfig(["table_wise"]))
+    config = PlannerConfig(kind="torchrec", plan_file="unused.json")
+    plain, half = (make_plan(config, requested(tables, hardware, precision)) for precision in ("fp32", "fp16"))
+    comms = [record.ranks[0].forward_comms_ms - 0.014 for record in (plain, half)]  # less a launch and a hop
+    assert comms[1] == pytest.approx(comms[0] / 2)
+    lines = explain_misfit(plain, config, requested(tables, hardware, "fp16"))
+    assert 'comms.all_to_all.forward: "as pooled" in the plan, "float16" in this job' in lines
+    assert explain_misfit(plain, config, requested(tables, hardware)) == []
+
+
+def test_frequencies_do_not_make_a_plan_stale() -> None:
+    hardware, config = on("h100_80gb", 8), PlannerConfig(kind="torchrec", plan_file="unused.json")
+    tables = make_tables([1000], 128)
+    record = make_plan(config, requested(tables, hardware))
+    assert explain_misfit(record, config, requested([replace(tables[0], frequencies=SKEWED)], hardware)) == []
+
+
+def test_the_memory_of_a_host_is_capped_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[SearchProblem] = []
+    monkeypatch.setattr(searcher, "search", lambda problem, config: seen.append(problem) or search(problem, config))
+    asked = request(make_tables([1000] * 3, 64), on("h100_80gb", 16))
+    record = make_plan(PlannerConfig(kind="search", plan_file="unused.json"), asked)
+    (problem,) = seen
+    assert problem.host_memory is not None
+    assert problem.host_memory.tolist() == [8 * record.usable_ddr_bytes] * 2
+    assert {option.kind for options in problem.tables for option in options} <= set(problem.latency_ms)

@@ -7,10 +7,12 @@ import pytest
 
 from pipeline.distributed import init_distributed
 from pipeline.embeddings.config import ConstraintConfig, TableConfig, resolve_tables
+from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.models.build import build_model
 from pipeline.models.config import DLRMConfig
 from pipeline.models.task import CTRTask
 from pipeline.planner.config import PlannerConfig
+from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.explain import explain
 from pipeline.planner.planfile import encode_record, write_plan
 from pipeline.planner.planner import PlanRequest, make_plan
@@ -148,3 +150,57 @@ def test_training_on_a_searched_plan_gives_the_losses_of_torchrecs(ranks: RankPo
     for rank in range(2):
         assert searched[rank][0] == pytest.approx(theirs[rank][0], abs=2e-6)
         assert searched[rank][0][0] != searched[rank][0][-1]
+
+
+def tight_request(known: bool) -> PlanRequest:
+    """Two tables of 9.5 GiB with state on one rank that has 12 GiB for them, and 26 times as much host memory."""
+    frequencies = RowFrequencies([0, 400_000, 20_000_000], [0.0, 0.95, 1.0]) if known else None
+    tables = [replace(table, frequencies=frequencies) for table in make_tables([20_000_000] * 2, 128, [20, 20])]
+    return request(tables, on("h100_80gb", 1, hbm_cap_gb=14.1), batch_size=4096)
+
+
+def test_the_size_of_a_cache_follows_the_datas_frequencies() -> None:
+    """Where 2 % of the rows have 95 % of the lookups, a small cache each is better than one table in host memory."""
+    known = make_plan(replace(SEARCH, timeout_s=10.0), tight_request(known=True))
+    assert_capacity_kept(known, tight_request(known=True))
+    cached = [choice for choice in known.tables if choice.compute_kernel == "fused_uvm_caching"]
+    assert cached and {choice.cache_load_factor for choice in cached} <= {0.02, 0.05, 0.1, 0.2, 0.4}
+    assert all(
+        f"a cache of {100 * (choice.cache_load_factor or 0):g} % of its rows serves 9" in choice.reason
+        for choice in cached
+    )
+    module = next(iter(known.plan.plan.values()))
+    for choice in cached:  # what FBGEMM is told; its own default is 0.2
+        params = module[choice.name].cache_params
+        assert (params.load_factor if params else 0.2) == choice.cache_load_factor
+    even = make_plan(replace(SEARCH, timeout_s=10.0), tight_request(known=False))
+    assert known.objective.critical_path_ms < 0.5 * even.objective.critical_path_ms
+    assert "assumed even, for no data say how they fall" in "".join(choice.reason for choice in even.tables)
+
+
+def ssd_request(**changes: object) -> PlanRequest:
+    hardware = on("h100_80gb", 2, **{"hbm_cap_gb": 20.0, "ssd_cap_gb": 100.0, "ssd_gb_per_s": 5.0, **changes})
+    return request(make_tables([60_000_000] * 2, 128, sharding=ConstraintConfig([], ["key_value"])), hardware)
+
+
+@pytest.mark.parametrize("config", [SEARCH, TORCHREC])
+def test_a_table_that_asks_for_ssd_lies_there_and_its_cache_in_hbm(config: PlannerConfig) -> None:
+    record = make_plan(config, ssd_request())
+    rows, weights = 60_000_000, 60_000_000 * 512
+    for choice in record.tables:
+        assert choice.compute_kernel == "key_value" and "on SSD" in choice.reason
+        assert choice.ssd_bytes >= weights and choice.ddr_bytes == 0
+        # FBGEMM's cache of a fifth of the rows, a row-wise state of 4 bytes a row; buffers come on top.
+        assert choice.hbm_bytes >= weights // 5 + 4 * rows
+    assert sum(load.ssd_bytes for load in record.ranks) == sum(choice.ssd_bytes for choice in record.tables)
+
+
+def test_a_table_that_cannot_lie_on_ssd_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"table 't0' asks for the kernel key_value, but hardware=h100_80gb has no SSD"
+    ):
+        make_plan(SEARCH, ssd_request(ssd_cap_gb=0.0))
+    with pytest.raises(ValueError, match="which FBGEMM trains with rowwise_adagrad only"):
+        make_plan(SEARCH, replace(ssd_request(), optimizer=TableOptimizer("adagrad")))
+    with pytest.raises(ValueError, match=r"SSD of rank 0, where 10\.00 GiB is left|no plan holds"):
+        make_plan(SEARCH, ssd_request(ssd_cap_gb=10.0))
