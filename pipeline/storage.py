@@ -30,7 +30,7 @@ def is_local(path: str) -> bool:
     if "://" not in path:
         return True
     prefix = path.split("://", 1)[0] + "://"
-    if prefix == "s3://":
+    if prefix == "s3://" and prefix not in path_manager()._path_handlers:
         _register_s3()
     # Without a handler iopath falls back to native calls, which would make a folder named "gs:".
     if prefix not in path_manager()._path_handlers:
@@ -41,15 +41,13 @@ def is_local(path: str) -> bool:
     return False
 
 
-@cache
 def _register_s3() -> None:
-    try:
-        from iopath.common.s3 import S3PathHandler
+    from pipeline.object_store import S3Handler
 
-        # profile: iopath's default names one ("saml") that other people's machines lack.
-        path_manager().register_handler(S3PathHandler(profile=None))
+    try:
+        path_manager().register_handler(S3Handler())
     except ImportError as error:
-        raise ValueError("s3:// paths need boto3: pip install boto3") from error
+        raise ValueError("s3:// paths need boto3: pip install 'torchrec-pipeline[s3]', or pip install boto3") from error
 
 
 def join(folder: str, *names: str) -> str:
@@ -193,6 +191,9 @@ def publish_once(path: str, text: str) -> None:
             os.link(staged, path)  # fails where there is one, whoever made it in the meantime
         finally:
             os.remove(staged)
+        return
+    handler = path_manager()._path_handlers[path.split("://", 1)[0] + "://"]
+    if hasattr(handler, "put_once") and handler.put_once(path, text.encode()):
         return
     if exists(path) and read_text(path) != text:
         raise FileExistsError(f"{path} is already there")
