@@ -118,7 +118,9 @@ def faulty_store() -> Iterator[FaultyProxy]:
     port = moto.get_host_and_port()[1]
     proxy = FaultyProxy(port)
     try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/reset", data=b"").close()  # its state is the process's
+        urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/moto-api/reset", data=b""
+        ).close()  # its state is the process's
         boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", **CREDENTIALS).create_bucket(Bucket=BUCKET)
         yield proxy
     finally:

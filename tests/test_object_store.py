@@ -102,7 +102,7 @@ def test_a_file_is_published_once_even_if_the_answer_is_lost(store: FaultyProxy,
 
 
 def test_one_key_in_two_buckets_is_two_files(store: FaultyProxy) -> None:  # noqa: F811
-    storage.path_manager()._path_handlers["s3://"].client.create_bucket(Bucket="other")
+    storage.path_manager()._path_handlers["s3://"]._get_client("other").create_bucket(Bucket="other")
     for bucket in ("bucket", "other"):
         storage.publish_text(f"s3://{bucket}/same-key", bucket)
     for bucket in ("bucket", "other"):

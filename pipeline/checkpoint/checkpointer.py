@@ -199,8 +199,9 @@ class Checkpointer:
 
     def _state(self) -> dict[str, Any]:
         state = {"model": self._model.state_dict()}
-        if self._optimizer is not None:
-            state["optimizer"] = self._optimizer.state_dict()
+        # Plain SGD has no state, and DCP stores an empty dict as a pickled value.
+        if self._optimizer is not None and flatten(own := self._optimizer.state_dict()):
+            state["optimizer"] = own
         return state
 
     def _describe(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
@@ -288,7 +289,7 @@ class Checkpointer:
         self._ranks.read(lambda: fill_row_states(tensors, flat, recut, wanted), self._is_local)
         self._model.load_state_dict(state["model"])
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
+            self._optimizer.load_state_dict(state.get("optimizer", {"state": {}}))
             if random is not None:
                 random_state.restore_random_state(random, self._context.device)
         self._writer.mark_verified(step)

@@ -144,7 +144,8 @@ def without(state: Mapping[str, Any], keys: list[str], prefix: str = "") -> dict
     kept: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
-            kept[name] = without(value, keys, f"{prefix}{name}.")
+            if inner := without(value, keys, f"{prefix}{name}."):  # DCP takes an empty dict for a pickled value
+                kept[name] = inner
         elif f"{prefix}{name}" not in keys:
             kept[name] = value
     return kept

@@ -71,4 +71,7 @@ def read_manifest(path: str) -> dict[str, Any]:
         raise DamagedError(
             f"{path}/{MANIFEST} has format_version {manifest['format_version']}, this release reads {FORMAT_VERSION}"
         )
+    name = storage.join(path, "").rstrip("/").rsplit("/", 1)[-1]
+    if STEP_FOLDER.fullmatch(name) and step_name(manifest["step"]) != name:
+        raise DamagedError(f"{path}/{MANIFEST} is that of step {manifest['step']}")
     return manifest
