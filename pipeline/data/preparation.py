@@ -8,6 +8,7 @@ what its sorts of distinct values do not fit into memory.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -26,14 +27,14 @@ from pipeline.data.config import DataConfig
 from pipeline.data.dataset import FILE_NAME, SPLITS, Dataset, SparseFeature, Split, load_dataset
 from pipeline.data.encode import Features, features_of
 from pipeline.data.parallel import map_ordered
-from pipeline.data.rows import Layout, layout_of
+from pipeline.data.rows import Layout, check_sources, layout_of
 from pipeline.data.shards import ShardWriter, WrittenShard, plan_shards
 from pipeline.data.source import MAX_BLOCK_ROWS, Source
 from pipeline.data.splits import BlockRows, Boundaries, TrainingCounts, blocks_of, count_training, find_boundaries
 from pipeline.data.staging import StagedFile, stage_source
 from pipeline.data.synthetic import area_under_curve
 from pipeline.data.vocabulary import count_values, map_entries, open_engine, rank_values, read_counts, vocabulary_file
-from pipeline.logs import progress
+from pipeline.logs import get_logger, progress
 
 QUARANTINE_FILE = "quarantine.jsonl"
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
@@ -42,6 +43,7 @@ PROCESS_BYTES = 300 << 20  # Python, numpy, pyarrow and DuckDB loaded, and what 
 BYTES_AN_ENGINE_THREAD = 128 << 20
 MAX_BLOCK_BYTES = 8 << 20
 MIN_BLOCK_BYTES = 1 << 18
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def prepare_dataset(config: DataConfig, sources: list[Source], resources: Resour
     """Write the data set to config.path. Raises ValueError for sources that cannot become one."""
     layout = layout_of(config)
     features = features_of(config, layout)
+    check_sources(layout, sources)
     os.makedirs(resources.staging, exist_ok=True)
     with only_one_run(resources.staging):
         files = stage_sources(config, sources, layout, features, resources)
@@ -87,6 +90,10 @@ def prepare_dataset(config: DataConfig, sources: list[Source], resources: Resour
                 f"memory_limit_gb={resources.memory_bytes / 2**30:g} is too little for {resources.threads} threads "
                 f"(DuckDB: {str(error).splitlines()[0]}): raise it, or lower threads"
             ) from error
+        except duckdb.IOException as error:
+            text = " ".join(str(error).split())
+            code = errno.ENOSPC if "No space left" in text or "max_temp_directory_size" in text else errno.EIO
+            raise OSError(code, f"{os.strerror(code)} (DuckDB: {text[:200]})", resources.staging) from error
         storage.publish_text(storage.join(config.path, FILE_NAME), dataset.to_json())
         storage.remove(resources.staging)
     return dataset
@@ -171,6 +178,8 @@ def stage_sources(
                 block_bytes=resources.block_bytes, threads=resources.threads, advance=bar.advance, check=check,
             )  # fmt: skip
             assert file.num_rows + file.num_quarantined == file.num_source_rows
+            if not file.num_source_rows:
+                logger.warning("%s has no rows", source.path)
             files.append(file)
     rows, quarantined = sum(file.num_source_rows for file in files), sum(file.num_quarantined for file in files)
     worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]

@@ -18,11 +18,12 @@ import pyarrow.csv
 from pipeline.checks import did_you_mean
 from pipeline.data.config import ColumnsConfig, DataConfig
 from pipeline.data.criteo import criteo_columns
-from pipeline.data.source import Block, ParquetReader, Source, TextReader
+from pipeline.data.source import MAX_LINE_BYTES, Block, ParquetReader, Source, TextReader
 
 MAX_TEXT_CHARACTERS = 500
 PLAIN_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?", re.ASCII)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 TIMESTAMP_TYPES = (pa.int64(), pa.timestamp("us", "UTC"), pa.timestamp("us"))
 
 
@@ -93,6 +94,47 @@ def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[TextR
     return reader, names
 
 
+def check_sources(layout: Layout, sources: list[Source]) -> None:
+    """Look at every source's columns before rows are read of any.
+
+    Raises:
+        ValueError: a needed column is missing, or has another kind of type than in the first source: 1 and 1.0 would
+            be two values of one category.
+    """
+    first: dict[str, str] = {}
+    for source in sources:
+        reader, _ = open_source(layout, source, 1 << 16)
+        with reader:
+            kinds = _kinds(layout, reader.schema(), source) if isinstance(reader, ParquetReader) else {}
+        first = first or kinds
+        for name in kinds:
+            if kinds[name] != first[name]:
+                raise ValueError(
+                    f"{source.path}: column {name!r} holds {kinds[name]}, in {sources[0].path} {first[name]}: the same value "
+                    "would become two ids or two times; write both files with one type"
+                )
+
+
+def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
+    """Column -> "fractions", "times", "lists of fractions", or "values" (text and whole numbers read alike)."""
+    columns = layout.columns
+    kinds = {}
+    for name in (*columns.sparse, *columns.multi_hot, *([columns.timestamp] if columns.timestamp else [])):
+        kind = inner = schema.field(name).type
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            inner = kind.value_type
+        if pa.types.is_dictionary(inner):
+            inner = inner.value_type
+        if pa.types.is_nested(inner):
+            raise ValueError(
+                f"{source.path}: column {name!r} has type {kind}: give text, whole numbers, or lists of them"
+            )
+        is_time = pa.types.is_temporal(inner)
+        is_fraction = pa.types.is_floating(inner) or pa.types.is_decimal(inner)
+        kinds[name] = "times" if is_time else "fractions" if is_fraction else "values"
+    return kinds
+
+
 @dataclass(frozen=True)
 class QuarantinedRow:
     """A row that was left out: `line` counts from 1, a header included; in Parquet files it is the row."""
@@ -127,8 +169,13 @@ def parse_block(layout: Layout, header: tuple[str, ...], block: Block) -> Parsed
     assert len(lines) == block.num_rows
     reasons = [_why_unreadable(layout, header, line) for line in lines]
     kept = [i for i, reason in enumerate(reasons) if not reason]
-    table = _read_typed(layout, header, b"\n".join(lines[i] for i in kept) + b"\n" if kept else b"")
-    if table is None or table.num_rows != len(kept) or _invalid_rows(layout, table):
+    table = _read_rows(layout, header, [lines[i] for i in kept])
+    if table is None:  # a line that only pyarrow takes offence at
+        for i in _refused(layout, header, lines, kept):
+            reasons[i] = "its values cannot be read"
+        kept = [i for i in kept if not reasons[i]]
+        table = _read_rows(layout, header, [lines[i] for i in kept])
+    if table is None:
         raise ValueError(
             f"lines {block.first_line} to {block.first_line + block.num_rows - 1} cannot be read, and none of them alone is at fault"
         )
@@ -138,6 +185,22 @@ def parse_block(layout: Layout, header: tuple[str, ...], block: Block) -> Parsed
         if reason
     ]
     return ParsedRows(table, np.array(kept, dtype=np.int64), quarantined)
+
+
+def _read_rows(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> pa.Table | None:
+    """None unless every line becomes a row with nothing wrong in it."""
+    table = _read_typed(layout, header, b"\n".join(lines) + b"\n" if lines else b"")
+    return None if table is None or table.num_rows != len(lines) or _invalid_rows(layout, table) else table
+
+
+def _refused(layout: Layout, header: tuple[str, ...], lines: list[bytes], rows: list[int]) -> list[int]:
+    """Those of `rows` whose lines cannot be read, found by halves."""
+    if _read_rows(layout, header, [lines[i] for i in rows]) is not None:
+        return []
+    if len(rows) == 1:
+        return rows
+    half = len(rows) // 2
+    return _refused(layout, header, lines, rows[:half]) + _refused(layout, header, lines, rows[half:])
 
 
 def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Table | None:
@@ -237,7 +300,10 @@ def _cells(layout: Layout, text: str) -> list[str]:
     if not layout.quoted:
         return text.split(layout.delimiter)
     reader = csv.reader([text + "\n", "\n"], delimiter=layout.delimiter)
-    cells = next(reader)
+    try:
+        cells = next(reader)
+    except csv.Error:  # a carriage return inside the row
+        return []
     return cells if reader.line_num == 1 else []
 
 
@@ -263,14 +329,63 @@ def _parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
     """A Parquet block: types are the file's own, values may still be null or out of range."""
     for name in layout.numbers:
         table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
-    table = _with_timestamps(layout, table)
-    reasons = _invalid_rows(layout, table)
+    table = _with_timestamps(layout, _with_text(layout, table))
+    not_text = _not_text(layout, table)
+    reasons = {**_invalid_rows(layout, table), **not_text}
     kept = np.delete(np.arange(block.num_rows), sorted(reasons))
-    quarantined = [
-        QuarantinedRow(block.first_line + i, reason, str(table.slice(i, 1).to_pylist()[0])[:MAX_TEXT_CHARACTERS])
-        for i, reason in sorted(reasons.items())
-    ]
+    readable = [name for name in table.column_names if name in layout.numbers]
+    quarantined = []
+    for i, reason in sorted(reasons.items()):
+        row = (table.select(readable) if i in not_text else table).slice(i, 1).to_pylist()[0]
+        quarantined.append(QuarantinedRow(block.first_line + i, reason, str(row)[:MAX_TEXT_CHARACTERS]))
     return ParsedRows(table.take(kept) if reasons else table, kept, quarantined)
+
+
+def _with_text(layout: Layout, table: pa.Table) -> pa.Table:
+    """Columns of bytes read as text; whether they are is _not_text's to say."""
+    for name in (*layout.columns.sparse, *layout.columns.multi_hot):
+        kind = table.schema.field(name).type
+        as_text = {pa.binary(): pa.string(), pa.large_binary(): pa.large_string()}.get(kind)
+        if as_text:
+            column = pa.chunked_array([chunk.view(as_text) for chunk in table[name].chunks], as_text)
+            table = table.set_column(table.schema.get_field_index(name), name, column)
+    return table
+
+
+def _not_text(layout: Layout, table: pa.Table) -> dict[int, str]:
+    """Row -> reason for text that is not UTF-8, as Parquet files may hold it."""
+    reasons: dict[int, str] = {}
+    for name in (*layout.columns.sparse, *layout.columns.multi_hot):
+        column = table[name].combine_chunks()
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            for row, value in enumerate(_as_bytes(column).to_pylist()):
+                if not _is_utf8(value):
+                    reasons.setdefault(row, f"{name} is not UTF-8")
+    return reasons
+
+
+def _as_bytes(column: pa.Array) -> pa.Array:
+    """The same values with bytes in place of text, which to_pylist() would decode."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return pa.DictionaryArray.from_arrays(column.indices, column.dictionary.view(pa.binary()))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        maker = pa.ListArray if pa.types.is_list(kind) else pa.LargeListArray
+        mask = column.is_null() if column.null_count else None
+        return maker.from_arrays(column.offsets, _as_bytes(column.values), mask=mask)
+    return column.view(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
+
+
+def _is_utf8(value: bytes | list[bytes] | None) -> bool:
+    try:
+        for part in value if isinstance(value, list) else [value]:
+            if part is not None:
+                part.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -10,7 +10,9 @@ import glob
 import gzip
 import hashlib
 import re
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -72,7 +74,8 @@ def find_sources(source: str) -> list[Source]:
 
 
 def _names(folder: str, pattern: str) -> list[str]:
-    return [name for name in fnmatch.filter(storage.list_folder(folder), pattern) if not name.startswith(".")]
+    """Without hidden files, and those that Spark and Hive write beside the data (_SUCCESS)."""
+    return [name for name in fnmatch.filter(storage.list_folder(folder), pattern) if not name.startswith((".", "_"))]
 
 
 def _natural(path: str) -> list[Any]:
@@ -111,7 +114,11 @@ class TextReader:
     def header(self) -> bytes:
         """The first line, which then is in no block."""
         self._line += 1
-        return bytes(self._stream.readline(MAX_LINE_BYTES)).removeprefix(b"\xef\xbb\xbf")
+        with self._whole_gzip():
+            line = bytes(self._stream.readline(MAX_LINE_BYTES)).removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            raise ValueError(f"{self._source.path} begins with an empty line, or is empty: the first names the columns")
+        return line
 
     def blocks(self) -> Iterator[Block]:
         """At most about `block_bytes` and MAX_BLOCK_ROWS lines each."""
@@ -132,9 +139,14 @@ class TextReader:
             yield from self._cut(rest)
 
     def _read(self) -> bytes:
-        try:
+        with self._whole_gzip():
             return bytes(self._stream.read(self._block_bytes))
-        except (EOFError, gzip.BadGzipFile) as error:
+
+    @contextmanager
+    def _whole_gzip(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{self._source.path} is not a whole gzip file ({error}): fetch it again") from error
 
     def _cut(self, text: bytes) -> Iterator[Block]:
@@ -161,8 +173,13 @@ class ParquetReader:
     def __init__(self, source: Source, columns: list[str], block_bytes: int) -> None:
         self._source, self._columns, self._block_bytes = source, columns, block_bytes
         self._file = storage.open_file(source.path, "rb")
-        self._parquet = pq.ParquetFile(self._file, buffer_size=PAGE_BUFFER_BYTES)  # else whole column chunks are held
         self._row = 0
+        try:
+            # Without the buffer size whole column chunks are held.
+            self._parquet = pq.ParquetFile(self._file, buffer_size=PAGE_BUFFER_BYTES, page_checksum_verification=True)
+        except (OSError, pa.ArrowException) as error:
+            self._file.close()
+            raise self._unreadable(error) from error
 
     @property
     def position(self) -> int:
@@ -181,6 +198,25 @@ class ParquetReader:
         metadata = self._parquet.metadata
         num_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
         rows = self._block_bytes * metadata.num_rows // max(num_bytes, 1)
-        for batch in self._parquet.iter_batches(max(1, min(rows, MAX_BLOCK_ROWS)), columns=self._columns):
+        batches = self._parquet.iter_batches(max(1, min(rows, MAX_BLOCK_ROWS)), columns=self._columns)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (OSError, pa.ArrowException) as error:
+                raise self._unreadable(error) from error
+            if batch is None:
+                return
             yield Block(self._row + 1, self._row, batch.num_rows, table=pa.Table.from_batches([batch]))
             self._row += batch.num_rows
+
+    def schema(self) -> pa.Schema:
+        return self._parquet.schema_arrow
+
+    def _unreadable(self, error: Exception) -> Exception:
+        """What to raise: a disk's error as it is."""
+        if getattr(error, "errno", None) is not None:
+            return error
+        return ValueError(
+            f"{self._source.path} is not a whole Parquet file (after row {self._row}: {' '.join(str(error).split())[:300]}): "
+            "fetch it again, or leave it out of source; data.format says what is expected"
+        )
