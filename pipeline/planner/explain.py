@@ -106,6 +106,9 @@ def _rank_lines(record: PlanDescription) -> list[str]:
     if tier == "HBM" and any(load.ddr_bytes for load in record.ranks):
         most = max(load.ddr_bytes for load in record.ranks)
         lines.append(f"       host memory: at most {show_bytes(most)} a rank, of {show_bytes(record.usable_ddr_bytes)}")
+    if any(load.ssd_bytes for load in record.ranks):
+        most = max(load.ssd_bytes for load in record.ranks)
+        lines.append(f"       SSD: at most {show_bytes(most)} a rank, of {show_bytes(record.usable_ssd_bytes)}")
     return lines
 
 

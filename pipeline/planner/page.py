@@ -139,8 +139,12 @@ def _memory(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> 
     cuda = plan.fingerprint["topology"]["compute_device"] == "cuda"
     in_hbm = {choice.name for choice in plan.tables if cuda and choice.compute_kernel in IN_HBM}
     tiers = [("HBM", "hbm_bytes", plan.usable_hbm_bytes, in_hbm)] if cuda else []
+    on_ssd = {choice.name for choice in plan.tables if choice.compute_kernel == "key_value"}
     if not cuda or any(load.ddr_bytes for load in plan.ranks):
-        tiers.append(("host memory", "ddr_bytes", plan.usable_ddr_bytes, {c.name for c in plan.tables} - in_hbm))
+        in_host = {choice.name for choice in plan.tables} - in_hbm - on_ssd
+        tiers.append(("host memory", "ddr_bytes", plan.usable_ddr_bytes, in_host))
+    if on_ssd:
+        tiers.append(("SSD", "ssd_bytes", plan.usable_ssd_bytes, on_ssd))
     yield '<div class="charts">'
     for tier, field, room, tables in tiers:
         taken = {load.rank: getattr(load, field) for load in plan.ranks}
@@ -174,7 +178,8 @@ def _time(plan: PlanDescription) -> Iterator[str]:
     yield (
         "<p>Estimated milliseconds of a step by phase, in their order. Every phase ends where all ranks wait for the "
         "slowest: the slowest ranks of the five phases make the critical path. Input dist hands the ids to the ranks "
-        "that hold their rows; comms exchange the looked-up embeddings, and in backward their gradients.</p>"
+        "that hold their rows; comms exchange the looked-up embeddings, and in backward their gradients. What a collective "
+        "takes to start is in its phase, on every rank.</p>"
     )
     yield _legend(PHASE_NAMES.items())
     columns = [
@@ -284,19 +289,23 @@ def _choices(plan: PlanDescription) -> Iterator[str]:
     ]
     numbers = (1, 2, 3, 7)
     yield "<h2>Each table's choice, and why</h2>"
-    yield '<p class="faint">Cost is summed over the ranks that hold a part of the table.</p>'
+    yield (
+        '<p class="faint">Cost is summed over the ranks that hold a part of the table, without what collectives take to '
+        "start, which all tables of one sharding share.</p>"
+    )
     yield _table(headings, rows[:MOST_MAPPED], numbers)
     if rest := rows[MOST_MAPPED:]:
         yield f"<details><summary>{len(rest)} smaller tables</summary>{_table(headings, rest, numbers)}</details>"
 
 
 def _rank_numbers(plan: PlanDescription) -> Iterator[str]:
-    headings = ("rank", "HBM", "host memory", *(f"{name}, ms" for name in PHASE_NAMES.values()), "sum, ms")
+    headings = ("rank", "HBM", "host memory", "SSD", *(f"{name}, ms" for name in PHASE_NAMES.values()), "sum, ms")
     rows = [
         [
             str(load.rank),
             show_bytes(load.hbm_bytes),
             show_bytes(load.ddr_bytes),
+            show_bytes(load.ssd_bytes),
             *(f"{getattr(load, phase):.4g}" for phase in PHASES),
             f"{load.cost_ms:.4g}",
         ]

@@ -336,8 +336,10 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
         why = "fits one rank, cheapest whole"
     elif size > room:
         why = f"{show_bytes(size)} does not fit one rank's {show_bytes(room)}"
+    elif len(held_by := {shard.rank for shard in option.shards}) == 1:
+        why = f"fits one rank; {option.sharding_type} as other tables, whose collectives it shares"
     else:
-        why = f"spreads {show_bytes(size)} and its lookups over {len({shard.rank for shard in option.shards})} ranks"
+        why = f"spreads {show_bytes(size)} and its lookups over {len(held_by)} ranks"
     if option.compute_kernel in (*UVM_KERNELS, *CACHED_KERNELS):
         where = "on SSD" if option.compute_kernel == KEY_VALUE else "in host memory"
         why += f"; {where}, " + (

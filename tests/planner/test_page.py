@@ -150,3 +150,22 @@ def test_the_page_lies_beside_its_plan_and_is_made_without_torch(tmp_path: Path)
     assert "</html>" in Path(path).read_text()
     code = "import sys, pipeline.planner.page; assert not {'torch', 'torchrec'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+def test_tables_on_ssd_have_a_chart_of_their_own() -> None:
+    plan, shardings = drawn_plan(4, 2)
+    first, *others = plan.tables
+    ranks = [replace(load, ssd_bytes=(40 + load.rank) << 30) for load in plan.ranks]
+    stored = replace(
+        plan, tables=[replace(first, compute_kernel="key_value"), *others], ranks=ranks, usable_ssd_bytes=1 << 40
+    )
+    page = render_page("on SSD", stored, shardings)
+    assert "SSD: rank 1 is the fullest, 41.00 GiB of 1,024.00 GiB for tables" in page
+    assert "SSD: rank" not in render_page("in memory", plan, shardings)
+
+
+def test_the_input_is_the_first_phase() -> None:
+    plan, shardings = drawn_plan(4, 2)
+    page = render_page("phases", plan, shardings)
+    assert page.index("input dist") < page.index("forward compute") < page.index("backward comms")
+    assert f"input dist: {plan.ranks[1].input_dist_ms:.4g} ms" in page and "the five phases" in page
