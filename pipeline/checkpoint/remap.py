@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from typing import Any
 
+import duckdb
 import numpy as np
 
 from pipeline import storage
+from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.vocabularies import IdSpace
 from pipeline.data.vocabulary import open_engine
 
@@ -34,13 +37,22 @@ class RowMap:
             rows = np.arange(first, max(first, min(first + count, old_rows)))
             return rows, rows
         with tempfile.TemporaryDirectory() as spill, open_engine(spill, MEMORY_BYTES, 1) as engine:
-            found = engine.execute(
+            found = _run(
+                engine,
                 "SELECT old.id AS old_id, new.id AS new_id FROM read_parquet(?) new JOIN read_parquet(?) old USING (value) "
                 "WHERE new.id >= ? AND new.id < ? AND old.id < ? ORDER BY old_id",
                 [storage.local_path(self.new), storage.local_path(self.old), max(first, 1), first + count, old_rows],
-            ).fetchnumpy()
+            )
         unknown = np.zeros(1 if first == 0 and count and old_rows else 0, dtype=np.int64)
         return np.concatenate([unknown, found["old_id"]]), np.concatenate([unknown, found["new_id"]])
+
+
+def _run(engine: duckdb.DuckDBPyConnection, statement: str, values: list[Any]) -> dict[str, np.ndarray]:
+    try:
+        return engine.execute(statement, values).fetchnumpy()  # type: ignore[return-value]
+    except (duckdb.InvalidInputException, duckdb.BinderException) as error:
+        text = str(error).splitlines()[0]
+        raise CheckpointError(f"a vocabulary cannot be read ({text}): prepare its data set again") from None
 
 
 def match_ids(old: IdSpace, new: IdSpace) -> RowMap | str:

@@ -101,23 +101,33 @@ class Dataset:
 
     @classmethod
     def from_json(cls, text: str) -> "Dataset":
-        """Raises ValueError for a file of another format version."""
-        raw = json.loads(text)
-        version = raw.get("format_version")
+        """Raises ValueError for a file of another format version, or one that `prepare` did not write."""
+        try:
+            raw = json.loads(text)
+            version = raw.get("format_version")
+        except (json.JSONDecodeError, AttributeError) as error:
+            raise ValueError(f"{FILE_NAME} is damaged ({error}): run `python -m pipeline.prepare` again") from None
         if version != FORMAT_VERSION:
             raise ValueError(
                 f"{FILE_NAME} has format_version {version}, this release reads {FORMAT_VERSION}: "
                 "run `python -m pipeline.prepare` again"
             )
-        raw["sparse_features"] = [
-            SparseFeature(**{**feature, "frequency_curve": FrequencyCurve(**feature["frequency_curve"])})
-            for feature in raw["sparse_features"]
-        ]
-        raw["splits"] = {
-            name: Split(**{**split, "files": [ShardFile(**shard) for shard in split["files"]]})
-            for name, split in raw["splits"].items()
-        }
-        return cls(**raw)
+        try:
+            return cls(**{**raw, **_decode_parts(raw)})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{FILE_NAME} is damaged ({error!r}): run `python -m pipeline.prepare` again") from None
+
+
+def _decode_parts(raw: Dict[str, Any]) -> Dict[str, Any]:
+    features = [
+        SparseFeature(**{**feature, "frequency_curve": FrequencyCurve(**feature["frequency_curve"])})
+        for feature in raw["sparse_features"]
+    ]
+    splits = {
+        name: Split(**{**split, "files": [ShardFile(**shard) for shard in split["files"]]})
+        for name, split in raw["splits"].items()
+    }
+    return {"sparse_features": features, "splits": splits}
 
 
 def load_dataset(folder: str) -> Dataset:
