@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
+import numpy as np
 from torchrec.distributed.planner.types import ParameterConstraints
 
-from pipeline.embeddings.config import Table
 from pipeline.planner.constraints import PlacedTable
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.record import show_bytes
+from pipeline.planner.search.shortfall import Shortfall
 
 NUM_LARGEST = 5
+NUM_RANKS = 3
 SPLITTING_TYPES = ("row_wise", "table_row_wise", "column_wise", "table_column_wise", "grid_shard")
 UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
 
@@ -26,8 +27,14 @@ def explain_infeasible(
     optimizer_name: str,
     usable: tuple[int, int],
     reserved_fraction: float,
+    missing: Sequence[str] = (),
+    working: Sequence[tuple[str, int]] = (),
 ) -> str:
-    """`usable` is HBM and host memory a rank that tables may take; see estimator.usable_bytes."""
+    """`usable` is HBM and host memory a rank that tables may take; see estimator.usable_bytes.
+
+    `missing`: where the best attempt breaks capacities. `working`: config lines on which a plan was found, with the
+    bytes that the fullest rank then has left.
+    """
     sizes = {entry.table.name: table_bytes(entry, optimizer_name) for entry in placed}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:NUM_LARGEST]
     lines = [
@@ -36,8 +43,11 @@ def explain_infeasible(
         "largest: " + ", ".join(f"{name} {show_bytes(sizes[name])}" for name in largest),
         f"a rank: {_capacity(hardware, usable)} ({100 * reserved_fraction:g} % kept free, and the dense part's share)",
         *(islice(_unsplittable(placed, constraints, sizes, usable), NUM_LARGEST) if hardware.world_size > 1 else ()),
-        "ways out:",
-        *(f"  {way}" for way in _ways_out(placed, hardware, optimizer_name, sizes, usable)),
+        *missing,
+        "ways out, each tried:" if working else "none of the ways out that were tried is enough alone",
+        *(f"  {lines}: fits, {show_bytes(left)} left on the fullest rank" for lines, left in working),
+        "not tried:",
+        *(f"  {way}" for way in _untried(placed, sizes)),
     ]
     return "\n".join(lines)
 
@@ -84,25 +94,31 @@ def _unsplittable(
             )
 
 
-def _ways_out(
-    placed: list[PlacedTable], hardware: Hardware, optimizer_name: str, sizes: dict[str, int], usable: tuple[int, int]
-) -> Iterator[str]:
-    total, a_rank = sum(sizes.values()), max(1, sum(usable))
-    if total > hardware.world_size * a_rank:
-        hosts = math.ceil(total / a_rank / hardware.local_world_size)
-        yield f"world_size={hosts * hardware.local_world_size} at least"
-    rowwise = sum(table_bytes(entry, "rowwise_adagrad") for entry in placed)
-    if rowwise < total:
-        yield f"optimizer.sparse.name=rowwise_adagrad: {show_bytes(rowwise)} in all"
-    half = sum(table_bytes(entry, optimizer_name, bytes_per_number=2) for entry in placed)
-    if half < total:
-        yield f"tables.default.data_type=fp16: {show_bytes(half)} in all"
+def describe_shortfall(shortfall: Shortfall, names: list[str], kinds: list[str], taken: list[int]) -> list[str]:
+    """Which ranks the best attempt overfills, by how much, and with which tables. `kinds` and `taken`: sharding type and
+    bytes of each table there."""
+    memories = ("HBM", "host memory", "SSD")
+    lines = []
+    ranks = np.argsort(-shortfall.over.sum(axis=1), kind="stable")
+    full = [int(rank) for rank in ranks if shortfall.over[rank].any()]
+    for rank in full[:NUM_RANKS]:
+        over = ", ".join(
+            f"{show_bytes(float(more))} of {memory}"
+            for memory, more in zip(memories, shortfall.over[rank], strict=False)
+            if more
+        )
+        there = sorted(shortfall.tables_on(rank), key=lambda table: -taken[table])[:NUM_LARGEST]
+        held = ", ".join(f"{names[table]} ({kinds[table]})" for table in there)
+        lines.append(f"best attempt: rank {rank} lacks {over} for {held}")
+    if len(full) > NUM_RANKS:
+        total = show_bytes(float(shortfall.over.sum()))
+        lines.append(f"best attempt: {len(full)} of {len(shortfall.over)} ranks are overfull, by {total} in all")
+    for host in np.flatnonzero(shortfall.host_over.any(axis=1)).tolist():
+        lines.append(f"best attempt: host {host} lacks {show_bytes(float(shortfall.host_over[host].sum()))}")
+    return lines
+
+
+def _untried(placed: list[PlacedTable], sizes: dict[str, int]) -> Iterator[str]:
     largest = max((entry.table for entry in placed), key=lambda table: sizes[table.name])
     yield f"fewer rows: tables.{largest.name} has {largest.num_embeddings:,}; data.ids.min_frequency or max_size drops rare ones"
-    if limited := [entry.table.name for entry in placed if _is_limited(entry.table)]:
-        yield f"fewer limits: tables.{limited[0]}.sharding" + (f" and {len(limited) - 1} more" if limited[1:] else "")
-    yield "a lower planner.reserved_memory_fraction, or a longer planner.timeout_s where little is missing"
-
-
-def _is_limited(table: Table) -> bool:
-    return bool(table.sharding.sharding_types or table.sharding.compute_kernels)
+    yield "a longer planner.timeout_s where little is missing"

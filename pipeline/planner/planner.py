@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch.distributed as dist
@@ -35,12 +35,14 @@ from pipeline.planner.cost_model import (
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, shard_state_bytes, usable_bytes
 from pipeline.planner.fingerprint import Fingerprint, differing_lines, take_fingerprint
 from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
-from pipeline.planner.infeasible import UVM_KERNELS, explain_infeasible, table_bytes
+from pipeline.planner.infeasible import UVM_KERNELS, describe_shortfall, explain_infeasible, table_bytes
 from pipeline.planner.planfile import decode_record, encode_record, load_plan
 from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms, show_bytes
-from pipeline.planner.search.portfolio import Infeasible, SearchConfig
+from pipeline.planner.search.portfolio import FIRST_PLAN, Infeasible, SearchConfig
 from pipeline.planner.search.problem import Floats
-from pipeline.planner.searcher import PHASES, enumerate_options, search_options
+from pipeline.planner.search.shortfall import least_shortfall
+from pipeline.planner.searcher import PHASES, enumerate_options, pose_search, search_options
+from pipeline.planner.ways_out import WayOut, working_ways
 
 logger = get_logger(__name__)
 
@@ -240,15 +242,55 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
 
 
 def _explain_infeasible(config: PlannerConfig, problem: Problem) -> str:
-    request = problem.request
+    request, fraction = problem.request, config.reserved_memory_fraction
+    until = time.monotonic() + config.timeout_s
+
+    def room_left(way: WayOut) -> int | None:
+        return None if time.monotonic() > until else _room_left(config, way)
+
+    others = () if config.kind == "search" else (WayOut("planner=search", request, fraction),)
+    ways = working_ways(request, problem.placed, problem.usable, fraction, room_left, others)
     return explain_infeasible(
-        problem.placed,
-        problem.constraints,
-        request.hardware,
-        request.optimizer.name,
-        problem.usable,
-        config.reserved_memory_fraction,
+        problem.placed, problem.constraints, request.hardware, request.optimizer.name, problem.usable, fraction,
+        _describe_missing(problem), [(way.lines, left) for way, left in ways],
+    )  # fmt: skip
+
+
+def _enumerate(problem: Problem) -> tuple[list[ShardingOption], int]:
+    request = problem.request
+    return enumerate_options(
+        request.model, request.sharders, problem.placed, problem.constraints, build_topology(request.hardware),
+        request.hardware, request.optimizer, request.batch_size, problem.costs,
+    )  # fmt: skip
+
+
+def _describe_missing(problem: Problem) -> list[str]:
+    """Where the attempt that breaks capacities least breaks them; nothing where a table has no option at all."""
+    try:
+        options, num_proposed = _enumerate(problem)
+    except RuntimeError:
+        return []
+    posed, by_table = pose_search(options, num_proposed, problem.request.hardware, problem.usable, {})
+    shortfall = least_shortfall(posed)
+    chosen = [options[mine[choice]] for mine, choice in zip(by_table.values(), shortfall.choices, strict=True)]
+    taken = [int(option.total_storage.hbm + option.total_storage.ddr) for option in chosen]
+    return describe_shortfall(
+        shortfall, [option.name for option in chosen], [option.sharding_type for option in chosen], taken
     )
+
+
+def _room_left(config: PlannerConfig, way: WayOut) -> int | None:
+    """What the fullest rank has left on the first plan that is found for a changed request."""
+    try:
+        problem = _pose(replace(config, reserved_memory_fraction=way.fraction), way.request)
+        options, num_proposed = _enumerate(problem)
+        settings = replace(FIRST_PLAN, seconds=config.timeout_s)
+        chosen, _ = search_options(options, num_proposed, way.request.hardware, problem.usable, settings, {})
+    except (Infeasible, RuntimeError, ValueError):
+        return None
+    loads = rank_loads(chosen, way.request.hardware.world_size, problem.costs.links.latencies_ms())
+    hbm, ddr = problem.usable
+    return min((hbm - load.hbm_bytes) if hbm > 0 else (ddr - load.ddr_bytes) for load in loads)
 
 
 SEARCHERS: dict[str, Callable[[PlannerConfig, Problem], Found]] = {

@@ -141,6 +141,19 @@ def search_options(
     Raises:
         Infeasible: no assignment keeps to `usable` HBM and host memory a rank, or none was found.
     """
+    problem, by_table = pose_search(options, num_proposed, hardware, usable, latency_ms)
+    result = search(problem, config)
+    return _with_ranks([[options[index] for index in mine] for mine in by_table.values()], result.assignment), result
+
+
+def pose_search(
+    options: list[ShardingOption],
+    num_proposed: int,
+    hardware: Hardware,
+    usable: tuple[int, int],
+    latency_ms: dict[str, Floats],
+) -> tuple[SearchProblem, dict[str, list[int]]]:
+    """The problem as arrays, and for each of its tables, by fully qualified name, the indexes of its options."""
     by_table: dict[str, list[int]] = {}
     for index, option in enumerate(options):
         by_table.setdefault(option.fqn, []).append(index)
@@ -151,8 +164,7 @@ def search_options(
         host_memory=np.full(hardware.num_hosts, float(usable[1] * hardware.local_world_size)),
         latency_ms=latency_ms,
     )
-    result = search(problem, config)
-    return _with_ranks([[options[index] for index in mine] for mine in by_table.values()], result.assignment), result
+    return problem, by_table
 
 
 def to_arrays(option: ShardingOption, proposed: bool = True) -> Option:

@@ -19,6 +19,7 @@ from pipeline.planner.search import exact
 from pipeline.planner.search.local_search import PROVEN, improve
 from pipeline.planner.search.problem import (
     Assignment,
+    Floats,
     Rule,
     Score,
     SearchProblem,
@@ -30,13 +31,18 @@ from pipeline.planner.search.problem import (
 )
 from pipeline.planner.search.proposals import try_proposals
 from pipeline.planner.search.ranks import RankState, fill
-from pipeline.planner.search.relaxation import Choice, LinearProgram, Relaxation
+from pipeline.planner.search.relaxation import Choice, LinearProgram, Mask, Relaxation
 
-MEMORY_WEIGHTS = (0.0, 0.3, 3.0)  # in units of the bound: what filling a rank's memory counts beside time
-SHARD_LIMITS = (0.9, 0.7, 0.55, 0.45, 0.35, 0.25, 0.18, 0.12)  # of each maximum; what the largest shard may take
+MEMORY_WEIGHTS = (0.0, 0.3, 3.0, 10.0)  # in units of the bound: what filling a rank's memory counts beside time
+LUMPS = (0.6, 1.5, 3.0, 5.0)  # what it counts that large shards are hard to spread
+SHARD_LIMITS = (0.8, 0.6, 0.45, 0.35)  # of each maximum; what the largest shard may take
+DEAR = 1.25  # of the bound: choices that cost more cannot be worth their evenness
 KIND_SETS = 8  # sets of kinds, the most promising, that options are chosen by
+PROPOSALS_SHARE = 0.25  # of all seconds, for the walk over TorchRec's proposals at most
+CHOICES_SHARE = 0.4  # of all seconds, from when on what was chosen is placed
 HOPE = 0.3  # of the gap: what an option may cost beside the cheapest for local search to try it
 WAYS = (Rule.EVERY_RANK, Rule.WHOLE_HOSTS, Rule.ONE_HOST, Rule.WITHIN_HOST, Rule.ANY_RANK)  # to lie, fewest first
+WELL_PLACED = 1.04  # of the bound: where nothing better is found, memory may stand in the way
 NUM_CLIMBED = 3  # starts, the best, that are improved further
 
 
@@ -50,11 +56,18 @@ class SearchConfig:
     proposal_placements: int = 300_000  # of shards, in TorchRec's proposals
     kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
     start_steps: int = 200  # of local search from each start
-    local_steps: tuple[int, ...] = (1500, 2000, 4000)
+    local_steps: tuple[int, ...] = (3000, 4000, 6000)
     choice_nodes: int = 300  # of the integer program that chooses options
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
     exact_variables: int = 8000  # a larger one is not tried
     exact_work: int = 1_500_000  # nodes times variables
+
+
+# Whether there is a plan at all, and little else.
+FIRST_PLAN = SearchConfig(
+    objective="max_rank", proposal_placements=20_000, start_steps=0, local_steps=(), exact_variables=3000,
+    exact_work=100_000,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +129,7 @@ class _Search:
             self.bound = relaxation.bound_ms
             for assignment in warm_starts:
                 self._offer("warm start", assignment)
-            torchrec = try_proposals(self.problem, config.objective, config.proposal_placements, self._out_of_time)
+            torchrec = try_proposals(self.problem, config.objective, config.proposal_placements, self._had_its_share)
             if torchrec.best is not None:
                 self._offer("torchrec", torchrec.best)
             bar.advance(1)
@@ -145,6 +158,15 @@ class _Search:
 
     def _out_of_time(self) -> bool:
         late = time.monotonic() - self.started > self.config.seconds
+        self.cut_short = self.cut_short or late
+        return late
+
+    def _had_its_share(self) -> bool:
+        """Time for the walk over proposals: all else must come to something too."""
+        return self._used(PROPOSALS_SHARE)
+
+    def _used(self, share: float) -> bool:
+        late = time.monotonic() - self.started > self.config.seconds * share
         self.cut_short = self.cut_short or late
         return late
 
@@ -186,33 +208,45 @@ class _Search:
         """
         found: dict[tuple[int, ...], Choice] = {}
 
-        def add(without: tuple[str, ...], limit: float | None) -> Choice | None:
-            allowed = None if limit is None else program.small_shards(limit * found[next(iter(found))].maxima_ms)
+        def add(without: tuple[str, ...] = (), allowed: Mask | None = None, unevenness: Floats | None = None) -> None:
+            if self._done() or (found and self._used(CHOICES_SHARE)):
+                return
             left = self.config.seconds - (time.monotonic() - self.started)
-            choice = program.choose(allowed, nodes=self.config.choice_nodes, seconds=left, without=without)
-            if choice is not None and sum(choice.maxima_ms) < self.best_value:
+            choice = program.choose(
+                allowed, nodes=self.config.choice_nodes, seconds=left, without=without, unevenness=unevenness
+            )
+            if choice is None:
+                return
+            if not without and allowed is None and unevenness is None:
+                self.bound = max(self.bound, min(choice.bound_ms, self.best_value))
+            if sum(choice.maxima_ms) < min(self.best_value, DEAR * self.bound):
                 found.setdefault(choice.choices, choice)
-            return choice
 
-        whole = add((), None)
-        if whole is not None:
-            self.bound = max(self.bound, min(whole.bound_ms, self.best_value))
+        add()
+        maxima = next((choice.maxima_ms for choice in found.values()), first.maxima_ms)
         for without in sets:
-            if without and not self._done():
-                add(without, None)
-        for limit in SHARD_LIMITS if found else ():
-            if not self._done():
-                add(sets[0], limit)
+            if without:
+                add(without)
+        for weight in LUMPS:
+            add(sets[0], unevenness=weight * program.lumps(maxima))
+        for limit in SHARD_LIMITS:
+            add(sets[0], program.small_shards(limit * maxima))
         return list(found.values())
 
     def _place_choices(self, choices: list[Choice]) -> list[Assignment]:
         """The best placement of each choice, the best one first; memory is saved only where it is short."""
+        best: dict[tuple[int, ...], Assignment] = {}
         for weight in MEMORY_WEIGHTS:
-            placed = [self._place_largest_first(choice, weight * self.bound) for choice in choices]
-            found = [assignment for assignment in placed if assignment is not None]
-            if found:
-                return sorted(found, key=self._value)
-        return []
+            for choice in choices:
+                if best and self._out_of_time():
+                    break
+                found = self._place_largest_first(choice, weight * self.bound)
+                known = best.get(choice.choices)
+                if found is not None and (known is None or self._value(found) < self._value(known)):
+                    best[choice.choices] = found
+            if best and min(map(self._value, best.values())) < self.bound * WELL_PLACED:
+                break
+        return sorted(best.values(), key=self._value)
 
     def _place_largest_first(self, choice: Choice, memory_weight: float) -> Assignment | None:
         """Towards the relaxation's own maxima: while all are below them a load costs little."""
@@ -220,7 +254,7 @@ class _Search:
         found = []
         for order in self._orders(choice.choices):
             state.clear()
-            if not self._out_of_time() and fill(state, list(choice.choices), order):
+            if (not found or not self._out_of_time()) and fill(state, list(choice.choices), order):
                 found.append(self._whole(state.assignment()))
                 self._offer("relaxation", found[-1])
         return min(found, key=self._value) if found else None

@@ -2,7 +2,8 @@
 
 The same order of proposals (grid search, greedy by the largest shard, greedy by the sum, uniform) and the same
 placing (GreedyPerfPartitioner, sorted by storage) as torchrec.distributed.planner, hundreds of times faster.
-Where there are more proposals than the budget allows, every n-th of the two greedy walks is tried.
+Where there are more proposals than the budget allows, half of it goes to the first ones, all that TorchRec itself comes
+to within its timeout, and half to every n-th of the two greedy walks.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ def _walks(partitioner: _Partitioner, budget: int) -> tuple[list[Iterator[Propos
     steps = 1 + sum(len(options) - 1 for options in tables)
     stride = -(-2 * steps // allowed)
     complete = complete and stride == 1
+    if stride > 1:
+        stride = -(-4 * steps // allowed)
+        walks.append(itertools.islice(_greedy_walk(partitioner, by_largest=True), allowed // 2))
     for by_largest in (True, False):
         walks.append(itertools.islice(_greedy_walk(partitioner, by_largest), 0, None, stride))
     walks.append(_uniform_proposals(partitioner))

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.planner.search.problem import Assignment, Floats, Option, Ranks, Rule, SearchProblem
 
-BLUNT = 100.0  # sharpness of the maxima, in units of one over the whole value, while tables are placed one by one
+BLUNT = 30.0  # sharpness of the maxima, in units of one over the mean maximum, while tables are placed one by one
 LARGEST_EXPONENT = 300.0
 TINY = 1e-12  # of a sum of exponentials: what is left of it beside rounding once its largest part is taken away
 
@@ -46,11 +46,11 @@ class RankState:
         self._kinds: Counter[str] = Counter()  # of the chosen options
         self._every_rank = np.arange(problem.world_size)
         self.host_caps = problem.host_caps
-        # Milliseconds that a rank's whole memory is worth, where placing must save memory too.
+        # Milliseconds that a full rank is worth beside an empty one, where placing must save memory too: the fuller, the dearer.
         self._saves_memory = memory_weight > 0
-        self._memory_price = memory_weight / np.maximum(problem.capacity, 1.0)
+        self._memory_price = memory_weight / np.maximum(problem.capacity, 1.0) ** 2
         self.scale_ms = max(scale_ms, 1e-9)
-        self.sharpen(BLUNT)
+        self.sharpen(BLUNT * self.load.shape[1])
 
     def sharpen(self, sharpness: float) -> None:
         self._per_ms = sharpness / self.scale_ms
@@ -165,8 +165,12 @@ class RankState:
         else:
             value = float(self.soft.instead(self.soft.exponentials[ranks].sum(axis=0), before + cost))
         if self._saves_memory:
-            value += float((self._memory_price[ranks] * option.memory).sum())
+            value += float(self._price(ranks, self.memory[ranks], option.memory).sum())
         return value
+
+    def _price(self, ranks: Ranks | slice, taken: Floats, more: Floats) -> Floats:
+        """[ranks] milliseconds for `more` memory beside what is taken."""
+        return (self._memory_price[ranks] * (2 * taken + more) * more).sum(axis=-1)  # type: ignore[no-any-return]
 
     def _hosts_hold(self, option: Option, ranks: Ranks) -> bool:
         if self.host_caps is None:
@@ -183,7 +187,7 @@ class RankState:
         memory = self.memory + option.memory[0]
         prices = self.soft.instead(self.soft.exponentials, (self.load + cost[0])[:, None])
         if self._saves_memory:
-            prices = prices + (self._memory_price * option.memory[0]).sum(axis=-1)
+            prices = prices + self._price(slice(None), self.memory, option.memory[0])
         prices[(memory > self.problem.capacity).any(axis=-1)] = np.inf
         if self.host_caps is not None:
             full = (self.host_sums() + option.memory[0] > self.host_caps).any(axis=1)
@@ -200,7 +204,7 @@ class RankState:
             prices = soft.instead(soft.exponentials[on], (load[on] + cost[shard])[:, None])
             needed = memory + option.memory[shard]
             if self._saves_memory:
-                prices = prices + (self._memory_price[on] * option.memory[shard]).sum(axis=-1)
+                prices = prices + self._price(on, memory, option.memory[shard])
             prices[(needed > room).any(axis=-1)] = np.inf
             rank = int(prices.argmin())
             if not np.isfinite(prices[rank]):
@@ -241,7 +245,7 @@ class RankState:
                 soft = Soft(load, self.targets, self._per_ms)
         ranks = np.concatenate(chosen)
         if self._saves_memory:
-            value += float((self._memory_price[ranks] * option.memory).sum())
+            value += float(self._price(ranks, self.memory[ranks], option.memory).sum())
         return ranks, value
 
     def _find_within_host(self, option: Option, cost: Floats) -> Ranks | None:

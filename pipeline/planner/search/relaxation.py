@@ -69,6 +69,8 @@ class LinearProgram:
         self.largest = np.array([cost.max(axis=0) for cost in costs])  # [options, maxima]
         self.least = np.where(everywhere, np.array([cost.min(axis=0) for cost in costs]), 0.0)
         self.total = np.array([cost.sum(axis=0) for cost in costs])
+        squares = np.array([(cost * cost).sum(axis=0) for cost in costs])
+        self.squares = np.where(everywhere, 0.0, squares)
         self.memory = np.array([option.memory.sum(axis=0) for option in options])
         self.rows, self.limits = self._rows()
         ends = np.repeat(np.arange(len(self.sizes)), self.sizes)
@@ -82,6 +84,12 @@ class LinearProgram:
         least = np.repeat(np.minimum.reduceat(excess, self.starts), self.sizes)
         allowed: Mask = excess <= np.maximum(1.0, least)
         return allowed
+
+    def lumps(self, maxima_ms: Floats) -> Floats:
+        """[options] how hard large shards are to spread evenly: of n equal shards a rank they sum to an n-th of its load."""
+        per_rank = self.squares / np.maximum(maxima_ms, 1e-12) / self.problem.world_size
+        summed: Floats = per_rank.sum(axis=1)
+        return summed
 
     def solve(self, allowed: Mask | None = None, without: Collection[str] = (), all_in_use: bool = False) -> Relaxation:
         """Of the `allowed` options, and no kind of `without`: all others with a latency then count as in use, as with
@@ -99,9 +107,21 @@ class LinearProgram:
         return Relaxation(float(found.fun) * (1 - SAFE), shares, raises, self._maxima(found.x))
 
     def choose(
-        self, allowed: Mask | None, *, nodes: int, seconds: float, without: Collection[str] = ()
+        self,
+        allowed: Mask | None = None,
+        *,
+        nodes: int,
+        seconds: float,
+        without: Collection[str] = (),
+        unevenness: Floats | None = None,
     ) -> Choice | None:
-        """Options chosen whole; None where none were found."""
+        """Options chosen whole; None where none were found.
+
+        `unevenness` [options]: milliseconds beside the cost, see lumps(). Without it the bound holds.
+        """
+        goal = self._goal()
+        if unevenness is not None:
+            goal[: self.num_options] += unevenness
         bounds = self._bounds(allowed, without, bool(without))
         whole = np.zeros(self.width)
         whole[: self.num_options] = 1
@@ -110,7 +130,7 @@ class LinearProgram:
             LinearConstraint(self.one_each, 1.0, 1.0),
         ]
         found = milp(
-            self._goal(), constraints=constraints, integrality=whole, bounds=Bounds(bounds[:, 0], bounds[:, 1]),
+            goal, constraints=constraints, integrality=whole, bounds=Bounds(bounds[:, 0], bounds[:, 1]),
             options={"node_limit": nodes, "time_limit": max(0.1, seconds), "mip_rel_gap": GAP},
         )  # fmt: skip
         if found.x is None:
