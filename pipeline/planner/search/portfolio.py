@@ -251,7 +251,7 @@ class _Search:
     def _place_largest_first(self, choice: Choice, memory_weight: float) -> Assignment | None:
         """Towards the relaxation's own maxima: while all are below them a load costs little."""
         state = RankState(self.small, self.config.objective, self.bound, memory_weight, choice.maxima_ms)
-        found = []
+        found: list[Assignment] = []
         for order in self._orders(choice.choices):
             state.clear()
             if (not found or not self._out_of_time()) and fill(state, list(choice.choices), order):
