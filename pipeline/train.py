@@ -241,7 +241,9 @@ def describe(summary: TrainSummary) -> str:
     if summary.validation:
         lines.append(f"validation  {describe_quality(summary.validation, summary.bayes_auc)}")
     if summary.num_bad_rows:
-        lines.append(f"quarantine  {summary.num_bad_rows:,} bad rows left out, listed in {summary.run_dir}/quarantine")
+        lines.append(
+            f"quarantine  {summary.num_bad_rows:,} bad row(s) left out, listed in {summary.run_dir}/quarantine"
+        )
     lines += describe_run(summary.run_dir, summary.checkpoint, summary.throughput)
     lines.append(f"next        python -m pipeline.evaluate run={summary.run_dir} split=test")
     return "\n".join(lines)

@@ -26,12 +26,15 @@ class Prediction(NamedTuple):
 class NonFiniteLossError(ValueError):
     """The loss of a step is NaN or infinite on at least one rank; no rank has updated anything.
 
-    rows: of this rank's batch, those whose loss is not finite (`is_finite` False), else those with the largest loss.
+    rows: of this rank's batch, the first of the `num_at_fault` whose loss is not finite; where there is none, those
+    with the largest loss.
     """
 
-    def __init__(self, message: str, rows: list[int], losses: list[float], is_finite: bool, num_in_a_row: int) -> None:
+    def __init__(
+        self, message: str, rows: list[int], losses: list[float], num_at_fault: int, num_in_a_row: int
+    ) -> None:
         super().__init__(message)
-        self.rows, self.losses, self.is_finite, self.num_in_a_row = rows, losses, is_finite, num_in_a_row
+        self.rows, self.losses, self.num_at_fault, self.num_in_a_row = rows, losses, num_at_fault, num_in_a_row
 
 
 class GuardedLoss(nn.Module):
@@ -89,16 +92,16 @@ class GuardedLoss(nn.Module):
         losses = F.binary_cross_entropy_with_logits(
             prediction.logits, prediction.labels, weight=prediction.sample_weights, reduction="none"
         )
-        rows = torch.nonzero(~losses.isfinite()).flatten()[:MAX_SUSPECTS]
-        is_finite = not len(rows)
-        if is_finite:
+        at_fault = torch.nonzero(~losses.isfinite()).flatten()
+        rows = at_fault[:MAX_SUSPECTS]
+        if not len(rows):
             rows = losses.topk(min(MAX_SUSPECTS, len(losses))).indices
         message = (
             f"the loss is {prediction.loss.item()} on this rank and not finite on at least one, {self.in_a_row} time(s) "
             f"in a row with {self.max_in_a_row} allowed; this batch has updated nothing. Look for NaN labels or dense "
             "values, lower the learning rates or warm up (schedule=...), or set trainer.non_finite_loss=skip or rollback"
         )
-        return NonFiniteLossError(message, rows.tolist(), losses[rows].tolist(), is_finite, self.in_a_row)
+        return NonFiniteLossError(message, rows.tolist(), losses[rows].tolist(), len(at_fault), self.in_a_row)
 
 
 def _summed(flags: list[torch.Tensor | bool], device: torch.device) -> list[int]:

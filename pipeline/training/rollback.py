@@ -75,20 +75,24 @@ class Rollback:
             back_to, count = self.ranges[0]
             return f"; the run has already gone back to step {back_to} and past the batches of {count} steps"
         if not steps:
-            return f"; there is no checkpoint up to step {first} to go back to: set checkpoint.save_every_steps"
+            return f"; there is no checkpoint up to step {first} to go back to (checkpoint.save_every_steps says how often one is made)"
         return None
 
     def _name_rows(self, error: NonFiniteLossError, micro_position: int) -> str:
         """Collective: the rows at fault over all ranks; where no row's own loss is at fault, those with the largest."""
         epoch, step = divmod(micro_position, self._reader.steps_per_epoch)
         places = self._reader.locate(epoch, step, error.rows)
-        mine = (error.is_finite, [(*place, loss) for place, loss in zip(places, error.losses, strict=True)])
+        mine = (error.num_at_fault, [(*place, loss) for place, loss in zip(places, error.losses, strict=True)])
         found: list[Any] = [mine]
         if self._context.world_size > 1:
             found = [None] * self._context.world_size
             dist.all_gather_object(found, mine)
-        at_fault = [row for is_finite, rows in found if not is_finite for row in rows]
-        text = "Rows whose loss is not finite" if at_fault else "Rows with the largest loss"
-        rows = at_fault or sorted((row for _, rows in found for row in rows), key=lambda row: -row[2])
+        num_at_fault = sum(count for count, _ in found)
+        if num_at_fault:
+            rows = [row for count, rows in found if count for row in rows]
+            text = f"Rows whose loss is not finite, {num_at_fault:,} of {self._config.micro_batch_size:,}"
+        else:
+            rows = sorted((row for _, rows in found for row in rows), key=lambda row: -row[2])
+            text = "Rows with the largest loss"
         named = ", ".join(f"{file} row {row} ({loss:g})" for file, row, loss in rows[:MAX_NAMED])
         return f"{text}: {named}"
