@@ -30,7 +30,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     """Collective: restore a checkpoint under a plan for this world size and measure a split.
 
     Raises:
-        ValueError: the run folder holds no run, or no such step.
+        ValueError: the run folder holds no run, or no such step; or the data are not those of the run.
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
     from pipeline.assembly import assemble, open_reader
@@ -38,7 +38,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     from pipeline.checkpoint.steps import step_path
     from pipeline.data.dataset import load_dataset
     from pipeline.distributed import init_distributed
-    from pipeline.logs import get_logger, to_json
+    from pipeline.logs import to_json
     from pipeline.training.evaluation import evaluate_model
 
     trained = load_trained_job(job)
@@ -54,21 +54,29 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         raise ValueError(
             f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train run_dir={job.run} ..."
         )
-    if restored["data_order"]["dataset"] != dataset.fingerprint() and context.is_main:
-        get_logger("pipeline.evaluate").warning(
-            "%s is not the data set that %s was trained on: where its vocabularies differ, ids mean other values and "
-            "these metrics mean nothing", trained.data.path, job.run
-        )  # fmt: skip
+    is_other_data = restored["data_order"]["dataset"] != dataset.fingerprint()
+    if is_other_data and not job.other_data:
+        raise ValueError(
+            f"{trained.data.path} is not the data set that {job.run} was trained on: where its vocabularies differ, ids "
+            "mean other values and the metrics mean nothing; set other_data=true if its vocabularies are the same"
+        )
     metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}")
     step = restored["step"]
     checkpoint = step_path(checkpointer.folder, step)
     summary = EvaluateSummary(job.run, job.split, step, checkpoint, metrics, dataset.bayes_auc.get(job.split))
-    summary.path = storage.join(job.run, f"evaluation.{job.split}.step_{summary.step}.json")
+    summary.path = storage.join(job.run, file_name(job, step, dataset.fingerprint() if is_other_data else ""))
     if storage.exists(trained_summary := storage.join(job.run, SUMMARY)):
         summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
     if context.is_main:
         storage.publish_text(summary.path, to_json({"split": job.split, "step": summary.step, **metrics}, indent=1))
     return summary
+
+
+def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
+    """A part of a split, or other data, does not take the place of the whole evaluation."""
+    part = f".first_{job.max_batches}_batches" if job.max_batches is not None else ""
+    data = f".data_{other_data[:8]}" if other_data else ""
+    return f"evaluation.{job.split}.step_{step}{part}{data}.json"
 
 
 def load_trained_job(job: EvaluateJob) -> TrainJob:

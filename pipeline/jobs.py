@@ -100,6 +100,7 @@ class EvaluateJob:
     max_batches: int | None = None
     world_size: int = 1
     data_path: str | None = None  # None: the data set the run was trained on
+    other_data: bool = False  # evaluate though data_path holds another data set
 
     def __post_init__(self) -> None:
         check_choice("split", self.split, SPLITS)

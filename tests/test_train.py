@@ -145,6 +145,25 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(ranks: RankPool, trained:
     assert json.loads(Path(summary.path).read_text())["auc"] == summary.metrics["auc"]
 
 
+def test_a_part_of_a_split_and_other_data_do_not_take_the_place_of_the_evaluation(
+    ranks: RankPool, trained: TrainSummary, prepared_clicks: str, tmp_path: Path
+) -> None:
+    run = [f"run={trained.run_dir}", "split=test"]
+    whole = ranks.run(1, _evaluate, run)[0]
+    part = ranks.run(1, _evaluate, [*run, "max_batches=1"])[0]
+    assert part.path != whole.path and part.metrics["num_samples"] < whole.metrics["num_samples"]
+    other = shutil.copytree(prepared_clicks, tmp_path / "other")
+    text = (other / "dataset.json").read_text()
+    described = json.loads(text)
+    described["name"] = "another"
+    (other / "dataset.json").write_text(json.dumps(described))
+    with pytest.raises(RuntimeError, match=r"is not the data set that .*; set other_data=true"):
+        ranks.run(1, _evaluate, [*run, f"data_path={other}"])
+    allowed = ranks.run(1, _evaluate, [*run, f"data_path={other}", "other_data=true"])[0]
+    assert len({whole.path, part.path, allowed.path}) == 3
+    assert allowed.metrics == whole.metrics
+
+
 def test_any_step_and_split_can_be_evaluated(ranks: RankPool, trained: TrainSummary) -> None:
     early = ranks.run(2, _evaluate, [f"run={trained.run_dir}", "step=40", "split=test"])[0]
     late = ranks.run(2, _evaluate, [f"run={trained.run_dir}", "split=test"])[0]
