@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from pipeline import storage
+from pipeline.masking import mask
 
 QUIET_AFTER_S = 2.0  # what ends sooner needs no progress bar
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line now and then
@@ -49,11 +50,18 @@ class _DropNoise(logging.Filter):
         return not (record.name == "root" and "Sharding spec not found" in record.getMessage())
 
 
+class _MaskedFormatter(logging.Formatter):
+    """Libraries put whole URLs into their messages."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return mask(super().format(record))
+
+
 def configure_logging(rank: int = 0) -> None:
     """Rank 0 logs from INFO, the others from WARNING with their rank; libraries only what asks for an action."""
     handler = _StderrHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_MaskedFormatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(_DropNoise())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pipeline").setLevel(logging.INFO if rank == 0 else logging.WARNING)

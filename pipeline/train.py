@@ -51,6 +51,7 @@ def train(job: TrainJob) -> TrainSummary:
     # Imported here, for a typo in the command line must fail before torch is loaded.
     from pipeline.assembly import assemble, open_reader
     from pipeline.checkpoint.checkpointer import Checkpointer
+    from pipeline.checkpoint.random_state import seed_random_state
     from pipeline.checkpoint.steps import step_path
     from pipeline.data.dataset import load_dataset
     from pipeline.distributed import init_distributed
@@ -70,6 +71,7 @@ def train(job: TrainJob) -> TrainSummary:
         raise ValueError(f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher")
     lease = take_run_folder(job.run_dir, context, job.trainer.lease_ttl_s)
     watchdog.beat(phase="loading")
+    seed_random_state(job.trainer.seed, context.rank)
     dataset = load_dataset(job.data.path)
     # Before memory is allocated: a missing shard shows here.
     reader, validation_reader = (

@@ -15,6 +15,14 @@ def file_name(rank: int) -> str:
     return f"random_{rank:05d}.json"
 
 
+def seed_random_state(seed: int, rank: int) -> None:
+    """Each rank its own, and the same in every run with this seed: a fresh process draws its seed from the system."""
+    own = random.Random(f"{seed} {rank}").getrandbits(32)
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)  # on all devices
+
+
 def capture_random_state(device: torch.device) -> bytes:
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)

@@ -191,7 +191,8 @@ class Trainer:
                         log.update(pipeline.progress(batches))
             except NonFiniteLossError as error:
                 batches.close()
-                step = saved_step = self._roll_back(error, pipeline)
+                with watchdog.stage("going back"):
+                    step = saved_step = self._roll_back(error, pipeline)
                 batches, pipeline = self._micro_batches(step), self._make_pipeline()
                 continue
             if problem := self._input.problem((step + 1) * self._config.global_batch_size):
