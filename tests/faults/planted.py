@@ -1,0 +1,116 @@
+"""Run a verb, `train` or `evaluate`, with faults planted in it:  python -m tests.faults.planted FAULTS.json key=value ...
+
+FAULTS.json holds {"folder": ..., "faults": [{"attempt", "rank", "at", "step", "do"}, ...]}. `at` is import, rendezvous,
+load, step, evaluation, save or input; `do` is kill, stop, block, term (to this process), term_agent, slow or raise. Which
+rows each attempt read for which step goes to <folder>/rows.<rank>.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+RANK, ATTEMPT = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def plant(faults: list[dict[str, Any]], at: str, step: int | None = None) -> None:
+    """Do what is planted for this place."""
+    for fault in faults:
+        if (fault["attempt"], fault["rank"], fault["at"]) == (ATTEMPT, RANK, at) and fault.get("step") in (None, step):
+            faults.remove(fault)
+            _do(fault)
+            return
+
+
+def _do(fault: dict[str, Any]) -> None:
+    kind = fault["do"]
+    if kind == "kill" and "after_ms" in fault:  # somewhere within the next step
+        threading.Timer(fault["after_ms"] / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    elif kind in ("kill", "stop", "term"):
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[kind])
+    elif kind == "term_agent":
+        for _ in range(2):  # the second must be harmless
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(0.2)
+    elif kind in ("block", "slow"):
+        _read_from_a_disk_that_does_not_answer()
+    elif kind == "raise":
+        raise RuntimeError(os.environ["PLANTED_MESSAGE"])
+
+
+def _read_from_a_disk_that_does_not_answer() -> None:
+    time.sleep(600)
+
+
+def _before(function: Callable[..., Any], act: Callable[..., None]) -> Callable[..., Any]:
+    def with_fault(*args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return with_fault
+
+
+def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
+    import torch.distributed as dist
+
+    from pipeline import assembly, watchdog
+    from pipeline.checkpoint.commit import LocalFolder
+    from pipeline.data.reader import ShardReader
+    from pipeline.training.trainer import Trainer
+
+    def at_beat(step: int | None = None, phase: str | None = None) -> None:
+        if step is not None:
+            plant(faults, "step", step)
+        if phase == "evaluating":
+            plant(faults, "evaluation")
+
+    dist.init_process_group = _before(dist.init_process_group, lambda *_, **__: plant(faults, "rendezvous"))
+    assembly.assemble = _before(assembly.assemble, lambda *_, **__: plant(faults, "load"))
+    watchdog.beat = _before(watchdog.beat, at_beat)
+    LocalFolder.commit = _before(LocalFolder.commit, lambda _, attempt, __: plant(faults, "save", attempt.step))
+    ShardReader.batches = _read_with_faults(ShardReader.batches, faults)  # type: ignore[method-assign]
+    Trainer._micro_batches = _recorded(Trainer._micro_batches, folder)  # type: ignore[method-assign]
+
+
+def _read_with_faults(batches: Any, faults: list[dict[str, Any]]) -> Any:
+    def read(reader: Any, epoch: int, start_step: int = 0) -> Iterator[Any]:
+        for step, batch in enumerate(batches(reader, epoch, start_step), start=start_step):
+            plant(faults, "input", step)
+            yield batch
+
+    return read
+
+
+def _recorded(micro_batches: Any, folder: str) -> Any:
+    """The same batches; each one's rows are written down, by a hash of their values, before it is used."""
+
+    def recorded(trainer: Any, start_step: int) -> Iterator[Any]:
+        with open(f"{folder}/rows.{RANK}.jsonl", "a") as file:
+            for step, batch in enumerate(micro_batches(trainer, start_step), start=start_step):
+                rows = [hash(row.tobytes()) for row in batch.dense_features.numpy()]
+                file.write(json.dumps({"attempt": ATTEMPT, "step": step, "rows": rows}) + "\n")
+                file.flush()
+                yield batch
+
+    return recorded
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1]) as plan:
+        wanted = json.load(plan)
+    del sys.argv[1]
+    plant(wanted["faults"], "import")
+    plant_all(wanted["faults"], wanted["folder"])
+    from pipeline import evaluate, train
+    from pipeline.config import EvaluateJob, TrainJob, run_verb
+
+    if wanted["verb"] == "train":
+        run_verb(TrainJob, train.train, train.__doc__, train.describe)
+    else:
+        run_verb(EvaluateJob, evaluate.evaluate, evaluate.__doc__, evaluate.describe)

@@ -1,0 +1,99 @@
+"""Start runs with planted faults, with an agent or without, and read what they left."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 500
+NOT_COMPARED = re.compile(r"time|samples_per_s|input_stall_percent|peak_memory_gb")
+SMALL = [
+    "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.log_every_steps=10",
+    "trainer.evaluate_batch_size=512", "trainer.max_steps=60", "checkpoint.save_every_steps=10",
+    "trainer.evaluate_every_steps=20",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    data: str
+    folder: Path
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def words(self) -> list[str]:
+        return [*SMALL, f"data.path={self.data}", f"run_dir={self.run_dir}", *self.overrides]
+
+    def command(self, *faults: dict[str, Any], ranks: int = 0, max_restarts: int = 0, verb: str = "train") -> list[str]:
+        """`ranks` 0: one process without an agent."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        plan = self.folder / "faults.json"
+        planted = [{"attempt": 0, "rank": 0, **fault} for fault in faults]
+        plan.write_text(json.dumps({"folder": str(self.folder), "faults": planted, "verb": verb}))
+        agent = [
+            "-m", "pipeline.agent", "--grace-s", "30", "--standalone", f"--nproc-per-node={ranks}",
+            f"--max-restarts={max_restarts}", "--redirects=3", f"--log-dir={self.folder}/logs",
+        ]  # fmt: skip
+        words = self.words if verb == "train" else [f"run={self.run_dir}"]
+        return [sys.executable, *(agent if ranks else []), "-m", "tests.faults.planted", str(plan), *words]
+
+    def start(self, *faults: dict[str, Any], env: dict[str, str] | None = None, **how: Any) -> subprocess.Popen[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **(env or {})}
+        command = self.command(*faults, **how)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+    def finish(self, *faults: dict[str, Any], env: dict[str, str] | None = None, **how: Any) -> tuple[int, str]:
+        """(exit code, output)."""
+        process = self.start(*faults, env=env, **how)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        return process.returncode, output
+
+    def log(self, attempt: int, rank: int) -> str:
+        (path,) = self.folder.glob(f"logs/*/attempt_{attempt}/{rank}/stderr.log")
+        return path.read_text()
+
+    def checksums(self, step: int) -> dict[str, str]:
+        """SHA-256 of all that the step holds of model, optimizers and random generators."""
+        folder = self.run_dir / "checkpoints" / f"step_{step:08d}"
+        files = sorted(set(os.listdir(folder)) - {"manifest.json", ".metadata"})
+        assert files, "a step without files shows nothing"
+        return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files}
+
+    def metrics(self, kind: str) -> list[dict[str, float]]:
+        """Of the lines `train` or `validation`: all but times and memory."""
+        lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        mine = [line for line in lines if line.pop("kind") == kind]
+        return [{key: value for key, value in line.items() if not NOT_COMPARED.search(key)} for line in mine]
+
+    def lineage(self, num_ranks: int) -> list[int]:
+        """The rows of the steps that led to the last one, in order: of each step, those of its last attempt."""
+        rows: dict[tuple[int, int], list[int]] = {}
+        for rank in range(num_ranks):
+            for line in (self.folder / f"rows.{rank}.jsonl").read_text().splitlines():
+                record = json.loads(line)
+                rows[record["step"], rank] = record["rows"]
+        return [row for key in sorted(rows) for row in rows[key]]
+
+
+def processes_of(run: Run) -> list[int]:
+    """Processes that name the run's folder in their command line."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(run.run_dir).encode() in words:
+            found.append(int(pid))
+    return found

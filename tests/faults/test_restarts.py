@@ -1,0 +1,138 @@
+"""Faults 1, 3, 4, 21: ranks that die or hang anywhere, and an agent that is killed."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.exit_codes import DONE
+from tests.faults.conftest import FaultRecorder
+from tests.faults.runs import Run, processes_of
+
+STEPS, RANKS, HANG_S = 60, 2, 3
+LIMITS = (f"trainer.hang_timeout_s={HANG_S}", "trainer.startup_timeout_s=120")
+KILLED = re.compile(r"rank \d \(pid \d+\) was ended by SIGKILL")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(prepared_clicks: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(prepared_clicks, tmp_path_factory.mktemp("faults") / "uninterrupted", LIMITS)
+    code, output = run.finish(ranks=RANKS)
+    assert code == DONE, output
+    return run
+
+
+def _kills_at_steps(count: int, first_attempt: int, chance: random.Random) -> list[dict[str, Any]]:
+    """Each attempt gets two to ten steps further than the one before, and dies within a step."""
+    faults, step = [], 0
+    for attempt in range(first_attempt, first_attempt + count):
+        step = min(step + chance.randint(2, max(2, 2 * STEPS // count)), STEPS - 2)
+        after_ms, rank = chance.randint(0, 40), chance.randrange(RANKS)
+        faults.append(
+            {"attempt": attempt, "rank": rank, "at": "step", "step": step, "do": "kill", "after_ms": after_ms}
+        )
+    return faults
+
+
+def _same_as(run: Run, uninterrupted: Run) -> None:
+    assert run.checksums(STEPS) == uninterrupted.checksums(STEPS)
+    assert run.metrics("validation") == uninterrupted.metrics("validation")
+    # A window of training is a sum that rolls on: a resumed run starts it anew, which moves its last bit.
+    for mine, theirs in zip(run.metrics("train"), uninterrupted.metrics("train"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-12)
+    lineage, whole = run.lineage(RANKS), uninterrupted.lineage(RANKS)
+    assert lineage == whole
+    assert len(set(lineage)) == len(lineage) == STEPS * 256
+
+
+def test_ranks_that_die_or_hang_anywhere_leave_no_trace_in_the_result(
+    uninterrupted: Run, prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
+) -> None:
+    """One launch, so that every restart is also one after other faults."""
+    chance = random.Random(1)
+    starts = [
+        {"attempt": attempt, "rank": chance.randrange(RANKS), "at": at, "do": "kill"}
+        for attempt, at in enumerate(("import", "rendezvous", "load"))
+    ]
+    kills = _kills_at_steps(3, 3, chance)
+    stop = {"attempt": 6, "rank": 1, "at": "step", "step": 57, "do": "stop"}
+    block = {"attempt": 7, "rank": 1, "at": "input", "step": 58, "do": "block"}
+    run = Run(prepared_clicks, tmp_path, LIMITS)
+    code, output = run.finish(*starts, *kills, stop, block, ranks=RANKS, max_restarts=9)
+    assert code == DONE, output
+    assert "starting all ranks again, 8 of 9 times" in output
+    assert len(KILLED.findall(output)) >= 6
+    _same_as(run, uninterrupted)
+    assert processes_of(run) == []
+    fault(
+        1,
+        "3 of 3: weights, optimizer and random state, validation metrics bitwise equal to the uninterrupted run, each row once",
+        count=3,
+        seed=1,
+    )
+    fault(3, "3 of 3 (import, rendezvous, load): the ranks came back by themselves and ended the same", count=3, seed=1)
+    found_s = [_check_hang(run, 6, "gives no sign; its process is stopped by a signal, killed", rank_that_tells=0)]
+    found_s.append(_check_hang(run, 7, "waiting for input", rank_that_tells=1))
+    assert "_read_from_a_disk_that_does_not_answer" in run.log(7, 1)
+    fault(
+        21,
+        f"2 of 2 found, the later after {max(found_s):.1f} s of {HANG_S} s allowed + 5 s; rank, step and stack named",
+        count=2,
+    )
+
+
+def _check_hang(run: Run, attempt: int, text: str, rank_that_tells: int) -> float:
+    """Seconds without progress when it was found."""
+    log = run.log(attempt, rank_that_tells)
+    assert text in log and "stacks of rank" in log, log
+    assert re.search(r"rank 1 .*at step 5\d", log), log
+    found = re.search(r"hang: .* for ([\d.]+) s", log)
+    assert found is not None, log
+    assert float(found[1]) < HANG_S + 5
+    return float(found[1])
+
+
+@pytest.mark.campaign
+def test_twenty_kills_in_one_run(
+    uninterrupted: Run, prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
+) -> None:
+    kills = _kills_at_steps(20, 0, random.Random(20))
+    run = Run(prepared_clicks, tmp_path, LIMITS)
+    code, output = run.finish(*kills, ranks=RANKS, max_restarts=25)
+    assert code == DONE, output
+    assert "starting all ranks again, 20 of 25 times" in output
+    _same_as(run, uninterrupted)
+    fault(
+        1,
+        "20 of 20: weights, optimizer and random state, validation metrics bitwise equal, each row once in the committed lineage",
+        count=20,
+        seed=20,
+    )
+
+
+def test_an_agent_that_is_killed_leaves_no_orphan_and_its_folder_free(
+    uninterrupted: Run, prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
+) -> None:
+    run = Run(prepared_clicks, tmp_path, LIMITS)
+    agent = run.start({"rank": 1, "at": "step", "step": 25, "do": "block"}, ranks=RANKS)
+    step_20 = run.run_dir / "checkpoints" / "step_00000020"
+    while not step_20.exists() and agent.poll() is None:
+        time.sleep(0.05)
+    assert len(processes_of(run)) == 1 + RANKS
+    agent.kill()
+    agent.communicate(timeout=60)
+    deadline = time.monotonic() + 10
+    while processes_of(run) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of(run) == []
+    code, output = run.finish(ranks=RANKS)
+    assert code == DONE, output
+    _same_as(run, uninterrupted)
+    fault(
+        4, "no orphan; the same command took the folder over at once, went on from step 20 and ended the same", count=1
+    )
