@@ -40,13 +40,14 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     from pipeline.distributed import init_distributed
     from pipeline.logs import to_json
     from pipeline.training.evaluation import evaluate_model
+    from pipeline.training.input_watch import on_all_ranks
 
     trained = load_trained_job(job)
     watchdog.use(trained.trainer.limits())
     context = init_distributed(trained.comms.backend, trained.comms.timeout_s)
     watchdog.beat(phase="loading")
     dataset = load_dataset(trained.data.path)
-    reader = open_reader(trained, dataset, job.split, context, job.global_batch_size)
+    reader = on_all_ranks(lambda: open_reader(trained, dataset, job.split, context, job.global_batch_size), context)
     assembly = assemble(trained, dataset, context)
     checkpointer = Checkpointer(checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context)
     restored = checkpointer.restore_latest() if job.step is None else checkpointer.restore(job.step)

@@ -27,9 +27,10 @@ from pipeline.data.config import DataConfig
 from pipeline.data.dataset import FILE_NAME, SPLITS, Dataset, SparseFeature, Split, load_dataset
 from pipeline.data.encode import Features, features_of
 from pipeline.data.parallel import map_ordered
-from pipeline.data.rows import Layout, check_sources, layout_of
+from pipeline.data.rows import Layout, layout_of
 from pipeline.data.shards import ShardWriter, WrittenShard, plan_shards
 from pipeline.data.source import MAX_BLOCK_ROWS, Source
+from pipeline.data.source_schemas import check_sources
 from pipeline.data.splits import BlockRows, Boundaries, TrainingCounts, blocks_of, count_training, find_boundaries
 from pipeline.data.staging import StagedFile, stage_source
 from pipeline.data.synthetic import area_under_curve

@@ -18,6 +18,7 @@ import pyarrow.csv
 from pipeline.checks import did_you_mean
 from pipeline.data.config import ColumnsConfig, DataConfig
 from pipeline.data.criteo import criteo_columns
+from pipeline.data.parquet_text import not_text, with_text
 from pipeline.data.source import MAX_LINE_BYTES, Block, ParquetReader, Source, TextReader
 
 MAX_TEXT_CHARACTERS = 500
@@ -92,47 +93,6 @@ def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[TextR
         names = layout.header or tuple(_cells(layout, reader.header().decode(errors="replace").rstrip("\r\n")))
     check_columns(layout, names, source.path)
     return reader, names
-
-
-def check_sources(layout: Layout, sources: list[Source]) -> None:
-    """Look at every source's columns before rows are read of any.
-
-    Raises:
-        ValueError: a needed column is missing, or has another kind of type than in the first source: 1 and 1.0 would
-            be two values of one category.
-    """
-    first: dict[str, str] = {}
-    for source in sources:
-        reader, _ = open_source(layout, source, 1 << 16)
-        with reader:
-            kinds = _kinds(layout, reader.schema(), source) if isinstance(reader, ParquetReader) else {}
-        first = first or kinds
-        for name in kinds:
-            if kinds[name] != first[name]:
-                raise ValueError(
-                    f"{source.path}: column {name!r} holds {kinds[name]}, in {sources[0].path} {first[name]}: the same value "
-                    "would become two ids or two times; write both files with one type"
-                )
-
-
-def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
-    """Column -> "fractions", "times", "lists of fractions", or "values" (text and whole numbers read alike)."""
-    columns = layout.columns
-    kinds = {}
-    for name in (*columns.sparse, *columns.multi_hot, *([columns.timestamp] if columns.timestamp else [])):
-        kind = inner = schema.field(name).type
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            inner = kind.value_type
-        if pa.types.is_dictionary(inner):
-            inner = inner.value_type
-        if pa.types.is_nested(inner):
-            raise ValueError(
-                f"{source.path}: column {name!r} has type {kind}: give text, whole numbers, or lists of them"
-            )
-        is_time = pa.types.is_temporal(inner)
-        is_fraction = pa.types.is_floating(inner) or pa.types.is_decimal(inner)
-        kinds[name] = "times" if is_time else "fractions" if is_fraction else "values"
-    return kinds
 
 
 @dataclass(frozen=True)
@@ -329,63 +289,17 @@ def _parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
     """A Parquet block: types are the file's own, values may still be null or out of range."""
     for name in layout.numbers:
         table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
-    table = _with_timestamps(layout, _with_text(layout, table))
-    not_text = _not_text(layout, table)
-    reasons = {**_invalid_rows(layout, table), **not_text}
+    categorical = [*layout.columns.sparse, *layout.columns.multi_hot]
+    table = _with_timestamps(layout, with_text(table, categorical))
+    garbled = not_text(table, categorical)
+    reasons = {**_invalid_rows(layout, table), **garbled}
     kept = np.delete(np.arange(block.num_rows), sorted(reasons))
     readable = [name for name in table.column_names if name in layout.numbers]
     quarantined = []
     for i, reason in sorted(reasons.items()):
-        row = (table.select(readable) if i in not_text else table).slice(i, 1).to_pylist()[0]
+        row = (table.select(readable) if i in garbled else table).slice(i, 1).to_pylist()[0]
         quarantined.append(QuarantinedRow(block.first_line + i, reason, str(row)[:MAX_TEXT_CHARACTERS]))
     return ParsedRows(table.take(kept) if reasons else table, kept, quarantined)
-
-
-def _with_text(layout: Layout, table: pa.Table) -> pa.Table:
-    """Columns of bytes read as text; whether they are is _not_text's to say."""
-    for name in (*layout.columns.sparse, *layout.columns.multi_hot):
-        kind = table.schema.field(name).type
-        as_text = {pa.binary(): pa.string(), pa.large_binary(): pa.large_string()}.get(kind)
-        if as_text:
-            column = pa.chunked_array([chunk.view(as_text) for chunk in table[name].chunks], as_text)
-            table = table.set_column(table.schema.get_field_index(name), name, column)
-    return table
-
-
-def _not_text(layout: Layout, table: pa.Table) -> dict[int, str]:
-    """Row -> reason for text that is not UTF-8, as Parquet files may hold it."""
-    reasons: dict[int, str] = {}
-    for name in (*layout.columns.sparse, *layout.columns.multi_hot):
-        column = table[name].combine_chunks()
-        try:
-            column.validate(full=True)
-        except pa.ArrowInvalid:
-            for row, value in enumerate(_as_bytes(column).to_pylist()):
-                if not _is_utf8(value):
-                    reasons.setdefault(row, f"{name} is not UTF-8")
-    return reasons
-
-
-def _as_bytes(column: pa.Array) -> pa.Array:
-    """The same values with bytes in place of text, which to_pylist() would decode."""
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        return pa.DictionaryArray.from_arrays(column.indices, column.dictionary.view(pa.binary()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        maker = pa.ListArray if pa.types.is_list(kind) else pa.LargeListArray
-        mask = column.is_null() if column.null_count else None
-        return maker.from_arrays(column.offsets, _as_bytes(column.values), mask=mask)
-    return column.view(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
-
-
-def _is_utf8(value: bytes | list[bytes] | None) -> bool:
-    try:
-        for part in value if isinstance(value, list) else [value]:
-            if part is not None:
-                part.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
