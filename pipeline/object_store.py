@@ -131,13 +131,14 @@ def explained(what: str) -> Iterator[None]:
 
     try:
         yield
-    except ClientError as error:
-        found = error.response.get("Error", {})
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+    except (ClientError, BotoCoreError, Boto3Error) as error:
+        cause = error.__context__ if isinstance(error, Boto3Error) else error  # upload_file hides the answer in a text
+        if not isinstance(cause, ClientError):
+            raise OSError(f"{what} failed: {type(error).__name__}: {error}") from None
+        found = cause.response.get("Error", {})
+        status = cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
         kind = FileNotFoundError if str(found.get("Code")) in NOT_FOUND else OSError
         raise kind(f"{what} failed: {status} {found.get('Code')} {found.get('Message', '')}".rstrip()) from None
-    except (BotoCoreError, Boto3Error) as error:
-        raise OSError(f"{what} failed: {type(error).__name__}: {error}") from None
 
 
 class _RangeReader(io.RawIOBase):

@@ -8,7 +8,6 @@ VerifiedFile, so that what was verified is what is used.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import pickle
 from collections.abc import Iterator
@@ -16,10 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from pipeline.checkpoint.checksums import VerifiedFile, read_verified
@@ -106,6 +106,30 @@ class TensorsOnlyReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """In the order of the files, so that each block is read once."""
-        ordered = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
-        return super().read_data(dataclasses.replace(plan, items=ordered), planner)
+        """In the order of the files, so that each block is read once, and with one stored shard in memory at a time."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset):
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with self.fs.create_stream(name, "rb") as stream:
+                for item in items:
+                    self._read_item(stream, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_item(self, stream: io.IOBase, item: ReadItem, planner: LoadPlanner) -> None:
+        """What it has read is gone when it returns; DCP's own loop keeps a shard while it reads the next."""
+        if item.type == LoadItemType.BYTE_IO:
+            raise pickle.UnpicklingError(f"{item.storage_index.fqn} is asked for as a pickled value, not a tensor")
+        view: Any = self._slice_file(stream, self.storage_data[item.storage_index])
+        stored = torch.load(view, map_location="cpu", weights_only=True)
+        ends = zip(item.storage_offsets, item.lengths, strict=True)
+        part = stored[tuple(slice(begin, begin + length) for begin, length in ends)]
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != part.size():
+            raise DamagedError(
+                f"{self.step_path}: {item.storage_index.fqn} has {list(part.size())}, not {list(target.size())}"
+            )
+        target.copy_(part)
+        planner.commit_tensor(item, target)

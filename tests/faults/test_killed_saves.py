@@ -1,0 +1,68 @@
+"""Fault 2: a rank that dies in any phase of a save leaves the step before it, or the new one, and nothing between."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from tests.faults import kill_worker
+from tests.faults.checkpoints import load_once, save_steps
+from tests.faults.conftest import FaultRecorder
+from tests.faults.kill_worker import PHASES, PHASES_OF_RANK_0
+from tests.ranks import RankPool
+
+SIGKILLED = -9
+ALL = [(phase, rank) for phase in PHASES for rank in (0, 1)] + [(phase, 0) for phase in PHASES_OF_RANK_0]
+FAST = [("in the first file", 1), ("after they are read back", 0), ("before the verdict", 1), ("after the manifest", 0),
+        ("before the parent is durable", 0), ("while a step is removed", 0)]  # fmt: skip
+
+
+def _die(folder: Path, phase: str, victim: int, asynchronous: bool) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.faults.kill_worker"])  # torchrec takes seconds to import
+    folder.parent.mkdir()
+    words = (str(folder), str(folder.parent / "store"), victim, phase, asynchronous)
+    processes = [context.Process(target=kill_worker.run, args=(rank, *words)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    try:
+        processes[victim].join(120)
+        assert processes[victim].exitcode == SIGKILLED, (phase, victim)  # the phase was reached
+        processes[1 - victim].join(60)
+        assert processes[1 - victim].exitcode is not None, (
+            f"rank {1 - victim} hangs after the death of {victim}: {phase}"
+        )
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _kill(
+    ranks: RankPool, tmp_path: Path, fault: FaultRecorder, cases: list[tuple[str, int]], asynchronous: bool
+) -> None:
+    digests, loaded = ranks.run(2, save_steps, str(tmp_path / "whole"), [1, 2, 3])[0], {2: 0, 3: 0}
+    for number, (phase, victim) in enumerate(cases):
+        folder = tmp_path / str(number) / "checkpoints"
+        _die(folder, phase, victim, asynchronous)
+        step, digest = ranks.run(2, load_once, str(folder))[0]
+        assert step in loaded and digest == digests[step], (phase, victim, step, digest)
+        loaded[step] += 1
+    assert all(loaded.values()), loaded
+    how = "asynchronous saves" if asynchronous else "saves"
+    fault(2, f"{how}: 0 torn loads; {loaded[2]} loaded the step before, {loaded[3]} the new one, all exactly", count=len(cases))  # fmt: skip
+
+
+def test_a_kill_in_a_save_leaves_the_old_step_or_the_new_one(
+    ranks: RankPool, tmp_path: Path, fault: FaultRecorder
+) -> None:
+    _kill(ranks, tmp_path, fault, FAST, asynchronous=False)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_in_every_phase_of_a_save_on_every_rank(
+    ranks: RankPool, tmp_path: Path, fault: FaultRecorder, asynchronous: bool
+) -> None:
+    _kill(ranks, tmp_path, fault, ALL, asynchronous)
