@@ -17,7 +17,8 @@ from pipeline.checks import did_you_mean
 from pipeline.config import CheckpointsJob, main, print_user_errors
 from pipeline.jobs import CHECKPOINT_COMMANDS
 from pipeline.logs import configure_logging, get_logger
-from pipeline.train import folder_of
+from pipeline.train import config_of, folder_of
+from pipeline.training.config import CheckpointConfig
 
 DAMAGED = 1  # exit code of verify
 logger = get_logger("pipeline.checkpoints")  # run as a command, __name__ is another
@@ -25,6 +26,7 @@ logger = get_logger("pipeline.checkpoints")  # run as a command, __name__ is ano
 
 def list_checkpoints(job: CheckpointsJob) -> list[str]:
     """A line a step, oldest first. Raises ValueError where there is none."""
+    from pipeline.checkpoint.retention import HIGHER_IS_BETTER
     from pipeline.checkpoint.steps import list_steps
     from pipeline.checkpoint.survey import StepSummary, summarize_step
 
@@ -32,15 +34,20 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
     found = [summarize_step(folder, step) for step in list_steps(folder)]
     if not found:
         raise ValueError(f"{folder} holds no checkpoint; run=<the run_dir of a training>")
-    by_ne = [one for one in found if "ne" in one.metrics and not one.problem]
-    best = min(by_ne, key=lambda one: one.metrics["ne"]).step if by_ne else None
+    trained = config_of(job.run)
+    config = trained.checkpoint if trained else CheckpointConfig()
+    sign = -1.0 if config.best_metric in HIGHER_IS_BETTER else 1.0
+    measured = [one for one in found if config.best_metric in one.metrics and not one.problem]
+    best = min(measured, key=lambda one: sign * one.metrics[config.best_metric]).step if measured else None
+    last = {one.step for one in found[-config.keep_last_n :]}
 
     def line(one: StepSummary) -> str:
-        metrics = "  ".join(f"{name} {one.metrics[name]:.4f}" for name in ("ne", "auc") if name in one.metrics)
-        quality = f"{metrics}{'  best NE' if one.step == best else ''}" if metrics else "not evaluated"
+        metrics = [f"{name} {one.metrics[name]:.4f}" for name in ("ne", "auc") if name in one.metrics]
+        metrics += [f"best {config.best_metric}"] if one.step == best else []
+        metrics += ["kept as best"] if config.keep_best_n and one in measured and one.step not in last else []
         return (
             f"{one.step:>10}  {_age(one.age_s):>10}  {_size(one.size_bytes):>10}  {one.world_size:>5}  "
-            f"{one.problem or quality}"
+            f"{one.problem or '  '.join(metrics) or 'not evaluated'}"
         )
 
     header = f"{'step':>10}  {'saved':>10}  {'size':>10}  {'ranks':>5}  validation"

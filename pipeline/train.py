@@ -230,11 +230,16 @@ def start_warm(
         storage.publish_text(f"{job.run_dir}/warm_start.json", to_json(report_json(report), indent=1))
 
 
-def folder_of(run: str) -> str:
-    """Where another run keeps its checkpoints, as its saved config says. Raises ValueError for a config of no job."""
+def config_of(run: str) -> TrainJob | None:
+    """The config that another run has saved; None where there is none. Raises ValueError for a config of no job."""
     path = storage.join(run, "config.yaml")
-    config = load_saved_job(TrainJob, path).checkpoint if storage.is_file(path) else CheckpointConfig()
-    return checkpoint_folder(run, config)
+    return load_saved_job(TrainJob, path) if storage.is_file(path) else None
+
+
+def folder_of(run: str) -> str:
+    """Where another run keeps its checkpoints, as its saved config says. Raises ValueError as config_of."""
+    job = config_of(run)
+    return checkpoint_folder(run, job.checkpoint if job else CheckpointConfig())
 
 
 def describe(summary: TrainSummary) -> str:
