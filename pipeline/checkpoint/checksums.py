@@ -2,7 +2,7 @@
 
 A block of 8 MiB has a CRC of its own, so a rank that reads a part of a file verifies that part and no more, and the
 bytes that are verified are the bytes that are used. CRC-32 finds every flip of one, two or 32 neighbouring bits in a
-block; docs/adr/0007 says why not SHA-256.
+block; docs/adr/0009 says why not SHA-256.
 """
 
 from __future__ import annotations
