@@ -25,6 +25,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from pipeline.assembly import assemble
 from pipeline.config import TrainJob, load_config
 from pipeline.data.batch import Batch, keyed_jagged_tensor
+from pipeline.data.config import ReaderConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.distributed import DistributedContext
 from pipeline.training.optimizer import build_optimizer
@@ -160,9 +161,11 @@ class _InMemory:
     """What Trainer asks of a ShardReader, over batches that lie in memory."""
 
     stall_seconds = 0.0
+    config = ReaderConfig()
 
     def __init__(self, batches: list[Batch], batch_size: int, num_steps: int) -> None:
         self._batches, self.batch_size, self.steps_per_epoch = batches, batch_size, num_steps
+        self.num_rows = num_steps * batch_size
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         for step in range(start_step, self.steps_per_epoch):
@@ -170,8 +173,16 @@ class _InMemory:
 
 
 class _NoCheckpoints:
-    def save(self, *_: Any, **__: Any) -> str:
+    """What Trainer asks of a Checkpointer."""
+
+    asynchronous = False
+
+    def check_free_space(self, num_saves: int) -> None: ...
+
+    def save(self, step: int, values: dict[str, Any]) -> str:
         return "nowhere"
+
+    def wait(self) -> None: ...
 
 
 def our_loop(
