@@ -59,7 +59,9 @@ def measure(
     torch.set_num_threads(threads)
     from benchmarks.step_models import PRESETS, draw, our_loop, torchrec_loop
     from pipeline.distributed import DistributedContext
+    from pipeline.training.allocator import keep_freed_memory
 
+    keep_freed_memory()  # as train does, and here for both sides: they share the process
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     context = DistributedContext(rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
     preset = PRESETS[preset_name]

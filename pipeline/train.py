@@ -59,6 +59,7 @@ def train(job: TrainJob) -> TrainSummary:
     from pipeline.planner.explain import summarize
     from pipeline.planner.planfile import encode_record, write_plan
     from pipeline.run_folder import take_run_folder
+    from pipeline.training.allocator import keep_freed_memory
     from pipeline.training.config import profiled_steps
     from pipeline.training.input_watch import on_all_ranks
     from pipeline.training.memory import MemoryWatch
@@ -77,6 +78,8 @@ def train(job: TrainJob) -> TrainSummary:
     reader, validation_reader = (
         on_all_ranks(partial(open_reader, job, dataset, split, context), context) for split in ("train", "validation")
     )
+    if context.device.type == "cpu":
+        keep_freed_memory()
     memory = MemoryWatch(context)
     assembly = assemble(job, dataset, context)
     get_logger("pipeline.train").info(summarize(assembly.plan))
