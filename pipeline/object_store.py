@@ -89,8 +89,16 @@ class S3Handler(S3PathHandler):  # type: ignore[misc]
             return str(super()._get_local_path(path, **kwargs))
 
     def _ls(self, path: str, **kwargs: Any) -> list[str]:
+        """Whole keys, files first. iopath's own hides the status of the answer."""
+        bucket, prefix = self._parse_uri(path)
+        keys: list[str] = []
+        folders: list[str] = []
         with explained(f"listing {path}"):
-            return list(super()._ls(path, **kwargs))
+            pages = self._get_client(bucket).get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=bucket, Prefix=prefix, Delimiter="/"):
+                keys += [entry["Key"] for entry in page.get("Contents", [])]
+                folders += [entry["Prefix"] for entry in page.get("CommonPrefixes", [])]
+        return keys + folders
 
     def _rm(self, path: str, **kwargs: Any) -> None:
         with explained(f"removing {path}"):
