@@ -131,8 +131,10 @@ def _code_of(error: ChildFailedError) -> int:
     codes = Agent.first_codes
     _, first = error.get_first_failure()
     final = next((code for code in (USER_ERROR, REQUEUE, INTERRUPTED) if code in codes), None)
-    if final == USER_ERROR and 0 not in error.failures:  # rank 0 has said nothing
-        logger.error("%s", next(_message_of(each) for each in error.failures.values() if each.exitcode == final))
+    if final == USER_ERROR:
+        told = [_message_of(each) for each in error.failures.values() if each.exitcode == final]
+        if told and (0 not in error.failures or error.failures[0].exitcode != final):  # rank 0 has said nothing
+            logger.error("%s", told[0])
     return final or (first.exitcode if first.exitcode > 0 else FAILED)
 
 

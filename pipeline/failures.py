@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -43,11 +44,13 @@ def write_error_file(message: str, error: BaseException | None = None) -> None:
         return
     stack = "".join(traceback.format_exception(error)) if error else ""
     about = {"py_callstack": mask(stack), "timestamp": str(int(time.time()))}
-    try:
-        with open(path, "w") as file:
+    staged = f"{path}.{os.getpid()}.tmp"
+    # Whole or not at all: torchelastic's agent dies of half a file, which a rank killed in here would leave. Without
+    # one the exit code still says that the rank failed.
+    with contextlib.suppress(OSError):
+        with open(staged, "w") as file:
             json.dump({"message": {"message": mask(message), "extraInfo": about}}, file)
-    except OSError:
-        pass  # the exit code still says that it failed
+        os.replace(staged, path)
 
 
 def masked_traceback(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 500
+TIMEOUT_S = 1500
 NOT_COMPARED = re.compile(r"time|samples_per_s|input_stall_percent|peak_memory_gb")
 SMALL = [
     "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.log_every_steps=10",
