@@ -18,6 +18,7 @@ from pipeline import storage, watchdog
 from pipeline.checkpoint.config import WarmStartConfig
 from pipeline.config import TrainJob, load_saved_job, run_verb, save_job
 from pipeline.exit_codes import REQUEUE
+from pipeline.garbage import none_while_importing
 from pipeline.training.config import CheckpointConfig
 
 if TYPE_CHECKING:
@@ -49,23 +50,24 @@ def train(job: TrainJob) -> TrainSummary:
         ValueError: the job does not fit the data, the hardware or the checkpoint in its run folder.
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
-    from pipeline.assembly import assemble, open_reader
-    from pipeline.checkpoint.checkpointer import Checkpointer
-    from pipeline.checkpoint.random_state import seed_random_state
-    from pipeline.checkpoint.steps import step_path
-    from pipeline.data.dataset import load_dataset
-    from pipeline.distributed import init_distributed
-    from pipeline.logs import MetricsWriter, get_logger, to_json
-    from pipeline.planner.explain import summarize
-    from pipeline.planner.planfile import encode_record, write_plan
-    from pipeline.run_folder import take_run_folder
-    from pipeline.training.allocator import keep_freed_memory
-    from pipeline.training.config import profiled_steps
-    from pipeline.training.input_watch import on_all_ranks
-    from pipeline.training.memory import MemoryWatch
-    from pipeline.training.optimizer import build_optimizer
-    from pipeline.training.step_profile import StepProfiler
-    from pipeline.training.trainer import Trainer
+    with none_while_importing():
+        from pipeline.assembly import assemble, open_reader
+        from pipeline.checkpoint.checkpointer import Checkpointer
+        from pipeline.checkpoint.random_state import seed_random_state
+        from pipeline.checkpoint.steps import step_path
+        from pipeline.data.dataset import load_dataset
+        from pipeline.distributed import init_distributed
+        from pipeline.logs import MetricsWriter, get_logger, to_json
+        from pipeline.planner.explain import summarize
+        from pipeline.planner.planfile import encode_record, write_plan
+        from pipeline.run_folder import take_run_folder
+        from pipeline.training.allocator import keep_freed_memory
+        from pipeline.training.config import profiled_steps
+        from pipeline.training.input_watch import on_all_ranks
+        from pipeline.training.memory import MemoryWatch
+        from pipeline.training.optimizer import build_optimizer
+        from pipeline.training.step_profile import StepProfiler
+        from pipeline.training.trainer import Trainer
 
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
     if job.world_size != context.world_size:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
+import scipy  # its parts load when they are used: the integer programs take a third of a second
 
 from pipeline.planner.search.problem import Assignment, Floats, Option, Ranks, Rule, SearchProblem
 from pipeline.planner.search.ranks import project
@@ -54,8 +53,8 @@ class _Matrix:
             self.rows.append(row)
             self.columns.append(column)
 
-    def build(self, num_rows: int, num_columns: int) -> csr_matrix:
-        return csr_matrix((self.values, (self.rows, self.columns)), shape=(num_rows, num_columns))
+    def build(self, num_rows: int, num_columns: int) -> scipy.sparse.csr_matrix:
+        return scipy.sparse.csr_matrix((self.values, (self.rows, self.columns)), shape=(num_rows, num_columns))
 
 
 def count_variables(problem: SearchProblem) -> int:
@@ -215,30 +214,30 @@ class _Program:
         for kind, variable in self.in_use.items():
             goal[variable] = self.late[kind]
         constraints = [
-            LinearConstraint(self.load.build(problem.world_size * self.num_maxima, width), -np.inf, 0.0),
-            LinearConstraint(
+            scipy.optimize.LinearConstraint(self.load.build(problem.world_size * self.num_maxima, width), -np.inf, 0.0),
+            scipy.optimize.LinearConstraint(
                 self.memory.build(problem.capacity.size, width), -np.inf, problem.capacity.ravel() / BYTES_SCALE
             ),
-            LinearConstraint(self.equal.build(len(self.totals), width), self.totals, self.totals),
-            LinearConstraint(self.at_most.build(len(self.limits), width), -np.inf, self.limits),
-            LinearConstraint(goal[None], bound, np.inf if cutoff is None else cutoff * (1 - GAP)),
+            scipy.optimize.LinearConstraint(self.equal.build(len(self.totals), width), self.totals, self.totals),
+            scipy.optimize.LinearConstraint(self.at_most.build(len(self.limits), width), -np.inf, self.limits),
+            scipy.optimize.LinearConstraint(goal[None], bound, np.inf if cutoff is None else cutoff * (1 - GAP)),
         ]
         if (caps := problem.host_caps) is not None:
             constraints.append(self._host_rows(caps, width))
         integral = np.ones(width)
         integral[self.first_maximum :] = 0
         upper = np.array([*self.upper, *[np.inf] * self.num_maxima])
-        return milp(
-            goal, constraints=constraints, integrality=integral, bounds=Bounds(np.zeros(width), upper),
+        return scipy.optimize.milp(
+            goal, constraints=constraints, integrality=integral, bounds=scipy.optimize.Bounds(np.zeros(width), upper),
             options={"time_limit": seconds, "node_limit": max_nodes, "mip_rel_gap": GAP},
         )  # fmt: skip
 
-    def _host_rows(self, caps: Floats, width: int) -> LinearConstraint:
+    def _host_rows(self, caps: Floats, width: int) -> scipy.optimize.LinearConstraint:
         rows = _Matrix()
         for row, column, value in zip(self.memory.rows, self.memory.columns, self.memory.values, strict=True):
             rank, tier = divmod(row, self.num_memories)
             rows.add(rank // self.problem.ranks_per_host * self.num_memories + tier, column, value)
-        return LinearConstraint(rows.build(caps.size, width), -np.inf, caps.ravel() / BYTES_SCALE)
+        return scipy.optimize.LinearConstraint(rows.build(caps.size, width), -np.inf, caps.ravel() / BYTES_SCALE)
 
     def read(self, values: Floats) -> Assignment:
         choices = [0] * len(self.problem.tables)

@@ -11,9 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+import scipy  # its parts load when they are used: the integer programs take a third of a second
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import csr_matrix, vstack
 
 from pipeline.planner.search.problem import Floats, Rule, SearchProblem
 from pipeline.planner.search.ranks import project
@@ -75,7 +74,7 @@ class LinearProgram:
         self.rows, self.limits = self._rows()
         ends = np.repeat(np.arange(len(self.sizes)), self.sizes)
         shape = (len(self.sizes), self.width)
-        self.one_each = csr_matrix((np.ones(len(ends)), (ends, np.arange(len(ends)))), shape=shape)
+        self.one_each = scipy.sparse.csr_matrix((np.ones(len(ends)), (ends, np.arange(len(ends)))), shape=shape)
 
     def small_shards(self, limits_ms: Floats) -> Mask:
         """Options without a shard beyond the limits [maxima]; a table without such keeps its option of the smallest."""
@@ -95,7 +94,7 @@ class LinearProgram:
         """Of the `allowed` options, and no kind of `without`: all others with a latency then count as in use, as with
         `all_in_use`."""
         goal, bounds = self._goal(), self._bounds(allowed, without, all_in_use)
-        found = linprog(
+        found = scipy.optimize.linprog(
             goal, A_ub=self.rows, b_ub=self.limits, A_eq=self.one_each, b_eq=np.ones(len(self.sizes)), bounds=bounds,
             method="highs",
         )  # fmt: skip
@@ -126,11 +125,11 @@ class LinearProgram:
         whole = np.zeros(self.width)
         whole[: self.num_options] = 1
         constraints = [
-            LinearConstraint(self.rows, -np.inf, self.limits),
-            LinearConstraint(self.one_each, 1.0, 1.0),
+            scipy.optimize.LinearConstraint(self.rows, -np.inf, self.limits),
+            scipy.optimize.LinearConstraint(self.one_each, 1.0, 1.0),
         ]
-        found = milp(
-            goal, constraints=constraints, integrality=whole, bounds=Bounds(bounds[:, 0], bounds[:, 1]),
+        found = scipy.optimize.milp(
+            goal, constraints=constraints, integrality=whole, bounds=scipy.optimize.Bounds(bounds[:, 0], bounds[:, 1]),
             options={"node_limit": nodes, "time_limit": max(0.1, seconds), "mip_rel_gap": GAP},
         )  # fmt: skip
         if found.x is None:
@@ -158,7 +157,7 @@ class LinearProgram:
             bounds[self.width - len(self.late) :] = [[kind not in without] * 2 for kind in self.late]
         return bounds
 
-    def _rows(self) -> tuple[csr_matrix, Floats]:
+    def _rows(self) -> tuple[scipy.sparse.csr_matrix, Floats]:
         """Rows <= limits."""
         problem, count, maxima = self.problem, self.num_options, self.num_maxima
         means = np.zeros((2 * maxima, self.width))
@@ -173,11 +172,13 @@ class LinearProgram:
         held = np.zeros((len(packing), self.width))
         held[:, :count] = [row for row, _ in packing]
         largest, used = self._largest_shard_rows(), self._kind_rows()
-        rows = vstack([csr_matrix(means), csr_matrix(held), largest, used], format="csr")
+        rows = scipy.sparse.vstack(
+            [scipy.sparse.csr_matrix(means), scipy.sparse.csr_matrix(held), largest, used], format="csr"
+        )
         zeros = np.zeros(largest.shape[0] + used.shape[0])
         return rows, np.concatenate([np.zeros(2 * maxima), [limit for _, limit in packing], zeros])
 
-    def _kind_rows(self) -> csr_matrix:
+    def _kind_rows(self) -> scipy.sparse.csr_matrix:
         """For each kind with a latency and each table: the kind is in use by no less than the table's share of it."""
         tables = np.repeat(np.arange(len(self.sizes)), self.sizes)
         kinds = np.array(self.kinds)
@@ -189,7 +190,7 @@ class LinearProgram:
             row += [*(line + lines).tolist(), *range(line, line + len(owners))]
             column += [*mine.tolist(), *[self.width - len(self.late) + position] * len(owners)]
             line += len(owners)
-        return csr_matrix((data, (row, column)), shape=(line, self.width))
+        return scipy.sparse.csr_matrix((data, (row, column)), shape=(line, self.width))
 
     def _packing_rows(self) -> list[tuple[Floats, float]]:
         """Two shards that each take more than half of a rank's memory need two ranks, whatever the sum says.
@@ -211,7 +212,7 @@ class LinearProgram:
                 rows.append((np.array(counted), float(self.problem.world_size)))
         return rows
 
-    def _largest_shard_rows(self) -> csr_matrix:
+    def _largest_shard_rows(self) -> scipy.sparse.csr_matrix:
         """For each table: a maximum is no less than the table's largest shard, by shares, and what every rank has."""
         count = len(self.sizes)
         tables, lines, ones = np.repeat(np.arange(count), self.sizes), np.arange(count), np.ones(count)
@@ -222,5 +223,5 @@ class LinearProgram:
             data = np.concatenate([shards, -ones, ones])
             row = np.concatenate([tables, lines, lines])
             column = np.concatenate([np.arange(self.num_options), mine, mine + self.num_maxima])
-            blocks.append(csr_matrix((data, (row, column)), shape=(count, self.width)))
-        return vstack(blocks, format="csr")
+            blocks.append(scipy.sparse.csr_matrix((data, (row, column)), shape=(count, self.width)))
+        return scipy.sparse.vstack(blocks, format="csr")

@@ -1,0 +1,104 @@
+"""One rank of benchmarks/startup.py: `pipeline.train` with a clock around its stages.
+
+    python -m benchmarks.startup_rank MARKS key=value ...
+
+Writes MARKS.<rank>: [stage, when it ended, CPU-seconds of this process by then] for each of STAGES.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from pipeline.processes import start_time
+
+STAGES = (
+    "agent", "interpreter", "config", "imports", "process group", "data set and reader", "plan", "sharding",
+    "checkpoint, writers", "first step",
+)  # fmt: skip
+# What train() imports once its config is known.
+IMPORTED = (
+    "assembly", "checkpoint.checkpointer", "checkpoint.random_state", "data.dataset", "distributed", "logs",
+    "planner.explain", "planner.planfile", "run_folder", "training.allocator", "training.input_watch", "training.memory",
+    "training.optimizer", "training.step_profile", "training.trainer",
+)  # fmt: skip
+marks: list[tuple[str, float, float]] = []
+
+
+def mark(stage: str) -> None:
+    """The stage ends here. Called again (a second reader), it ended later."""
+    if marks and marks[-1][0] == stage:
+        marks.pop()
+    marks.append((stage, time.time(), time.process_time()))
+
+
+def after(owner: Any, name: str, stage: str) -> None:
+    """Mark the stage's end whenever owner.name returns."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        result = original(*arguments, **keywords)
+        if not is_training():
+            mark(stage)
+        return result
+
+    setattr(owner, name, call)
+
+
+def is_training() -> bool:
+    return bool(marks) and marks[-1][0] in STAGES[-2:]
+
+
+def timed_train(job: Any) -> Any:
+    mark("config")
+    for name in IMPORTED:
+        import_module(f"pipeline.{name}")
+    from pipeline import assembly, distributed
+    from pipeline.train import train
+    from pipeline.training.throughput import StepLog
+    from pipeline.training.trainer import Trainer
+
+    mark("imports")
+    after(distributed, "init_distributed", "process group")
+    after(assembly, "open_reader", "data set and reader")
+    after(assembly, "load_or_search_plan", "plan")
+    after(assembly, "shard_model", "sharding")
+    after(StepLog, "__init__", "checkpoint, writers")
+    original = Trainer._make_pipeline
+
+    def first_step(trainer: Any) -> Any:
+        made = original(trainer)
+        progress = made.progress
+
+        def call(batches: Any) -> Any:
+            result = progress(batches)
+            mark("first step")
+            return result
+
+        made.progress = call
+        return made
+
+    Trainer._make_pipeline = first_step  # type: ignore[method-assign]
+    return train(job)
+
+
+def main() -> None:
+    # The process began before its interpreter: Linux says when, in ticks since the boot.
+    since_boot = start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    marks.append(("agent", time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 0.0))
+    path = sys.argv.pop(1)
+    from pipeline.config import TrainJob, run_verb
+
+    mark("interpreter")
+    run_verb(TrainJob, timed_train, __doc__)
+    with open(f"{path}.{os.environ.get('RANK', '0')}", "w") as file:
+        json.dump(marks, file)
+
+
+if __name__ == "__main__":
+    main()
