@@ -262,6 +262,8 @@ def describe(summary: TrainSummary) -> str:
 
 
 def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) -> list[str]:
+    from pipeline.training.throughput import describe_comms_wait
+
     lines = [
         f"model       {checkpoint}",
         f"plan        {run_dir}/plan.json",
@@ -272,7 +274,7 @@ def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) ->
         lines.append(
             f"speed       {throughput['samples_per_s']:,.0f} samples/s in training, "
             f"{throughput['input_stall_percent']:.1f} % of the time waiting for input, "
-            f"{throughput['peak_memory_gb']:.2f} GiB a rank"
+            f"{describe_comms_wait(throughput)}, {throughput['peak_memory_gb']:.2f} GiB a rank"
         )
     return lines
 

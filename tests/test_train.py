@@ -69,8 +69,8 @@ def test_a_run_leaves_all_that_its_summary_names(trained: TrainSummary) -> None:
     assert manifest["config"]["trainer"]["global_batch_size"] == 256
     assert manifest["plan"] == json.loads((run_dir / "plan.json").read_text())
     assert manifest["reader"] == {"epoch": 0, "step": 40}
-    needed = {"ne", "logloss", "calibration", "label_rate", "samples_per_s", "input_stall_percent", "peak_memory_gb",
-              "lr_sparse", "lr_dense"}  # fmt: skip
+    needed = {"ne", "logloss", "calibration", "label_rate", "samples_per_s", "input_stall_percent", "comms_percent",
+              "peak_memory_gb", "lr_sparse", "lr_dense"}  # fmt: skip
     assert all(needed <= line.keys() for line in lines if line["kind"] == "train")
     text = train_module.describe(trained)
     for name in (trained.checkpoint, "plan.json", "metrics.jsonl", "tensorboard", "samples/s", "pipeline.evaluate"):

@@ -1,19 +1,21 @@
-"""Turn timed steps into log lines: training metrics, samples/s, share of time that waited for input, memory."""
+"""Turn timed steps into log lines: training metrics, samples/s, shares of time that waited for input and comms, memory."""
 
 from __future__ import annotations
 
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext
 from pipeline.logs import MetricsWriter, get_logger
 from pipeline.models.task import Prediction
+from pipeline.training.comms_wait import MEASURED_BACKENDS, CommsWait
 from pipeline.training.config import TrainerConfig
 from pipeline.training.metrics import RunningMetrics
 
@@ -39,16 +41,31 @@ class StepLog:
         self._seconds = 0.0
         self._num_steps = 0
         self._logged_step = start_step
-        self._logged = self._after_first = (0.0, 0.0)  # seconds, stall seconds
+        self._comms = CommsWait() if context.backend in MEASURED_BACKENDS else None
+        self._comms_seconds = 0.0
+        self._logged = self._after_first = (0.0, 0.0, 0.0)  # seconds: all, input stall, comms
+
+    @contextmanager
+    def clocked_comms(self, loss: nn.Module) -> Iterator[None]:
+        """Steps timed within tell their share of waiting for collectives, where the backend lets it be measured."""
+        with self._comms.clocked(loss) if self._comms else nullcontext():
+            yield
 
     @contextmanager
     def timed_step(self) -> Iterator[None]:
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), self._waited()
         yield
         self._seconds += time.perf_counter() - started
+        self._comms_seconds += self._waited() - waited
         self._num_steps += 1
         if self._num_steps == 1:  # the first step also builds: pipeline stages, DDP buckets, threads
-            self._after_first = (self._seconds, self._reader.stall_seconds)
+            self._after_first = self._now()
+
+    def _waited(self) -> float:
+        return self._comms.seconds if self._comms else 0.0
+
+    def _now(self) -> tuple[float, float, float]:
+        return self._seconds, self._reader.stall_seconds, self._comms_seconds
 
     def update(self, prediction: Prediction) -> None:
         self._running.update(prediction)
@@ -61,14 +78,15 @@ class StepLog:
             "peak_memory_gb": peak_memory_gb(self._context),
             **extra,
         }
-        self._logged, self._logged_step = (self._seconds, self._reader.stall_seconds), step
+        self._logged, self._logged_step = self._now(), step
         logger.info(
-            "step %d/%d  NE %.4f  %s samples/s  input stall %.1f %%  %.2f GiB  %.0f s left",
+            "step %d/%d  NE %.4f  %s samples/s  input stall %.1f %%  %s  %.2f GiB  %.0f s left",
             step,
             self._total_steps,
             values["ne"],
             f"{values['samples_per_s']:,.0f}",
             values["input_stall_percent"],
+            describe_comms_wait(values),
             values["peak_memory_gb"],
             (self._total_steps - step) * self._seconds / self._num_steps,
         )
@@ -80,12 +98,18 @@ class StepLog:
         rates = self._rates(self._num_steps - 1, self._after_first)
         return {**rates, "peak_memory_gb": peak_memory_gb(self._context)}
 
-    def _rates(self, num_steps: int, since: tuple[float, float]) -> dict[str, float]:
-        seconds = max(self._seconds - since[0], 1e-9)
-        return {
+    def _rates(self, num_steps: int, since: tuple[float, float, float]) -> dict[str, float]:
+        seconds, stall, comms = (now - then for now, then in zip(self._now(), since, strict=True))
+        seconds = max(seconds, 1e-9)
+        rates = {
             "samples_per_s": num_steps * self._samples_a_step / seconds,
-            "input_stall_percent": 100 * (self._reader.stall_seconds - since[1]) / seconds,
+            "input_stall_percent": 100 * stall / seconds,
         }
+        return rates | ({"comms_percent": 100 * comms / seconds} if self._comms else {})
+
+
+def describe_comms_wait(rates: dict[str, float]) -> str:
+    return f"comms {rates['comms_percent']:.1f} %" if "comms_percent" in rates else "comms not measured"
 
 
 def peak_memory_gb(context: DistributedContext) -> float:

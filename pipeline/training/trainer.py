@@ -172,7 +172,10 @@ class Trainer:
         log = StepLog(self._config, self._reader, self._context, self._writer, start_step, self.total_steps)
         # Where stderr is no terminal the log lines tell the progress.
         shown = self._context.is_main and sys.stderr.isatty()
-        with progress("training", self.total_steps - start_step, visible=shown) as bar:
+        with (
+            progress("training", self.total_steps - start_step, visible=shown) as bar,
+            log.clocked_comms(self._task.loss),
+        ):
             step = self._train(start_step, log, bar)
         stopped_early, bad_rows = self._early_stop.is_exhausted, self._task.loss.num_bad_rows
         return FitResult(step, stopped_early, self._is_preempted, log.summary(), self._last_metrics, bad_rows)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 1500
-NOT_COMPARED = re.compile(r"time|samples_per_s|input_stall_percent|peak_memory_gb")
+NOT_COMPARED = re.compile(r"time|samples_per_s|input_stall_percent|comms_percent|peak_memory_gb")
 SMALL = [
     "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.log_every_steps=10",
     "trainer.evaluate_batch_size=512", "trainer.max_steps=60", "checkpoint.save_every_steps=10",
