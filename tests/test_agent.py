@@ -51,7 +51,8 @@ def test_the_launch_ends_as_its_ranks_do(tmp_path: Path, codes: str, expected: i
     assert process.returncode == expected, err
     assert f"start {num_starts - 1} of rank" in out and f"start {num_starts} of rank" not in out
     assert said in err and "Traceback" not in err
-    assert (err == "") == (said == "")
+    # Where both ranks end at once, the second may be told to before it has ended by itself.
+    assert said or err == "" or "it left no message" in err
 
 
 def test_a_rank_told_to_end_because_another_died_does_not_make_it_a_requeue(tmp_path: Path) -> None:

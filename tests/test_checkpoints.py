@@ -35,7 +35,7 @@ def _job(*words: str) -> CheckpointsJob:
 def test_every_step_is_listed_with_age_size_ranks_and_metrics(small_run: Path) -> None:
     header, *lines, where = list_checkpoints(_job(str(small_run)))
     assert [int(line.split()[0]) for line in lines] == [10, 20, 30]
-    assert all(" s ago" in line and "MiB" in line and "  ne 0." in line and "auc 0." in line for line in lines)
+    assert all(" ago" in line and "MiB" in line and "  ne 0." in line and "auc 0." in line for line in lines)
     assert sum("best ne" in line for line in lines) == 1
     assert header.split() == ["step", "saved", "size", "ranks", "validation"] and str(small_run) in where
 

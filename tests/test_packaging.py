@@ -146,7 +146,7 @@ def test_torchx_finds_our_components_beside_its_own_and_submits_only_what_compos
     run = (*torchx, "run", "-s", "local_cwd", "--dryrun", "pipeline.train", "-j", "1x2", "--", "experiment=quickstart")
     shown = _run(python, elsewhere, *run, "data.path=../data")
     assert shown.returncode == 0, shown.stderr
-    assert "torch.distributed.run" in shown.stdout and "pipeline.train" in shown.stdout
+    assert "pipeline.agent" in shown.stdout and "pipeline.train" in shown.stdout
     refused = _run(python, elsewhere, *run, "data.path=../data", "trainer.sed=1")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == "error: unknown key 'trainer.sed'; did you mean 'trainer.seed'?\n"

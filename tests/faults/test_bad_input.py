@@ -43,6 +43,7 @@ def _train(
         folder, load_dataset(folder), "train", global_batch_size=24, rank=rank, world_size=world_size, config=config,
         seed=1, quarantine_path=f"{folder}/run/quarantine/train.rank{rank}.jsonl",
     )  # fmt: skip
+    torch.distributed.barrier()
     if spoil_at and rank == 0:
         spoil_at(folder)
     torch.distributed.barrier()
