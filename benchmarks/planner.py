@@ -1,27 +1,33 @@
 """How good a plan each planner finds, whether it finds one at all, and in how many seconds:
 
-    python -m benchmarks.planner [--suites mlperf_dlrmv2 ...] [--ranks 8 16] [--tightness none 1.2] [--output plans.json]
-    python -m benchmarks.planner --all --output plans.json      every suite, topology and tightness: hours
+    python -m benchmarks.planner [--suites mlperf_dlrmv2 ...] [--ranks 8 16] [--tightness none 1.2] [--output plans.jsonl]
+    python -m benchmarks.planner --quick --output plans.jsonl     each suite once or twice: some 12 minutes of one core
+    python -m benchmarks.planner --all --output plans.jsonl       every suite, topology and tightness: hours
+    python -m benchmarks.planner --report plans.jsonl             what a file holds, as Markdown
+
+Rows are appended to --output one by one, and a run leaves out those that are there: what was stopped goes on.
 
 `max_rank` and `critical_path` are ms a step by the estimates that all planners here share; of each row the best is
-marked *. `gap` is what the planner itself proves. Each planner runs twice: `hash` is its plan's, `!` where the two
-differ. random, size, dim and lookups cut a table by rows where it takes more than half of a rank and place the others
+marked *. `gap` is what the planner itself proves; search minimises critical_path, search_max_rank the other. `hash` is
+the plan's, of the first of --repeats runs, `!` where they differ. torchrec_end is TorchRec's planner with ten minutes,
+where --torchrec-seconds did not see it to its end. random, size, dim and lookups cut a table by rows where it takes more than half of a rank and place the others
 whole, in that order, on the rank that has least of it; their seconds leave out the estimates, which they do not need.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import hashlib
 import json
 import logging
-import math
+import os
 import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
@@ -29,40 +35,29 @@ from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
+from benchmarks.planner_report import Outcome, append_row, read_rows, report, show, summarize
 from benchmarks.planner_suites import RANKS, SUITES, TIGHTNESS, build_request, build_suite, reserve
 from pipeline.logs import configure_logging, get_logger
 from pipeline.planner.collectives import links_of
-from pipeline.planner.config import PLANNERS, PlannerConfig
+from pipeline.planner.config import PlannerConfig
 from pipeline.planner.constraints import build_constraints, place_tables
 from pipeline.planner.cost_model import CostModel, wire_of
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, usable_bytes
-from pipeline.planner.fingerprint import library_versions
 from pipeline.planner.hardware import Hardware, build_topology
 from pipeline.planner.planner import PlanRequest, make_plan, rank_loads
 from pipeline.planner.record import critical_path_ms
 
 SMALL_SUITES = ("criteo_kaggle", "mlperf_dlrmv2", "rmc1", "rmc2", "rmc3")
-KINDS = tuple(kind for kind in PLANNERS if kind != "file")
+TO_THE_END_S = 600.0
+# (suite, ranks, tightness): --quick
+QUICK: list[tuple[str, int, float | None]] = [
+    ("criteo_kaggle", 8, None), ("criteo_1tb", 8, 1.2), ("criteo_1tb", 64, None), ("mlperf_dlrmv2", 8, None),
+    ("mlperf_dlrmv2", 16, 1.2), ("rmc1", 8, None), ("rmc2", 16, 1.05), ("rmc3", 8, None), ("hugectr_180", 16, None),
+    ("hugectr_200", 64, 1.2), ("hugectr_510", 64, None), ("hugectr_7", 128, None), ("synthetic_100", 16, None),
+    ("synthetic_100", 16, 1.02), ("synthetic_400", 64, None), ("synthetic_856", 128, None), ("synthetic_856", 128, 1.05),
+]  # fmt: skip
+QUICK_PLANNERS = ("search", "torchrec", "torchrec_dp", "size", "dim", "lookups", "random")
 LARGE_SHARE = 0.5  # of a rank's memory: a larger table is cut by rows
-
-
-@dataclass
-class Outcome:
-    """`gap` and `lower_bound_ms` are of the objective that the planner minimised; None where nothing is proven."""
-
-    suite: str
-    ranks: int
-    tightness: float | None
-    planner: str
-    seconds: float = math.nan
-    feasible: bool = False
-    max_rank_ms: float | None = None
-    critical_path_ms: float | None = None
-    lower_bound_ms: float | None = None
-    gap: float | None = None
-    plan_hash: str = ""
-    repeatable: bool | None = None
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,16 +72,18 @@ class Found:
     gap: float | None = None
 
 
-def by_kind(kind: str, request: PlanRequest, fraction: float, seconds: float) -> Found:
+def by_kind(
+    kind: str, request: PlanRequest, fraction: float, seconds: float, objective: str = "critical_path"
+) -> Found:
     """One of the planners that `planner.kind` names. Raises ValueError where it finds nothing."""
-    config = PlannerConfig(kind=kind, reserved_memory_fraction=fraction, timeout_s=seconds)
+    config = PlannerConfig(kind, "", fraction, seconds, objective, gap_tolerance=0.0)
     began = time.perf_counter()
     record = make_plan(config, request)
     took = time.perf_counter() - began
-    objective = record.objective
+    reached = record.objective
     placed = [(choice.name, choice.sharding_type, choice.compute_kernel, choice.ranks) for choice in record.tables]
     return Found(
-        objective.max_rank_ms, objective.critical_path_ms, _hash(placed), took, objective.lower_bound_ms, objective.gap
+        reached.max_rank_ms, reached.critical_path_ms, _hash(placed), took, reached.lower_bound_ms, reached.gap
     )
 
 
@@ -203,89 +200,74 @@ def _hash(placed: Iterable[tuple[str, str, str, Sequence[int | None]]]) -> str:
     return hashlib.sha256(json.dumps(sorted(placed)).encode()).hexdigest()[:12]
 
 
-def planners(seconds: float) -> dict[str, Callable[[PlanRequest, float], Found]]:
-    found: dict[str, Callable[[PlanRequest, float], Found]] = {}
-    for kind in KINDS:
-        found[kind] = lambda request, fraction, kind=kind: by_kind(kind, request, fraction, seconds)  # type: ignore[misc]
-    found["torchrec_dp"] = lambda request, fraction: torchrec_dp(request, fraction, seconds)
+Run = Callable[[PlanRequest, float], Found]
+
+
+def planners(seconds: float, torchrec_seconds: float) -> dict[str, tuple[Run, float | None]]:
+    """Name -> the planner, and the seconds that it may take (None: it takes none worth a limit)."""
+
+    def of_kind(kind: str, limit: float, objective: str = "critical_path") -> tuple[Run, float]:
+        return lambda request, fraction: by_kind(kind, request, fraction, limit, objective), limit
+
+    found: dict[str, tuple[Run, float | None]] = {
+        "search": of_kind("search", seconds),
+        "search_max_rank": of_kind("search", seconds, "max_rank"),
+        "torchrec": of_kind("torchrec", torchrec_seconds),
+        "torchrec_end": of_kind("torchrec", TO_THE_END_S),
+        "torchrec_dp": (
+            lambda request, fraction: torchrec_dp(request, fraction, torchrec_seconds), torchrec_seconds
+        ),
+    }  # fmt: skip
     for order in ("size", "dim", "lookups", "random"):
-        found[order] = lambda request, fraction, order=order: greedy(order, request, fraction)  # type: ignore[misc]
+        found[order] = (lambda request, fraction, order=order: greedy(order, request, fraction)), None  # type: ignore[misc]
     return found
 
 
-def run_instance(
-    suite: str,
-    ranks: int,
-    tightness: float | None,
-    chosen: dict[str, Callable[[PlanRequest, float], Found]],
-    repeats: int,
-) -> list[Outcome]:
-    """Every planner on one suite, topology and tightness; a fresh request each time, for planners write into options."""
+def run_planner(
+    suite: str, ranks: int, tightness: float | None, name: str, planner: Run, limit: float | None, repeats: int
+) -> Outcome:
+    """One planner on one suite, topology and tightness; a fresh request each time, for planners write into options."""
     tables = build_suite(suite)
-    outcomes = []
-    for name, planner in chosen.items():
-        outcome = Outcome(suite, ranks, tightness, name)
-        began = time.perf_counter()
-        try:
-            found = [
-                planner(build_request(tables, ranks, tightness=tightness), reserve(tightness)) for _ in range(repeats)
-            ]
-        except ValueError as error:
-            outcome.seconds, outcome.error = time.perf_counter() - began, str(error).splitlines()[0]
-        else:
-            first = found[0]
-            outcome.feasible, outcome.seconds = True, statistics.median(each.seconds for each in found)
-            outcome.max_rank_ms, outcome.critical_path_ms = first.max_rank_ms, first.critical_path_ms
-            outcome.lower_bound_ms, outcome.gap, outcome.plan_hash = first.lower_bound_ms, first.gap, first.plan_hash
-            outcome.repeatable = len({each.plan_hash for each in found}) == 1 if repeats > 1 else None
-        outcomes.append(outcome)
-    return outcomes  # fmt: skip
+    outcome = Outcome(suite, ranks, tightness, name, timeout_s=limit, load=os.getloadavg()[0])
+    outcome.day, outcome.machine = datetime.date.today().isoformat(), f"{os.cpu_count()} x {platform.machine()}"
+    began, began_cpu = time.perf_counter(), time.process_time()
+    try:
+        found = [planner(build_request(tables, ranks, tightness=tightness), reserve(tightness)) for _ in range(repeats)]
+    except ValueError as error:
+        outcome.seconds, outcome.error = time.perf_counter() - began, str(error).splitlines()[0]
+        outcome.cpu_seconds = time.process_time() - began_cpu
+        return outcome
+    outcome.cpu_seconds = (time.process_time() - began_cpu) / repeats
+    first = found[0]
+    outcome.feasible, outcome.seconds = True, statistics.median(each.seconds for each in found)
+    outcome.complete = limit is None or outcome.seconds < limit
+    outcome.max_rank_ms, outcome.critical_path_ms = first.max_rank_ms, first.critical_path_ms
+    outcome.lower_bound_ms, outcome.gap, outcome.plan_hash = first.lower_bound_ms, first.gap, first.plan_hash
+    outcome.repeatable = len({each.plan_hash for each in found}) == 1 if repeats > 1 else None
+    return outcome
 
 
-def show(outcomes: list[Outcome]) -> str:
-    """One line a planner; the best of each objective is marked."""
-    feasible = [outcome for outcome in outcomes if outcome.feasible]
-    best = {
-        field: min((getattr(outcome, field) for outcome in feasible), default=math.nan)
-        for field in ("max_rank_ms", "critical_path_ms")
-    }
-    lines = []
-    for outcome in outcomes:
-        where = f"{outcome.suite:15} {outcome.ranks:4} {outcome.tightness or 'none':>5} {outcome.planner:12}"
-        if not outcome.feasible:
-            lines.append(f"{where} {'no plan':>33} {outcome.seconds:8.2f} s  {outcome.error[:80]}")
+def run_instance(
+    instance: tuple[str, int, float | None], options: argparse.Namespace, known: dict[str, Outcome]
+) -> list[Outcome]:
+    """Every planner on one suite, topology and tightness, but those whose rows are `known`; rows go to --output at once."""
+    suite, ranks, tightness = instance
+    rows: dict[str, Outcome] = {}
+    for name, (planner, limit) in planners(options.seconds, options.torchrec_seconds).items():
+        if name not in options.planners:
             continue
-        values = " ".join(
-            f"{getattr(outcome, field):10.4g}{'*' if getattr(outcome, field) <= best[field] * (1 + 1e-9) else ' '}"
-            for field in best
-        )
-        gap = "" if outcome.gap is None else f"{100 * outcome.gap:.2f} %"
-        same = "!" if outcome.repeatable is False else ""
-        lines.append(f"{where} {values} {gap:>9} {outcome.seconds:8.2f} s  {outcome.plan_hash}{same}")
-    return "\n".join(lines)
-
-
-def summarize(outcomes: list[Outcome]) -> str:
-    """Of each planner: the share of instances it solves, of those that any solves, and its mean ratio to the best."""
-    instances: dict[tuple[str, int, float | None], list[Outcome]] = {}
-    for outcome in outcomes:
-        instances.setdefault((outcome.suite, outcome.ranks, outcome.tightness), []).append(outcome)
-    solvable = [group for group in instances.values() if any(outcome.feasible for outcome in group)]
-    lines = [f"{'planner':12} {'solved':>9} {'max_rank':>10} {'critical_path':>14}   mean ratio to the best of its row"]
-    for name in dict.fromkeys(outcome.planner for outcome in outcomes):
-        mine = [(outcome, group) for group in solvable for outcome in group if outcome.planner == name]
-        solved = [(outcome, group) for outcome, group in mine if outcome.feasible]
-        ratios = [_mean_ratio(solved, field) for field in ("max_rank_ms", "critical_path_ms")]
-        lines.append(f"{name:12} {f'{len(solved)}/{len(mine)}':>9} {ratios[0]:10.3f} {ratios[1]:14.3f}")
-    return "\n".join(lines)
-
-
-def _mean_ratio(solved: Iterable[tuple[Outcome, list[Outcome]]], field: str) -> float:
-    ratios = [
-        getattr(outcome, field) / max(1e-12, min(getattr(other, field) for other in group if other.feasible))
-        for outcome, group in solved
-    ]
-    return statistics.fmean(ratios) if ratios else math.nan
+        if name in known:
+            rows[name] = known[name]
+            continue
+        shorter = rows.get("torchrec") if name == "torchrec_end" else None
+        if shorter is not None and (shorter.complete or not shorter.feasible):
+            rows[name] = replace(shorter, planner=name)  # more time would change nothing
+        else:
+            repeats = 1 if name == "torchrec_end" else options.repeats
+            rows[name] = run_planner(suite, ranks, tightness, name, planner, limit, repeats)
+        if options.output:
+            append_row(options.output, rows[name])
+    return list(rows.values())
 
 
 def _tightness(text: str) -> float | None:
@@ -293,51 +275,53 @@ def _tightness(text: str) -> float | None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    names = list(planners(0.0))
+    names = list(planners(0.0, 0.0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suites", nargs="+", choices=list(SUITES), default=list(SMALL_SUITES), metavar="SUITE")
     parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=[8])
     parser.add_argument(
         "--tightness", nargs="+", type=_tightness, default=[None, 1.2], help="none, or times the least HBM"
     )
-    parser.add_argument("--planners", nargs="+", choices=names, default=names, metavar="PLANNER", help=", ".join(names))
-    parser.add_argument("--seconds", type=float, default=20.0, help="planner.timeout_s of each")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--planners", nargs="+", choices=names, metavar="PLANNER", help=", ".join(names))
+    parser.add_argument("--seconds", type=float, default=60.0, help="planner.timeout_s of search")
+    parser.add_argument("--torchrec-seconds", type=float, default=20.0, help="of TorchRec's planners")
+    parser.add_argument("--repeats", type=int, help="2, or 1 with --quick")
+    parser.add_argument("--quick", action="store_true", help="each suite at one or two topologies and tightnesses")
     parser.add_argument("--all", action="store_true", help="every suite, topology and tightness")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="JSON lines; rows that are there are not measured again")
+    parser.add_argument("--report", type=Path, help="print the tables of such a file, and measure nothing")
     options = parser.parse_args(argv)
-    if options.all:
-        options.suites, options.ranks, options.tightness = list(SUITES), list(RANKS), list(TIGHTNESS)
+    options.planners = options.planners or (list(QUICK_PLANNERS) if options.quick else names)
+    options.repeats = options.repeats or (1 if options.quick else 2)
     return options
+
+
+def instances(options: argparse.Namespace) -> list[tuple[str, int, float | None]]:
+    if options.quick:
+        return QUICK
+    suites = list(SUITES) if options.all else options.suites
+    ranks = list(RANKS) if options.all else options.ranks
+    tightness = list(TIGHTNESS) if options.all else options.tightness
+    return [(suite, count, tight) for suite in suites for count in ranks for tight in tightness]
 
 
 def main(argv: list[str] | None = None) -> list[Outcome]:
     options = parse(argv)
+    if options.report:
+        outcomes = read_rows(options.report)
+        print(report(outcomes))
+        return outcomes
     configure_logging()
     get_logger("pipeline").setLevel(logging.WARNING)
-    chosen = {name: planner for name, planner in planners(options.seconds).items() if name in options.planners}
-    print(f"{'suite':15} ranks tight {'planner':12}    max_rank  critical_path     gap  seconds    hash")
-    outcomes: list[Outcome] = []
-    for suite in options.suites:
-        for ranks in options.ranks:
-            for tightness in options.tightness:
-                instance = run_instance(suite, ranks, tightness, chosen, options.repeats)
-                print(show(instance), flush=True)
-                outcomes += instance
-                if options.output:  # after each, for a long run may be stopped
-                    _write(options, outcomes)
+    known = read_rows(options.output) if options.output else []
+    print(f"{'suite':15} ranks tight {'planner':15}    max_rank  critical_path     gap  seconds    hash")
+    outcomes = []
+    for instance in instances(options):
+        rows = run_instance(instance, options, {row.planner: row for row in known if row.instance == instance})
+        print(show(rows), flush=True)
+        outcomes += rows
     print(f"\n{summarize(outcomes)}")
     return outcomes
-
-
-def _write(options: argparse.Namespace, outcomes: list[Outcome]) -> None:
-    report = {
-        "options": {name: str(value) for name, value in vars(options).items()},
-        "machine": platform.platform(),
-        "libraries": library_versions(),
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-    }
-    options.output.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
     if not storage.exists(path):
         raise ValueError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")
     trained = load_saved_job(TrainJob, path)
-    trained.planner.kind = "torchrec"
+    trained.planner.kind = "search"  # its plan file may be for other ranks
     trained.world_size = job.world_size
     trained.run_dir = job.run  # it may have been moved
     if job.data_path is not None:

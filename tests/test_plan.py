@@ -37,7 +37,7 @@ def job(tmp_path: Path) -> PlanJob:
         world_size=16,
         data=DataConfig(name="kaggle", path=str(tmp_path / "data")),
         model=DLRMConfig(),
-        planner=PlannerConfig(plan_file=str(tmp_path / "plan.json")),
+        planner=PlannerConfig(kind="torchrec", plan_file=str(tmp_path / "plan.json")),
         hardware=preset("h100_80gb"),
         trainer=TrainerConfig(global_batch_size=65536),
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import Outcome, Ready, by_kind, judge, main, show, summarize
+from benchmarks.planner import Ready, by_kind, judge, main
+from benchmarks.planner_report import Outcome, append_row, read_rows, report, show, summarize
 from benchmarks.planner_suites import (
     HUGECTR,
     RMC,
@@ -92,53 +93,73 @@ def test_tightness_leaves_so_much_more_than_the_least() -> None:
     needed = sum(shard.storage.hbm for option in whole.values() for shard in option.shards if shard.storage)
     assert needed == pytest.approx(suite.least_hbm_bytes, rel=1e-6)  # as TorchRec counts it
     assert 8 * ready.usable == pytest.approx(1.2 * needed, rel=1e-6)
-    record = make_plan(PlannerConfig(reserved_memory_fraction=reserve(1.2)), build_request(suite, 8, tightness=1.2))
+    record = make_plan(
+        PlannerConfig(kind="torchrec", reserved_memory_fraction=reserve(1.2)), build_request(suite, 8, tightness=1.2)
+    )
     assert max(load.hbm_bytes for load in record.ranks) <= ready.usable
     assert all(load.ddr_bytes == 0 for load in record.ranks)
 
 
 def test_options_are_judged_as_the_planner_judges_its_own_plan() -> None:
     suite = build_suite("rmc3")
-    record = make_plan(PlannerConfig(), build_request(suite, 8))
+    record = make_plan(PlannerConfig(kind="torchrec"), build_request(suite, 8))
     chosen = {choice.name: choice for choice in record.tables}
     options = Ready(build_request(suite, 8), reserve(None)).options("table_wise", "row_wise")
     placed = [options[name, choice.sharding_type] for name, choice in chosen.items()]
     for option in placed:
         for shard, rank in zip(option.shards, chosen[option.name].ranks, strict=True):
             shard.rank = rank
-    judged = judge(placed, 8, 0.0)
+    judged = judge(placed, build_request(suite, 8).hardware, 0.0)
     assert judged.max_rank_ms == pytest.approx(record.objective.max_rank_ms)
     assert judged.critical_path_ms == pytest.approx(record.objective.critical_path_ms)
     assert judged.plan_hash == by_kind("torchrec", build_request(suite, 8), reserve(None), 60.0).plan_hash
 
 
-def test_a_small_run_prints_and_writes_a_row_a_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plans.json"
-    words = [
-        "--suites",
-        "rmc1",
-        "--tightness",
-        "none",
-        "1.02",
-        "--planners",
-        "torchrec",
-        "torchrec_dp",
-        "size",
-        "random",
-    ]
-    outcomes = main([*words, "--output", str(path)])
+def test_a_small_run_prints_and_appends_a_row_a_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plans.jsonl"
+    words = ["--suites", "rmc1", "--planners", "torchrec", "torchrec_end", "size", "random", "--output", str(path)]
+    main([*words, "--tightness", "none"])
+    first = path.read_text()
+    outcomes = main([*words, "--tightness", "none", "1.02"])
     printed = capsys.readouterr().out
-    assert len(outcomes) == 8 and json.loads(path.read_text())["outcomes"][0]["planner"] == "torchrec"
+    assert path.read_text().startswith(first) and len(read_rows(path)) == len(outcomes) == 8  # none measured twice
     roomy = outcomes[:4]
-    assert all(outcome.feasible and outcome.repeatable and outcome.plan_hash for outcome in roomy)
+    assert all(outcome.feasible and outcome.plan_hash for outcome in roomy)
+    assert all(outcome.repeatable for outcome in roomy if outcome.planner != "torchrec_end")
     best = min(outcome.max_rank_ms or math.inf for outcome in roomy)
     assert best > 0 and "*" in next(line for line in printed.splitlines() if line.startswith("rmc1"))
     assert all(outcome.error for outcome in outcomes if not outcome.feasible)
 
 
+def test_a_file_that_holds_other_lines_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    append_row(path, Outcome("s", 8, None, "a"))
+    with path.open("a") as rows:
+        rows.write(json.dumps({"step": 1}) + "\n")
+    with pytest.raises(ValueError, match="line 2 is no row of this benchmark"):
+        read_rows(path)
+
+
+def test_the_report_shows_losses_and_large_gaps() -> None:
+    def outcome(suite: str, planner: str, cost: float | None, gap: float | None = None) -> Outcome:
+        bound = None if gap is None or cost is None else cost / (1 + gap)
+        return Outcome(suite, 8, None, planner, 1.0, 1.0, cost is not None, cost, cost, bound, gap)
+
+    won = [outcome("won", "search", 1.0, 0.01), outcome("won", "torchrec", 1.5), outcome("won", "size", None)]
+    lost = [outcome("lost", "search", 2.0, 0.25), outcome("lost", "torchrec", 1.75)]
+    text = report([*won, *lost])
+    assert "| won | 8 | none | 1 | 0.9901 | 1.0 % | 1 | 1.5 | no plan |" in text
+    assert "**1.75**" in text and "**1.5**" not in text
+    assert "- loss: lost on 8, none: better by torchrec" in text and "- over 5 %: lost on 8, none: 25.0 %" in text
+    assert "| `torchrec` | 2/2 | 1.250 | 1.250 |" in text
+    assert "No planner beats `search`" in report(won) and "No planner beats" not in text
+
+
 def test_the_summary_counts_only_what_somebody_solves() -> None:
     def outcome(planner: str, tightness: float | None, cost: float | None) -> Outcome:
-        return Outcome("s", 8, tightness, planner, 1.0, cost is not None, cost, cost, plan_hash="a", repeatable=False)
+        return Outcome(
+            "s", 8, tightness, planner, 1.0, 1.0, cost is not None, cost, cost, plan_hash="a", repeatable=False
+        )
 
     rows = [
         outcome("a", None, 1.0), outcome("b", None, 2.0), outcome("a", 1.2, 4.0), outcome("b", 1.2, None),

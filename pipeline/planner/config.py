@@ -51,10 +51,11 @@ class PlannerConfig:
     """search: our portfolio with a proven bound; torchrec: TorchRec's EmbeddingShardingPlanner; file: the plan in
     `plan_file`, refused when it is for other tables or hardware.
 
-    `objective` and `seed` are for search: critical_path sums each phase's slowest rank, max_rank is the slowest rank's sum.
+    `objective`, `seed` and `gap_tolerance` are for search: critical_path sums each phase's slowest rank, max_rank is the
+    slowest rank's sum; the search ends once its plan is proven to be no more than `gap_tolerance` above the best possible.
     """
 
-    kind: str = "torchrec"
+    kind: str = "search"
     plan_file: str = "sharding_plans/${name}.${hardware.name}x${world_size}.json"
     reserved_memory_fraction: float = (
         0.15  # of each capacity, kept free for activations; the dense part comes off beside it
@@ -62,9 +63,11 @@ class PlannerConfig:
     timeout_s: float = 60.0
     objective: str = "critical_path"
     seed: int = 0
+    gap_tolerance: float = 0.01
 
     def __post_init__(self) -> None:
         check_choice("planner.kind", self.kind, PLANNERS)
         check_within("planner.reserved_memory_fraction", self.reserved_memory_fraction, 0.0, 0.95)
         check_choice("planner.objective", self.objective, OBJECTIVES)
         check_above("planner.timeout_s", self.timeout_s, 0.0)
+        check_at_least("planner.gap_tolerance", self.gap_tolerance, 0.0)

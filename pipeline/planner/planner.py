@@ -216,7 +216,7 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
             request.model, request.sharders, problem.placed, problem.constraints, topology, request.hardware,
             request.optimizer, request.batch_size, problem.costs,
         )  # fmt: skip
-        settings = SearchConfig(objective=config.objective, seed=config.seed, seconds=config.timeout_s)
+        settings = SearchConfig(config.objective, config.seed, config.timeout_s, config.gap_tolerance)
         options, result = search_options(
             enumerated, num_proposed, request.hardware, problem.usable, settings, problem.costs.links.latencies_ms()
         )

@@ -49,7 +49,7 @@ from pipeline.training.config import CommsConfig
 from pipeline.training.sharding import make_sharders
 from tests.planner.problems import TinyModel, make_tables, on, request
 
-CONFIG = PlannerConfig(plan_file="unused.json")
+CONFIG = PlannerConfig(kind="torchrec", plan_file="unused.json")
 COMMAND = "python -m pipeline.plan experiment=e"
 
 

@@ -35,7 +35,7 @@ from tests.planner.problems import (
 )  # fmt: skip
 from tests.ranks import RankPool
 
-CONFIG = PlannerConfig(plan_file="unused.json")
+CONFIG = PlannerConfig(kind="torchrec", plan_file="unused.json")
 
 
 def kinds_of(record: PlanRecord) -> Counter[str]:
@@ -100,7 +100,7 @@ def test_memory_kept_free_and_the_dense_part_lower_what_tables_may_take() -> Non
     tables = make_tables([1000], 16)
     model = TinyModel(tables, num_dense=1000)
     record = make_plan(
-        PlannerConfig(plan_file="unused.json", reserved_memory_fraction=0.25),
+        PlannerConfig(kind="torchrec", plan_file="unused.json", reserved_memory_fraction=0.25),
         request(tables, on("cpu", 1, ddr_cap_gb=1.0), model=model),
     )
     assert record.usable_ddr_bytes == 0.75 * GIB - 6 * 4 * (1000 * 1000 + 1000)

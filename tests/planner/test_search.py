@@ -254,3 +254,13 @@ def test_out_of_time_still_gives_a_valid_assignment_and_says_so() -> None:
     result = search(problem, SearchConfig(seconds=1e-9), warm_starts=[warm])
     assert result.cut_short and not violations(problem, result.assignment)
     assert result.lower_bound_ms <= result.score.critical_path_ms
+
+
+def test_the_search_ends_once_its_plan_is_proven_near_enough() -> None:
+    problem = draw_problem(3, 40, 8, 4, tightness=2.0)
+    best = search(problem, replace(QUICK, exact_variables=0))
+    near = search(problem, replace(QUICK, exact_variables=0, gap_tolerance=0.5))
+    assert best.gap < near.gap <= 0.5
+    assert near.torchrec_complete and near.torchrec is not None  # never before TorchRec's proposals were tried
+    assert near.score.critical_path_ms <= near.torchrec.critical_path_ms
+    assert not set(near.values) - {"torchrec", "relaxation"}

@@ -70,12 +70,19 @@ def count_variables(problem: SearchProblem) -> int:
 
 
 def solve(
-    problem: SearchProblem, objective: str, *, bound: float, cutoff: float | None, max_nodes: int, seconds: float
+    problem: SearchProblem,
+    objective: str,
+    *,
+    bound: float,
+    cutoff: float | None,
+    max_nodes: int,
+    seconds: float,
+    tolerance: float = GAP,
 ) -> ExactResult:
     """Better than `cutoff` or nothing. `bound` is a lower bound that is known already; the node limit ends it alike
-    on every machine, the time limit where that would take too long."""
+    on every machine, the time limit where that would take too long, and a plan within `tolerance` of the bound."""
     program = _Program(_level(problem) if problem.world_size > MANY_RANKS else problem, objective)
-    found = program.solve(bound, cutoff, max_nodes, seconds)
+    found = program.solve(bound, cutoff, max_nodes, seconds, max(GAP, tolerance))
     if found.status == 2:  # infeasible: nothing below the cutoff, or nothing at all
         return ExactResult(None, bound if cutoff is None else max(bound, cutoff * (1 - GAP)), True)
     dual = found.mip_dual_bound
@@ -203,7 +210,9 @@ class _Program:
         self.limits.append(limit)
         return len(self.limits) - 1
 
-    def solve(self, bound: float, cutoff: float | None, max_nodes: int, seconds: float):  # type: ignore[no-untyped-def]
+    def solve(  # type: ignore[no-untyped-def]
+        self, bound: float, cutoff: float | None, max_nodes: int, seconds: float, tolerance: float
+    ):
         """scipy's OptimizeResult."""
         problem, width = self.problem, self.first_maximum + self.num_maxima
         for rank in range(problem.world_size):
@@ -229,7 +238,7 @@ class _Program:
         upper = np.array([*self.upper, *[np.inf] * self.num_maxima])
         return scipy.optimize.milp(
             goal, constraints=constraints, integrality=integral, bounds=scipy.optimize.Bounds(np.zeros(width), upper),
-            options={"time_limit": seconds, "node_limit": max_nodes, "mip_rel_gap": GAP},
+            options={"time_limit": seconds, "node_limit": max_nodes, "mip_rel_gap": tolerance},
         )  # fmt: skip
 
     def _host_rows(self, caps: Floats, width: int) -> scipy.optimize.LinearConstraint:

@@ -29,18 +29,22 @@ def improve(
     seed: int,
     bound: float,
     stop: Callable[[], bool],
+    tolerance: float = PROVEN,
 ) -> Assignment:
-    """The best assignment met in `steps` steps from `start`; the same for a seed unless `stop` cuts it short."""
-    return _Climb(state, start, random.Random(seed), bound, stop).run(steps)
+    """The best assignment met in `steps` steps from `start`, or the first within `tolerance` of `bound`.
+
+    The same for a seed unless `stop` cuts it short.
+    """
+    return _Climb(state, start, random.Random(seed), bound * (1 + max(PROVEN, tolerance)), stop).run(steps)
 
 
 class _Climb:
     """One run: `state` moves about, `best` stays. `before`: where tables lay that changed since the last kick."""
 
     def __init__(
-        self, state: RankState, start: Assignment, generator: random.Random, bound: float, stop: Callable[[], bool]
+        self, state: RankState, start: Assignment, generator: random.Random, enough: float, stop: Callable[[], bool]
     ) -> None:
-        self.state, self.generator, self.bound, self.stop = state, generator, bound, stop
+        self.state, self.generator, self.enough, self.stop = state, generator, enough, stop
         state.restore(start)
         self.best, self.best_value = start, state.value
         self.num_tables = len(start.choices)
@@ -65,7 +69,7 @@ class _Climb:
                 self._undo()
 
     def _done(self) -> bool:
-        return self.best_value <= self.bound * (1 + PROVEN) or self.stop()
+        return self.best_value <= self.enough or self.stop()
 
     def _descend(self, until: int) -> None:
         tried: set[int] = set()

@@ -48,11 +48,15 @@ NUM_CLIMBED = 3  # starts, the best, that are improved further
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """`seconds` is an outer stop; all else counts work, the same on every machine."""
+    """`seconds` is an outer stop; all else counts work, the same on every machine.
+
+    The search ends once the gap is `gap_tolerance` at most, but not before TorchRec's proposals were tried.
+    """
 
     objective: str = "critical_path"
     seed: int = 0
     seconds: float = 60.0
+    gap_tolerance: float = PROVEN
     proposal_placements: int = 300_000  # of shards, in TorchRec's proposals
     kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
     start_steps: int = 200  # of local search from each start
@@ -171,7 +175,10 @@ class _Search:
         return late
 
     def _done(self) -> bool:
-        return self.best_value <= self.bound * (1 + PROVEN) or self._out_of_time()
+        return self._near_enough() or self._out_of_time()
+
+    def _near_enough(self) -> bool:
+        return self.best_value <= self.bound * (1 + max(PROVEN, self.config.gap_tolerance))
 
     def _offer(self, member: str, assignment: Assignment) -> None:
         """Keep an assignment of the whole problem if it is valid and the best so far."""
@@ -188,7 +195,11 @@ class _Search:
         So the least of their bounds bounds all plans.
         """
         assert first.bound_ms is not None
-        if not self.late or self.small.num_options * 2 ** len(self.late) > self.config.kinds_work:
+        if (
+            self._near_enough()
+            or not self.late
+            or self.small.num_options * 2 ** len(self.late) > self.config.kinds_work
+        ):
             return [()]
         bounds: dict[tuple[str, ...], float] = {}
         for left_out in _subsets(list(self.late)):
@@ -234,17 +245,19 @@ class _Search:
         return list(found.values())
 
     def _place_choices(self, choices: list[Choice]) -> list[Assignment]:
-        """The best placement of each choice, the best one first; memory is saved only where it is short."""
+        """The best placement of each choice, the best one first; memory is saved only as long as that helps."""
         best: dict[tuple[int, ...], Assignment] = {}
         for weight in MEMORY_WEIGHTS:
+            before = min(map(self._value, best.values()), default=np.inf)
             for choice in choices:
-                if best and self._out_of_time():
+                if best and self._done():
                     break
                 found = self._place_largest_first(choice, weight * self.bound)
                 known = best.get(choice.choices)
                 if found is not None and (known is None or self._value(found) < self._value(known)):
                     best[choice.choices] = found
-            if best and min(map(self._value, best.values())) < self.bound * WELL_PLACED:
+            after = min(map(self._value, best.values()), default=np.inf)
+            if best and (after < self.bound * WELL_PLACED or after >= before):
                 break
         return sorted(best.values(), key=self._value)
 
@@ -319,7 +332,15 @@ class _Search:
         kept = self._worth(relaxation, HOPE, start)
         small = Assignment(self._within(kept, start), start.ranks)
         state = RankState(narrow(self.problem, kept), self.config.objective, self.best_value)
-        found = improve(state, small, steps=steps, seed=seed, bound=self.bound, stop=self._out_of_time)
+        found = improve(
+            state,
+            small,
+            steps=steps,
+            seed=seed,
+            bound=self.bound,
+            stop=self._out_of_time,
+            tolerance=self.config.gap_tolerance,
+        )
         choices = [mine[choice] for mine, choice in zip(kept, found.choices, strict=True)]
         improved = Assignment(choices, found.ranks)
         self._offer("local search", improved)
@@ -345,7 +366,7 @@ class _Search:
         left = self.config.seconds - (time.monotonic() - self.started)
         found = exact.solve(
             self.small, self.config.objective, bound=self.bound, max_nodes=1 + work // size, seconds=left,
-            cutoff=None if self.best is None else self.best_value,
+            tolerance=self.config.gap_tolerance, cutoff=None if self.best is None else self.best_value,
         )  # fmt: skip
         self._out_of_time()
         self.bound = max(self.bound, found.bound_ms)
