@@ -47,7 +47,7 @@ def explain_infeasible(
         "ways out, each tried:" if working else "none of the ways out that were tried is enough alone",
         *(f"  {lines}: fits, {show_bytes(left)} left on the fullest rank" for lines, left in working),
         "not tried:",
-        *(f"  {way}" for way in _untried(placed, sizes)),
+        *(f"  {way}" for way in _untried(placed, sizes, hardware.world_size * sum(usable))),
     ]
     return "\n".join(lines)
 
@@ -118,7 +118,8 @@ def describe_shortfall(shortfall: Shortfall, names: list[str], kinds: list[str],
     return lines
 
 
-def _untried(placed: list[PlacedTable], sizes: dict[str, int]) -> Iterator[str]:
+def _untried(placed: list[PlacedTable], sizes: dict[str, int], room: int) -> Iterator[str]:
     largest = max((entry.table for entry in placed), key=lambda table: sizes[table.name])
     yield f"fewer rows: tables.{largest.name} has {largest.num_embeddings:,}; data.ids.min_frequency or max_size drops rare ones"
-    yield "a longer planner.timeout_s where little is missing"
+    if sum(sizes.values()) <= room:
+        yield "a longer planner.timeout_s where little is missing"

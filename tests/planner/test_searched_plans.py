@@ -27,7 +27,9 @@ from tests.planner.test_planner import assert_capacity_kept
 from tests.ranks import RankPool
 from tests.sharded_models import CARDINALITIES, OPTIMIZERS, draw_batches, train_steps
 
-SEARCH = PlannerConfig(kind="search", gap_tolerance=0.0, plan_file="unused.json")
+SEARCH = PlannerConfig(
+    kind="search", gap_tolerance=0.0, timeout_s=600.0, plan_file="unused.json"
+)  # on a busy machine too
 TORCHREC = PlannerConfig(kind="torchrec", plan_file="unused.json")
 
 
