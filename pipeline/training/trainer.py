@@ -155,6 +155,7 @@ class Trainer:
             NonFiniteLossError: the loss is not finite, under the policy `stop` or too often in a row.
         """
         start_step = self._resume_from(restored)
+        watchdog.beat(start_step)
         is_done = start_step >= self.total_steps or self._early_stop.is_exhausted
         with preemption.deferred(), watchdog.stepping("training"):
             return self._fit_from(start_step, is_done)
