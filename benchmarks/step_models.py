@@ -25,7 +25,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from pipeline.assembly import assemble
 from pipeline.config import TrainJob, load_config
 from pipeline.data.batch import Batch, keyed_jagged_tensor
-from pipeline.data.config import ReaderConfig
+from pipeline.data.config import ReaderConfig, SyntheticConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.distributed import DistributedContext
 from pipeline.training.optimizer import build_optimizer
@@ -71,8 +71,10 @@ def _capped(sizes: list[int], most: int) -> list[int]:
 
 
 PRESETS = {
-    # conf/experiment/quickstart.yaml, with the cardinalities of its million generated rows.
-    "quickstart": Preset(_capped(KAGGLE, 200_000), 16, [64, 32, 16], [64, 32, 1]),
+    # conf/experiment/quickstart.yaml on its generated data; id 0 stands for unknown values.
+    "quickstart": Preset([1 + size for size in SyntheticConfig().cardinalities], 16, [64, 32, 16], [64, 32, 1]),
+    # The same layers over tables that no cache holds.
+    "small_layers": Preset(_capped(KAGGLE, 200_000), 16, [64, 32, 16], [64, 32, 1]),
     # facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh, at the batch size of torchrec_dlrm's README.
     "kaggle_16": Preset(_capped(KAGGLE, 1_000_000), 16, [512, 256, 64, 16], [512, 256, 1]),
     "kaggle_64": Preset(_capped(KAGGLE, 500_000), 64, [512, 256, 64], [512, 512, 256, 1]),
