@@ -31,7 +31,11 @@ import torch.multiprocessing as multiprocessing
 
 from benchmarks.reader import cpu_name
 
-VARIANTS = {"ours fp32": [], "ours bf16": ["trainer.precision=bf16"]}
+VARIANTS = {
+    "ours fp32": [],
+    "ours bf16": ["trainer.precision=bf16"],
+    "ours bf16 compiled": ["trainer.precision=bf16", "trainer.compile=true"],
+}
 
 
 @dataclass
@@ -114,7 +118,7 @@ def run_preset(name: str, ranks: int, threads: int, rounds: int, steps: int) -> 
 
 def show(figure: Figure) -> str:
     return (
-        f"{figure.preset:<12}{figure.side:<12}{figure.ms_a_step:>9.1f} ms  ({figure.least:.1f} to {figure.most:.1f})"
+        f"{figure.preset:<12}{figure.side:<20}{figure.ms_a_step:>9.1f} ms  ({figure.least:.1f} to {figure.most:.1f})"
         f"{figure.samples_per_s:>12,.0f} samples/s{figure.ratio:>7.2f}x   cpu {figure.cpu_ms_a_step:.1f} ms"
         f"{figure.cpu_ratio:>7.2f}x"
     )

@@ -66,6 +66,19 @@ def true_on_any_rank(flag: bool, context: DistributedContext) -> bool:
     return bool(value.item())
 
 
+def describe_threads(context: DistributedContext) -> str:
+    """How many ranks and threads share this host's cores, and what has decided so."""
+    ranks, threads, cores = context.local_world_size, torch.get_num_threads(), len(os.sched_getaffinity(0))
+    asked = os.environ.get("OMP_NUM_THREADS")
+    why = f"OMP_NUM_THREADS={asked}" if asked else "torch's default, a thread a physical core"
+    text = f"{ranks} rank(s) on this host x {threads} thread(s) ({why}) on {cores} core(s)"
+    if ranks * threads > cores:
+        return f"{text}: more threads than cores, set OMP_NUM_THREADS={max(1, cores // ranks)}"
+    if context.device.type == "cpu" and cores // ranks > threads:
+        return f"{text}: OMP_NUM_THREADS={cores // ranks} would use them all"
+    return text
+
+
 def _join(rank: int, world_size: int, timeout_s: float) -> dist.Store | None:
     """The agent's store once all ranks have come, None without an agent: rank 0 then makes one.
 

@@ -56,7 +56,7 @@ def train(job: TrainJob) -> TrainSummary:
         from pipeline.checkpoint.random_state import seed_random_state
         from pipeline.checkpoint.steps import step_path
         from pipeline.data.dataset import load_dataset
-        from pipeline.distributed import init_distributed
+        from pipeline.distributed import describe_threads, init_distributed
         from pipeline.logs import MetricsWriter, get_logger, to_json
         from pipeline.planner.explain import summarize
         from pipeline.planner.planfile import encode_record, write_plan
@@ -72,6 +72,7 @@ def train(job: TrainJob) -> TrainSummary:
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
     if job.world_size != context.world_size:
         raise ValueError(f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher")
+    get_logger("pipeline.train").info(describe_threads(context))
     lease = take_run_folder(job.run_dir, context, job.trainer.lease_ttl_s)
     watchdog.beat(phase="loading")
     seed_random_state(job.trainer.seed, context.rank)

@@ -171,6 +171,7 @@ class TrainerConfig:
     max_steps: Optional[int] = None
     seed: int = 0
     precision: str = "fp32"
+    compile: bool = False  # the dense layers by torch.compile; where it fails they run as they are
     pipeline: str = "sparse_dist"
     gradient_clip_norm: Optional[float] = None
     gradient_accumulation_steps: int = 1

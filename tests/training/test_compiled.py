@@ -1,0 +1,98 @@
+"""trainer.compile gives the same losses, keeps names, and falls back where there is no compiler."""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from pipeline.training.compiled import DenseCompiler
+from tests.ranks import RankPool
+from tests.sharded_models import build_sharded, draw_batches
+
+KINDS = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
+NUM_STEPS = 6
+TOLERANCE = 1e-5  # of losses of about 0.7: compiled layers add up in another order
+
+
+def _losses(rank: int, compiled: bool) -> tuple[list[float], list[str], list[str], int]:
+    """Through TorchRec's pipeline: losses, compiled children, the state's names, graphs compiled."""
+    import torch._inductor.config as inductor
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    inductor.force_disable_caches = True
+    task, model, optimizer, context = build_sharded(KINDS)
+    compiler = DenseCompiler()
+    names = compiler.compile(task.model) if compiled else []
+    model.train()
+    pipeline = TrainPipelineSparseDist(model, optimizer, context.device, execute_all_batches=True)
+    batches = iter(list(draw_batches(rank, context.world_size, NUM_STEPS)))
+    losses = [float(pipeline.progress(batches).loss) for _ in range(NUM_STEPS)]
+    return losses, names, list(model.state_dict()), 0 if compiler.failure else counters["stats"]["unique_graphs"]
+
+
+def test_compiled_layers_train_to_the_same_losses_under_torchrecs_pipeline(ranks: RankPool) -> None:
+    plain = ranks.run(2, _losses, False)
+    compiled = ranks.run(2, _losses, True)
+    for (expected, _, names, _), (losses, layers, compiled_names, num_graphs) in zip(plain, compiled, strict=True):
+        assert num_graphs == len(layers)
+        assert layers == ["dense_arch", "over_arch"]
+        assert compiled_names == names
+        print(max(abs(a - b) for a, b in zip(losses, expected, strict=True)))
+        assert losses == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_without_a_compiler_layers_run_as_they_are_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "cxx", (str(tmp_path / "no-compiler"),))
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(7, 5), nn.Sigmoid()), nn.Linear(5, 1))
+    inputs = torch.randn(3, 7)
+    expected = model(inputs)
+    compiler = DenseCompiler()
+    compiler.compile(model)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = model(inputs)
+            assert torch.equal(found, expected)
+    found.sum().backward()
+    assert compiler.failure is not None
+    assert all(weight.grad is not None for weight in model.parameters())
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("pipeline")]
+    assert len(lines) == 1, lines
+    assert "cannot be compiled" in lines[0] and "\n" not in lines[0]
+
+
+def test_what_is_wrong_with_the_input_is_raised_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(function: Any, **_: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            raise RuntimeError("anything")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    model = nn.Sequential(nn.Linear(7, 5))
+    DenseCompiler().compile(model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(3, 8))
+
+
+def test_evaluation_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *arguments: chain())
+    model = nn.Sequential(nn.Linear(7, 5))
+    DenseCompiler().compile(model)
+    assert isinstance(model(torch.ones(3, 7)), chain)
+    with torch.no_grad():
+        assert model(torch.ones(3, 7)).shape == (3, 5)
