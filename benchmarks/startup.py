@@ -47,9 +47,10 @@ class Launch:
         return sum(self.clock.values())
 
 
-def make_data(folder: Path) -> str:
+def make_data(folder: Path, num_rows: int = ROWS) -> str:
+    """Generated and prepared; the folder of its shards."""
     source = str(folder / "quickstart.tsv")
-    generate(load_config(GenerateJob, ["data=quickstart", f"output={source}", f"data.synthetic.num_rows={ROWS}"]))
+    generate(load_config(GenerateJob, ["data=quickstart", f"output={source}", f"data.synthetic.num_rows={num_rows}"]))
     words = ["data=quickstart", f"source={source}", f"data.path={folder / 'prepared'}", "data.rows_per_shard=8000"]
     return prepare(load_config(PrepareJob, words)).path
 

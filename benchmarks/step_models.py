@@ -22,7 +22,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from pipeline.assembly import assemble
+from pipeline.assembly import Assembly, assemble
 from pipeline.config import TrainJob, load_config
 from pipeline.data.batch import Batch, keyed_jagged_tensor
 from pipeline.data.config import ReaderConfig, SyntheticConfig
@@ -191,6 +191,13 @@ def our_loop(
     preset: Preset, raw: list[RawBatch], context: DistributedContext, overrides: list[str]
 ) -> Callable[[int], float]:
     """Train n steps with the product's own Trainer, return seconds a step; metrics and log lines are in the time."""
+    return our_side(preset, raw, context, overrides)[1]
+
+
+def our_side(
+    preset: Preset, raw: list[RawBatch], context: DistributedContext, overrides: list[str]
+) -> tuple[Assembly, Callable[[int], float]]:
+    """The sharded model beside its loop. The loop's steps are one more than it is asked for: the first is not timed."""
     layers = [
         f"model.dense_arch_layer_sizes={preset.dense_layers}",
         f"model.over_arch_layer_sizes={preset.over_layers}",
@@ -234,4 +241,4 @@ def our_loop(
         result = trainer.fit()
         return preset.batch_size * context.world_size / result.throughput["samples_per_s"]
 
-    return run
+    return assembly, run

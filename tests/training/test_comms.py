@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.wiretap import Kind, wiretap
 from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
 from pipeline.training.comms import check_batch_fits_comms, describe_comms, make_codecs
 from pipeline.training.config import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
@@ -25,31 +24,9 @@ VALUES = BATCH_SIZE // 2 * NUM_FEATURES * DIM  # pooled values of one rank of tw
 PRECISION = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8, "int8": 2**-8}
 
 
-@contextmanager
-def wiretap() -> Iterator[Counter[tuple[str, torch.dtype]]]:
-    """Counts the bytes that this rank puts into floating-point or byte collectives, by (collective, dtype)."""
-    sent: Counter[tuple[str, torch.dtype]] = Counter()
-    names = ["all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"]
-    names += ["_all_gather_base", "_reduce_scatter_base"]
-    originals = {name: getattr(dist, name) for name in names}
-
-    def tapped(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            data = args[1] if len(args) > 1 else kwargs["input"]
-            for tensor in data if isinstance(data, (list, tuple)) else [data]:
-                if tensor.dtype not in (torch.int64, torch.int32):
-                    sent[(name, tensor.dtype)] += tensor.numel() * tensor.element_size()
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, name, tapped(name))
-    try:
-        yield sent
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+def of_values(sent: Counter[Kind]) -> dict[tuple[str, torch.dtype], int]:
+    """Bytes by (collective, dtype), ids and lengths left out."""
+    return {(kind.collective, kind.dtype): count for kind, count in sent.items() if not kind.is_ids}
 
 
 def one_step(
@@ -64,7 +41,9 @@ def one_step(
         values = torch.cat([pooled[key] for key in ("f_a", "f_b")], dim=1)
     with wiretap() as backward:
         (values * torch.linspace(-1, 1, values.shape[1])).sum().backward()
-    return values.detach(), dict(forward), dict(backward)
+    assert not any(kind.in_backward for kind in forward)
+    assert all(kind.in_backward for kind in backward)
+    return values.detach(), of_values(forward), of_values(backward)
 
 
 def bytes_of(sent: dict[tuple[str, torch.dtype], int], dtype: torch.dtype) -> int:
