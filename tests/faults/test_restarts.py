@@ -91,7 +91,7 @@ def _check_hang(run: Run, attempt: int, text: str, rank_that_tells: int) -> floa
     """Seconds without progress when it was found."""
     log = run.log(attempt, rank_that_tells)
     assert text in log and "stacks of rank" in log, log
-    assert re.search(r"rank 1 .*at step 5\d", log), log
+    assert re.search(r"rank 1 .*at step [45]\d", log), log  # its last pulse may be some steps old
     found = re.search(r"hang: .* for ([\d.]+) s", log)
     assert found is not None, log
     assert float(found[1]) < HANG_S + 5
