@@ -28,6 +28,7 @@ from pipeline.data.batch import Batch, keyed_jagged_tensor
 from pipeline.data.config import ReaderConfig, SyntheticConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.distributed import DistributedContext
+from pipeline.training.compiled import DenseCompiler
 from pipeline.training.optimizer import build_optimizer
 from pipeline.training.trainer import Trainer
 
@@ -219,6 +220,8 @@ def our_side(
         "step", "label", [f"int_{i}" for i in range(NUM_DENSE)], features, splits, 10**6, 10**6, 0, "log1p"
     )
     assembly = assemble(job, dataset, context)
+    if job.trainer.compile:
+        DenseCompiler().compile(assembly.task.model)
     optimizer = build_optimizer(assembly.model, job.optimizer)
     per_key = [count * preset.batch_size for count in preset.pooling]
     batches = [

@@ -18,7 +18,6 @@ from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.planner import load_or_search_plan
 from pipeline.planner.record import PlanRecord
 from pipeline.training.comms import check_batch_fits_comms
-from pipeline.training.compiled import DenseCompiler
 from pipeline.training.sharding import make_sharders, shard_model
 from pipeline.training.sparse_optimizer import apply_sparse_optimizer
 
@@ -68,8 +67,6 @@ def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> As
         context=context,
     )
     model = shard_model(task, record.plan, job.comms, context, seed=job.trainer.seed, tables=tables)
-    if job.trainer.compile:
-        DenseCompiler().compile(task.model)
     return Assembly(tables, task, model, record)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pipeline import storage, watchdog
 from pipeline.config import EvaluateJob, TrainJob, load_saved_job, run_verb
+from pipeline.garbage import none_while_importing
 from pipeline.train import SUMMARY, checkpoint_folder, describe_quality, describe_run
 
 
@@ -33,14 +34,15 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         ValueError: the run folder holds no run, or no such step; or the data are not those of the run.
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
-    from pipeline.assembly import assemble, open_reader
-    from pipeline.checkpoint.checkpointer import Checkpointer
-    from pipeline.checkpoint.steps import step_path
-    from pipeline.data.dataset import load_dataset
-    from pipeline.distributed import init_distributed
-    from pipeline.logs import to_json
-    from pipeline.training.evaluation import evaluate_model
-    from pipeline.training.input_watch import on_all_ranks
+    with none_while_importing():
+        from pipeline.assembly import assemble, open_reader
+        from pipeline.checkpoint.checkpointer import Checkpointer
+        from pipeline.checkpoint.steps import step_path
+        from pipeline.data.dataset import load_dataset
+        from pipeline.distributed import init_distributed
+        from pipeline.logs import to_json
+        from pipeline.training.evaluation import evaluate_model
+        from pipeline.training.input_watch import on_all_ranks
 
     trained = load_trained_job(job)
     watchdog.use(trained.trainer.limits())

@@ -62,6 +62,7 @@ def train(job: TrainJob) -> TrainSummary:
         from pipeline.planner.planfile import encode_record, write_plan
         from pipeline.run_folder import take_run_folder
         from pipeline.training.allocator import keep_freed_memory
+        from pipeline.training.compiled import DenseCompiler
         from pipeline.training.config import profiled_steps
         from pipeline.training.input_watch import on_all_ranks
         from pipeline.training.memory import MemoryWatch
@@ -86,6 +87,8 @@ def train(job: TrainJob) -> TrainSummary:
     memory = MemoryWatch(context)
     assembly = assemble(job, dataset, context)
     get_logger("pipeline.train").info(summarize(assembly.plan))
+    if job.trainer.compile:
+        DenseCompiler().compile(assembly.task.model)
     optimizer = build_optimizer(assembly.model, job.optimizer)
     data_order = describe_data_order(job, dataset.fingerprint())
     checkpointer = Checkpointer(

@@ -120,7 +120,7 @@ def test_the_other_models_learn_it_too(ranks: RankPool, prepared_clicks: str, tm
 
 def test_the_settings_work_together(ranks: RankPool, prepared_clicks: str, tmp_path: Path) -> None:
     overrides = _job(
-        prepared_clicks, tmp_path, "comms=int8", "trainer.precision=bf16", "trainer.gradient_clip_norm=5.0",
+        prepared_clicks, tmp_path, "comms=int8", "trainer.precision=bf16", "trainer.compile=true", "trainer.gradient_clip_norm=5.0",
         "trainer.gradient_accumulation_steps=2", "data.synthetic_multi_hot={cat_3: 4, cat_20: 7}",
         "tables.cat_20.pooling=mean", "tables.cat_20.sharding.sharding_types=[row_wise]",
         "tables.cat_21.sharding.sharding_types=[table_wise]", "tables.cat_22.data_type=fp16", "schedule.dense.kind=poly",
