@@ -16,7 +16,14 @@ from pipeline.logs import get_logger
 
 # What an operation counts as, by the first of these that its name holds; "other" is all else, Python's own time included.
 KINDS = {
-    "collectives": ("c10d::", "nccl", "gloo"),
+    "collectives": (
+        "c10d::",
+        "nccl",
+        "gloo",
+        "All2All",
+        "ReduceScatter",
+        "AllGather",
+    ),  # TorchRec waits in the last three
     "tables forward": ("split_embedding_codegen_forward", "bounds_check_indices", "_Pooled", "dense_embedding_codegen"),
     "tables backward": ("_PooledBackward", "split_embedding_backward"),
     "ids handed round": ("fbgemm::", "torchrec::"),

@@ -188,7 +188,9 @@ class Trainer:
         while step < self.total_steps and not self._early_stop.is_exhausted and not self._is_preempted:
             try:
                 # The first step also compiles, and meets memory for the first time.
-                with log.timed_step(), watchdog.stage("training") if step == start_step else nullcontext():
+                first = watchdog.stage("training") if step == start_step else nullcontext()
+                recorded = self._profiler.step(step + 1) if self._profiler else nullcontext()
+                with recorded, log.timed_step(), first:
                     for _ in range(self._accumulation):
                         # Any rank's wish is heard by all in this step's loss.
                         self._task.loss.stop_wanted |= preemption.wanted()

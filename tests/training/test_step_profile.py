@@ -46,6 +46,7 @@ def test_operations_are_sorted_into_what_a_reader_knows() -> None:
     assert kind_of("_PooledBackward") == "tables backward"
     assert kind_of("_Pooled") == "tables forward"
     assert kind_of("c10d::alltoall_base_") == "collectives"
+    assert kind_of("All2All_Pooled_Wait") == kind_of("All2All_Pooled_ReqBackward") == "collectives"
     assert kind_of("Optimizer.step#Adam.step") == "optimizer"
     assert kind_of("## forward 3 ##") == "other"
 

@@ -30,6 +30,7 @@ from pipeline.training.config import (
 )
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
+from pipeline.training.step_profile import StepProfiler
 from pipeline.training.trainer import EarlyStop, FitResult, Trainer
 from tests.ranks import RankPool
 from tests.sharded_models import build_sharded, digest, draw_batches, full_state
@@ -68,7 +69,7 @@ class DrawnReader:
 
 def _fit(
     rank: int, world_size: int, folder: str, config: TrainerConfig = CONFIG, save_every: int = 0,
-    optimizers: OptimizerConfig | None = None, nan_steps: tuple[int, ...] = (),
+    optimizers: OptimizerConfig | None = None, nan_steps: tuple[int, ...] = (), profiled: tuple[int, int] | None = None,
 ) -> tuple[str, FitResult]:  # fmt: skip
     """Resume from `folder` where it holds a step, train to the end; the model's digest and the result."""
     extra: dict[str, Any] = {"optimizers": optimizers} if optimizers else {}
@@ -83,6 +84,7 @@ def _fit(
         config, SCHEDULE, CheckpointConfig(save_every_steps=save_every), model=model, task=task, optimizer=optimizer,
         reader=DrawnReader(rank, world_size, micro_batch, nan_steps), writer=writer,
         validation_reader=DrawnReader(rank, world_size), checkpointer=checkpointer, context=context,
+        profiler=StepProfiler(*profiled, f"{folder}/profile", context) if profiled else None,
     )  # fmt: skip
     result = trainer.fit(restored)
     if writer:
@@ -111,6 +113,15 @@ def test_training_equals_a_plain_loop_bit_for_bit(
 ) -> None:
     config = replace(CONFIG, pipeline=pipeline, gradient_clip_norm=clip)
     assert ranks.run(2, _fit, 2, str(tmp_path), config)[0][0] == ranks.run(2, _plain_loop, 2, clip)[0]
+
+
+def test_profiled_steps_are_recorded_on_every_rank_and_change_no_weight(ranks: RankPool, tmp_path: Path) -> None:
+    plain = ranks.run(2, _fit, 2, str(tmp_path / "plain"))[0][0]
+    assert ranks.run(2, _fit, 2, str(tmp_path / "run"), CONFIG, 0, None, (), (3, 4))[0][0] == plain
+    for rank in range(2):
+        table = (tmp_path / "run" / "profile" / f"rank{rank}.steps_3-4.txt").read_text()
+        print(table)
+        assert "collectives" in table and "tables backward" in table
 
 
 def test_evaluating_and_saving_along_the_way_change_no_weight(ranks: RankPool, tmp_path: Path) -> None:
