@@ -126,7 +126,10 @@ def _flip(folder: str) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("spoil", [_truncate, _flip], ids=["truncated", "a bit flipped"])
+SPOILT = {_truncate: "truncated", _flip: "with a bit flipped"}
+
+
+@pytest.mark.parametrize("spoil", SPOILT, ids=SPOILT.values())
 def test_a_shard_that_changes_under_training_ends_all_ranks_at_once(
     ranks: RankPool, tmp_path: Path, spoil: Callable[[str], None], fault: FaultRecorder
 ) -> None:
@@ -136,7 +139,7 @@ def test_a_shard_that_changes_under_training_ends_all_ranks_at_once(
     assert time.monotonic() - started < 60
     assert len({error for error, *_ in results}) == 1
     assert "train/00001.parquet has changed while it was read" in results[0][0]
-    fault(19, f"a shard {spoil.__name__.strip('_')}d while 3 ranks train: all end with the line that names it", count=1)
+    fault(19, f"a shard {SPOILT[spoil]} while 3 ranks train: all end with the line that names it", count=1)
 
 
 UNEVEN = [[[1], [50, 3], [7]], [[97], [1, 1, 1]], [[5] * 13, [40]], [[30, 30], [2], [29]]]
