@@ -34,8 +34,8 @@ from pipeline.planner.search.ranks import RankState, fill
 from pipeline.planner.search.relaxation import Choice, LinearProgram, Mask, Relaxation
 
 MEMORY_WEIGHTS = (0.0, 0.3, 3.0, 10.0)  # in units of the bound: what filling a rank's memory counts beside time
-LUMPS = (0.6, 1.5, 3.0, 5.0)  # what it counts that large shards are hard to spread
-SHARD_LIMITS = (0.8, 0.6, 0.45, 0.35)  # of each maximum; what the largest shard may take
+LUMPS = (0.6, 0.8, 1.0, 1.25, 1.5, 3.0, 5.0)  # what it counts that large shards are hard to spread
+SHARD_LIMITS = (0.6,)  # of each maximum; what the largest shard may take
 DEAR = 1.25  # of the bound: choices that cost more cannot be worth their evenness
 KIND_SETS = 8  # sets of kinds, the most promising, that options are chosen by
 PROPOSALS_SHARE = 0.25  # of all seconds, for the walk over TorchRec's proposals at most
