@@ -80,7 +80,7 @@ def timed(marks: list[tuple[str, float, float]], started: float, ranks: int, kin
     clock, cpu = {}, {}
     before, used = started, 0.0
     for stage, at, seconds in marks:
-        clock[stage], cpu[stage] = at - before, seconds - used
+        clock[stage], cpu[stage] = max(at - before, 0.0), seconds - used  # processes begin on a tick of 10 ms
         before, used = at, seconds
     return Launch(ranks, kind, clock, cpu)
 
