@@ -63,7 +63,7 @@ def test_show_says_where_a_step_is_from_and_what_its_tables_are(small_run: Path)
     lines = show_checkpoint(_job("show", str(small_run), "20"))
     assert lines[0] == "step 20 of quickstart, saved by 2 rank(s)"
     text = "\n".join(lines)
-    for words in ("torchrec for cpu", "rowwise_adagrad", "26, and", "quickstart at "):
+    for words in ("search for cpu", "rowwise_adagrad", "26, and", "quickstart at "):
         assert words in text
     (row,) = (line for line in lines if line.split()[0] == "cat_25")
     assert row.split()[2:5] == ["16", "fp32", "row_wise"] and "momentum1 a row (fp32)" in row

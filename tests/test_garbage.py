@@ -12,9 +12,9 @@ from pipeline.garbage import none_while_importing
 
 def test_nothing_is_collected_while_importing_and_what_was_imported_never_again() -> None:
     before = gc.get_freeze_count()
+    sys.modules.pop("colorsys", None)
     with none_while_importing():
         assert not gc.isenabled()
-        sys.modules.pop("colorsys", None)
         import colorsys  # noqa: F401
     assert gc.isenabled()
     assert gc.get_freeze_count() > before
