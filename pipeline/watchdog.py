@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -287,31 +287,25 @@ def beat(step: int | None = None, phase: str | None = None) -> None:
         _current.beat(step, phase)
 
 
-@contextmanager
-def stepping(name: str) -> Iterator[None]:
+def stepping(name: str) -> AbstractContextManager[None]:
     """A phase of steps or batches: each beat() gives the next one its time."""
-    if _current is None:
-        yield
-    else:
-        with _current.phase(name, _current.limits.step_s):
-            yield
+    return _phase(name, lambda limits: limits.step_s)
 
 
-@contextmanager
-def saving(name: str = "saving") -> Iterator[None]:
+def saving(name: str = "saving") -> AbstractContextManager[None]:
     """A phase that may take long without a beat: saving, scoring a whole evaluation."""
-    if _current is None:
-        yield
-    else:
-        with _current.phase(name, _current.limits.save_s):
-            yield
+    return _phase(name, lambda limits: limits.save_s)
+
+
+def stage(name: str) -> AbstractContextManager[None]:
+    """A stage of start-up: joining, loading."""
+    return _phase(name, lambda limits: limits.stage_s)
 
 
 @contextmanager
-def stage(name: str) -> Iterator[None]:
-    """A stage of start-up: joining, loading."""
+def _phase(name: str, budget_s: Callable[[Limits], float]) -> Iterator[None]:
     if _current is None:
         yield
     else:
-        with _current.phase(name, _current.limits.stage_s):
+        with _current.phase(name, budget_s(_current.limits)):
             yield

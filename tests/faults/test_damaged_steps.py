@@ -75,9 +75,11 @@ def test_a_truncated_deleted_or_zeroed_file_rejects_its_step_and_the_one_before_
     fault(9, f"{len(cases)} of {len(cases)} rejected, step N-1 loaded exactly", count=len(cases))
 
 
-def _flip_bits(
+@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.campaign)])
+def test_no_flipped_bit_is_loaded(
     ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path, fault: FaultRecorder, count: int
 ) -> None:
+    """`count` bits of each kind of file."""
     folder, digests = saved
     generator, cases = random.Random(10), []
     for name in ("__0_0.distcp", ".metadata", "manifest.json", "random_00000.json"):
@@ -86,19 +88,6 @@ def _flip_bits(
     found = _plant(ranks, folder, tmp_path, cases)
     assert [one for one in found if one != (1, digests[1])] == []
     fault(10, f"0 of {len(cases)} silent: step rejected, N-1 loaded exactly", count=len(cases), seed=10)
-
-
-def test_no_flipped_bit_is_loaded(
-    ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path, fault: FaultRecorder
-) -> None:
-    _flip_bits(ranks, saved, tmp_path, fault, 30)
-
-
-@pytest.mark.campaign
-def test_none_of_300_flipped_bits_a_file_kind_is_loaded(
-    ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path, fault: FaultRecorder
-) -> None:
-    _flip_bits(ranks, saved, tmp_path, fault, 300)
 
 
 def test_files_swapped_between_steps_are_found_and_a_step_is_never_written_again(

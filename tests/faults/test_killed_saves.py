@@ -39,7 +39,15 @@ def _die(folder: Path, phase: str, victim: int, asynchronous: bool) -> None:
             process.kill()
 
 
-def _kill(
+@pytest.mark.parametrize(
+    ("cases", "asynchronous"),
+    [
+        pytest.param(FAST, False, id="some"),
+        pytest.param(ALL, False, id="all", marks=pytest.mark.campaign),
+        pytest.param(ALL, True, id="all asynchronous", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_kill_in_any_phase_of_a_save_on_any_rank_leaves_the_old_step_or_the_new_one(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder, cases: list[tuple[str, int]], asynchronous: bool
 ) -> None:
     digests, loaded = ranks.run(2, save_steps, str(tmp_path / "whole"), [1, 2, 3])[0], {2: 0, 3: 0}
@@ -52,17 +60,3 @@ def _kill(
     assert all(loaded.values()), loaded
     how = "asynchronous saves" if asynchronous else "saves"
     fault(2, f"{how}: 0 torn loads; {loaded[2]} loaded the step before, {loaded[3]} the new one, all exactly", count=len(cases))  # fmt: skip
-
-
-def test_a_kill_in_a_save_leaves_the_old_step_or_the_new_one(
-    ranks: RankPool, tmp_path: Path, fault: FaultRecorder
-) -> None:
-    _kill(ranks, tmp_path, fault, FAST, asynchronous=False)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_kill_in_every_phase_of_a_save_on_every_rank(
-    ranks: RankPool, tmp_path: Path, fault: FaultRecorder, asynchronous: bool
-) -> None:
-    _kill(ranks, tmp_path, fault, ALL, asynchronous)

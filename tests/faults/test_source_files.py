@@ -140,20 +140,17 @@ def test_empty_files_among_others_add_nothing_and_are_said(tmp_path: Path, caplo
     assert "day_1 has no rows" in caplog.text and "_SUCCESS" not in caplog.text
 
 
+def _prepare_command(source: object, path: str) -> list[str]:
+    return [sys.executable, "-m", "pipeline.prepare", "data=criteo_kaggle", f"source={source}", f"data.path={path}"]
+
+
 def _limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
 def test_a_full_disk_ends_in_one_line_and_a_second_run_finishes(tmp_path: Path, fault: FaultRecorder) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(20_000))
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline.prepare",
-        "data=criteo_kaggle",
-        f"source={source}",
-        f"data.path={tmp_path}/ds",
-    ]
+    command = _prepare_command(source, f"{tmp_path}/ds")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=_limit_file_size, timeout=120)
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
@@ -169,14 +166,7 @@ def test_a_full_disk_ends_in_one_line_and_a_second_run_finishes(tmp_path: Path, 
 
 def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(50))
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline.prepare",
-        "data=criteo_kaggle",
-        f"source={source}",
-        f"data.path={source}/ds",
-    ]
+    command = _prepare_command(source, f"{source}/ds")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.startswith("error: ") and f"{source}/ds" in ended.stderr
