@@ -19,6 +19,8 @@ from typing import IO, Any
 
 from iopath.common.s3 import S3PathHandler
 
+from pipeline.positioned import PositionedReader
+
 ATTEMPTS = 8  # of a request: with jitter and a doubling pause up to 20 s that outlasts a minute of 503
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 60  # without a byte
 PART_BYTES, PARTS_AT_ONCE = 16 << 20, 4  # of an upload: what it holds in memory
@@ -149,7 +151,7 @@ def explained(what: str) -> Iterator[None]:
         raise kind(f"{what} failed: {status} {found.get('Code')} {found.get('Message', '')}".rstrip()) from None
 
 
-class _RangeReader(io.RawIOBase):
+class _RangeReader(PositionedReader):
     """Reads parts of an object; a body that breaks off is asked for again from where it broke off."""
 
     def __init__(self, client: Any, bucket: str, key: str, path: str, attempts: int) -> None:
@@ -157,19 +159,6 @@ class _RangeReader(io.RawIOBase):
         with explained(f"looking for {path}"):
             head = client.head_object(Bucket=bucket, Key=key)
         self._size, self._etag, self._position = int(head["ContentLength"]), head["ETag"], 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence] + offset
-        return self._position
 
     def readinto(self, buffer: Any) -> int:
         """All that is asked for, or what is left."""

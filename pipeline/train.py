@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,13 @@ from pipeline.garbage import none_while_importing
 from pipeline.training.config import CheckpointConfig
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torchrec.optim.keyed import KeyedOptimizer
+
     from pipeline.assembly import Assembly
+    from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.data.dataset import Dataset
+    from pipeline.distributed import DistributedContext
     from pipeline.training.trainer import FitResult
 
 SUMMARY = "summary.json"
@@ -52,7 +58,6 @@ def train(job: TrainJob) -> TrainSummary:
     # Imported here, for a typo in the command line must fail before torch is loaded.
     with none_while_importing():
         from pipeline.assembly import assemble, open_reader
-        from pipeline.checkpoint.checkpointer import Checkpointer
         from pipeline.checkpoint.random_state import seed_random_state
         from pipeline.checkpoint.steps import step_path
         from pipeline.data.dataset import load_dataset
@@ -91,20 +96,8 @@ def train(job: TrainJob) -> TrainSummary:
         DenseCompiler().compile(assembly.task.model)
     optimizer = build_optimizer(assembly.model, job.optimizer)
     data_order = describe_data_order(job, dataset.fingerprint())
-    checkpointer = Checkpointer(
-        checkpoint_folder(job.run_dir, job.checkpoint),
-        assembly.model,
-        optimizer,
-        context,
-        keep_last_n=job.checkpoint.keep_last_n,
-        keep_best_n=job.checkpoint.keep_best_n,
-        best_metric=job.checkpoint.best_metric,
-        asynchronous=job.checkpoint.asynchronous,
-        staging=f"{job.run_dir}/staging",
-        average_row_state=job.checkpoint.row_state_across_columns == "average",
-        about=describe_job(job, dataset, data_order, json.loads(encode_record(assembly.plan))),
-        fence=lease.check if lease else None,
-    )
+    about = describe_job(job, dataset, data_order, json.loads(encode_record(assembly.plan)))
+    checkpointer = open_checkpoints(job, assembly.model, optimizer, context, about, lease.check if lease else None)
     restored = resume(job, checkpointer, data_order)
     if restored is None and job.warm_start is not None:
         start_warm(job, job.warm_start, assembly, optimizer, context, dataset)
@@ -141,6 +134,33 @@ def train(job: TrainJob) -> TrainSummary:
     if writer and result.throughput:  # a run that had nothing left to train keeps the summary of the one that had
         storage.publish_text(f"{job.run_dir}/{SUMMARY}", to_json(asdict(summary), indent=1))
     return summary
+
+
+def open_checkpoints(
+    job: TrainJob,
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    context: DistributedContext,
+    about: dict[str, Any],
+    fence: Callable[[], None] | None,
+) -> Checkpointer:
+    """The run's checkpoints by checkpoint.*; `fence` raises where the run has lost its folder to another."""
+    from pipeline.checkpoint.checkpointer import Checkpointer
+
+    return Checkpointer(
+        checkpoint_folder(job.run_dir, job.checkpoint),
+        model,
+        optimizer,
+        context,
+        keep_last_n=job.checkpoint.keep_last_n,
+        keep_best_n=job.checkpoint.keep_best_n,
+        best_metric=job.checkpoint.best_metric,
+        asynchronous=job.checkpoint.asynchronous,
+        staging=f"{job.run_dir}/staging",
+        average_row_state=job.checkpoint.row_state_across_columns == "average",
+        about=about,
+        fence=fence,
+    )
 
 
 def summarize_fit(run_dir: str, checkpoint: str, result: FitResult, bayes_auc: float | None) -> TrainSummary:

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from pipeline import storage
 from pipeline.checkpoint.errors import DamagedError
+from pipeline.positioned import PositionedReader
 
 BLOCK_BYTES = 8 << 20
 PIECE_BYTES = 1 << 20  # still in the processor's cache between checksum and write
@@ -84,7 +85,7 @@ class ChecksummedWriter(io.RawIOBase):
                 super().close()
 
 
-class VerifiedFile(io.RawIOBase):
+class VerifiedFile(PositionedReader):
     """Reads a file, local or remote, as its entry describes it. Raises DamagedError instead of handing out other bytes."""
 
     def __init__(self, path: str, entry: FileEntry) -> None:
@@ -98,20 +99,6 @@ class VerifiedFile(io.RawIOBase):
         if (found := storage.size_bytes(path)) != self._size:
             raise DamagedError(f"{path} has {found} bytes, its manifest says {self._size}")
         self._file: IO[bytes] = storage.open_raw(path)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = max(0, start + offset)
-        return self._position
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")

@@ -1,0 +1,27 @@
+"""Turn a size and a position into the part of a read-only file that every reader of parts needs."""
+
+from __future__ import annotations
+
+import io
+import os
+
+
+class PositionedReader(io.RawIOBase):
+    """A seekable, readable file of `_size` bytes, of which `_position` is next; subclasses bring readinto()."""
+
+    _size: int
+    _position: int
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
