@@ -8,7 +8,7 @@ from typing import Dict, Optional
 
 from torchx import specs
 
-from launch import appdef
+from launch import appdef, workload
 
 
 def train(
@@ -20,6 +20,7 @@ def train(
     h: Optional[str] = None,
     env: Optional[Dict[str, str]] = None,
     image: Optional[str] = None,
+    mount: Optional[str] = None,
     name: Optional[str] = None,
     max_retries: int = 0,
     max_restarts: int = 3,
@@ -30,19 +31,21 @@ def train(
     Args:
         overrides: the job, as for `python -m pipeline.train`; `-- --help` lists the choices
         j: {nodes}x{ranks per node}
-        cpu: cores a node; this machine's unless given
+        cpu: cores a node; this machine's, or the cluster's default, unless given
         gpu: GPUs a node
         memMB: memory a node; this machine's unless given
         h: a named TorchX resource instead of cpu, gpu and memMB
         env: environment of the job (A=1,B=2)
         image: container image; without one the job runs in this Python environment
+        mount: type=bind,src=/data,dst=/data,readonly (or type=volume, type=device), several after one another
         name: name of the TorchX app; the job's name unless given
         max_retries: how often the scheduler may start the job again; it resumes from its newest checkpoint
         max_restarts: how often the ranks are started again on their hosts after one of them dies or hangs
         check_data: read dataset.json here and validate the job against it; False where this machine cannot see it
     """
-    where = appdef.Where(j, cpu, gpu, memMB, h, env, image, name, max_retries, max_restarts)
-    return appdef.train_app(train.__doc__, overrides, where, check_data)
+    where = workload.Where(j, cpu, gpu, memMB, h, env, image, mount, name, max_retries, max_restarts)
+    doc = appdef.without_args(train.__doc__)
+    return appdef.app_of(workload.make_workload("train", doc, overrides, where, check_data))
 
 
 def evaluate(
@@ -54,6 +57,7 @@ def evaluate(
     h: Optional[str] = None,
     env: Optional[Dict[str, str]] = None,
     image: Optional[str] = None,
+    mount: Optional[str] = None,
     name: Optional[str] = None,
     max_restarts: int = 1,
     check_data: bool = True,
@@ -63,17 +67,19 @@ def evaluate(
     Args:
         overrides: run=<run folder> and what `python -m pipeline.evaluate --help` lists
         j: {nodes}x{ranks per node}
-        cpu: cores a node; this machine's unless given
+        cpu: cores a node; this machine's, or the cluster's default, unless given
         gpu: GPUs a node
         memMB: memory a node; this machine's unless given
         h: a named TorchX resource instead of cpu, gpu and memMB
         env: environment of the job (A=1,B=2)
         image: container image; without one the job runs in this Python environment
+        mount: type=bind,src=/data,dst=/data,readonly (or type=volume, type=device), several after one another
         name: name of the TorchX app
         check_data: look into the run folder here; False where this machine cannot see it
     """
-    where = appdef.Where(j, cpu, gpu, memMB, h, env, image, name, max_restarts=max_restarts)
-    return appdef.evaluate_app(evaluate.__doc__, overrides, where, check_data)
+    where = workload.Where(j, cpu, gpu, memMB, h, env, image, mount, name, max_restarts=max_restarts)
+    doc = appdef.without_args(evaluate.__doc__)
+    return appdef.app_of(workload.make_workload("evaluate", doc, overrides, where, check_data))
 
 
 def prepare(
@@ -83,6 +89,7 @@ def prepare(
     h: Optional[str] = None,
     env: Optional[Dict[str, str]] = None,
     image: Optional[str] = None,
+    mount: Optional[str] = None,
     name: Optional[str] = None,
     max_retries: int = 0,
 ) -> specs.AppDef:
@@ -95,11 +102,13 @@ def prepare(
         h: a named TorchX resource instead of cpu and memMB
         env: environment of the job (A=1,B=2)
         image: container image; without one the job runs in this Python environment
+        mount: type=bind,src=/data,dst=/data,readonly (or type=volume, type=device), several after one another
         name: name of the TorchX app
         max_retries: how often the scheduler may start the job again; files that are done stay done
     """
-    where = appdef.Where("1x1", cpu, None, memMB, h, env, image, name, max_retries)
-    return appdef.prepare_app(prepare.__doc__, overrides, where)
+    where = workload.Where("1x1", cpu, None, memMB, h, env, image, mount, name, max_retries)
+    doc = appdef.without_args(prepare.__doc__)
+    return appdef.app_of(workload.make_workload("prepare", doc, overrides, where))
 
 
 def plan(
@@ -110,6 +119,7 @@ def plan(
     h: Optional[str] = None,
     env: Optional[Dict[str, str]] = None,
     image: Optional[str] = None,
+    mount: Optional[str] = None,
     name: Optional[str] = None,
     check_data: bool = True,
 ) -> specs.AppDef:
@@ -117,14 +127,16 @@ def plan(
 
     Args:
         overrides: the train job and world_size=<ranks>
-        cpu: cores; this machine's unless given
+        cpu: cores; this machine's, or the cluster's default, unless given
         gpu: GPUs, where hardware=auto is to probe one
         memMB: memory; this machine's unless given
         h: a named TorchX resource instead of cpu, gpu and memMB
         env: environment of the job (A=1,B=2)
         image: container image; without one the job runs in this Python environment
+        mount: type=bind,src=/data,dst=/data,readonly (or type=volume, type=device), several after one another
         name: name of the TorchX app
         check_data: read dataset.json here and validate the job against it; False where this machine cannot see it
     """
-    where = appdef.Where("1x1", cpu, gpu, memMB, h, env, image, name)
-    return appdef.plan_app(plan.__doc__, overrides, where, check_data)
+    where = workload.Where("1x1", cpu, gpu, memMB, h, env, image, mount, name)
+    doc = appdef.without_args(plan.__doc__)
+    return appdef.app_of(workload.make_workload("plan", doc, overrides, where, check_data))

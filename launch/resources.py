@@ -1,27 +1,66 @@
-"""Turn what a component is told of a host, or this machine, into a TorchX Resource."""
+"""Turn what is asked of a host - numbers, or a named kind - into cores, GPUs and memory."""
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass, replace
 from typing import Optional
 
-from torchx import specs
+from pipeline.checks import did_you_mean
 
 
-def host_resource(cpu: Optional[int], gpu: Optional[int], memMB: Optional[int], h: Optional[str]) -> specs.Resource:
-    """A named resource `h`, else the numbers given, else this machine's own cores and memory (and no GPU)."""
-    if h is not None:
-        return specs.resource(h=h)
-    return specs.resource(
-        cpu=len(os.sched_getaffinity(0)) if cpu is None else cpu,
-        gpu=0 if gpu is None else gpu,
-        memMB=_memory_mb() if memMB is None else memMB,
-    )
+@dataclass(frozen=True)
+class Host:
+    """0 cores or 0 MB: nobody has said, the place decides."""
+
+    cpu: int = 0
+    gpu: int = 0
+    mem_mb: int = 0
 
 
-def _memory_mb() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+# Whole hosts as clouds and vendors sell them, less a part for the system. TorchX's own names (gpu.small, aws_p4d.24xlarge)
+# work too; --cpu, --gpu and --memMB change single numbers of a named one.
+NAMED_HOSTS = {
+    "cpu_8": Host(cpu=8, mem_mb=30_000),
+    "cpu_32": Host(cpu=32, mem_mb=120_000),
+    "a100_40gb_x8": Host(cpu=90, gpu=8, mem_mb=1_080_000),
+    "a100_80gb_x8": Host(cpu=90, gpu=8, mem_mb=1_080_000),
+    "h100_80gb_x8": Host(cpu=180, gpu=8, mem_mb=1_900_000),
+    "h200_141gb_x8": Host(cpu=180, gpu=8, mem_mb=1_900_000),
+}
+
+
+def asked_host(cpu: Optional[int], gpu: Optional[int], mem_mb: Optional[int], h: Optional[str]) -> Host:
+    """The named host `h`, if any, with the numbers that are given. Raises ValueError for names and numbers that cannot be."""
+    host = Host() if h is None else named_host(h)
+    asked = {"cpu": cpu, "gpu": gpu, "mem_mb": mem_mb}
+    for name, number in asked.items():
+        if number is not None and number < (0 if name == "gpu" else 1):
+            raise ValueError(f"--{name.replace('mem_mb', 'memMB')} {number}: give a number above 0, or leave it out")
+    return replace(host, **{name: number for name, number in asked.items() if number is not None})
+
+
+def named_host(name: str) -> Host:
+    if name in NAMED_HOSTS:
+        return NAMED_HOSTS[name]
+    from torchx import specs  # its own names, and those of other packages' entry points; costs an import
+
+    try:
+        found = specs.named_resources[name]
+    except KeyError:
+        known = ", ".join(NAMED_HOSTS)
+        raise ValueError(
+            f"-h {name} is no named resource{did_you_mean(name, NAMED_HOSTS)}; there are {known} and TorchX's own; "
+            "or give --cpu, --gpu and --memMB"
+        ) from None
+    return Host(max(found.cpu, 0), max(found.gpu, 0), max(found.memMB, 0))
+
+
+def this_host() -> Host:
+    """The cores that this process may use and the memory of this machine; no GPU."""
+    memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    return Host(len(os.sched_getaffinity(0)), 0, memory_mb)
 
 
 def parse_shape(j: str) -> tuple[int, int]:
@@ -33,6 +72,6 @@ def parse_shape(j: str) -> tuple[int, int]:
     return nodes, ranks
 
 
-def threads_per_rank(resource: specs.Resource, ranks_per_node: int) -> int:
+def threads_per_rank(cpu: int, ranks_per_node: int) -> int:
     """OMP_NUM_THREADS: the host's cores shared evenly, for torch would otherwise start one a core in every rank."""
-    return max(1, resource.cpu // ranks_per_node)
+    return max(1, cpu // ranks_per_node)

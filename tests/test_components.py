@@ -13,7 +13,7 @@ from torchx import specs
 from torchx.specs.file_linter import validate
 
 from launch import components
-from launch.resources import host_resource, parse_shape, threads_per_rank
+from launch.resources import Host, asked_host, parse_shape, this_host, threads_per_rank
 from pipeline.config import TrainJob, load_config, save_job
 from tests.datasets import described_dataset
 
@@ -119,17 +119,20 @@ def test_torchx_accepts_every_component() -> None:
 
 def test_shapes_and_threads() -> None:
     assert parse_shape("2x8") == (2, 8) and parse_shape("4") == (1, 4)
-    given = host_resource(16, 2, 1000, None)
-    assert (given.cpu, given.gpu, given.memMB) == (16, 2, 1000)
-    assert threads_per_rank(given, 4) == 4 and threads_per_rank(given, 100) == 1
-    here = host_resource(None, None, None, None)
-    assert here.cpu >= 1 and here.memMB > 100
+    given = asked_host(16, 2, 1000, None)
+    assert (given.cpu, given.gpu, given.mem_mb) == (16, 2, 1000)
+    assert threads_per_rank(given.cpu, 4) == 4 and threads_per_rank(given.cpu, 100) == 1
+    assert asked_host(4, None, None, "h100_80gb_x8") == Host(cpu=4, gpu=8, mem_mb=1_900_000)
+    assert asked_host(None, None, None, "gpu.small").cpu == 8  # TorchX's own
+    with pytest.raises(ValueError, match="did you mean 'h100_80gb_x8'"):
+        asked_host(None, None, None, "h100_80gbx8")
+    assert this_host().cpu >= 1 and this_host().mem_mb > 100
 
 
 def test_the_launcher_starts_without_torch() -> None:
     code = (
         "import json, sys, time; started = time.perf_counter()\n"
-        "import launch.components\n"
+        "import launch.components, launch.render\n"
         "heavy = sorted({'torch', 'torchrec', 'pyarrow', 'duckdb', 'numpy'} & set(sys.modules))\n"
         "print(json.dumps({'heavy': heavy, 'seconds': time.perf_counter() - started}))\n"
     )

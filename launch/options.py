@@ -1,0 +1,64 @@
+"""Turn a dataclass of options into command line flags, and what was typed back into the dataclass.
+
+A field's metadata holds its `help`; `--max-retries` is the field max_retries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Options = TypeVar("Options")
+
+
+def option(default: Any, text: str) -> Any:
+    """A field with a default and one line of help."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type, title: str) -> None:
+    group = parser.add_argument_group(title)
+    for each, plain in _fields(kind):
+        flag, text = _flag(each.name), each.metadata.get("help", "").replace("%", "%%")
+        if plain is bool:
+            group.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=each.default, help=text, dest=each.name
+            )
+        elif get_origin(plain) is dict:
+            group.add_argument(flag, action="append", default=[], metavar="NAME=VALUE", help=text, dest=each.name)
+        else:
+            flags = ["-j"] if each.name == "j" else [flag]
+            group.add_argument(*flags, type=plain, default=each.default, help=text, dest=each.name, metavar=plain.__name__.upper())  # fmt: skip
+
+
+def from_flags(kind: type[Options], typed: argparse.Namespace) -> Options:
+    """Raises ValueError for a --env without `=`, and what the dataclass itself refuses."""
+    values = {each.name: getattr(typed, each.name) for each, _ in _fields(kind)}
+    for each, plain in _fields(kind):
+        if get_origin(plain) is dict:
+            values[each.name] = _pairs(_flag(each.name), values[each.name])
+    return kind(**values)
+
+
+def _fields(kind: type) -> list[tuple["dataclasses.Field[Any]", Any]]:
+    """Every field with its type, without Optional."""
+    hints = get_type_hints(kind)
+    return [(each, _without_none(hints[each.name])) for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) is Union:
+        (hint,) = (each for each in get_args(hint) if each is not type(None))
+    return hint
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _pairs(flag: str, words: list[str]) -> dict[str, str]:
+    for word in words:
+        if "=" not in word:
+            raise ValueError(f"{flag} {word}: give NAME=VALUE")
+    return dict(word.split("=", 1) for word in words)

@@ -1,0 +1,94 @@
+"""Print what runs a job on a cluster, for its owner to read and keep, without TorchX:
+
+python -m launch.render slurm|kubernetes|torchrun <verb> [-j 2x8] [flags] -- experiment=... key=value
+
+The job is composed and validated as the TorchX components do it. torchrun prints the command of each node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from launch.options import add_flags, from_flags, option
+from launch.resources import this_host
+from launch.slurm import SlurmOptions, render_sbatch
+from launch.workload import WORKLOADS, Where, Workload, make_workload
+from pipeline.config import print_user_errors
+
+
+@dataclass(frozen=True)
+class TorchrunOptions:
+    """What only the person who starts the nodes knows."""
+
+    head: str = option(
+        "localhost", "name or address of the first node, as the others know it; needed for several nodes"
+    )
+
+
+def render_torchrun(workload: Workload, options: TorchrunOptions) -> str:
+    """The command of every node, the same for all."""
+    if workload.nodes > 1 and options.head == "localhost":
+        raise ValueError(
+            f"-j {workload.nodes}x{workload.ranks_per_node} meets at the first node: say --head NAME, as the others know it"
+        )
+    env = dict(workload.env)
+    if workload.is_distributed:
+        env = {"OMP_NUM_THREADS": str(workload.threads(this_host().cpu)), **env}
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+    if workload.nodes > 1:
+        lines.insert(0, f"# The same on each of the {workload.nodes} nodes.")
+    return "\n".join([*lines, workload.shell_line(options.head, workload.name)]) + "\n"
+
+
+def _targets() -> dict[str, tuple[type, Callable[[Workload, Any], str]]]:
+    """Each target's options, and what renders a workload with them."""
+    return {
+        "slurm": (SlurmOptions, render_sbatch),
+        "torchrun": (TorchrunOptions, render_torchrun),
+    }
+
+
+def render(target: str, argv: list[str]) -> str:
+    """The text for the words behind the target; --help and errors end the process as in every verb."""
+    kind, render_with = _targets()[target]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m launch.render {target}", allow_abbrev=False,
+        usage="%(prog)s VERB [flags] -- key=value ...", description=(__doc__ or "").splitlines()[0],
+    )  # fmt: skip
+    parser.add_argument("verb", choices=sorted(WORKLOADS), metavar="VERB", help=", ".join(WORKLOADS))
+    add_flags(parser, Where, "the job")
+    add_flags(parser, kind, target)
+    parser.add_argument("--check-data", action=argparse.BooleanOptionalAction, default=True, help="read here what the job reads, and validate the job against it")  # fmt: skip
+    flags, overrides = _split(argv)
+    typed = parser.parse_args(flags)
+    with print_user_errors():
+        options: Any = from_flags(kind, typed)
+        where = from_flags(Where, typed)
+    workload = make_workload(typed.verb, __doc__, overrides, where, typed.check_data)
+    with print_user_errors():
+        return render_with(workload, options)
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before `--`, and behind it."""
+    middle = argv.index("--") if "--" in argv else len(argv)
+    return argv[:middle], argv[middle + 1 :]
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    if argv[:1] and argv[0] in _targets():
+        print(render(argv[0], argv[1:]), end="")
+        return
+    asked = argv[:1] in (["-h"], ["--help"])
+    print((__doc__ or "").strip(), file=sys.stdout if asked else sys.stderr)
+    sys.exit(0 if asked else 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Turn a verb, its overrides and what is known of the place into a Workload: what a node runs, whoever schedules it.
+
+The job is composed and validated on the way, without torch. launch.appdef makes a TorchX AppDef of a Workload,
+launch.slurm an sbatch script, launch.kubernetes manifests, launch.render a command line.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Optional
+
+from launch.options import option
+from launch.resources import asked_host, parse_shape, threads_per_rank
+from pipeline.config import (
+    EvaluateJob,
+    PlanJob,
+    PrepareJob,
+    TrainJob,
+    load_saved_job,
+    main,
+    print_user_errors,
+    validate_evaluation,
+)
+from pipeline.masking import SECRET_NAME, mask
+from pipeline.training.config import TrainerConfig
+
+RDZV_PORT = 29500
+MOUNT_TYPES = ("bind", "volume", "device")
+
+# Words of a command that only the place can fill in. No override can equal one: none is of the form key=value.
+ENDPOINT = "<rendezvous host:port>"
+JOB_ID = "<job id>"
+
+
+@dataclass(frozen=True)
+class Mount:
+    """`source` is a path of the host (bind, device) or a volume's name; it appears at `target` in the container."""
+
+    kind: str
+    source: str
+    target: str
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
+class Where:
+    """What is said of the place to run in; None: as on this machine, or as the place has it."""
+
+    j: str = option("1x1", "NODESxRANKS_PER_NODE, for instance 2x8")
+    cpu: Optional[int] = option(None, "cores a node")
+    gpu: Optional[int] = option(None, "GPUs a node")
+    memMB: Optional[int] = option(None, "memory a node")
+    h: Optional[str] = option(
+        None, "a named host instead of cpu, gpu and memMB: h100_80gb_x8, ... (launch/resources.py)"
+    )
+    env: Optional[dict[str, str]] = option(None, "environment of the job; again for each variable")
+    image: Optional[str] = option(None, "container image; without one the job runs in this Python environment")
+    mount: Optional[str] = option(None, "type=bind,src=/data,dst=/data,readonly; several after one another")
+    name: Optional[str] = option(None, "name of the job; else the run's own")
+    max_retries: int = option(0, "how often the scheduler may start the job again after a failure")
+    max_restarts: int = option(3, "how often the ranks are started again on their hosts after one dies or hangs")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One process (a verb without ranks) or one agent a node that starts `ranks_per_node` ranks.
+
+    cpu and mem_mb are a node's, 0 where nobody has said: then the place decides, or its own default holds.
+    """
+
+    verb: str
+    name: str  # [a-z0-9-], at most 50
+    nodes: int
+    ranks_per_node: int
+    command: list[str]  # of one node, with ENDPOINT and JOB_ID to fill in: by argv() or shell_line()
+    env: dict[str, str] = field(default_factory=dict)
+    cpu: int = 0
+    gpu: int = 0
+    mem_mb: int = 0
+    image: Optional[str] = None
+    mounts: list[Mount] = field(default_factory=list)
+    max_retries: int = 0
+    grace_s: float = 0.0  # seconds from SIGTERM to the end that the ranks count on; 0: the verb saves nothing
+    log_dir: str = ""  # a file a rank is written here; empty: there are no ranks, or no folder
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are ranks that must meet, rather than one process."""
+        return ENDPOINT in self.command
+
+    def argv(self, host: str = "localhost", job_id: str = "none") -> list[str]:
+        """The command with the head node and the scheduler's name of the job filled in, both as plain text."""
+        known = {ENDPOINT: f"{host}:{self.port}", JOB_ID: job_id}
+        return [known.get(word, word) for word in self.command]
+
+    def shell_line(self, host: str = "localhost", job_id: str = "none") -> str:
+        """The command as one line for a shell. `host` and `job_id` are shell text, for instance `$HEAD_NODE`: what
+        they stand for is expanded there; every other word arrives as it was typed."""
+        known = {ENDPOINT: f'"{host}:{self.port}"', JOB_ID: f'"{job_id}"'}
+        return " ".join(known.get(word) or shlex.quote(word) for word in self.command)
+
+    @property
+    def port(self) -> int:
+        """0 on a single node: a free one, so that jobs can share a machine."""
+        return RDZV_PORT if self.nodes > 1 else 0
+
+    def threads(self, default_cpu: int) -> int:
+        """OMP_NUM_THREADS of a rank; `default_cpu` cores a node where the job does not say."""
+        return threads_per_rank(self.cpu or default_cpu, self.ranks_per_node)
+
+
+def train(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    job = main(TrainJob, doc, _as_composed_by_ranks(words, where), check_data)
+    return _ranks("train", words, where, job.name, f"{job.run_dir}/logs", job.trainer.grace_s)
+
+
+def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    job = main(EvaluateJob, doc, _as_composed_by_ranks(words, where))
+    grace_s = TrainerConfig().grace_s
+    if check_data:
+        trained = load_saved_job(TrainJob, f"{job.run}/config.yaml")
+        validate_evaluation(job, trained, job.world_size)
+        grace_s = trained.trainer.grace_s
+    return _ranks("evaluate", words, where, "evaluate", f"{job.run}/logs", grace_s)
+
+
+def prepare(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    job = main(PrepareJob, doc, words)
+    return _single("prepare", words, where, f"prepare-{job.data.name}")
+
+
+def plan(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    job = main(PlanJob, doc, words, check_data)
+    return _single("plan", words, where, f"plan-{job.name}")
+
+
+WORKLOADS: dict[str, Callable[[Optional[str], list[str], Where, bool], Workload]] = {
+    "prepare": prepare, "plan": plan, "train": train, "evaluate": evaluate,
+}  # fmt: skip
+
+
+def make_workload(
+    verb: str, doc: Optional[str], overrides: Iterable[str], where: Where, check_data: bool = True
+) -> Workload:
+    """The workload of a verb's command line. A user's error is one line and exit code 2; nothing is submitted then.
+
+    check_data: read here what the job reads (a data set, a run folder) and validate the job against it.
+    """
+    with print_user_errors():
+        check_env(where.env or {})
+        return WORKLOADS[verb](doc, list(overrides), where, check_data)
+
+
+def check_env(env: dict[str, str]) -> None:
+    """Raises ValueError for a credential: what is given here is written into scripts, manifests and their logs."""
+    for name, value in env.items():
+        if SECRET_NAME.search(name) or mask(value) != value:
+            raise ValueError(
+                f"env: {name} looks like a credential, and the job's environment is written into what is submitted; "
+                "docs/cluster.md says how credentials reach a job (Slurm: from your shell or env_file, Kubernetes: a Secret)"
+            )
+
+
+def parse_mounts(text: Optional[str]) -> list[Mount]:
+    """'type=bind,src=/data,dst=/data,readonly' as TorchX writes them, several after one another."""
+    found: list[dict[str, str]] = []
+    for word in filter(None, (text or "").split(",")):
+        key, _, value = word.partition("=")
+        key = {"source": "src", "target": "dst", "destination": "dst"}.get(key, key)
+        if key == "type":
+            found.append({})
+        if key not in ("type", "src", "dst", "readonly", "perm") or not found:
+            raise ValueError(f"--mount {text}: {word!r} is not type=, src=, dst= or readonly, with type= first in each")
+        found[-1][key] = value
+    mounts = [
+        Mount(each["type"], each.get("src", ""), each.get("dst", each.get("src", "")), "readonly" in each)
+        for each in found
+    ]
+    for mount in mounts:
+        if mount.kind not in MOUNT_TYPES or not mount.source or not mount.target.startswith("/"):
+            raise ValueError(f"--mount {text}: each is type={'|'.join(MOUNT_TYPES)},src=SOURCE,dst=/PATH[,readonly]")
+    return mounts
+
+
+def _as_composed_by_ranks(words: list[str], where: Where) -> list[str]:
+    """The overrides with the world size that the launcher will set. Raises ValueError where they name another."""
+    nodes, ranks = parse_shape(where.j)
+    for word in words:
+        name, _, value = word.partition("=")
+        if name.lstrip("+") == "world_size" and value != str(nodes * ranks):
+            raise ValueError(
+                f"{word}, but -j {where.j} starts {nodes * ranks} rank(s); leave world_size out, or change -j"
+            )
+    return [*words, f"world_size={nodes * ranks}"]
+
+
+def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, grace_s: float) -> Workload:
+    nodes, ranks = parse_shape(where.j)
+    logs = "" if "://" in log_dir else log_dir  # a URI is no folder for the ranks' files
+    command = [
+        # Our agent: torchrun with exit codes that a scheduler can act on.
+        *(_python(where), "-m", "pipeline.agent", "--grace-s", f"{grace_s:g}", "--rdzv-endpoint", ENDPOINT),
+        *("--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--max-restarts", str(where.max_restarts)),
+        *("--rdzv-backend", "c10d", "--rdzv-id", JOB_ID),
+        # Rank 0's output goes to the console, every rank's to its file.
+        *("--tee", "3", "--local-ranks-filter", "0", *(["--log-dir", logs] if logs else []), "--role", ""),
+        *("-m", f"pipeline.{verb}", *words),
+    ]
+    made = Workload(verb, _app_name(where.name or name), nodes, ranks, command, grace_s=grace_s, log_dir=logs)
+    return _placed(made, where)
+
+
+def _single(verb: str, words: list[str], where: Where, name: str) -> Workload:
+    if parse_shape(where.j) != (1, 1):
+        raise ValueError(f"-j {where.j}: {verb} is one process; leave -j out")
+    command = [_python(where), "-u", "-m", f"pipeline.{verb}", *words]
+    return _placed(Workload(verb, _app_name(where.name or name), 1, 1, command), where)
+
+
+def _placed(workload: Workload, where: Where) -> Workload:
+    host = asked_host(where.cpu, where.gpu, where.memMB, where.h)
+    return replace(
+        workload, cpu=host.cpu, gpu=host.gpu, mem_mb=host.mem_mb, image=where.image, env=dict(where.env or {}),
+        mounts=parse_mounts(where.mount), max_retries=where.max_retries,
+    )  # fmt: skip
+
+
+def _python(where: Where) -> str:
+    """An image has its own `python`; without one the job runs in this environment, activated or not."""
+    return "python" if where.image else sys.executable
+
+
+def _app_name(name: str) -> str:
+    """Lower-case letters, digits and dashes, at most 50: what every scheduler takes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "job"
