@@ -24,7 +24,7 @@ from pipeline.checks import did_you_mean
 from pipeline.compose import CONFIG_NAMES, compose_job, config_folders, group_options, instantiate, near_field
 from pipeline.exit_codes import FAILED, INTERRUPTED, USER_ERROR
 from pipeline.failures import describe_os_error, masked_traceback, write_error_file
-from pipeline.jobs import CheckpointsJob, EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.jobs import CheckpointsJob, EvaluateJob, ExportJob, GenerateJob, PlanJob, PrepareJob, TrainJob
 from pipeline.logs import configure_logging
 from pipeline.masking import find_secret, mask
 from pipeline.models.config import MODEL_CONFIGS
@@ -34,6 +34,7 @@ from pipeline.processes import die_with_parent
 __all__ = [
     "CheckpointsJob",
     "EvaluateJob",
+    "ExportJob",
     "GenerateJob",
     "PlanJob",
     "PrepareJob",
@@ -75,7 +76,7 @@ def run_verb(
 ) -> None:
     """A verb's command line: compose the job, run it, and print on rank 0 what came of it."""
     is_group = job_type in (TrainJob, EvaluateJob)  # what runs on many ranks, and for long
-    if is_group:
+    if is_group or job_type is ExportJob:  # what has something to put away when it is ended
         _obey_the_launcher()
     job = main(job_type, doc)
     configure_logging(int(os.environ.get("RANK", "0")))

@@ -11,6 +11,7 @@ from pipeline.data.dataset import SPLITS
 from pipeline.embeddings.config import TableConfig
 from pipeline.models.config import ModelConfig
 from pipeline.planner.config import HardwareConfig, PlannerConfig
+from pipeline.serving.config import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
 from pipeline.training.config import (
     CheckpointConfig,
     CommsConfig,
@@ -106,6 +107,40 @@ class EvaluateJob:
         check_choice("split", self.split, SPLITS)
         check_at_least("global_batch_size", self.global_batch_size, 1, allow_none=True)
         check_at_least("max_batches", self.max_batches, 1, allow_none=True)
+
+
+@dataclass
+class ExportJob:
+    """run: a run folder; step None takes its newest checkpoint; output None: a folder of its own in <run>/artifacts.
+
+    `precision` is that of all tables but those that `tables` names; `auto` finds the smallest mix whose NE on the
+    validation split is at most `ne_budget` above the trained model's.
+    """
+
+    run: str = "???"
+    step: int | None = None
+    output: str | None = None
+    precision: str = "int8"
+    tables: dict[str, str] = field(default_factory=dict)  # table -> fp32, fp16, int8, int4 or int2
+    ne_budget: float = 0.0005
+    dense: str = "fp32"  # of the layers: fp32, bf16 or int8
+    compiled: bool = False  # the layers as an AOTInductor package besides; needs a C++ compiler
+    pruning: PruningConfig = field(default_factory=PruningConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    data_path: str | None = None  # None: the data set that the run was trained on
+
+    def __post_init__(self) -> None:
+        check_given("run", self.run)
+        check_precisions(self.precision, self.tables)
+        check_choice("dense", self.dense, DENSE_PRECISIONS)
+        check_at_least("step", self.step, 0, allow_none=True)
+        check_at_least("ne_budget", self.ne_budget, 0.0)
+        if self.output is not None:
+            check_given("output", self.output)
+            if "://" in self.output:
+                raise ValueError(
+                    f"output={self.output}: artifacts are written to local paths; copy the folder from there"
+                )
 
 
 CHECKPOINT_COMMANDS = ("list", "verify", "show", "export")

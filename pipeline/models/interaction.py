@@ -69,7 +69,11 @@ class DotInteraction(nn.Module):
 class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # type: ignore[override]
-        batch, num_rows, dim = len(dense), rows.shape[1] + 1, dense.shape[1]
+        batch, num_rows, dim = (
+            dense.shape[0],
+            rows.shape[1] + 1,
+            dense.shape[1],
+        )  # len() would pin the batch in torch.export
         combined = dense.new_empty(batch, num_rows, dim, dtype=dtype)
         combined[:, 0] = dense
         combined[:, 1:] = rows

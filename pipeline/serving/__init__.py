@@ -1,0 +1,1 @@
+"""Turn a checkpoint into an artifact, and an artifact and raw rows into scores."""
