@@ -20,13 +20,24 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from pipeline.checks import did_you_mean
-from pipeline.jobs import CheckpointsJob, EvaluateJob, ExportJob, GenerateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.jobs import (
+    CheckpointsJob,
+    EvaluateJob,
+    ExportJob,
+    GenerateJob,
+    PlanJob,
+    PrepareJob,
+    RegistryJob,
+    RetrainJob,
+    TrainJob,
+)
 from pipeline.models.config import MODEL_CONFIGS
 
 Job = TypeVar("Job")
 CONFIG_NAMES: dict[type, str] = {
     GenerateJob: "generate", PrepareJob: "prepare", PlanJob: "plan", TrainJob: "train", EvaluateJob: "evaluate",
     CheckpointsJob: "checkpoints", ExportJob: "export",
+    RetrainJob: "retrain", RegistryJob: "registry",
 }  # fmt: skip
 
 

@@ -24,7 +24,17 @@ from pipeline.checks import did_you_mean
 from pipeline.compose import CONFIG_NAMES, compose_job, config_folders, group_options, instantiate, near_field
 from pipeline.exit_codes import FAILED, INTERRUPTED, USER_ERROR
 from pipeline.failures import describe_os_error, masked_traceback, write_error_file
-from pipeline.jobs import CheckpointsJob, EvaluateJob, ExportJob, GenerateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.jobs import (
+    CheckpointsJob,
+    EvaluateJob,
+    ExportJob,
+    GenerateJob,
+    PlanJob,
+    PrepareJob,
+    RegistryJob,
+    RetrainJob,
+    TrainJob,
+)
 from pipeline.logs import configure_logging
 from pipeline.masking import find_secret, mask
 from pipeline.models.config import MODEL_CONFIGS
@@ -38,6 +48,8 @@ __all__ = [
     "GenerateJob",
     "PlanJob",
     "PrepareJob",
+    "RegistryJob",
+    "RetrainJob",
     "TrainJob",
     "load_config",
     "load_saved_job",
@@ -66,7 +78,9 @@ def main(job_type: type[Job], doc: str | None, argv: Iterable[str] | None = None
         if "--cfg" in flags:
             print(job_to_yaml(job), end="")
             sys.exit(0)
-        if validate and isinstance(job, TrainJob):
+        if (
+            validate and isinstance(job, TrainJob) and not isinstance(job, RetrainJob)
+        ):  # its data are yet to be prepared
             validate_job(job, job.world_size)
     return job
 
@@ -75,7 +89,7 @@ def run_verb(
     job_type: type[Job], verb: Callable[[Job], Result], doc: str | None, describe: Callable[[Result], str] | None = None
 ) -> None:
     """A verb's command line: compose the job, run it, and print on rank 0 what came of it."""
-    is_group = job_type in (TrainJob, EvaluateJob)  # what runs on many ranks, and for long
+    is_group = job_type in (TrainJob, EvaluateJob, RetrainJob)  # what runs on many ranks, and for long
     if is_group or job_type is ExportJob:  # what has something to put away when it is ended
         _obey_the_launcher()
     job = main(job_type, doc)

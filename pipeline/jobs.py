@@ -11,6 +11,14 @@ from pipeline.data.dataset import SPLITS
 from pipeline.embeddings.config import TableConfig
 from pipeline.models.config import ModelConfig
 from pipeline.planner.config import HardwareConfig, PlannerConfig
+from pipeline.retraining.config import (
+    REGISTRY_COMMANDS,
+    DataChecksConfig,
+    GateConfig,
+    GrowthConfig,
+    RegistryConfig,
+    WindowsConfig,
+)
 from pipeline.serving.config import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
 from pipeline.training.config import (
     CheckpointConfig,
@@ -88,6 +96,64 @@ class TrainJob:
 @dataclass
 class PlanJob(TrainJob):
     """The train job, planned for `world_size` ranks of `hardware` and written to planner.plan_file."""
+
+
+@dataclass
+class RetrainJob(TrainJob):
+    """The train job, repeated for every window of `source`; run_dir is the local folder for what is in progress.
+
+    One tick works on `max_catchup` windows at most, the oldest first. `retry` names rejected or skipped windows that are
+    to be judged again. strict: a tick that rejects a window ends with exit code 3.
+    """
+
+    run_dir: str = "retraining/${name}"
+    source: str = "???"
+    windows: WindowsConfig = field(default_factory=WindowsConfig)
+    growth: GrowthConfig = field(default_factory=GrowthConfig)
+    checks: DataChecksConfig = field(default_factory=DataChecksConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    max_catchup: int = 3
+    retry: list[str] = field(default_factory=list)
+    strict: bool = False
+    memory_limit_gb: float = 2.0  # of the preparation, as are threads
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_given("source", self.source)
+        check_at_least("max_catchup", self.max_catchup, 1)
+        check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
+        check_at_least("threads", self.threads, 1, allow_none=True)
+        if self.warm_start is not None:
+            raise ValueError(
+                "retrain starts from the champion; leave warm_start out (growth.* says what becomes of tables)"
+            )
+        if "://" in self.run_dir:
+            raise ValueError(f"run_dir={self.run_dir}: give a local folder; registry.path may be s3://...")
+        if self.checkpoint.folder is not None:
+            raise ValueError(
+                "retrain keeps a run's checkpoints below run_dir until they are promoted: leave checkpoint.folder out"
+            )
+
+
+@dataclass
+class RegistryJob:
+    """registry: the folder that retrain promotes into; version None: all to verify, the one before to roll back to."""
+
+    registry: str = "???"
+    command: str = "list"
+    version: str | None = None
+    reason: str = ""
+    run: str = ""  # the run folder that `add` takes its first version from
+    num: int = 20  # records that history shows
+
+    def __post_init__(self) -> None:
+        check_given("registry", self.registry)
+        check_choice("command", self.command, REGISTRY_COMMANDS)
+        check_at_least("num", self.num, 1)
+        if self.command == "add":
+            check_given("run", self.run)
 
 
 @dataclass

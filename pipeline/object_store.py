@@ -132,6 +132,48 @@ class S3Handler(S3PathHandler):  # type: ignore[misc]
                         raise FileExistsError(f"{path} is already there") from None
         return True
 
+    def put_instead(self, path: str, expected: bytes | None, content: bytes) -> bool:
+        """Write an object in the place of `expected` (None: of nothing); False where something else lies there.
+
+        One conditional request (If-Match); a store that knows none of those is written to without condition.
+        """
+        from botocore.exceptions import ClientError, ParamValidationError
+
+        if expected is None:
+            try:
+                if self.put_once(path, content):
+                    return True
+            except FileExistsError:
+                return False
+        bucket, key = self._parse_uri(path)
+        found, tag = self._read_with_tag(path)
+        if found != expected:
+            return found == content
+        place: dict[str, Any] = {"Bucket": bucket, "Key": key, "Body": content}
+        with explained(f"upload of {len(content):,} bytes to {path}"):
+            try:
+                self._get_client(bucket).put_object(**place, **({"IfMatch": tag} if tag else {}))
+            except ParamValidationError:  # boto3 before 1.36
+                self._get_client(bucket).put_object(**place)
+            except ClientError as error:
+                code = str(error.response["Error"].get("Code"))
+                if code in WITHOUT_CONDITION:
+                    self._get_client(bucket).put_object(**place)
+                elif code in TAKEN:  # perhaps by the first attempt of this very request, whose answer was lost
+                    return self._read_with_tag(path)[0] == content
+                else:
+                    raise
+        return True
+
+    def _read_with_tag(self, path: str) -> tuple[bytes | None, str]:
+        bucket, key = self._parse_uri(path)
+        try:
+            with explained(f"reading {path}"):
+                answer = self._get_client(bucket).get_object(Bucket=bucket, Key=key)
+                return answer["Body"].read(), answer["ETag"]
+        except FileNotFoundError:
+            return None, ""
+
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ Thin over iopath's PathManager. Import stays stdlib + iopath, for configs and th
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import posixpath
@@ -130,10 +131,15 @@ def move_file(source: str, destination: str) -> None:
             os.replace(staged, destination)
             os.remove(source)
         return
+    upload_file(source, destination)
+    os.remove(source)
+
+
+def upload_file(source: str, destination: str) -> None:
+    """Copy a local file to an object store, where it appears whole. Replaces what is there."""
     # iopath 0.1.10 logs a failed S3 upload and returns False.
     if not path_manager().copy_from_local(source, destination, overwrite=True):
         raise OSError(f"upload of {source} to {destination} failed; iopath's log above says why")
-    os.remove(source)
 
 
 def local_path(path: str) -> str:
@@ -191,6 +197,7 @@ def publish_once(path: str, text: str) -> None:
             os.link(staged, path)  # fails where there is one, whoever made it in the meantime
         finally:
             os.remove(staged)
+        sync_folder(dirname(path))
         return
     handler = path_manager()._path_handlers[path.split("://", 1)[0] + "://"]
     if hasattr(handler, "put_once") and handler.put_once(path, text.encode()):
@@ -200,6 +207,29 @@ def publish_once(path: str, text: str) -> None:
     publish_text(path, text)
     if read_text(path) != text:
         raise FileExistsError(f"{path} was written by somebody else at the same time")
+
+
+def swap_text(path: str, expected: str | None, text: str) -> bool:
+    """Write a file in the place of one that holds `expected` (None: of nothing); False where another text is there.
+
+    Readers see the old text or the new one. Of several writers with one expectation, on any hosts, one succeeds.
+    """
+    if not is_local(path):
+        handler = path_manager()._path_handlers[path.split("://", 1)[0] + "://"]
+        if hasattr(handler, "put_instead"):
+            return bool(handler.put_instead(path, None if expected is None else expected.encode(), text.encode()))
+        return _swap(path, expected, text)
+    os.makedirs(dirname(path), exist_ok=True)
+    with open(f"{path}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process
+        return _swap(path, expected, text)
+
+
+def _swap(path: str, expected: str | None, text: str) -> bool:
+    if (read_text(path) if exists(path) else None) != expected:
+        return False
+    publish_text(path, text)
+    return True
 
 
 def sync_folder(folder: str) -> None:

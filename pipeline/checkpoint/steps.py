@@ -15,7 +15,7 @@ from pipeline import storage
 from pipeline.checkpoint.errors import CheckpointError, DamagedError
 
 __all__ = [
-    "CheckpointError", "file_path", "list_steps", "read_manifest", "seal_manifest", "step_name", "step_path",
+    "CheckpointError", "file_path", "list_steps", "read_manifest", "read_sealed", "seal_manifest", "step_name", "step_path",
 ]  # fmt: skip
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -58,15 +58,7 @@ def read_manifest(path: str) -> dict[str, Any]:
     Raises:
         DamagedError: it is missing, not what was written, or of another release.
     """
-    try:
-        text = storage.read_text(storage.join(path, MANIFEST))
-    except (FileNotFoundError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise DamagedError(f"{path}/{MANIFEST} cannot be read: {error}") from None
-    seal = SEAL.match(text)
-    if seal is None or hashlib.sha256(("{" + text[seal.end() :]).encode()).hexdigest() != seal[1]:
-        raise DamagedError(f"{path}/{MANIFEST} does not match its checksum")
-    manifest: dict[str, Any] = json.loads(text)
-    del manifest["sha256"]
+    manifest = read_sealed(f"{path}/{MANIFEST}")
     if manifest["format_version"] != FORMAT_VERSION:
         raise DamagedError(
             f"{path}/{MANIFEST} has format_version {manifest['format_version']}, this release reads {FORMAT_VERSION}"
@@ -74,4 +66,18 @@ def read_manifest(path: str) -> dict[str, Any]:
     name = storage.join(path, "").rstrip("/").rsplit("/", 1)[-1]
     if STEP_FOLDER.fullmatch(name) and step_name(manifest["step"]) != name:
         raise DamagedError(f"{path}/{MANIFEST} is that of step {manifest['step']}")
+    return manifest
+
+
+def read_sealed(path: str) -> dict[str, Any]:
+    """What seal_manifest made a file of. Raises DamagedError where it is missing or not what was written."""
+    try:
+        text = storage.read_text(path)
+    except (FileNotFoundError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from None
+    seal = SEAL.match(text)
+    if seal is None or hashlib.sha256(("{" + text[seal.end() :]).encode()).hexdigest() != seal[1]:
+        raise DamagedError(f"{path} does not match its checksum")
+    manifest: dict[str, Any] = json.loads(text)
+    del manifest["sha256"]
     return manifest

@@ -1,0 +1,81 @@
+"""Turn what was done with a window, or with the champion, into a record that is never changed:
+<registry>/ledger/00000042.json.
+
+A file a record: an object store cannot append, and a number can be taken once. What a tick has to know of the past stands
+in the newest records, so it reads no more of them than it needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pipeline import storage
+from pipeline.retraining.registry import RegistryError, timestamp
+
+PROMOTED, REJECTED, SKIPPED = "promoted", "rejected", "skipped"
+ROLLED_BACK, UNPINNED, ADDED, RETRIED = "rolled_back", "unpinned", "added", "retried"
+TERMINAL = (PROMOTED, REJECTED, SKIPPED)  # of a window: it is not worked on again
+MAX_READ = 2000  # newest records that a tick looks at
+ATTEMPTS = 20
+
+
+@dataclass(frozen=True)
+class Record:
+    """`data` are the window's statistics, which later windows are compared with; `metrics` those of the comparison."""
+
+    state: str
+    window: str = ""
+    version: str = ""
+    parent: str = ""
+    reasons: list[str] = field(default_factory=list)
+    config_hash: str = ""
+    code_version: str = ""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    source: str = ""  # digest of the window's files
+    seconds: float = 0.0
+    time: str = ""
+    number: int = 0
+
+
+class Ledger:
+    def __init__(self, registry: str) -> None:
+        self.folder = storage.join(registry.rstrip("/"), "ledger")
+
+    def append(self, record: Record) -> Record:
+        """The record with its number and time. Raises RegistryError where others take every number."""
+        numbers = self._numbers()
+        number = numbers[-1] if numbers else 0
+        for _ in range(ATTEMPTS):
+            number += 1
+            written = Record(**{**asdict(record), "number": number, "time": record.time or timestamp()})
+            try:
+                storage.publish_once(self._path(number), json.dumps(asdict(written), indent=1) + "\n")
+            except FileExistsError:
+                continue
+            return written
+        raise RegistryError(f"{self.folder}: others write records all the time; try again")
+
+    def newest(self) -> Iterator[Record]:
+        """Newest first."""
+        for number in reversed(self._numbers()):
+            yield self.read(number)
+
+    def read(self, number: int) -> Record:
+        """Raises RegistryError for a record that is not one."""
+        try:
+            return Record(**json.loads(storage.read_text(self._path(number))))
+        except (TypeError, ValueError) as error:
+            raise RegistryError(
+                f"{self._path(number)} is no record ({error}): was it changed? Restore it from a copy"
+            ) from None
+
+    def _numbers(self) -> list[int]:
+        names = storage.list_folder(self.folder)
+        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
+
+    def _path(self, number: int) -> str:
+        return storage.join(self.folder, f"{number:08d}.json")

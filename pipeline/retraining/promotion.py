@@ -1,0 +1,145 @@
+"""Turn a finished run into the champion: publish, move the pointer, write it down, remove what is too old.
+
+Each of the four may be the last thing that a killed process did. A version is found again by its candidate key, the
+pointer knows where it points, and a promotion that the ledger lacks is written down from the version's own lineage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipeline import storage
+from pipeline.checkpoint.errors import DamagedError
+from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
+from pipeline.data.dataset import FILE_NAME, load_dataset
+from pipeline.retraining.ledger import ADDED, PROMOTED, Ledger, Record
+from pipeline.retraining.registry import Pointer, Registry, RegistryError, Version, timestamp
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """`manifest` is that of the step at `checkpoint`; `data` the folder of dataset.json and the vocabularies."""
+
+    folder: str
+    checkpoint: str
+    data: str
+    manifest: dict[str, Any]
+
+    def files(self) -> dict[str, str]:
+        """Path in a version -> local file, of all that a version keeps."""
+        step = self.checkpoint.rpartition("/")[2]
+        names = ["manifest.json", *self.manifest["files"]]
+        files = {f"checkpoint/{step}/{name}": storage.join(self.checkpoint, name) for name in names}
+        files["config.yaml"] = storage.join(self.folder, "config.yaml")
+        kept = [FILE_NAME, *(one.vocabulary for one in load_dataset(self.data).sparse_features if one.vocabulary)]
+        return files | {f"data/{name}": storage.join(self.data, name) for name in kept}
+
+    def check(self, version: Version) -> None:
+        """Raises DamagedError where what was copied of the step is not what the run had written."""
+        step = self.checkpoint.rpartition("/")[2]
+        for name, entry in self.manifest["files"].items():
+            if version.manifest["files"].get(f"checkpoint/{step}/{name}") != entry:
+                raise DamagedError(
+                    f"{self.checkpoint}/{name} has changed since it was saved: {version.name} is not promoted"
+                )
+
+
+def finished_run(folder: str) -> FinishedRun:
+    """Of the newest step. Raises ValueError where there is none, or its vocabularies are elsewhere."""
+    checkpoints = storage.join(folder, "checkpoints")
+    steps = list_steps(checkpoints)
+    if not steps or not storage.is_file(storage.join(folder, "config.yaml")):
+        raise RegistryError(
+            f"{folder} holds no finished run with checkpoints on this machine; run=<the run_dir of a training>"
+        )
+    path = step_path(checkpoints, steps[-1])
+    manifest = read_manifest(path)
+    data = str(manifest["config"]["data"]["path"])
+    if load_dataset(data).fingerprint() != manifest["data_order"]["dataset"]:
+        raise RegistryError(f"{data} is no longer the data set that {folder} was trained on: prepare that one again")
+    return FinishedRun(folder, path, data, manifest)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run that has passed. `key` tells it from every other; `extra` are further files, as those of an artifact."""
+
+    run: FinishedRun
+    key: str
+    record: Record
+    expected: Pointer | None
+    extra: dict[str, str]
+
+
+def lineage_of(candidate: Candidate) -> dict[str, Any]:
+    record = candidate.record
+    return {
+        "window": record.window,
+        "parent": record.parent or None,
+        "candidate": candidate.key,
+        "config_hash": record.config_hash,
+        "code_version": record.code_version,
+        "data": {"fingerprint": candidate.run.manifest["data_order"]["dataset"], "source": record.source},
+        "step": candidate.run.manifest["step"],
+        "metrics": record.metrics,
+        "created_at": timestamp(),
+        "record": asdict(record),
+    }
+
+
+def promote(registry: Registry, ledger: Ledger, candidate: Candidate, keep: int, fence: Callable[[], None]) -> Record:
+    """The ledger's record. `fence` raises where this process may commit no more.
+
+    Raises:
+        PinnedError, RegistryError: the champion is no longer the one that the candidate was held to.
+        DamagedError: the run's files have changed since they were saved.
+    """
+    version = published(registry, candidate.key)
+    if version is None:
+        fence()
+        files = candidate.run.files() | candidate.extra
+        version = registry.publish(registry.next_name(), files, lineage_of(candidate))
+    candidate.run.check(version)
+    fence()
+    registry.promote(version, candidate.expected)
+    record = complete(registry, ledger)
+    assert record is not None
+    registry.prune(keep)
+    return record
+
+
+def published(registry: Registry, key: str) -> Version | None:
+    """The newest version of this candidate key, which an interrupted promotion has left."""
+    return next((version for version in registry.versions() if version.lineage.get("candidate") == key), None)
+
+
+def complete(registry: Registry, ledger: Ledger) -> Record | None:
+    """Write down a promotion that was interrupted before it was; the champion's record, None without a champion."""
+    champion = registry.champion()
+    if champion is None:
+        return None
+    for record in ledger.newest():
+        if record.version == champion.name and record.state in (PROMOTED, ADDED):
+            return record
+    return ledger.append(Record(**{**champion.lineage["record"], "version": champion.name}))
+
+
+def add_run(registry: Registry, ledger: Ledger, folder: str) -> Record:
+    """Make a run the first champion, ungated. Raises RegistryError where there is a champion."""
+    if (pointer := registry.pointer()) is not None:
+        raise RegistryError(
+            f"{registry.path} has a champion, {pointer.version}: what comes after it must pass retrain's gate"
+        )
+    run = finished_run(folder)
+    record = Record(ADDED, reasons=[f"from {os.path.abspath(folder)}"], metrics=_validation(folder))
+    return promote(registry, ledger, Candidate(run, f"add {run.checkpoint}", record, None, {}), 2, lambda: None)
+
+
+def _validation(folder: str) -> dict[str, Any]:
+    path = storage.join(folder, "summary.json")
+    found = json.loads(storage.read_text(path)).get("validation", {}) if storage.is_file(path) else {}
+    return {f"validation_{name}": value for name, value in found.items()}

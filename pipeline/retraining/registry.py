@@ -1,0 +1,345 @@
+"""Turn trained models into immutable versions, and one of them into the champion, in a folder or an object store.
+
+    <registry>/versions/v000012/manifest.json    lineage, and size and checksums of every other file: it is the commit
+                                checkpoint/step_00000390/...    data/dataset.json, data/vocabulary/...    artifact/...
+    <registry>/champion.json                     which version serves and is trained on: replaced atomically
+    <registry>/ledger/00000042.json              what was done and why (ledger.py): never changed
+
+The pointer is compared and swapped, so a promotion cannot overrun a rollback that it has not seen. No torch here: a
+rollback is to be quick.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from pipeline import storage
+from pipeline.checkpoint.checksums import BLOCK_BYTES, ChecksummedWriter, FileEntry, damage
+from pipeline.checkpoint.errors import DamagedError
+from pipeline.checkpoint.steps import read_sealed, seal_manifest
+from pipeline.checks import did_you_mean
+
+MANIFEST = "manifest.json"
+POINTER = "champion.json"
+FORMAT_VERSION = 1
+VERSION_NAME = re.compile(r"v(\d{6,})")
+ATTEMPT, PURGED = ".attempt-", ".purged-"
+PROMOTION_ATTEMPTS = 5
+
+
+class RegistryError(ValueError):
+    """The registry does not hold what was asked of it; the message says what it holds."""
+
+
+class PinnedError(RegistryError):
+    """A rollback holds the champion: nothing is promoted until `unpin`."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """One model: `path` is its folder, `manifest` what it says of itself."""
+
+    name: str
+    path: str
+    manifest: dict[str, Any]
+
+    @property
+    def lineage(self) -> dict[str, Any]:
+        """window, parent, candidate, config_hash, code_version, metrics, created_at."""
+        found: dict[str, Any] = self.manifest["lineage"]
+        return found
+
+    @property
+    def checkpoint(self) -> str:
+        """The folder of its step (step_00000390)."""
+        steps = {name.split("/")[1] for name in self.manifest["files"] if name.startswith("checkpoint/")}
+        assert len(steps) == 1, f"{self.path} holds {len(steps)} steps, a version has one"
+        return storage.join(self.path, "checkpoint", *steps)
+
+    @property
+    def data(self) -> str:
+        """The folder of dataset.json and the vocabularies that its ids come from; shards are not kept."""
+        return storage.join(self.path, "data")
+
+    @property
+    def config(self) -> str:
+        """The train job, as YAML."""
+        return storage.join(self.path, "config.yaml")
+
+    @property
+    def artifact(self) -> str | None:
+        """The folder that `serve` loads, where one was exported."""
+        has_one = any(name.startswith("artifact/") for name in self.manifest["files"])
+        return storage.join(self.path, "artifact") if has_one else None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(int(entry["size_bytes"]) for entry in self.manifest["files"].values())
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What champion.json holds. `number` rises with every change."""
+
+    version: str
+    previous: str | None
+    number: int
+    promoted_at: str
+    pinned: bool = False
+    reason: str = ""
+
+
+class Registry:
+    """Many may read; one tick at a time promotes (its lease sees to that), and people roll back and unpin at any time."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path.rstrip("/")
+        self._versions = storage.join(self.path, "versions")
+        self._pointer = storage.join(self.path, POINTER)
+
+    def champion(self) -> Version | None:
+        """The version that the pointer names; None for a registry without one. Raises DamagedError, RegistryError."""
+        pointer = self.pointer()
+        return None if pointer is None else self.version(pointer.version)
+
+    def pointer(self) -> Pointer | None:
+        return self._read_pointer()[0]
+
+    def _read_pointer(self) -> tuple[Pointer | None, str | None]:
+        """And the text that it was read from."""
+        try:
+            text = storage.read_text(self._pointer)
+        except FileNotFoundError:
+            return None, None
+        try:
+            return Pointer(**json.loads(text)), text
+        except (TypeError, ValueError) as error:
+            raise DamagedError(f"{self._pointer} is damaged ({error}): `registry rollback` writes it anew") from None
+
+    def names(self) -> list[str]:
+        """Committed versions, oldest first."""
+        found = [name for name in storage.list_folder(self._versions) if VERSION_NAME.fullmatch(name)]
+        if not storage.is_local(self.path):
+            found = [name for name in found if storage.exists(storage.join(self._versions, name, MANIFEST))]
+        return sorted(found, key=lambda name: int(name[1:]))
+
+    def versions(self) -> Iterator[Version]:
+        """Newest first."""
+        return (self.version(name) for name in reversed(self.names()))
+
+    def version(self, name: str) -> Version:
+        """Raises RegistryError where there is none of this name, DamagedError where its manifest is not what was written."""
+        path = storage.join(self._versions, name)
+        if not VERSION_NAME.fullmatch(name) or not storage.is_file(storage.join(path, MANIFEST)):
+            names = self.names()
+            near = did_you_mean(name, names)
+            raise RegistryError(f"{self.path} has no version {name!r} among {', '.join(names[-10:]) or 'none'}{near}")
+        return Version(name, path, read_sealed(storage.join(path, MANIFEST)))
+
+    def next_name(self) -> str:
+        taken = [int(name[1:]) for name in storage.list_folder(self._versions) if VERSION_NAME.fullmatch(name)]
+        pointer = self.pointer()
+        taken += [int(name[1:]) for name in (pointer.version, pointer.previous) if name] if pointer else []
+        return f"v{max(taken, default=0) + 1:06d}"
+
+    def publish(self, name: str, files: dict[str, str], lineage: dict[str, Any]) -> Version:
+        """Commit a version: `files` maps its paths to local files, which are copied.
+
+        Raises:
+            FileExistsError: there is one of this name.
+            OSError: it cannot be written; nothing is committed.
+        """
+        path = storage.join(self._versions, name)
+        if storage.is_file(storage.join(path, MANIFEST)):
+            raise FileExistsError(f"{path} is already committed: versions are never changed")
+        writing = self._write_local if storage.is_local(self.path) else self._upload
+        manifest = writing(name, files, {"format_version": FORMAT_VERSION, "version": name, "lineage": lineage})
+        return Version(name, path, manifest)
+
+    def _write_local(self, name: str, files: dict[str, str], about: dict[str, Any]) -> dict[str, Any]:
+        attempt = storage.join(self._versions, f"{ATTEMPT}{name}-{uuid.uuid4().hex[:8]}")
+        folders = {attempt}
+        entries = {}
+        for place, source in files.items():
+            target = storage.join(attempt, place)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            folders.add(os.path.dirname(target))
+            entries[place] = _copy(source, target)
+        manifest = {**about, "files": entries}
+        storage.publish_text(storage.join(attempt, MANIFEST), seal_manifest(manifest))
+        for folder in folders:
+            storage.sync_folder(folder)
+        os.rename(attempt, storage.join(self._versions, name))
+        storage.sync_folder(self._versions)
+        return manifest
+
+    def _upload(self, name: str, files: dict[str, str], about: dict[str, Any]) -> dict[str, Any]:
+        path = storage.join(self._versions, name)
+        entries = {}
+        for place, source in files.items():
+            entries[place] = checksums_of(source)
+            storage.upload_file(source, storage.join(path, place))
+        manifest = {**about, "files": entries}
+        storage.publish_once(storage.join(path, MANIFEST), seal_manifest(manifest))
+        return manifest
+
+    def verify(self, version: Version, budget_s: float | None = None) -> tuple[str, int]:
+        """(empty, or what is wrong; bytes whose checksums were held to). Sizes of all files are looked at in any case.
+
+        budget_s: no further file's checksums are begun after so long.
+        """
+        began, checked = time.monotonic(), 0
+
+        def look(place: str, entry: FileEntry) -> tuple[str, int]:
+            path = storage.join(version.path, place)
+            if budget_s is not None and time.monotonic() - began > budget_s:
+                return "", 0
+            return damage(path, entry), int(entry["size_bytes"])
+
+        files = sorted(version.manifest["files"].items(), key=lambda item: int(item[1]["size_bytes"]))
+        with ThreadPoolExecutor(8) as pool:  # reading and zlib.crc32 let go of the GIL
+            problem = next(filter(None, pool.map(lambda item: _wrong_size(version.path, *item), files)), "")
+            if problem:
+                return problem, 0
+            for found, size in pool.map(lambda item: look(*item), files):
+                problem, checked = problem or found, checked + size
+        return problem, checked
+
+    def promote(self, version: Version, expected: Pointer | None) -> Pointer:
+        """Move the pointer that is still `expected` to `version`; done before, it stays as it is.
+
+        Raises:
+            PinnedError: a rollback came in between, or before.
+            RegistryError: somebody else has moved the pointer.
+        """
+        now, text = self._read_pointer()
+        if now is not None and now.version == version.name and not now.pinned:
+            return now
+        if now is not None and now.pinned:
+            raise PinnedError(
+                f"{self.path}: {now.version} is pinned ({now.reason or 'no reason given'}); unpin it first"
+            )
+        if now != expected:
+            raise RegistryError(f"{self._pointer} was moved to {now and now.version} meanwhile: nothing is promoted")
+        number, previous = (now.number, now.version) if now else (0, None)
+        moved = Pointer(version.name, previous, number + 1, timestamp())
+        if not storage.swap_text(self._pointer, text, _to_text(moved)):
+            raise RegistryError(f"{self._pointer} was changed by somebody else at this moment: nothing is promoted")
+        return moved
+
+    def pin(self, version: str, reason: str) -> Pointer:
+        """Point to `version`, whatever a tick does meanwhile, and let no tick promote until unpin()."""
+        return self._change(
+            lambda now: Pointer(
+                version,
+                now.version if now and now.version != version else (now.previous if now else None),
+                now.number + 1 if now else 1,
+                timestamp(),
+                pinned=True,
+                reason=reason,
+            )
+        )
+
+    def unpin(self) -> Pointer:
+        """Raises RegistryError where there is no champion."""
+
+        def change(now: Pointer | None) -> Pointer:
+            if now is None:
+                raise RegistryError(f"{self.path} has no champion yet")
+            return replace(now, pinned=False, reason="", number=now.number + 1) if now.pinned else now
+
+        return self._change(change)
+
+    def _change(self, change: Any) -> Pointer:
+        for _ in range(PROMOTION_ATTEMPTS):
+            try:
+                now, text = self._read_pointer()
+            except DamagedError:
+                now, text = None, storage.read_text(self._pointer)
+            moved: Pointer = change(now)
+            if moved == now or storage.swap_text(self._pointer, text, _to_text(moved)):
+                return moved
+        raise RegistryError(f"{self._pointer} is changed by others all the time: try again")
+
+    def predecessor(self) -> str | None:
+        """What a rollback goes back to: the champion's parent by lineage, where it is there, else the one before."""
+        pointer = self.pointer()
+        if pointer is None:
+            return None
+        names = self.names()
+        parent = self.version(pointer.version).lineage.get("parent") if pointer.version in names else None
+        return next((name for name in (parent, pointer.previous) if name in names and name != pointer.version), None)
+
+    def prune(self, keep: int) -> list[str]:
+        """Remove all but the newest `keep` versions, the champion, and what it would be rolled back to; the names."""
+        self._remove_leftovers()
+        names = self.names()
+        removed = []
+        for name in names[:-keep]:
+            pointer = self.pointer()  # again for each: a person may roll back at any moment
+            if pointer is None or name in (pointer.version, pointer.previous, self.predecessor()):
+                continue
+            self._remove(name)
+            removed.append(name)
+        return removed
+
+    def _remove(self, name: str) -> None:
+        path = storage.join(self._versions, name)
+        if storage.is_local(self.path):
+            purged = storage.join(self._versions, f"{PURGED}{name}-{uuid.uuid4().hex[:8]}")
+            os.rename(path, purged)
+            shutil.rmtree(purged)
+        else:
+            storage.remove(storage.join(path, MANIFEST))  # without it there is no such version
+            storage.remove(path)
+
+    def _remove_leftovers(self) -> None:
+        """What killed publications and removals have left; for the one who holds the lease."""
+        for name in storage.list_folder(self._versions):
+            path = storage.join(self._versions, name)
+            is_half = VERSION_NAME.fullmatch(name) and not storage.exists(storage.join(path, MANIFEST))
+            if name.startswith((ATTEMPT, PURGED)) or is_half:
+                storage.remove(path)
+
+
+def checksums_of(path: str) -> FileEntry:
+    """What ChecksummedWriter would have said of the local file's bytes."""
+    import zlib
+
+    with open(path, "rb") as file:
+        blocks = [f"{zlib.crc32(block):08x}" for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+        return {"size_bytes": file.tell(), "block_bytes": BLOCK_BYTES, "crc32": blocks}
+
+
+def _copy(source: str, target: str) -> FileEntry:
+    with open(source, "rb") as file, ChecksummedWriter(target) as writer:
+        while piece := file.read(BLOCK_BYTES):
+            writer.write(piece)
+    return writer.entry()
+
+
+def _wrong_size(folder: str, place: str, entry: FileEntry) -> str:
+    path = storage.join(folder, place)
+    try:
+        found = storage.size_bytes(path)
+    except FileNotFoundError:
+        return f"{path} is missing"
+    return "" if found == entry["size_bytes"] else f"{path} has {found} bytes, its manifest says {entry['size_bytes']}"
+
+
+def timestamp() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _to_text(pointer: Pointer) -> str:
+    return json.dumps(asdict(pointer), indent=1)
