@@ -26,9 +26,11 @@ from pipeline.jobs import (
     ExportJob,
     GenerateJob,
     PlanJob,
+    PredictJob,
     PrepareJob,
     RegistryJob,
     RetrainJob,
+    ServeJob,
     TrainJob,
 )
 from pipeline.models.config import MODEL_CONFIGS
@@ -38,6 +40,7 @@ CONFIG_NAMES: dict[type, str] = {
     GenerateJob: "generate", PrepareJob: "prepare", PlanJob: "plan", TrainJob: "train", EvaluateJob: "evaluate",
     CheckpointsJob: "checkpoints", ExportJob: "export",
     RetrainJob: "retrain", RegistryJob: "registry",
+    PredictJob: "predict", ServeJob: "serve",
 }  # fmt: skip
 
 

@@ -30,9 +30,11 @@ from pipeline.jobs import (
     ExportJob,
     GenerateJob,
     PlanJob,
+    PredictJob,
     PrepareJob,
     RegistryJob,
     RetrainJob,
+    ServeJob,
     TrainJob,
 )
 from pipeline.logs import configure_logging
@@ -47,9 +49,11 @@ __all__ = [
     "ExportJob",
     "GenerateJob",
     "PlanJob",
+    "PredictJob",
     "PrepareJob",
     "RegistryJob",
     "RetrainJob",
+    "ServeJob",
     "TrainJob",
     "load_config",
     "load_saved_job",
@@ -92,6 +96,8 @@ def run_verb(
     is_group = job_type in (TrainJob, EvaluateJob, RetrainJob)  # what runs on many ranks, and for long
     if is_group or job_type is ExportJob:  # what has something to put away when it is ended
         _obey_the_launcher()
+    elif job_type is PredictJob:
+        preemption.listen()
     job = main(job_type, doc)
     configure_logging(int(os.environ.get("RANK", "0")))
     if is_group:

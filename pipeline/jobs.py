@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.checkpoint.config import WarmStartConfig
-from pipeline.checks import check_at_least, check_choice, check_given
-from pipeline.data.config import DataConfig
+from pipeline.checks import check_at_least, check_choice, check_given, check_within
+from pipeline.data.config import FORMATS, DataConfig
 from pipeline.data.dataset import SPLITS
 from pipeline.embeddings.config import TableConfig
 from pipeline.models.config import ModelConfig
@@ -20,6 +20,7 @@ from pipeline.retraining.config import (
     WindowsConfig,
 )
 from pipeline.serving.config import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
+from pipeline.serving.server_config import BatchingConfig, LimitsConfig, ServerConfig, SsdConfig, check_memory
 from pipeline.training.config import (
     CheckpointConfig,
     CommsConfig,
@@ -230,3 +231,57 @@ class CheckpointsJob:
         if self.command == "export":
             check_given("table", self.table)
             check_given("output", self.output)
+
+
+@dataclass
+class PredictJob:
+    """artifact: what `export` wrote, a link to it, or a registry; source: a file, a folder or a glob of raw rows.
+
+    output: a .parquet or .csv file with a row for each source row: its file (where there are several) and number,
+    `id_columns` as they were, and its score, null where the row could not be read.
+    """
+
+    artifact: str = "???"
+    source: str = "???"
+    output: str = "???"
+    format: str | None = None  # None: by the files' names
+    id_columns: list[str] = field(default_factory=list)
+    memory: str = "ram"
+    ssd: SsdConfig = field(default_factory=SsdConfig)
+    batch_rows: int = 8192  # scored at once
+    rows_per_part: int = 1_000_000  # what a killed run loses at most
+    max_quarantined_fraction: float = 0.01
+    overwrite: bool = False
+    threads: int | None = None  # None: all cores
+    temp_dir: str | None = None  # None: beside output
+
+    def __post_init__(self) -> None:
+        check_given("artifact", self.artifact)
+        check_given("output", self.output)
+        check_memory(self.memory)
+        if self.format is not None:
+            check_choice("format", self.format, FORMATS)
+        if not self.output.endswith((".parquet", ".csv")) and self.output != "???":
+            raise ValueError(f"output={self.output} must end in .parquet or .csv")
+        check_at_least("batch_rows", self.batch_rows, 1)
+        check_at_least("rows_per_part", self.rows_per_part, 1)
+        check_within("max_quarantined_fraction", self.max_quarantined_fraction, 0.0, 1.0)
+        check_at_least("threads", self.threads, 1, allow_none=True)
+
+
+@dataclass
+class ServeJob:
+    """artifact: what `export` wrote, a link to it, or a registry whose champion is followed."""
+
+    artifact: str = "???"
+    memory: str = "ram"
+    ssd: SsdConfig = field(default_factory=SsdConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    threads: int | None = None  # of torch; None: all cores
+
+    def __post_init__(self) -> None:
+        check_given("artifact", self.artifact)
+        check_memory(self.memory)
+        check_at_least("threads", self.threads, 1, allow_none=True)

@@ -1,11 +1,14 @@
-"""Say which process a number stands for, on this machine, and what state it is in (Linux, stdlib only)."""
+"""Say which process a number stands for, on this machine, and what state it is in; one at a time in a folder (Linux, stdlib only)."""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PR_SET_PDEATHSIG = 1
 STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel", "T": "stopped by a signal", "Z": "dead"}
@@ -56,3 +59,14 @@ def kill(pid: int, started: int) -> bool:
         return False
     os.kill(pid, signal.SIGKILL)
     return True
+
+
+@contextmanager
+def only_one_run(folder: str, doing: str) -> Iterator[None]:
+    """Raises ValueError while another process is `doing` the same in the folder; its lock ends with it."""
+    with open(os.path.join(folder, "lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another run is {doing} in {folder}: wait for it, or set another temp_dir") from error
+        yield

@@ -9,11 +9,10 @@ what its sorts of distinct values do not fit into memory.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -36,6 +35,7 @@ from pipeline.data.staging import StagedFile, stage_source
 from pipeline.data.synthetic import area_under_curve
 from pipeline.data.vocabulary import count_values, map_entries, open_engine, rank_values, read_counts, vocabulary_file
 from pipeline.logs import get_logger, progress
+from pipeline.processes import only_one_run
 
 QUARANTINE_FILE = "quarantine.jsonl"
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
@@ -82,7 +82,7 @@ def prepare_dataset(config: DataConfig, sources: list[Source], resources: Resour
     features = features_of(config, layout)
     check_sources(layout, sources)
     os.makedirs(resources.staging, exist_ok=True)
-    with only_one_run(resources.staging):
+    with only_one_run(resources.staging, "preparing"):
         files = stage_sources(config, sources, layout, features, resources)
         try:
             dataset = _write_dataset(config, sources, features, files, resources)
@@ -147,17 +147,6 @@ def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(f"{prefix}.{key}", value) if isinstance(value, dict) else {f"{prefix}.{key}": value}
     return flat
-
-
-@contextmanager
-def only_one_run(staging: str) -> Iterator[None]:
-    """Raises ValueError while another process prepares in the same folder; its lock ends with it."""
-    with open(os.path.join(staging, "lock"), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"another run is preparing in {staging}: wait for it, or set another temp_dir") from error
-        yield
 
 
 def stage_sources(

@@ -30,22 +30,29 @@ TIMESTAMP_TYPES = (pa.int64(), pa.timestamp("us", "UTC"), pa.timestamp("us"))
 
 @dataclass(frozen=True)
 class Layout:
-    """How a source's rows are written. `header` is None where the file's first line, or its schema, names the columns."""
+    """How a source's rows are written. `header` is None where the file's first line, or its schema, names the columns.
+
+    columns.label is empty for rows that are to be scored: they have none. Columns that are `carried` are read and left
+    as they are (text in text files).
+    """
 
     columns: ColumnsConfig
     delimiter: str = "\t"
     quoted: bool = False
     header: tuple[str, ...] | None = None
     parquet: bool = False
+    carried: tuple[str, ...] = ()
 
     @property
     def numbers(self) -> list[str]:
-        return [self.columns.label, *self.columns.dense]
+        return [*([self.columns.label] if self.columns.label else []), *self.columns.dense]
 
     @property
     def needed(self) -> list[str]:
         columns = self.columns
-        return [*self.numbers, *columns.sparse, *columns.multi_hot, *([columns.timestamp] if columns.timestamp else [])]
+        times = [columns.timestamp] if columns.timestamp else []
+        names = [*self.numbers, *columns.sparse, *columns.multi_hot, *times]
+        return [*names, *(name for name in self.carried if name not in names)]
 
 
 def layout_of(config: DataConfig) -> Layout:
@@ -218,8 +225,8 @@ def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
             for row in np.flatnonzero(invalid.to_numpy()):
                 reasons.setdefault(int(row), f"{column} is {table[column][int(row)].as_py()!r}, not {wanted}")
 
-    label = layout.columns.label
-    note(label, pc.invert(pc.is_in(table[label], pa.array([0.0, 1.0]))), "0 or 1")
+    if label := layout.columns.label:
+        note(label, pc.invert(pc.is_in(table[label], pa.array([0.0, 1.0]))), "0 or 1")
     for name in layout.columns.dense:
         # NaN compares false: it is a missing value, as pandas writes it.
         ends = pc.min_max(table[name]).as_py().values()
@@ -244,9 +251,10 @@ def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str
     if len(cells) != len(header):
         return f"{len(cells)} columns, not {len(header)}"
     values = dict(zip(header, cells, strict=True))
-    label = values[layout.columns.label]
-    if label not in ("0", "1") and not (_is_number(label) and float(label) in (0.0, 1.0)):
-        return f"{layout.columns.label} is {label!r}, not 0 or 1"
+    if layout.columns.label:
+        label = values[layout.columns.label]
+        if label not in ("0", "1") and not (_is_number(label) and float(label) in (0.0, 1.0)):
+            return f"{layout.columns.label} is {label!r}, not 0 or 1"
     for name in layout.columns.dense:
         if values[name] and not _is_number(values[name]):
             return f"{name} is {values[name]!r}, not a finite 32-bit number"

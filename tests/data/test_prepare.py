@@ -23,6 +23,7 @@ from pipeline.data.rows import Layout
 from pipeline.data.source import Source
 from pipeline.jobs import PrepareJob
 from pipeline.prepare import describe, prepare
+from pipeline.processes import only_one_run
 from tests.data.criteo_rows import (
     assert_rows_equal,
     random_lines,
@@ -223,7 +224,7 @@ def test_second_process_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(20))
     os.makedirs(f"{tmp_path}/ds.staging")
     with (
-        preparation.only_one_run(f"{tmp_path}/ds.staging"),
+        only_one_run(f"{tmp_path}/ds.staging", "preparing"),
         pytest.raises(ValueError, match="another run is preparing in"),
     ):
         run_prepare(source, tmp_path / "ds")

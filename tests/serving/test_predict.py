@@ -1,0 +1,281 @@
+"""Raw files to scores: every row once and in its place, whatever the format, and after a kill."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import PredictJob, load_config
+from pipeline.predict import describe, predict
+from tests.serving.stand_in import REFUSED_CITY, StandIn, score_of
+
+VERSION = "stand-in-1"
+
+
+def rows_of(count: int, seed: int = 0) -> list[dict[str, object]]:
+    chance = random.Random(seed)
+    return [
+        {
+            "user": f"u{number}", "label": chance.choice([0, 1]), "price": chance.choice([None, chance.uniform(-5, 90)]),
+            "age": float(chance.randrange(90)), "city": chance.choice([None, "Rom", "Zürich", "São Paulo"]),
+            "device": chance.choice(["a", "b"]), "tags": [f"t{chance.randrange(9)}" for _ in range(chance.randrange(4))],
+        }
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    """As Parquet with lists, or as text with lists joined by |."""
+    if path.suffix == ".parquet":
+        schema = pa.schema(
+            [
+                ("user", pa.string()), ("label", pa.int8()), ("price", pa.float64()), ("age", pa.float64()),
+                ("city", pa.string()), ("device", pa.string()), ("tags", pa.list_(pa.string())),
+            ]
+        )  # fmt: skip
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, row_group_size=1000)
+        return path
+    delimiter = "," if ".csv" in path.name else "\t"
+    lines = [delimiter.join(rows[0])]
+    for row in rows:
+        cells = [
+            "" if value is None else "|".join(value) if isinstance(value, list) else str(value)
+            for value in row.values()
+        ]
+        lines.append(delimiter.join(cells))
+    text = ("\n".join(lines) + "\n").encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def job_of(source: object, output: object, *more: str) -> PredictJob:
+    return load_config(PredictJob, ["artifact=stand-in", f"source='{source}'", f"output={output}", *more])
+
+
+def expected(rows: list[dict[str, object]]) -> list[float]:
+    return [score_of(row, VERSION) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.csv", "rows.tsv", "rows.csv.gz"])
+def test_every_row_is_scored_in_its_place_whatever_the_format(tmp_path: Path, name: str) -> None:
+    rows = rows_of(2500)
+    source, output = write(tmp_path / name, rows), tmp_path / "scores.parquet"
+    summary = predict(job_of(source, output, "id_columns=[user]", "batch_rows=700"), lambda _: StandIn())
+    scored = pq.read_table(output)
+    assert scored.column_names == ["row", "user", "score"]
+    assert scored["row"].to_pylist() == list(range(2500))
+    assert scored["user"].to_pylist() == [row["user"] for row in rows]
+    assert scored["score"].to_pylist() == expected(rows)
+    assert (summary.num_rows, summary.num_refused) == (2500, 0)
+    assert not (tmp_path / "scores.parquet.partial").exists()
+
+
+def test_a_folder_is_scored_in_natural_order_with_the_files_names(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, seed in (("day_10.csv", 1), ("day_2.csv", 2)):
+        write(folder / name, rows_of(30, seed))
+    predict(job_of(folder, tmp_path / "out.csv"), lambda _: StandIn())
+    scored = pyarrow.csv.read_csv(tmp_path / "out.csv")
+    assert scored["file"].to_pylist() == ["day_2.csv"] * 30 + ["day_10.csv"] * 30
+    assert scored["score"].to_pylist() == pytest.approx(expected(rows_of(30, 2)) + expected(rows_of(30, 1)))
+
+
+def test_bad_rows_have_no_score_and_stand_in_the_quarantine_with_file_line_and_reason(tmp_path: Path) -> None:
+    rows = rows_of(400)
+    rows[7]["price"], rows[31]["city"] = "cheap", REFUSED_CITY
+    source, output = write(tmp_path / "rows.csv", rows), tmp_path / "scores.parquet"
+    with pytest.raises(ValueError, match=r"2 of 400 rows \(0.50%\) cannot be scored.*line 9: price is 'cheap'"):
+        predict(job_of(source, output, "max_quarantined_fraction=0.001"), lambda _: StandIn())
+    assert not output.exists()
+    summary = predict(job_of(source, output, "id_columns=[user]"), lambda _: StandIn())
+    scored = pq.read_table(output)
+    assert [number for number, score in enumerate(scored["score"].to_pylist()) if score is None] == [7, 31]
+    assert scored["user"].to_pylist()[31:33] == ["u31", "u32"]  # a row that was read keeps what it brought
+    lines = [json.loads(line) for line in Path(f"{output}.quarantine.jsonl").read_text().splitlines()]
+    assert [(line["file"], line["line"], line["reason"]) for line in lines] == [
+        ("rows.csv", 9, "price is 'cheap', not a finite 32-bit number"),
+        ("rows.csv", 33, f"city is {REFUSED_CITY!r}"),
+    ]
+    assert "2 without a score" in describe(summary)
+
+
+def test_a_file_of_another_kind_is_given_up_early_with_its_reason(tmp_path: Path) -> None:
+    rows = rows_of(3000)
+    for row in rows:
+        row["price"] = "cheap"
+    source = write(tmp_path / "rows.csv", rows)
+    with pytest.raises(ValueError, match=r"of the first 3,000 rows of .*rows.csv cannot be read.*price is 'cheap'"):
+        predict(job_of(source, tmp_path / "out.parquet"), lambda _: StandIn())
+
+
+def test_criteo_rows_are_scored_with_their_labels_or_without(samples: Path, tmp_path: Path) -> None:
+    from pipeline.data.criteo import criteo_columns
+    from tests.serving.stand_in import Scored
+
+    class Criteo(StandIn):
+        def score(self, rows: pa.Table) -> Scored:
+            import numpy as np
+
+            ids = np.array([len(str(row)) for row in rows.to_pylist()], dtype=np.float32)
+            return Scored(ids, [])
+
+    lines = (samples / "criteo_kaggle_head10k.txt").read_text().splitlines()[:500]
+    (tmp_path / "with.txt").write_text("\n".join(lines) + "\n")
+    (tmp_path / "without.txt").write_text("\n".join(line.split("\t", 1)[1] for line in lines) + "\n")
+    tables = []
+    for name in ("with", "without"):
+        predict(
+            job_of(tmp_path / f"{name}.txt", tmp_path / f"{name}.parquet"), lambda _: Criteo(columns=criteo_columns())
+        )
+        tables.append(pq.read_table(tmp_path / f"{name}.parquet"))
+    assert tables[0].num_rows == 500 and tables[0] == tables[1]
+
+
+def test_the_same_command_again_has_nothing_to_do_and_another_is_refused(tmp_path: Path) -> None:
+    source, output = write(tmp_path / "rows.parquet", rows_of(50)), tmp_path / "scores.parquet"
+    predict(job_of(source, output), lambda _: StandIn())
+    before = output.stat()
+    assert "nothing to do" in describe(predict(job_of(source, output), lambda _: StandIn()))
+    assert output.stat() == before
+    with pytest.raises(ValueError, match=r"holds other scores, those of another artifact: set overwrite=true"):
+        predict(job_of(source, output), lambda _: StandIn("stand-in-2"))
+    assert output.stat() == before
+    predict(job_of(source, output, "overwrite=true"), lambda _: StandIn("stand-in-2"))
+    assert pq.read_table(output)["score"].to_pylist() == [score_of(row, "stand-in-2") for row in rows_of(50)]
+    (tmp_path / "mine.parquet").write_bytes(b"not ours")
+    with pytest.raises(ValueError, match=r"mine\.parquet\.json is missing"):
+        predict(job_of(source, tmp_path / "mine.parquet"), lambda _: StandIn())
+
+
+WORKER = """
+import sys
+from pipeline.config import PredictJob, load_config
+from pipeline.predict import predict
+from pipeline.serving import score_files
+from tests.serving.stand_in import StandIn
+score_files.BLOCK_BYTES = 10_000
+predict(load_config(PredictJob, sys.argv[1:]), lambda _: StandIn(delay_s=0.02))
+"""
+
+
+def start(job: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", WORKER, *job], cwd=Path(__file__).parents[2])
+
+
+def scored_rows(staging: Path) -> int:
+    path = staging / "progress.json"
+    return sum(part["num_rows"] for part in json.loads(path.read_text())["parts"]) if path.exists() else 0
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.tsv"])
+def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, name: str) -> None:
+    rows = rows_of(6000)
+    rows[4321]["city"] = REFUSED_CITY
+    source = write(tmp_path / name, rows)
+    options = ["artifact=stand-in", f"source={source}", "rows_per_part=400", "id_columns=[user]"]
+    whole, killed = [*options, f"output={tmp_path}/whole.parquet"], [*options, f"output={tmp_path}/killed.parquet"]
+    staging, seen = tmp_path / "killed.parquet.partial", []
+    for _ in range(3):
+        worker = start(killed)
+        before = scored_rows(staging)
+        while worker.poll() is None and scored_rows(staging) <= before:
+            time.sleep(0.02)
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+        seen.append(scored_rows(staging))
+    assert 0 < seen[0] < seen[1] < seen[2] < 6000  # each went on, none was allowed to finish
+    assert not (tmp_path / "killed.parquet").exists()
+    for job in (killed, whole):
+        assert start(job).wait(60) == 0
+    for suffix in ("", ".quarantine.jsonl"):
+        assert (tmp_path / f"killed.parquet{suffix}").read_bytes() == (tmp_path / f"whole.parquet{suffix}").read_bytes()
+    assert pq.read_table(tmp_path / "whole.parquet")["row"].to_pylist() == list(range(6000))
+
+
+@pytest.mark.parametrize("changed", ["artifact", "source", "part"])
+def test_what_another_artifact_or_source_has_scored_is_not_gone_on_with(
+    tmp_path: Path, changed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(300)
+    rows[299]["city"] = REFUSED_CITY
+    source, output = write(tmp_path / "rows.csv", rows), tmp_path / "scores.parquet"
+    with pytest.raises(ValueError, match="cannot be scored"):  # leaves its parts behind
+        predict(job_of(source, output, "max_quarantined_fraction=0.0"), lambda _: StandIn())
+    scorer = StandIn()
+    if changed == "artifact":
+        scorer.version = "stand-in-2"
+    elif changed == "source":
+        rows[0]["city"] = "Bern"
+        write(source, rows)
+    else:
+        (tmp_path / "scores.parquet.partial" / "00000.arrow").write_bytes(b"torn")
+    predict(job_of(source, output), lambda _: scorer)
+    assert "scoring starts anew" in caplog.text
+    scores = pq.read_table(output)["score"].to_pylist()
+    assert scores == [*(score_of(row, scorer.version) for row in rows[:299]), None]
+
+
+def test_what_was_scored_is_kept_when_too_many_rows_were_bad(tmp_path: Path) -> None:
+    rows = rows_of(300)
+    rows[299]["city"] = REFUSED_CITY
+    source, output = write(tmp_path / "rows.csv", rows), tmp_path / "scores.parquet"
+    with pytest.raises(ValueError, match="what is scored is kept"):
+        predict(job_of(source, output, "max_quarantined_fraction=0.0"), lambda _: StandIn())
+    scorer = StandIn()
+    summary = predict(job_of(source, output, "max_quarantined_fraction=0.5"), lambda _: scorer)
+    assert scorer.batches == [] and summary.num_scored_before == 300
+
+
+def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pipeline.config import PredictJob, load_config\n"
+        "from pipeline.predict import predict\n"
+        "import numpy as np\n"
+        "from tests.serving.stand_in import StandIn, Scored\n"
+        "class Fast(StandIn):\n"
+        "    def score(self, rows): return Scored(np.zeros(rows.num_rows, np.float32), [])\n"
+        "predict(load_config(PredictJob, sys.argv[1:]), lambda _: Fast())\n"
+        "status = open('/proc/self/status').read()\n"
+        "print(int(status.split('VmHWM:')[1].split()[0]) >> 10)\n"
+    )
+    used = []
+    for count in (200_000, 2_000_000):
+        table = pa.table(
+            {"price": pa.array([1.5] * count), "age": pa.array([2.0] * count), "city": ["Rom"] * count,
+             "device": ["a"] * count, "tags": pa.array([["x", "y"]] * count)}
+        )  # fmt: skip
+        source = tmp_path / f"{count}.parquet"
+        pq.write_table(table, source, row_group_size=50_000)
+        options = ["artifact=stand-in", f"source={source}", f"output={source}.scores.parquet", "rows_per_part=100000"]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *options],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        used.append(int(done.stdout.split()[-1]))
+    assert used[1] < used[0] + 100, f"{used} MiB for 200,000 and 2,000,000 rows"
+
+
+def test_a_column_that_is_missing_is_named_with_the_nearest(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.csv", rows_of(5))
+    with pytest.raises(ValueError, match="lacks 1 of 6 columns: 'usr'; did you mean 'user'"):
+        predict(job_of(source, tmp_path / "out.parquet", "id_columns=[usr]"), lambda _: StandIn())
+    os.truncate(source, 0)
+    with pytest.raises(ValueError, match="empty"):
+        predict(job_of(source, tmp_path / "out.parquet"), lambda _: StandIn())
