@@ -24,6 +24,7 @@ from pipeline.data.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.training.cpu_tables import speed_up_cpu_tables
 from pipeline.training.sharding_checks import check_sharding, optimizer_class_of
 from pipeline.training.table_init import initialize_tables
+from pipeline.training.uneven_batches import accept_uneven_batches, check_uneven_batches, in_order_of, sum_uneven_rows
 
 ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
 MEAN, SUM = PoolingType.MEAN.value, PoolingType.SUM.value
@@ -50,6 +51,11 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         if self._device is not None and self._device.type == "cpu":
             # A train pipeline may switch this on; on CPU it would free the caller's batch, not a copy of it.
             self._free_features_storage_early = False
+        if features.variable_stride_per_key():
+            check_uneven_batches(self._sharding_types, self._device or torch.device("cpu"))
+            features = in_order_of(
+                features, [name for one in self._embedding_shardings for name in one.feature_names()]
+            )
         awaitable = super().input_dist(ctx, features)
         if self._has_mean_pooling_callback and features.weights_or_none() is None:
             # TorchRec adds 1e-6 to every length, also to the 1 of the tables that are not to be divided.
@@ -106,6 +112,9 @@ class TableSharder(EmbeddingBagCollectionSharder):
         ]
         initialize_tables(sharded, self._seed)
         speed_up_cpu_tables(sharded._lookups)  # a plain list: modules() does not go by them
+        if device.type == "cpu":
+            accept_uneven_batches(sharded._lookups)
+            sum_uneven_rows(sharded._output_dists)
         return sharded
 
 

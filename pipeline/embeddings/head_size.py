@@ -1,0 +1,187 @@
+"""Turn a table's frequency curve into the bytes that it puts on the wire in a step, by the number of its rows that are replicated.
+
+As arXiv 2411.01611 frames it: looking a row up on another rank costs its id on the way there, the row on the way back and
+its gradient on the way there again; a row that every rank holds costs none of that, and in every step its place in an
+all-reduce of gradients, touched or not. So the head grows as long as a row saves more than it costs. (stdlib only)
+
+What TorchRec sends is one pooled row a bag, not one a lookup: a bag is spared where none of its ids is cold
+(embeddings/empty_bags.py). Ids of a bag are taken as independent of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipeline.data.dataset import FrequencyCurve, SparseFeature
+from pipeline.embeddings.row_frequencies import share_of
+
+ID_BYTES = 8
+LENGTH_BYTES = 4
+GRADIENT_BYTES = 4
+BISECTIONS = 60
+
+
+@dataclass(frozen=True)
+class BagShape:
+    """Of a feature: `num_ids` a sample that fall on rows by `curve`, and `num_even` more that fall on any row alike.
+
+    num_ids is a mean; bags have the two whole numbers beside it.
+    """
+
+    curve: FrequencyCurve
+    num_ids: float
+    num_even: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.curve.ranks[-1]
+
+    def cold_ids(self, head_rows: int) -> float:
+        """Expected ids a sample on rows from `head_rows` on."""
+        hot, even = self._shares(head_rows)
+        return self.num_ids * (1 - hot) + self.num_even * (1 - even)
+
+    def cold_bags(self, head_rows: int) -> float:
+        """Share of samples with at least one id on those rows."""
+        hot, even = self._shares(head_rows)
+        few = math.floor(self.num_ids)
+        more = self.num_ids - few
+        all_hot = (1 - more) * _power(hot, few) + more * _power(hot, few + 1)
+        return 1 - all_hot * _power(even, self.num_even)
+
+    def _shares(self, head_rows: int) -> tuple[float, float]:
+        hot = share_of(self.curve, head_rows) if head_rows else 0.0
+        return hot, min(1.0, head_rows / self.num_rows)
+
+
+def _power(share: float, count: int) -> float:
+    return share**count if count else 1.0
+
+
+def bag_shapes(features: Sequence[SparseFeature], multi_hot: dict[str, int]) -> list[BagShape]:
+    """`multi_hot`: features whose bags are one id of the data and further ids drawn evenly (data/multi_hot.py)."""
+    return [
+        BagShape(feature.frequency_curve, 1.0, multi_hot[feature.name] - 1)
+        if feature.name in multi_hot
+        else BagShape(feature.frequency_curve, feature.mean_pooling_factor)
+        for feature in features
+    ]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Who sends what: `batch_size` is a rank's, bytes are of one number of a pooled row, and of its gradient.
+
+    by_rows: the tail is cut by rows, so that every rank has a part of every bag. summed_twice: a reduce-scatter is an
+    all-reduce of which most is thrown away, as gloo's is; training/uneven_batches.py goes without it.
+    """
+
+    world_size: int
+    batch_size: int
+    forward_bytes: float = 4.0
+    backward_bytes: float = 4.0
+    by_rows: bool = False
+    summed_twice: bool = False
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """That leave a rank in a step, the mean over ranks; `head` is the all-reduce of the replicated rows' gradients."""
+
+    ids: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    head: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.ids + self.forward + self.backward + self.head
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    """What the choice depends on of a table. `state_bytes` is the optimizer's, of one row."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    bags: list[BagShape]
+    state_bytes: int = 4
+
+    def candidates(self) -> list[int]:
+        """No head, a head at each point of the curves, and nothing but head; between points a curve is a guess."""
+        ranks = {rank for bag in self.bags for rank in bag.curve.ranks if rank < self.num_embeddings}
+        return [0, *sorted(ranks), self.num_embeddings]
+
+    def head_bytes(self, head_rows: int) -> float:
+        """Memory that the rows take on a rank as its replica: weights, gradient and optimizer state."""
+        return head_rows * (2 * GRADIENT_BYTES * self.embedding_dim + self.state_bytes)
+
+    def tail_bytes(self, head_rows: int, world_size: int) -> float:
+        """Memory of the other rows, shared out evenly."""
+        return (self.num_embeddings - head_rows) * (4 * self.embedding_dim + self.state_bytes) / world_size
+
+
+def step_bytes(table: HeadTable, head_rows: int, wire: Wire) -> StepBytes:
+    """Expected; 0 rows is the table as it is without a head, with every bag sent."""
+    away = (wire.world_size - 1) / wire.world_size  # of what a rank sends to all alike, a part stays with it
+    # In a ring an all-reduce passes every number through a rank twice, but for the part that the rank sums up.
+    head = 2 * away * head_rows * table.embedding_dim * GRADIENT_BYTES
+    if head_rows >= table.num_embeddings:
+        return StepBytes(head=head)
+    num_ids = num_bags = 0.0
+    for bag in table.bags:
+        num_ids += wire.batch_size * bag.cold_ids(head_rows)
+        # Those that have no cold id are the first bag.
+        num_bags += wire.batch_size * bag.cold_bags(head_rows) + 1 if head_rows else wire.batch_size
+    copies = wire.world_size if wire.by_rows else 1
+    numbers = num_bags * table.embedding_dim * copies
+    return StepBytes(
+        ids=away * (num_ids * ID_BYTES + num_bags * LENGTH_BYTES * copies),
+        forward=away
+        * numbers
+        * wire.forward_bytes
+        * (2 if wire.by_rows and wire.summed_twice and not head_rows else 1),
+        backward=away * numbers * wire.backward_bytes,
+        head=head,
+    )
+
+
+def choose_head_rows(
+    tables: Sequence[HeadTable], wire_of: Callable[[HeadTable], Wire], room_bytes: float
+) -> dict[str, int]:
+    """The heads that put the fewest bytes on the wire and together take no more of a rank than `room_bytes`, tails included.
+
+    Where they do not fit, each byte of memory gets a price at which they do, found by bisection: of a curve that bends
+    one way that is the best choice, up to the last step.
+    """
+    options = {
+        table.name: [
+            (
+                rows,
+                step_bytes(table, rows, wire_of(table)).total,
+                table.head_bytes(rows) + table.tail_bytes(rows, wire_of(table).world_size),
+            )
+            for rows in table.candidates()
+        ]
+        for table in tables
+    }
+
+    def at(price: float) -> dict[str, tuple[int, float, float]]:
+        return {name: min(of, key=lambda one: (one[1] + price * one[2], one[2])) for name, of in options.items()}
+
+    def taken(chosen: dict[str, tuple[int, float, float]]) -> float:
+        return sum(memory for _, _, memory in chosen.values())
+
+    chosen = at(0.0)
+    if taken(chosen) > room_bytes:
+        low, high = 0.0, 1.0
+        while taken(at(high)) > room_bytes and high < 1e12:
+            high *= 4
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if taken(at(middle)) <= room_bytes else (middle, high)
+        chosen = at(high)
+    return {name: rows for name, (rows, _, _) in chosen.items()}

@@ -1,0 +1,195 @@
+"""Turn lookups of as many bags as a feature has into FBGEMM's ordinary ones, by bags without ids at the end.
+
+A KeyedJaggedTensor whose features have fewer bags than there are samples (TorchRec's "variable batch per feature") saves
+the bytes of the bags that are left out. TorchRec's collectives know of them everywhere, FBGEMM's kernels do not: on CPU the
+dense one takes no note of them, and Adagrad refuses them on every device. Here kernels see equal batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
+from torchrec.distributed.types import Awaitable, NoWait, QuantizedCommCodec, QuantizedCommCodecs
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+def accept_uneven_batches(lookups: Iterable[nn.Module]) -> None:
+    """Give TorchRec's grouped lookups a forward that pads features to one number of bags, where they differ in it."""
+    for lookup in lookups:
+        inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        inner.forward = _EvenLookup(inner)
+
+
+class _EvenLookup:
+    """Stands in for the module's forward(features) -> [B, all features' D], or what is left of it, flat."""
+
+    def __init__(self, lookup: nn.Module) -> None:
+        self._theirs = lookup.forward
+        configs: Any = lookup.grouped_configs
+        self._dims = [dim for config in configs for dim in config.embedding_dims()]
+
+    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        if not features.variable_stride_per_key() or not self._dims:
+            return self._theirs(features)  # type: ignore[no-any-return]
+        counts = features.stride_per_key_per_rank()
+        pooled = self._theirs(padded(features))
+        return _Flattened.apply(pooled, counts, self._dims)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same ids with bags of none at the end of each feature, so that all have as many as the longest."""
+    counts = features.stride_per_key()
+    lengths = features.lengths()
+    even = lengths.new_zeros(len(counts), max(counts))
+    for row, part in zip(even, lengths.split(counts), strict=True):
+        row[: len(part)] = part
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        features.weights_or_none(),
+        lengths=even.view(-1),
+        stride=max(counts),
+        length_per_key=features.length_per_key(),
+        offset_per_key=features.offset_per_key(),
+    )
+
+
+class _Flattened(torch.autograd.Function):
+    """[max B, sum of D] -> flat: of each rank, of each feature, its bags; `counts[feature][rank]` are there of them."""
+
+    @staticmethod
+    def forward(ctx: Any, pooled: torch.Tensor, counts: list[list[int]], dims: list[int]) -> torch.Tensor:  # type: ignore[override]
+        ctx.shape, ctx.pieces = pooled.shape, _pieces(counts, dims)
+        flat = pooled.new_empty(sum(sum(count) * dim for count, dim in zip(counts, dims, strict=True)))
+        for rows, columns, place in ctx.pieces:
+            block = pooled[rows, columns]
+            flat[place].view(block.shape).copy_(block)
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        pooled = gradient.new_zeros(ctx.shape)
+        for rows, columns, place in ctx.pieces:
+            block = pooled[rows, columns]
+            block.copy_(gradient[place].view(block.shape))
+        return pooled, None, None
+
+
+def _pieces(counts: list[list[int]], dims: list[int]) -> list[tuple[slice, slice, slice]]:
+    """Rows and columns of a block, and where it goes; a feature's bags lie one rank after the other."""
+    columns = [0, *accumulate(dims)]
+    first_rows = [[0, *accumulate(of_ranks)] for of_ranks in counts]
+    pieces, place = [], 0
+    for rank in range(len(counts[0])):
+        for feature, dim in enumerate(dims):
+            rows = slice(first_rows[feature][rank], first_rows[feature][rank + 1])
+            size = (rows.stop - rows.start) * dim
+            pieces.append((rows, slice(columns[feature], columns[feature + 1]), slice(place, place + size)))
+            place += size
+    return pieces
+
+
+def in_order_of(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
+    """`features` with the inverse indices in the order of `names`, the sharded tables'.
+
+    TorchRec puts features into that order and, dividing MEAN bags, takes the inverse indices for already being in it.
+    """
+    keys, bags = features.inverse_indices()
+    if len(keys) != len(names):  # then it looks them up by name
+        return features
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        features.weights_or_none(),
+        lengths=features.lengths(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank(),
+        length_per_key=features.length_per_key_or_none(),
+        offset_per_key=features.offset_per_key_or_none(),
+        inverse_indices=(names, bags[[keys.index(name) for name in names]]),
+    )
+
+
+def check_uneven_batches(sharding_types: Collection[str], device: torch.device) -> None:
+    """Raises ValueError for sharding types whose collectives take equal batches only."""
+    unable = {"grid_shard"} if device.type == "cuda" else {"grid_shard", "table_row_wise"}
+    if found := sorted(unable & set(sharding_types)):
+        raise ValueError(
+            f"a table is {found[0]}, whose collectives on {device.type} want as many bags of every feature, but a "
+            "frequency_split table leaves out bags without cold ids; leave that type out of the tables' "
+            "sharding.sharding_types, or set compression.skip_empty_bags=false"
+        )
+
+
+def sum_uneven_rows(output_dists: Iterable[nn.Module]) -> None:
+    """Let row_wise tables hand round uneven batches on gloo too, whose all-gather wants equal ones."""
+    for one in output_dists:
+        if isinstance(one, RwPooledEmbeddingDist) and dist.get_backend(one._pg) == "gloo":
+            one._create_output_dist_module = partial(_create_rows, one)  # type: ignore[method-assign]
+
+
+def _create_rows(rows: RwPooledEmbeddingDist, context: EmbeddingShardingContext | None = None) -> None:
+    if context is not None and context.variable_batch_per_feature:
+        rows._dist = _UnevenReduceScatter(rows._pg, rows._codecs)
+    else:
+        RwPooledEmbeddingDist._create_output_dist_module(rows, context)
+
+
+class _UnevenReduceScatter(nn.Module):
+    """In the place of VariableBatchPooledEmbeddingsReduceScatter, by all-to-alls of as many bytes."""
+
+    def __init__(self, group: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
+        super().__init__()
+        self._group, self._codecs = group, codecs
+
+    def forward(
+        self,
+        local_embs: torch.Tensor,
+        batch_size_per_rank_per_feature: list[list[int]],
+        embedding_dims: list[int],
+    ) -> Awaitable[torch.Tensor]:
+        """Collective. Flat partial sums of every rank's bags -> flat sums of this rank's bags."""
+        sizes = [
+            sum(count * dim for count, dim in zip(counts, embedding_dims, strict=True))
+            for counts in batch_size_per_rank_per_feature
+        ]
+        return NoWait(_SumScattered.apply(local_embs, sizes, self._group, self._codecs))  # type: ignore[no-untyped-call]
+
+
+class _SumScattered(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, partial_sums: torch.Tensor, sizes: list[int], group: Any, codecs: QuantizedCommCodecs | None
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group, ctx.codecs = sizes, group, codecs
+        mine = [sizes[dist.get_rank(group)]] * len(sizes)
+        return (
+            _exchange(partial_sums, sizes, mine, group, codecs.forward if codecs else None).view(len(sizes), -1).sum(0)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        mine = [len(gradient)] * len(ctx.sizes)
+        spread = _exchange(
+            gradient.repeat(len(mine)), mine, ctx.sizes, ctx.group, ctx.codecs.backward if ctx.codecs else None
+        )
+        return spread / len(mine) if get_gradient_division() else spread, None, None, None
+
+
+def _exchange(
+    values: torch.Tensor, sent: list[int], received: list[int], group: Any, codec: QuantizedCommCodec[Any] | None
+) -> torch.Tensor:
+    encoded = codec.encode(values) if codec else values
+    arrived = encoded.new_empty(sum(received))
+    dist.all_to_all_single(arrived, encoded.contiguous(), received, sent, group=group)
+    decoded: torch.Tensor = codec.decode(arrived) if codec else arrived
+    return decoded
