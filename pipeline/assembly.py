@@ -10,6 +10,8 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext
 from pipeline.embeddings.config import Table, resolve_tables
+from pipeline.embeddings.id_splitter import IdSplitter
+from pipeline.embeddings.physical import physical_tables
 from pipeline.jobs import TrainJob
 from pipeline.logs import get_logger
 from pipeline.models.build import build_model
@@ -26,7 +28,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Assembly:
-    """`task` is the module inside `model`; `tables` are resolved against the data set."""
+    """`task` is the module inside `model`; `tables` are resolved against the data set, and logical."""
 
     tables: list[Table]
     task: CTRTask
@@ -51,22 +53,23 @@ def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> As
     """Collective: build, plan, shard, initialise."""
     tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
     _warn_of_mixed_vocabularies(tables, dataset)
+    plain = physical_tables(tables)
     batch_size = job.trainer.micro_batch_size // context.world_size
-    check_batch_fits_comms(job.comms, batch_size, tables)
+    check_batch_fits_comms(job.comms, batch_size, plain)
     task = build_task(job, tables, dataset)
     sharders = make_sharders(job.comms, job.trainer.seed)
     sparse = job.optimizer.sparse
     record = load_or_search_plan(
         job.planner,
         job.hardware,
-        tables,
+        plain,
         task,
         sharders,
         optimizer=TableOptimizer(sparse.name, sparse.weight_decay),
         batch_size=batch_size,
         context=context,
     )
-    model = shard_model(task, record.plan, job.comms, context, seed=job.trainer.seed, tables=tables)
+    model = shard_model(task, record.plan, job.comms, context, seed=job.trainer.seed, tables=plain)
     return Assembly(tables, task, model, record)
 
 
@@ -103,5 +106,6 @@ def open_reader(
         multi_hot=job.data.synthetic_multi_hot,
         drop_last=training,
         pin_memory=context.device.type == "cuda",
+        split_ids=IdSplitter(resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)),
         quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",
     )

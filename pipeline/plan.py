@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.checks import did_you_mean
 from pipeline.config import PlanJob, main, print_user_errors, run_verb
+from pipeline.embeddings.physical import physical_tables
 from pipeline.logs import configure_logging, get_logger
 from pipeline.preflight import load_or_describe, validate_job
 
@@ -97,7 +98,7 @@ def build_request(job: PlanJob) -> PlanRequest:
             lookups,
         )
     return PlanRequest(
-        tables=tables,
+        tables=physical_tables(tables),
         model=build_task(job, tables, dataset),
         sharders=make_sharders(job.comms, job.trainer.seed),
         hardware=resolve_hardware(job.hardware, job.world_size),

@@ -7,6 +7,7 @@ from pipeline.data.config import check_batch_geometry
 from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_split, load_dataset
 from pipeline.data.described import describe_dataset
 from pipeline.embeddings.config import Table, resolve_tables, rows_of_features
+from pipeline.embeddings.physical import physical_tables
 from pipeline.jobs import EvaluateJob, PlanJob, TrainJob
 from pipeline.planner.plan_folder import find_plan_file
 from pipeline.training.config import SparseOptimizerConfig
@@ -29,11 +30,12 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
     job.model.check_tables(tables, len(dataset.dense_features))
     _check_batches(job, dataset, world_size)
-    check_widths(tables)
+    plain = physical_tables(tables)
+    check_widths(plain)
     for size in (job.trainer.micro_batch_size, job.trainer.evaluate_batch_size or job.trainer.global_batch_size):
-        check_batch_fits_comms(job.comms, size // world_size, tables)
+        check_batch_fits_comms(job.comms, size // world_size, plain)
     if job.hardware.compute_device == "cpu":
-        check_optimizer_on_cpu(job.optimizer.sparse, tables)
+        check_optimizer_on_cpu(job.optimizer.sparse, plain)
     if job.planner.kind == "file":
         find_plan_file(job.planner.plan_file, f"python -m pipeline.plan <this job's overrides> world_size={world_size}")
     return tables

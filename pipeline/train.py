@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline import storage, watchdog
 from pipeline.checkpoint.config import WarmStartConfig
 from pipeline.config import TrainJob, load_saved_job, run_verb, save_job
+from pipeline.embeddings.physical import physical_tables
+from pipeline.embeddings.signatures import signatures
 from pipeline.exit_codes import REQUEUE
 from pipeline.garbage import none_while_importing
 from pipeline.training.config import CheckpointConfig
@@ -97,8 +99,9 @@ def train(job: TrainJob) -> TrainSummary:
     optimizer = build_optimizer(assembly.model, job.optimizer)
     data_order = describe_data_order(job, dataset.fingerprint())
     about = describe_job(job, dataset, data_order, json.loads(encode_record(assembly.plan)))
+    about["compression"] = signatures(assembly.tables)
     checkpointer = open_checkpoints(job, assembly.model, optimizer, context, about, lease.check if lease else None)
-    restored = resume(job, checkpointer, data_order)
+    restored = resume(job, checkpointer, data_order, about["compression"])
     if restored is None and job.warm_start is not None:
         start_warm(job, job.warm_start, assembly, optimizer, context, dataset)
     writer = None
@@ -208,11 +211,14 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def resume(job: TrainJob, checkpointer: Any, data_order: dict[str, Any]) -> dict[str, Any] | None:
+def resume(
+    job: TrainJob, checkpointer: Any, data_order: dict[str, Any], compression: dict[str, str]
+) -> dict[str, Any] | None:
     """Collective: the manifest of the step that was restored, None for a fresh run folder.
 
     Raises:
-        ValueError: the run folder holds a run over other data, or any run at all with checkpoint.resume=false.
+        ValueError: the run folder holds a run over other data or with tables compressed in another way, or any run at
+            all with checkpoint.resume=false.
     """
     from pipeline.checkpoint.steps import list_steps
 
@@ -233,6 +239,13 @@ def resume(job: TrainJob, checkpointer: Any, data_order: dict[str, Any]) -> dict
                     f"{found['step']} would not be followed by the rows that come next; keep the value, or choose "
                     "another run_dir"
                 )
+        before = found.get("compression", {})
+        for table in sorted(before.keys() | compression.keys()):
+            if (then := before.get(table, "whole")) != (now := compression.get(table, "whole")):
+                raise ValueError(
+                    f"{job.run_dir} was trained to step {found['step']} with table {table!r} as {then}, this job has {now}: "
+                    "its rows would stand for other ids; keep tables.*.compression, or choose another run_dir"
+                )
 
     found: dict[str, Any] | None = checkpointer.restore_latest(check)
     checkpointer.clear_after(found["step"] if found else -1)
@@ -250,7 +263,15 @@ def start_warm(
     from pipeline.checkpoint.warm_start import NewData, report_json, warm_start
     from pipeline.logs import get_logger, to_json
 
-    data = NewData(dataset, job.data.path, {table.name: table.feature_names for table in assembly.tables})
+    by_name = {table.name: table for table in assembly.tables}
+    parts = {part.name: part.config_name for part in physical_tables(assembly.tables)}
+    data = NewData(
+        dataset,
+        job.data.path,
+        {name: by_name[whole].feature_names for name, whole in [*parts.items(), *((name, name) for name in by_name)]},
+        {name: whole for name, whole in parts.items() if name != whole},
+        signatures(assembly.tables),
+    )
     folder = None if config.run is None else folder_of(config.run)
     report = warm_start(config, folder, assembly.model, optimizer, context, data)
     for line in report.lines():

@@ -28,6 +28,9 @@ class WarmStartConfig:
     shrunk_tables: str = "cut"
     retyped_tables: str = "cast"
     reshaped_tables: str = "refuse"
+    # What becomes of a compressed table whose settings or vocabulary are others: its rows are shared by ids, so none can
+    # follow its value to another id.
+    composed_tables: str = "refuse"
     # A row goes to where its value is in the new vocabulary; `keep` takes ids to mean what they meant.
     ids: str = "remap"
     data_path: Optional[str] = None  # of the data set that the checkpoint was trained on; None: where it was then
@@ -53,6 +56,7 @@ POLICIES = {
     "shrunk_tables": ("cut", "fresh", "refuse"),
     "retyped_tables": ("cast", "fresh", "refuse"),
     "reshaped_tables": ("refuse", "fresh"),
+    "composed_tables": ("refuse", "fresh"),
     "ids": ("remap", "keep"),
     "dense": ("load", "fresh", "matching"),
     "optimizer": ("keep", "reset"),

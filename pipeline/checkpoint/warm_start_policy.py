@@ -5,6 +5,7 @@ Nothing is read or written here but the vocabularies' checksums.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from pipeline.checks import did_you_mean
 from pipeline.data.dataset import Dataset
 
 STATE = "optimizer.state."
+COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)\.")
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,16 @@ class Decisions:
 
 @dataclass(frozen=True)
 class NewData:
-    """What the job trains on: its data set, and which features each table embeds."""
+    """What the job trains on: its data set, and which features each table embeds.
+
+    Of compressed tables: `parts` says of which one a table is a part, `compression` by table what the parts' rows stand for.
+    """
 
     dataset: Dataset
     path: str
     features: dict[str, list[str]]
+    parts: dict[str, str] = field(default_factory=dict)
+    compression: dict[str, str] = field(default_factory=dict)
 
 
 def decide(
@@ -58,11 +65,18 @@ def decide(
     Raises:
         CheckpointError: a policy refuses a table or layer, or `renames` names what is not there.
     """
-    _check_renames(stored, wanted, config)
+    _check_renames(stored, wanted, config, data)
     names = {new: old for old, new in config.renames.items()}
     spaces = _id_spaces(manifest, data, config)
+    fresh = _fresh_composed(manifest, data, config, spaces)
+
+    def match(old: str, new: str) -> RowMap | str:
+        return RowMap() if new in data.parts else spaces(old, new)  # what parts' rows stand for has just been compared
+
     tables = [
-        _decide_table(table, stored.tables.get(names.get(name, name)), config, spaces)
+        TableDecision(name, None, table.rows, reason=fresh[data.parts[name]])
+        if data.parts.get(name) in fresh
+        else _decide_table(table, stored.tables.get(names.get(name, name)), config, match)
         for name, table in wanted.tables.items()
     ]
     taken = {names.get(name, name) for name in wanted.tables}
@@ -71,12 +85,45 @@ def decide(
         raise CheckpointError(
             f"{_subject(dropped[0])} is in the checkpoint and not in the job{_way_out('dropped_tables', 'drop')}"
         )
-    layers, fresh = _decide_layers(stored, wanted, config)
-    return Decisions(tables, dropped, layers, fresh)
+    layers, fresh_layers = _decide_layers(stored, wanted, config, fresh)
+    return Decisions(tables, dropped, layers, fresh_layers)
 
 
-def _check_renames(stored: Inventory, wanted: Inventory, config: WarmStartConfig) -> None:
+def _fresh_composed(
+    manifest: dict[str, Any], data: NewData, config: WarmStartConfig, match: Callable[[str, str], RowMap | str]
+) -> dict[str, str]:
+    """Compressed tables that begin afresh, each with the reason. Raises CheckpointError where the policy is to refuse."""
+    found = {}
+    for name, now in data.compression.items():
+        then = manifest.get("compression", {}).get(name)
+        if then is None:
+            continue  # the checkpoint has a whole table, or none: its parts are new tables
+        row_map = match(name, name)
+        if then != now:
+            problem = f"it was {then}, and is now {now}"
+        elif isinstance(row_map, str):
+            problem = f"the data set has changed, and its ids cannot be matched by value: {row_map}"
+        elif row_map.old:
+            problem = "its vocabulary has changed, and rows that several ids share cannot follow them to other ids"
+        else:
+            continue
+        if config.composed_tables == "refuse":
+            raise CheckpointError(
+                f"{_subject(name)} is compressed, and {problem}, which warm_start.composed_tables=refuse forbids; keep "
+                "settings and vocabulary, or set warm_start.composed_tables=fresh, or warm_start.ids=keep where ids mean "
+                "what they meant"
+            )
+        found[name] = f"fresh, for {problem}"
+    return found
+
+
+def _check_renames(stored: Inventory, wanted: Inventory, config: WarmStartConfig, data: NewData) -> None:
     for old, new in config.renames.items():
+        if new in data.parts:
+            raise CheckpointError(
+                f"warm_start.renames: {new!r} is a part of the compressed table {data.parts[new]!r}, whose name is part of "
+                "what its rows are checked by; keep the table's name, or let it begin afresh under the new one"
+            )
         if old not in stored.tables:
             raise CheckpointError(
                 f"warm_start.renames: the checkpoint has no table {old!r}{did_you_mean(old, stored.tables)}"
@@ -160,21 +207,33 @@ def _kinds(states: dict[str, bool]) -> str:
     return ", ".join(named) or "none"
 
 
-def _decide_layers(stored: Inventory, wanted: Inventory, config: WarmStartConfig) -> tuple[list[str], list[str]]:
+def _decide_layers(
+    stored: Inventory, wanted: Inventory, config: WarmStartConfig, fresh_tables: dict[str, str]
+) -> tuple[list[str], list[str]]:
     """Keys of the dense part to load, and of layers that stay as drawn."""
     own = [key for key in wanted.layers if key.startswith("model.")]
     if config.dense == "fresh":
         return [], own
-    fits = {key for key in own if stored.layers.get(key) == wanted.layers[key]}
+    of_tables = {key for key in own if composer_of(key) in fresh_tables}
+    fits = {key for key in own if stored.layers.get(key) == wanted.layers[key]} - of_tables
     fresh = [key for key in own if key not in fits]
-    if fresh and config.dense == "load":
-        key = fresh[0]
+    new = {
+        key for key in fresh if composer_of(key) and key not in stored.layers
+    }  # as new as the tables that they belong to
+    if (misfits := [key for key in fresh if key not in of_tables | new]) and config.dense == "load":
+        key = misfits[0]
         then = f"{list(stored.layers[key][0])}" if key in stored.layers else "none"
         raise CheckpointError(
             f"layer {key.removeprefix('model.')}: the checkpoint has {then}, the job {list(wanted.layers[key][0])}; set "
             "warm_start.dense=matching to load the layers that fit, or warm_start.dense=fresh"
         )
     return [*(key for key in own if key in fits), *_layer_states(stored, wanted, fits, config)], fresh
+
+
+def composer_of(key: str) -> str | None:
+    """The compressed table whose dense parameter this is, None for a layer of the model."""
+    found = COMPOSER.search(key)
+    return found[1] if found else None
 
 
 def _layer_states(stored: Inventory, wanted: Inventory, fits: set[str], config: WarmStartConfig) -> list[str]:

@@ -12,8 +12,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.assemble import BatchAssembler, Piece
 from pipeline.data.batch import Batch
@@ -35,6 +38,7 @@ class ShardReader:
     drop_last=False: every row exactly once; where a stream has run dry, rows of weight 0 without ids fill up,
     so that ranks keep equal steps and equal batch sizes.
     multi_hot: feature -> ids a sample, drawn from the one-hot id (data.multi_hot).
+    split_ids: what the ids of every batch go through (embeddings.id_splitter), on the prefetch thread.
     pin_memory: hand out batches in pinned memory, copied on the prefetch thread.
     quarantine_path: where the rows go that config.on_bad_rows=quarantine leaves out; None: into the log alone.
 
@@ -57,6 +61,7 @@ class ShardReader:
         drop_last: bool = True,
         pin_memory: bool = False,
         quarantine_path: str | None = None,
+        split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
     ) -> None:
         check_batch_geometry(global_batch_size, config.num_streams, world_size)
         if not 0 <= rank < world_size:
@@ -71,7 +76,7 @@ class ShardReader:
         self.steps_per_epoch = num_steps(self.num_rows, global_batch_size, config.num_streams, drop_last)
         self.stall_seconds = 0.0  # time that next() has waited, the first batch of each epoch included
         self._seed = seed
-        self._pin_memory = pin_memory
+        self._pin_memory, self._split_ids = pin_memory, split_ids
         self._identity = [dataset.fingerprint(), split, seed, config.num_streams, config.shuffle, global_batch_size]
         streams = config.num_streams // world_size
         self._streams = range(rank * streams, (rank + 1) * streams)
@@ -120,7 +125,7 @@ class ShardReader:
 
     def empty_batch(self) -> Batch:
         """A batch in which no row counts, for a rank that has nothing to read where the others go on."""
-        return self._assembler.assemble([], 1)[0]
+        return self._split(self._assembler.assemble([], 1)[0])
 
     def _add_stall(self, seconds: float) -> None:
         self.stall_seconds += seconds
@@ -151,8 +156,13 @@ class ShardReader:
                 yield from chunk()
 
     def _assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
-        batches = self._assembler.assemble(pieces, num_steps)
+        batches = [self._split(batch) for batch in self._assembler.assemble(pieces, num_steps)]
         return [batch.pin_memory() for batch in batches] if self._pin_memory else batches
+
+    def _split(self, batch: Batch) -> Batch:
+        if self._split_ids is None:
+            return batch
+        return replace(batch, sparse_features=self._split_ids(batch.sparse_features))
 
 
 def workers(num_threads: int, stack: ExitStack) -> Callable[..., Callable[[], Any]]:

@@ -6,50 +6,31 @@ leaves unset. A table without feature_names embeds the feature of its own name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Dict, List, Optional
 
-from pipeline.checks import check_above, check_at_least, check_choice, did_you_mean
+from pipeline.checks import check_at_least, check_choice, did_you_mean
 from pipeline.data.dataset import Dataset
-from pipeline.embeddings.row_frequencies import RowFrequencies, merge_frequencies
+from pipeline.embeddings.compression import CompressionConfig
+from pipeline.embeddings.physical import check_compressed, num_numbers
+from pipeline.embeddings.row_frequencies import merge_frequencies
+from pipeline.embeddings.table import (
+    COMPUTE_KERNELS,
+    DATA_TYPES,
+    INITS,
+    POOLINGS,
+    SHARDING_TYPES,
+    ConstraintConfig,
+    InitConfig,
+    Table,
+)
+
+__all__ = [
+    "COMPUTE_KERNELS", "DATA_TYPES", "DEFAULT", "INITS", "POOLINGS", "SHARDING_TYPES", "ConstraintConfig", "InitConfig",
+    "Table", "TableConfig", "resolve_tables", "rows_of_features",
+]  # fmt: skip
 
 DEFAULT = "default"
-POOLINGS = ("sum", "mean")
-DATA_TYPES = ("fp32", "fp16")
-INITS = ("uniform", "normal", "zeros")
-SHARDING_TYPES = (
-    "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
-)  # fmt: skip
-COMPUTE_KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value")
-
-
-@dataclass
-class InitConfig:
-    """uniform: in [-scale, scale], scale None = 1/sqrt(num_embeddings); normal: std = scale, None = 1/sqrt(embedding_dim)."""
-
-    kind: str = "uniform"
-    scale: Optional[float] = None
-
-    def __post_init__(self) -> None:
-        check_choice("init.kind", self.kind, INITS)
-        if self.scale is not None:
-            check_above("init.scale", self.scale, 0.0)
-
-
-@dataclass
-class ConstraintConfig:
-    """What the planner may choose for a table; empty lists allow all that the backend can do."""
-
-    sharding_types: List[str] = field(default_factory=list)
-    compute_kernels: List[str] = field(default_factory=list)
-    min_partition: Optional[int] = None  # narrowest column shard
-
-    def __post_init__(self) -> None:
-        for value in self.sharding_types:
-            check_choice("sharding.sharding_types", value, SHARDING_TYPES)
-        for value in self.compute_kernels:
-            check_choice("sharding.compute_kernels", value, COMPUTE_KERNELS)
-        check_at_least("sharding.min_partition", self.min_partition, 1, allow_none=True)
 
 
 @dataclass
@@ -63,6 +44,7 @@ class TableConfig:
     data_type: Optional[str] = None
     init: Optional[InitConfig] = None
     sharding: Optional[ConstraintConfig] = None
+    compression: Optional[CompressionConfig] = None
 
     def __post_init__(self) -> None:
         check_at_least("num_embeddings", self.num_embeddings, 1, allow_none=True)
@@ -71,25 +53,6 @@ class TableConfig:
             check_choice("pooling", self.pooling, POOLINGS)
         if self.data_type is not None:
             check_choice("data_type", self.data_type, DATA_TYPES)
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table with nothing left open. `pooling_factors[i]` is the mean number of ids a sample of `feature_names[i]`.
-
-    `frequencies` is None where no data say how lookups fall on rows.
-    """
-
-    name: str
-    num_embeddings: int
-    embedding_dim: int
-    feature_names: List[str]
-    pooling: str
-    data_type: str
-    init: InitConfig
-    sharding: ConstraintConfig
-    pooling_factors: List[float]
-    frequencies: Optional[RowFrequencies] = None
 
 
 LAST_RESORT = TableConfig(
@@ -165,7 +128,8 @@ def _resolve(
         raise AssertionError(field_name)
 
     pooling_factors = [float(multi_hot.get(feature.name, feature.mean_pooling_factor)) for feature in features]
-    return Table(
+    max_ids = [None if feature.multi_hot else multi_hot.get(feature.name, 1) for feature in features]
+    table = Table(
         name=name,
         num_embeddings=num_embeddings,
         embedding_dim=pick("embedding_dim"),
@@ -176,4 +140,17 @@ def _resolve(
         sharding=pick("sharding"),
         pooling_factors=pooling_factors,
         frequencies=merge_frequencies(features, pooling_factors, multi_hot),
+        max_ids=max_ids,
     )
+    return _compressed(table, config.compression, default.compression)
+
+
+def _compressed(table: Table, own: Optional[CompressionConfig], default: Optional[CompressionConfig]) -> Table:
+    """With its compression; tables.default's leaves out tables that it would not make smaller."""
+    config = own or default
+    if config is None or config.kind == "none" or table.num_embeddings < config.min_rows:
+        return table
+    compressed = replace(table, compression=config)
+    check_compressed(compressed)
+    full = table.num_embeddings * table.embedding_dim
+    return table if own is None and num_numbers(compressed) >= full else compressed

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchrec.models.deepfm import SimpleDeepFMNN
 
-from pipeline.embeddings.collection import build_embedding_bag_collection
+from pipeline.embeddings.collection import build_embeddings
 from pipeline.embeddings.config import Table
 from pipeline.models.config import DeepFMConfig, DLRMConfig, DLRMDCNConfig, ModelConfig
 from pipeline.models.dlrm import CrossDLRM, DotDLRM
@@ -32,7 +32,7 @@ def build_dlrm_dcn(config: DLRMDCNConfig, tables: list[Table], num_dense_feature
 
 def _dlrm_arguments(config: DLRMConfig, tables: list[Table], num_dense_features: int) -> dict[str, Any]:
     return {
-        "embedding_bag_collection": build_embedding_bag_collection(tables),
+        "embedding_bag_collection": build_embeddings(tables),
         "dense_in_features": num_dense_features,
         "dense_arch_layer_sizes": list(config.dense_arch_layer_sizes),
         "over_arch_layer_sizes": list(config.over_arch_layer_sizes),
@@ -42,7 +42,7 @@ def _dlrm_arguments(config: DLRMConfig, tables: list[Table], num_dense_features:
 def build_deepfm(config: DeepFMConfig, tables: list[Table], num_dense_features: int) -> nn.Module:
     model = SimpleDeepFMNN(
         num_dense_features=num_dense_features,
-        embedding_bag_collection=build_embedding_bag_collection(tables),
+        embedding_bag_collection=build_embeddings(tables),
         hidden_layer_size=config.hidden_layer_size,
         deep_fm_dimension=config.deep_fm_dimension,
     )

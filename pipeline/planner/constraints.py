@@ -94,7 +94,7 @@ def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer: TableOpti
         raise ValueError(
             f"table {table.name!r} may be sharded as {table.sharding.sharding_types or 'anything exact'} with kernels "
             f"{table.sharding.compute_kernels or 'of any kind'}, but on {hardware.compute_device} there is "
-            f"{', '.join(sorted(offered))}, and data_parallel goes with the dense kernel; change tables.{table.name}.sharding"
+            f"{', '.join(sorted(offered))}, and data_parallel goes with the dense kernel; change tables.{table.config_name}.sharding"
         )
     return types
 
@@ -122,7 +122,7 @@ def _compute_kernels(entry: PlacedTable, hardware: Hardware, optimizer: TableOpt
     if not kernels:
         raise ValueError(
             f"table {table.name!r} asks for kernels {table.sharding.compute_kernels}, on {hardware.compute_device} "
-            f"there are {', '.join(there)}; change tables.{table.name}.sharding.compute_kernels"
+            f"there are {', '.join(there)}; change tables.{table.config_name}.sharding.compute_kernels"
         )
     return kernels
 
@@ -134,7 +134,7 @@ def _check_ssd(table: Table, hardware: Hardware, optimizer: TableOptimizer) -> N
         where = "there is none on cpu" if hardware.compute_device == "cpu" else f"hardware={hardware.name} has no SSD"
         raise ValueError(
             f"{what}, but {where}: set hardware.ssd_cap_gb=<GiB a rank> and hardware.ssd_gb_per_s, or change "
-            f"tables.{table.name}.sharding.compute_kernels"
+            f"tables.{table.config_name}.sharding.compute_kernels"
         )
     if optimizer.name not in SSD_OPTIMIZERS:
         raise ValueError(

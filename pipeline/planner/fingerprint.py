@@ -41,9 +41,13 @@ def take_fingerprint(
 
 
 def _describe_table(entry: PlacedTable) -> dict[str, Any]:
-    """Without frequencies: a plan made without the data, or for last week's, holds; it may not be the best."""
+    """Without frequencies: a plan made without the data, or for last week's, holds; it may not be the best.
+
+    Parts of compressed tables are tables as all others.
+    """
     described = asdict(entry.table)
-    del described["name"], described["init"], described["frequencies"]
+    for left_out in ("name", "init", "frequencies", "compression", "max_ids", "part_of"):
+        del described[left_out]
     return {**described, "module": entry.module}
 
 

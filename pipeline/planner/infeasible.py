@@ -90,7 +90,7 @@ def _unsplittable(
         if sizes[name] > room and not set(types) & set(SPLITTING_TYPES):
             yield (
                 f"table {name} may only be {' or '.join(types)}, so one rank must hold {show_bytes(sizes[name])} and has "
-                f"{show_bytes(room)}: add row_wise to tables.{name}.sharding.sharding_types"
+                f"{show_bytes(room)}: add row_wise to tables.{entry.table.config_name}.sharding.sharding_types"
             )
 
 
@@ -120,6 +120,6 @@ def describe_shortfall(shortfall: Shortfall, names: list[str], kinds: list[str],
 
 def _untried(placed: list[PlacedTable], sizes: dict[str, int], room: int) -> Iterator[str]:
     largest = max((entry.table for entry in placed), key=lambda table: sizes[table.name])
-    yield f"fewer rows: tables.{largest.name} has {largest.num_embeddings:,}; data.ids.min_frequency or max_size drops rare ones"
+    yield f"fewer rows: tables.{largest.config_name} has {largest.num_embeddings:,}; data.ids.min_frequency or max_size drops rare ones"
     if sum(sizes.values()) <= room:
         yield "a longer planner.timeout_s where little is missing"

@@ -369,7 +369,7 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
     optimizer, world_size = problem.request.optimizer.name, problem.request.hardware.world_size
     size, room = table_bytes(entry, optimizer), max(problem.usable[:1] if problem.usable[0] else problem.usable)
     if len(problem.constraints[entry.table.name].sharding_types or []) == 1 and entry.table.sharding.sharding_types:
-        why = f"tables.{entry.table.name}.sharding allows nothing else"
+        why = f"tables.{entry.table.config_name}.sharding allows nothing else"
     elif world_size == 1:
         why = "there is one rank"
     elif option.sharding_type == "data_parallel":

@@ -99,10 +99,11 @@ def _limits_lifted(
     count = 1
     while tables and count < 2 * len(tables):
         mine = tables[:count]
-        values = {table.name: allowed(table) for table in mine}
+        # Parts of one compressed table have one line in the config.
+        values = {table.config_name: allowed(table) for table in mine}
         lines = [f"'tables.{name}.sharding.{key}=[{','.join(value)}]'" for name, value in values.items()]
         more = f" and so for {len(lines) - NUM_NAMED} more: {', '.join(list(values)[NUM_NAMED:])}"
-        changed = [_allowing(table, key, values.get(table.name)) for table in here.request.tables]
+        changed = [_allowing(table, key, values.get(table.config_name)) for table in here.request.tables]
         text = " ".join(lines[:NUM_NAMED]) + (more if lines[NUM_NAMED:] else "")
         yield replace(here, lines=text, request=replace(here.request, tables=changed))
         count *= 2

@@ -15,9 +15,9 @@ def check_widths(tables: list[Table]) -> None:
     for table in tables:
         if table.embedding_dim % SHARD_WIDTH and table.sharding.sharding_types != ["data_parallel"]:
             raise ValueError(
-                f"tables.{table.name}.embedding_dim={table.embedding_dim}, but FBGEMM's sharded tables want a multiple of "
+                f"tables.{table.config_name}.embedding_dim={table.embedding_dim}, but FBGEMM's sharded tables want a multiple of "
                 f"{SHARD_WIDTH}: use {table.embedding_dim // SHARD_WIDTH * SHARD_WIDTH + SHARD_WIDTH}, or "
-                f"tables.{table.name}.sharding.sharding_types=[data_parallel]"
+                f"tables.{table.config_name}.sharding.sharding_types=[data_parallel]"
             )
 
 

@@ -152,7 +152,7 @@ def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table
                 raise ValueError(
                     f"the plan makes table {name!r} {kind}, but {optimizer.__name__} keeps one state a row and would "
                     f"become another optimizer; plan anew without it, or accept that with "
-                    f"tables.{name}.sharding.sharding_types=[{kind}]"
+                    f"tables.{by_name[name].config_name}.sharding.sharding_types=[{kind}]"
                 )
 
 

@@ -1,0 +1,76 @@
+"""Say how a table is made smaller: `tables.<name>.compression`, one kind with its settings (stdlib only).
+
+docs/embeddings.md says which kind when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from pipeline.checks import check_above, check_at_least, check_choice
+
+SCHEMES = ("naive", "quotient_remainder", "generalised", "chinese_remainder", "given")
+OPERATIONS = ("add", "multiply", "concatenate")
+ANY_KIND = {"kind", "min_rows"}
+_SIZED_BY_BASES = {"ratio", "bases", "max_ids_per_bag"}
+OWN_FIELDS: dict[str, set[str]] = {
+    "none": set(),
+    "hash": {"ratio", "num_rows", "seed"},
+    "quotient_remainder": _SIZED_BY_BASES
+    | {"scheme", "num_partitions", "operation", "dims", "assignments", "assignments_file"},
+}  # fmt: skip
+
+
+@dataclass
+class CompressionConfig:
+    """How a table's rows are told by fewer numbers. Of the settings below a kind takes those that are its own.
+
+    kind none: not at all, whatever tables.default says. Tables of fewer rows than `min_rows` stay as they are.
+    ratio: how many times smaller than the full table; None where other settings say the sizes.
+    """
+
+    kind: str = "none"
+    min_rows: int = 0
+    ratio: float | None = None
+    # hash
+    num_rows: int | None = None
+    seed: int = 0
+    # quotient_remainder (arXiv 1909.02107). `bases`: how many classes each partition of the ids has.
+    scheme: str = "quotient_remainder"
+    num_partitions: int | None = None  # None: as many as there are bases, or 2
+    bases: list[int] = field(default_factory=list)
+    operation: str = "add"
+    dims: list[int] = field(default_factory=list)  # of each part; empty: equal parts under concatenate, else all whole
+    assignments: list[list[int]] = field(default_factory=list)  # scheme given: [partition][id] -> class
+    assignments_file: str | None = None  # the same as a .npy file of integers
+    max_ids_per_bag: int | None = None  # of lists whose ids are composed one by one; a longer one stops the run
+
+    def __post_init__(self) -> None:
+        check_choice("compression.kind", self.kind, OWN_FIELDS)
+        check_choice("compression.scheme", self.scheme, SCHEMES)
+        check_choice("compression.operation", self.operation, OPERATIONS)
+        check_at_least("compression.min_rows", self.min_rows, 0)
+        check_at_least("compression.seed", self.seed, 0)
+        if self.ratio is not None:
+            check_above("compression.ratio", self.ratio, 1.0)
+        for name in ("num_rows", "max_ids_per_bag"):
+            check_at_least(f"compression.{name}", getattr(self, name), 1, allow_none=True)
+        check_at_least("compression.num_partitions", self.num_partitions, 2, allow_none=True)
+        for base in self.bases:
+            check_at_least("each of compression.bases", base, 1)
+        for dim in self.dims:
+            check_at_least("each of compression.dims", dim, 1)
+        self._refuse_settings_of_other_kinds()
+
+    def _refuse_settings_of_other_kinds(self) -> None:
+        fresh = {
+            one.name: one.default_factory() if callable(one.default_factory) else one.default for one in fields(self)
+        }
+        for name, value in vars(self).items():
+            if name in ANY_KIND | OWN_FIELDS[self.kind] or value == fresh[name]:
+                continue
+            owners = [kind for kind, own in OWN_FIELDS.items() if name in own]
+            raise ValueError(
+                f"compression.{name}={value} is a setting of {', '.join(owners)}, but compression.kind={self.kind}; "
+                f"leave it out, or set kind={owners[0]}"
+            )

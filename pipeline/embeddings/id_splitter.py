@@ -1,0 +1,134 @@
+"""Turn a batch's ids into the ids of its tables' parts, vectorised, before they go to the ranks that hold the rows.
+
+The reader's thread does it in training, and the same code in serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from pipeline.data.batch import keyed_jagged_tensor
+from pipeline.data.streams import mix
+from pipeline.embeddings.partitions import Digit, Hashed, Partition, partitions_of
+from pipeline.embeddings.physical import composes_each_id, feature_of, places_of
+from pipeline.embeddings.table import Table
+
+
+class Bags(NamedTuple):
+    """Of one feature: ids [sum of lengths] int64, one sample after the other, and lengths [batch] int32."""
+
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+
+
+# The bags of one feature -> (physical feature, its bags) for each of its parts.
+Split = Callable[[Bags], Iterator[tuple[str, Bags]]]
+
+
+class IdSplitter:
+    """KeyedJaggedTensor by the data set's features -> KeyedJaggedTensor by the parts' features.
+
+    On the CPU. Features of tables that are not compressed go through as they are; keys come in the same order in every
+    batch. Beside the features that the collection looks up there are those of ids that dense parameters turn into rows.
+    """
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        self._splits = {
+            feature: split_of(table, index)
+            for table in tables
+            if table.compression is not None
+            for index, feature in enumerate(table.feature_names)
+        }
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to split."""
+        return bool(self._splits)
+
+    def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Raises ValueError for a bag longer than the table's compression says."""
+        if not self._splits:
+            return features
+        keys: list[str] = []
+        parts: list[Bags] = []
+        values, batch_size = features.values().numpy(), features.stride()
+        lengths = features.lengths().numpy().reshape(-1, batch_size)
+        begin = 0
+        for index, (key, count) in enumerate(zip(features.keys(), features.length_per_key(), strict=True)):
+            bags, begin = Bags(values[begin : begin + count], lengths[index]), begin + count
+            for name, part in self._splits[key](bags) if key in self._splits else ((key, bags),):
+                keys.append(name)
+                parts.append(part)
+        return keyed_jagged_tensor(
+            keys,
+            torch.from_numpy(np.concatenate([part.ids for part in parts])),
+            torch.from_numpy(np.concatenate([part.lengths for part in parts])),
+            batch_size,
+            [len(part.ids) for part in parts],
+        )
+
+
+def split_of(table: Table, index: int) -> Split:
+    """Of the table's feature number `index`; a plain table's bags stay as they are."""
+    if table.compression is None:
+        feature = table.feature_names[index]
+        return lambda bags: iter([(feature, bags)])
+    return SPLITS[table.compression.kind](table, index)
+
+
+def classes_of(partition: Partition, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The class of each id."""
+    if isinstance(partition, Digit):
+        digits = ids // partition.stride if partition.stride > 1 else ids
+        return digits % partition.num_classes
+    if isinstance(partition, Hashed):
+        # The seed is mixed too, or seeds 0 and 1 would swap neighbouring ids.
+        words = mix(ids.view(np.uint64) ^ mix(np.array([partition.seed], np.uint64)))
+        # The upper half scaled: no class is more likely than another by more than 2**-32.
+        return ((words >> np.uint64(32)) * np.uint64(partition.num_classes) >> np.uint64(32)).view(np.int64)
+    return np.asarray(partition.classes).astype(np.int64, copy=False)[ids]
+
+
+def by_place(bags: Bags, places: list[int], what: str) -> Iterator[tuple[int, Bags]]:
+    """The first ids of all bags, the second ones, and so on; a bag that has ended is empty.
+
+    Raises:
+        ValueError: a bag has more ids than there are places.
+    """
+    if (longest := int(bags.lengths.max(initial=0))) > len(places):
+        raise ValueError(
+            f"{what} has a list of {longest} ids, and compression.max_ids_per_bag={len(places)}; raise it, or use "
+            "operation=add or concatenate, which pool first"
+        )
+    begins = np.cumsum(bags.lengths, dtype=np.int64) - bags.lengths
+    for place in places:
+        present = bags.lengths > place
+        yield place, Bags(bags.ids[begins[present] + place], present.astype(np.int32))
+
+
+def _split_by_partitions(table: Table, index: int) -> Split:
+    partitions, feature = partitions_of(table), table.feature_names[index]
+    places = places_of(table, index) if composes_each_id(table) else [None]
+    what = f"feature {feature!r} of table {table.name!r}"
+
+    def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
+        for partition in partitions:
+            classes = Bags(classes_of(partition, bags.ids), bags.lengths)
+            if places == [None]:
+                yield feature_of(feature, partition.part), classes
+            else:
+                for place, part in by_place(classes, [each for each in places if each is not None], what):
+                    yield feature_of(feature, partition.part, place), part
+
+    return split
+
+
+SPLITS: dict[str, Callable[[Table, int], Split]] = {
+    "hash": _split_by_partitions,
+    "quotient_remainder": _split_by_partitions,
+}
