@@ -41,6 +41,12 @@ def from_flags(kind: type[Options], typed: argparse.Namespace) -> Options:
     return kind(**values)
 
 
+def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before `--`, and behind it."""
+    middle = argv.index("--") if "--" in argv else len(argv)
+    return argv[:middle], argv[middle + 1 :]
+
+
 def _fields(kind: type) -> list[tuple["dataclasses.Field[Any]", Any]]:
     """Every field with its type, without Optional."""
     hints = get_type_hints(kind)

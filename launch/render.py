@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from launch.options import add_flags, from_flags, option
+from launch.kubernetes import render_job
+from launch.kubernetes_options import KubernetesOptions
+from launch.options import add_flags, from_flags, option, split_words
 from launch.resources import this_host
 from launch.slurm import SlurmOptions, render_sbatch
 from launch.workload import WORKLOADS, Where, Workload, make_workload
@@ -49,6 +51,7 @@ def _targets() -> dict[str, tuple[type, Callable[[Workload, Any], str]]]:
     """Each target's options, and what renders a workload with them."""
     return {
         "slurm": (SlurmOptions, render_sbatch),
+        "kubernetes": (KubernetesOptions, render_job),
         "torchrun": (TorchrunOptions, render_torchrun),
     }
 
@@ -64,7 +67,7 @@ def render(target: str, argv: list[str]) -> str:
     add_flags(parser, Where, "the job")
     add_flags(parser, kind, target)
     parser.add_argument("--check-data", action=argparse.BooleanOptionalAction, default=True, help="read here what the job reads, and validate the job against it")  # fmt: skip
-    flags, overrides = _split(argv)
+    flags, overrides = split_words(argv)
     typed = parser.parse_args(flags)
     with print_user_errors():
         options: Any = from_flags(kind, typed)
@@ -72,12 +75,6 @@ def render(target: str, argv: list[str]) -> str:
     workload = make_workload(typed.verb, __doc__, overrides, where, typed.check_data)
     with print_user_errors():
         return render_with(workload, options)
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before `--`, and behind it."""
-    middle = argv.index("--") if "--" in argv else len(argv)
-    return argv[:middle], argv[middle + 1 :]
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ save; and what torchrun would print as a traceback of its own is a line.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -110,12 +111,22 @@ def listen() -> None:
         signal.signal(number, hear)
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """torchrun's reading of its flags. With --node-rank, which c10d alone would ignore, node 0 hosts the meeting point:
+    else torchelastic goes by names, and a pod may start before DNS knows its own."""
+    args = torchrun.parse_args(argv)
+    if args.rdzv_backend == "c10d" and any(word.replace("_", "-").startswith("--node-rank") for word in argv):
+        is_host = "true" if args.node_rank == 0 else "false"
+        args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"is_host={is_host}"]))
+    return args
+
+
 def run(argv: list[str]) -> int:
     """The exit code of the launch; see pipeline.exit_codes."""
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]  # launch_agent makes its agent by this name
     listen()
     try:
-        torchrun.run(torchrun.parse_args(argv))
+        torchrun.run(parse(argv))
     except ChildFailedError as error:
         return _code_of(error)
     except SignalException:

@@ -35,6 +35,22 @@ def _launch(tmp_path: Path, codes: str, max_restarts: int = 2, ranks: int = 2) -
 
 
 @pytest.mark.parametrize(
+    ("flags", "conf"),
+    [
+        (["--node-rank", "0"], "is_host=true"),
+        (["--node_rank=3", "--rdzv-conf", "read_timeout=9"], "read_timeout=9,is_host=false"),
+        ([], ""),
+        (["--node-rank", "1", "--rdzv-backend", "static"], ""),
+    ],
+)
+def test_the_first_node_hosts_the_meeting_whatever_names_say(flags: list[str], conf: str) -> None:
+    from pipeline.agent import parse
+
+    nodes = ["--nnodes", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "head:29500"]
+    assert parse([*nodes, *flags, "-m", "pipeline.train"]).rdzv_conf == conf
+
+
+@pytest.mark.parametrize(
     ("codes", "expected", "num_starts", "said"),
     [
         ("sys.exit(0)", 0, 1, ""),

@@ -1,0 +1,74 @@
+"""What a cluster's owner may say of a job on Kubernetes, checked where it is typed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Optional
+
+from launch.options import option
+from pipeline.checks import check_at_least, check_choice
+
+KINDS = ("job", "jobset")
+EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
+DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """What Kubernetes takes beside the shape of the job."""
+
+    kind: str = option("job", "job: a plain Indexed Job; jobset: a JobSet, whose pods start again together")
+    namespace: Optional[str] = option(None, "namespace; else the one that kubectl is set to")
+    queue: Optional[str] = option(None, "a LocalQueue of Kueue, which holds the job until all of its pods fit")
+    workdir: str = option("/workspace", "folder that the job runs in; relative paths, run folders too, lie under it")
+    secret: Optional[str] = option(None, "Secrets whose keys become environment variables, separated by commas")
+    secret_mount: Optional[dict[str, str]] = option(None, "a Secret as files: NAME=/path; again for each")
+    pull_secret: Optional[str] = option(None, "Secret to pull the image with")
+    service_account: Optional[str] = option(None, "service account of the pods")
+    priority_class: Optional[str] = option(None, "priority class of the pods")
+    node_selector: Optional[dict[str, str]] = option(None, "label that nodes must have: KEY=VALUE; again for each")
+    toleration: Optional[dict[str, str]] = option(None, "taint that may be there: KEY=VALUE:EFFECT, KEY=:EFFECT for any value")  # fmt: skip
+    label: Optional[dict[str, str]] = option(None, "further label of all objects: KEY=VALUE; again for each")
+    gpu_resource: str = option("nvidia.com/gpu", "name that the device plugin gives GPUs")
+    shm_mb: int = option(0, "size of /dev/shm, part of the memory; 0: half of the memory")
+    run_as_user: Optional[int] = option(None, "user id of the pods; else the image's, which must not be root")
+    fs_group: int = option(1000, "group that volumes are given to; -1: leave it to the cluster (OpenShift)")
+    grace_s: Optional[int] = option(None, "seconds from SIGTERM to SIGKILL; else the job's own and 5 more")
+    deadline_s: int = option(0, "seconds after which the job is ended, however far it is; 0: never")
+    keep_s: int = option(259200, "seconds that a finished job stays to be looked at")
+    meeting_timeout_s: int = option(600, "how long the nodes of a job wait for each other")
+
+    def __post_init__(self) -> None:
+        check_choice("--kind", self.kind, KINDS)
+        for name in ("shm_mb", "deadline_s", "keep_s"):
+            check_at_least(_flag(name), getattr(self, name), 0)
+        check_at_least("--meeting-timeout-s", self.meeting_timeout_s, 1)
+        check_at_least("--grace-s", self.grace_s, 1, allow_none=True)
+        check_at_least("--fs-group", self.fs_group, -1)
+        if self.run_as_user == 0:
+            raise ValueError("--run-as-user 0 is root; give another number, or leave it to the image")
+        if not self.workdir.startswith("/"):
+            raise ValueError(f"--workdir {self.workdir}: give a path that begins with /")
+        for name in ("namespace", "queue", "secret", "pull_secret", "service_account", "priority_class"):
+            _check_names(_flag(name), getattr(self, name))
+        for name, path in (self.secret_mount or {}).items():
+            _check_names("--secret-mount", name)
+            if not path.startswith("/"):
+                raise ValueError(f"--secret-mount {name}={path}: give NAME=/path")
+        for key, rest in (self.toleration or {}).items():
+            check_choice(f"--toleration {key}={rest}: the effect", rest.partition(":")[2], EFFECTS)
+
+    @property
+    def secrets(self) -> list[str]:
+        return [name for name in (self.secret or "").split(",") if name]
+
+
+def _check_names(flag: str, names: Optional[str]) -> None:
+    for name in (names or "").split(","):
+        if name and not all(DNS_LABEL.fullmatch(part) for part in name.split(".")):
+            raise ValueError(f"{flag} {name}: names in Kubernetes are lower-case letters, digits and dashes")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,159 @@
+"""Turn a Workload into the pod that one of its nodes is: command, resources, volumes, rights."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+from launch.kubernetes_options import KubernetesOptions
+from launch.manifest import given
+from launch.workload import ENDPOINT, Mount, Workload
+
+CONTAINER = "main"
+GRACE_MARGIN_S = 5  # after the ranks' own grace: the agent ends, its logs are flushed
+SHARED_MEMORY = "/dev/shm"
+# Filled in by the Job controller in every pod of an Indexed Job.
+NODE_INDEX = "$(JOB_COMPLETION_INDEX)"
+# What a CronJob calls the Job of a tick is known when it runs: for a `head` that holds it the pod is told.
+JOB_NAME = "$(JOB_NAME)"
+
+
+def pod_template(
+    workload: Workload, options: KubernetesOptions, head: str, labels: dict[str, str], subdomain: str = ""
+) -> dict[str, Any]:
+    """`head`: the first node's name as the others know it; it may hold `$(VARIABLE)`.
+
+    Raises:
+        ValueError: the workload has no image, no size, or a mount that pods cannot have.
+    """
+    _check(workload)
+    pod = given(
+        restartPolicy="Never",  # the Job makes new pods, by its podFailurePolicy
+        subdomain=subdomain,
+        serviceAccountName=options.service_account,
+        priorityClassName=options.priority_class,
+        nodeSelector=options.node_selector,
+        tolerations=[_toleration(key, rest) for key, rest in (options.toleration or {}).items()],
+        imagePullSecrets=[{"name": options.pull_secret}] if options.pull_secret else [],
+        automountServiceAccountToken=False,
+        enableServiceLinks=False,
+        terminationGracePeriodSeconds=grace_s(workload, options),
+        securityContext=_pod_rights(options),
+        containers=[_container(workload, options, head)],
+        volumes=[volume for volume, _ in _volumes(workload, options)],
+    )
+    return {"metadata": {"labels": labels}, "spec": pod}
+
+
+def grace_s(workload: Workload, options: KubernetesOptions) -> int:
+    """From SIGTERM to SIGKILL. Raises ValueError where that is less than the ranks count on."""
+    least = int(workload.grace_s) + (GRACE_MARGIN_S if workload.grace_s else 0)
+    if options.grace_s is not None and options.grace_s < least:
+        raise ValueError(
+            f"--grace-s {options.grace_s} is less than the {least} s that {workload.verb} needs to save "
+            f"(trainer.grace_s and {GRACE_MARGIN_S} s); give more, or set trainer.grace_s"
+        )
+    return options.grace_s or max(30, least)
+
+
+def is_kept(workload: Workload, options: KubernetesOptions) -> bool:
+    """Whether the log files, and with them the run folder, lie on a volume that outlives the pod."""
+    folder = PurePosixPath(options.workdir, workload.log_dir)
+    return any(folder.is_relative_to(mount.target) for mount in workload.mounts if not mount.read_only)
+
+
+def _check(workload: Workload) -> None:
+    if workload.image is None:
+        raise ValueError("--image is needed: a pod runs in an image; docs/cluster.md says how to build it")
+    if not workload.cpu or not workload.mem_mb:
+        raise ValueError(
+            "--cpu and --memMB are needed (or --h): a pod that asks for nothing is put anywhere and evicted first"
+        )
+
+
+def _container(workload: Workload, options: KubernetesOptions, head: str) -> dict[str, Any]:
+    env = dict(workload.env)
+    if workload.is_distributed:
+        env = {"OMP_NUM_THREADS": str(workload.threads(workload.cpu)), "LOGLEVEL": "WARNING", **env}
+    variables: list[dict[str, Any]] = [{"name": name, "value": _literally(value)} for name, value in env.items()]
+    if JOB_NAME in head:
+        source = {"fieldRef": {"fieldPath": "metadata.labels['job-name']"}}
+        variables.insert(0, {"name": "JOB_NAME", "valueFrom": source})
+    size = given(
+        cpu=str(workload.cpu),
+        memory=f"{workload.mem_mb}Mi",
+        **{options.gpu_resource: str(workload.gpu) if workload.gpu else ""},
+    )
+    return given(
+        name=CONTAINER,
+        image=workload.image,
+        command=_command(workload, options, head),  # no shell: SIGTERM reaches the agent
+        workingDir=options.workdir,
+        env=variables,
+        envFrom=[{"secretRef": {"name": name}} for name in options.secrets],
+        ports=[{"name": "c10d", "containerPort": workload.port}] if workload.nodes > 1 else [],
+        terminationMessagePolicy="FallbackToLogsOnError",  # kubectl describe shows the error
+        resources={"requests": size, "limits": size},
+        volumeMounts=[mount for _, mount in _volumes(workload, options)],
+        securityContext={"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    )
+
+
+def _command(workload: Workload, options: KubernetesOptions, head: str) -> list[str]:
+    """The words of the command, each as it was typed: Kubernetes expands `$(NAME)` and takes `$$` for `$`."""
+    head_mark, job_mark = "\0head", "\0job"  # no argument can hold NUL
+    words = []
+    for place, word in zip(workload.command, workload.argv(head_mark, job_mark), strict=True):
+        words.append(_literally(word).replace(head_mark, head).replace(job_mark, workload.name))
+        if place == ENDPOINT and workload.nodes > 1:
+            # Pods start one after another, and a name may not be known yet when its own pod asks for it.
+            patience = f"join_timeout={options.meeting_timeout_s},read_timeout={options.meeting_timeout_s}"
+            words += ["--node-rank", NODE_INDEX, "--rdzv-conf", patience]
+    return words
+
+
+def _literally(word: str) -> str:
+    return word.replace("$", "$$")
+
+
+def _volumes(workload: Workload, options: KubernetesOptions) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each volume of the pod with its place in the container."""
+    # The container runtime's own /dev/shm has 64 MiB; loaders, gloo and NCCL need more. It counts as memory.
+    shared = {"medium": "Memory", "sizeLimit": f"{options.shm_mb or workload.mem_mb // 2}Mi"}
+    found = [({"name": "shm", "emptyDir": shared}, {"name": "shm", "mountPath": SHARED_MEMORY})]
+    for number, mount in enumerate(workload.mounts):
+        name = f"mount-{number}"
+        place = given(name=name, mountPath=mount.target, readOnly=mount.read_only or None)
+        found.append(({"name": name, **_source(mount)}, place))
+    for secret, path in (options.secret_mount or {}).items():
+        name = f"secret-{secret.replace('.', '-')}"[:63]
+        volume = {"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}}
+        found.append((volume, given(name=name, mountPath=path, readOnly=True)))
+    return found
+
+
+def _source(mount: Mount) -> dict[str, Any]:
+    if mount.kind == "volume":
+        return {"persistentVolumeClaim": given(claimName=mount.source, readOnly=mount.read_only or None)}
+    if mount.kind == "bind":
+        return {"hostPath": {"path": mount.source}}
+    raise ValueError(
+        f"--mount type={mount.kind},src={mount.source}: pods get devices from a device plugin (--gpu, --gpu-resource)"
+    )
+
+
+def _pod_rights(options: KubernetesOptions) -> dict[str, Any]:
+    """What Kubernetes' own standard calls restricted, with volumes that the pods' group may write."""
+    group = options.fs_group if options.fs_group >= 0 else None
+    return given(
+        runAsNonRoot=True,
+        runAsUser=options.run_as_user,
+        fsGroup=group,
+        fsGroupChangePolicy="OnRootMismatch" if group is not None else None,
+        seccompProfile={"type": "RuntimeDefault"},
+    )
+
+
+def _toleration(key: str, rest: str) -> dict[str, str]:
+    value, _, effect = rest.partition(":")
+    return given(key=key, operator="Equal" if value else "Exists", value=value, effect=effect)

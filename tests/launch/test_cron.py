@@ -1,0 +1,57 @@
+"""A cron expression that passes means the same to cron, Slurm and Kubernetes; any other is explained."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.cron import parse_cron
+
+
+@pytest.mark.parametrize(
+    ("typed", "written"),
+    [
+        ("0 * * * *", "0 * * * *"),
+        ("  */15  0-6 1,15 * 1-5 ", "*/15 0-6 1,15 * 1-5"),
+        ("5-55/10 3 * jan-MAR,dec Sun", "5,15,25,35,45,55 3 * 1-3,12 0"),
+        ("0 */2 */10 * */2", "0 */2 1,11,21,31 * 0,2,4,6"),  # Slurm counts steps of days from Monday
+        ("*/1 5,* * * 0-6", "* * * * 0-6"),
+        ("@hourly", "0 * * * *"),
+        ("@Weekly", "0 0 * * 0"),
+        ("0 0 29 2 *", "0 0 29 2 *"),
+        ("0 0 31 2 1", "0 0 31 2 1"),  # Mondays of February
+        ("007 00 1 1 0", "7 0 1 1 0"),
+    ],
+)
+def test_an_expression_is_written_in_numbers(typed: str, written: str) -> None:
+    assert parse_cron(typed) == written
+    assert parse_cron(written) == written
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("0 * * *", "has 4 field(s) instead of 5"),
+        ("0 0 * * * *", "has 6 field(s) instead of 5"),
+        ("", "has 0 field(s)"),
+        ("@reboot", "has 1 field(s) instead of 5"),
+        ("60 * * * *", "'60' as minute is not within 0-59"),
+        ("0 24 * * *", "'24' as hour is not within 0-23"),
+        ("0 0 0 * *", "'0' as day of month is not within 1-31"),
+        ("0 0 * 13 *", "'13' as month is not within 1-12 or jan-dec"),
+        ("0 0 * * 7", "Sunday is 0"),
+        ("0 0 * * 5-7", "Sunday is 0"),
+        ("0 0 * * frid", "'frid' as day of week is not within 0-6 or sun-sat"),
+        ("0 0 * * 5L", "'5L' as day of week is not within"),
+        ("5/10 * * * *", "say 5-59/10"),
+        ("30-10 * * * *", "runs backwards"),
+        ("*/90 * * * *", "steps over the whole range"),
+        ("*/0 * * * *", "steps over the whole range"),
+        ("1,,2 * * * *", "'' as minute is not *"),
+        ("? * * * *", "'?' as minute is not *"),
+        ("0 0 31 feb,apr *", "never comes: no month in it has 31 days"),
+    ],
+)
+def test_what_one_of_the_three_would_refuse_or_misread_is_explained(typed: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_cron(typed)
+    assert message in str(error.value)

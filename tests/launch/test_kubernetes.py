@@ -1,0 +1,237 @@
+"""Manifests run the job that was typed, hold against Kubernetes' schemas, and tell no secret."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from launch.kubernetes import render_job
+from launch.kubernetes_options import KubernetesOptions
+from launch.manifest import to_yaml
+from launch.render import render
+from launch.workload import Where, Workload, make_workload
+from tests.datasets import described_dataset
+from tests.launch.manifests import as_pod, expand, pod_templates, read, validate
+
+PLACE = ["--image", "ours:1", "--cpu", "8", "--memMB", "16000"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "dataset.json").write_text(described_dataset({"cat_0": 10}, num_dense=13, num_rows=4096).to_json())
+    return f"data.path={folder}"
+
+
+@functools.cache
+def _workload(data: str, j: str = "1x1", *words: str) -> Workload:
+    where = Where(j=j, image="ours:1", cpu=8, memMB=16000)
+    return make_workload("train", None, ["experiment=quickstart", data, *words], where)
+
+
+def _manifests(workload: Workload, **options: Any) -> list[dict[str, Any]]:
+    return read(render_job(workload, KubernetesOptions(**options)))
+
+
+@functools.cache
+def _with_all_options(data: str, kind: str) -> str:
+    return render("kubernetes", ["train", *PLACE, *FULL, "--kind", kind, "--", "experiment=quickstart", data])
+
+
+def _container(manifest: dict[str, Any]) -> dict[str, Any]:
+    (template,) = pod_templates(manifest)
+    (container,) = template["spec"]["containers"]
+    return dict(container)
+
+
+FULL = [
+    "-j", "2x8", "--gpu", "8", "--queue", "team-a", "--namespace", "ads", "--max-retries", "3", "--env", "NCCL_DEBUG=WARN",
+    "--mount", "type=volume,src=claim,dst=/workspace,type=bind,src=/scratch,dst=/scratch,readonly",
+    "--secret", "s3-keys,mlflow", "--secret-mount", "gcs=/var/secrets/gcs", "--pull-secret", "registry",
+    "--service-account", "trainer", "--priority-class", "high", "--node-selector", "gpu=h100",
+    "--toleration", "nvidia.com/gpu=:NoSchedule", "--toleration", "team=ads:NoExecute", "--label", "cost-centre=ads",
+    "--shm-mb", "4000", "--run-as-user", "1234", "--fs-group", "1234", "--deadline-s", "86400", "--grace-s", "90",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_manifests_hold_against_the_schemas(data: str, kind: str) -> None:
+    one, two = _manifests(_workload(data), kind=kind), _manifests(_workload(data, "2x4"), kind=kind)
+    for manifest in [*one, *two, *read(_with_all_options(data, kind))]:
+        validate(manifest)
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("prepare", ["data=criteo_kaggle", "source=/data/raw/*.gz"]),
+        ("plan", ["experiment=mlperf_dlrmv2", "hardware=h200", "world_size=8"]),
+        ("evaluate", ["run=/workspace/runs/quickstart", "split=validation"]),
+    ],
+)
+def test_every_verb_has_a_manifest(verb: str, words: list[str]) -> None:
+    (job,) = read(render("kubernetes", [verb, *PLACE, "--no-check-data", "--", *words]))
+    validate(job)
+    assert _container(job)["command"][-len(words) :] == words
+
+
+def test_pods_meet_at_the_first_by_a_name_that_the_service_makes_known(data: str) -> None:
+    service, job = _manifests(replace(_workload(data, "2x4"), max_retries=3), meeting_timeout_s=300)
+    (template,) = pod_templates(job)
+    assert template["spec"]["subdomain"] == service["metadata"]["name"] == "quickstart"
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert spec["backoffLimit"] == 6  # three times both
+    words = [expand(word, {"JOB_COMPLETION_INDEX": "1"}) for word in _container(job)["command"]]
+    given = dict(zip(words[3:-4:2], words[4:-4:2], strict=True))
+    assert words[:3] == ["python", "-m", "pipeline.agent"]  # no shell
+    assert given["--rdzv-endpoint"] == "quickstart-0.quickstart:29500" and given["--node-rank"] == "1"
+    assert given["--nnodes"] == "2" and given["--nproc-per-node"] == "4" and given["--rdzv-id"] == "quickstart"
+    assert given["--rdzv-conf"] == "join_timeout=300,read_timeout=300"
+    assert given["--log-dir"] == "runs/quickstart/logs"
+    assert {"name": "OMP_NUM_THREADS", "value": "2"} in _container(job)["env"]
+
+
+def test_a_jobset_restarts_its_pods_together(data: str) -> None:
+    (jobset,) = _manifests(replace(_workload(data, "2x4"), max_retries=3), kind="jobset")
+    spec = jobset["spec"]
+    assert spec["failurePolicy"]["maxRestarts"] == 3
+    assert spec["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
+    command = _container(jobset)["command"]
+    assert command[command.index("--rdzv-endpoint") + 1] == "quickstart-node-0-0.quickstart:29500"
+
+
+def test_one_pod_needs_no_service_and_no_fixed_port(data: str) -> None:
+    (job,) = _manifests(_workload(data))
+    container = _container(job)
+    assert (
+        "ports" not in container and "localhost:0" in container["command"] and "--node-rank" not in container["command"]
+    )
+
+
+def test_exit_codes_decide_what_becomes_of_a_failed_pod(data: str) -> None:
+    (job,) = _manifests(_workload(data))
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules] == [
+        ("FailJob", [2]), ("Ignore", [75]), ("Ignore", None),
+    ]  # fmt: skip
+    assert rules[2]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+
+
+def test_pods_have_the_time_that_their_ranks_need_to_save(data: str) -> None:
+    patient = _workload(data, "1x1", "trainer.grace_s=120")
+
+    def seconds(workload: Workload, **options: Any) -> int:
+        (job,) = _manifests(workload, **options)
+        return int(job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"])
+
+    assert (seconds(patient), seconds(replace(patient, grace_s=10.0)), seconds(patient, grace_s=300)) == (125, 30, 300)
+    with pytest.raises(ValueError, match="--grace-s 60 is less than the 125 s that train needs to save"):
+        seconds(patient, grace_s=60)
+
+
+@pytest.mark.parametrize(
+    "word", ["name=two words", "name='$HOME and $$(PATH) $(JOB_COMPLETION_INDEX)'", "tables={cat_0: {pooling: mean}}"]
+)
+def test_an_override_reaches_the_verb_as_it_was_typed(data: str, word: str) -> None:
+    (job,) = _manifests(_workload(data, "1x1", word))
+    variables = {"JOB_COMPLETION_INDEX": "0", "PATH": "/bin", "HOME": "/root"}
+    assert expand(_container(job)["command"][-1], variables) == word
+
+
+def test_pods_are_not_root_and_get_what_they_ask_for(data: str) -> None:
+    *_, job = read(_with_all_options(data, "job"))
+    (template,) = pod_templates(job)
+    spec, container = template["spec"], _container(job)
+    assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 1234
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["resources"]["limits"] == {"cpu": "8", "memory": "16000Mi", "nvidia.com/gpu": "8"}
+    assert spec["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "team", "operator": "Equal", "value": "ads", "effect": "NoExecute"},
+    ]
+    shared = next(volume for volume in spec["volumes"] if volume["name"] == "shm")
+    assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "4000Mi"}
+    assert job["spec"]["suspend"] and job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+
+
+def test_secrets_are_named_and_never_told(
+    data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret-value")
+    (job,) = _manifests(_workload(data), secret="s3-keys,mlflow")
+    assert _container(job)["envFrom"] == [{"secretRef": {"name": "s3-keys"}}, {"secretRef": {"name": "mlflow"}}]
+    for env in ("AWS_SECRET_ACCESS_KEY=abcdefghijk", "URL=https://user:password@host/path", "X=very-secret-value"):
+        with pytest.raises(SystemExit):
+            render("kubernetes", ["train", *PLACE, "--env", env, "--", "experiment=quickstart", data])
+        captured = capsys.readouterr()
+        assert "looks like a credential" in captured.err and "Kubernetes: a Secret" in captured.err
+        assert not any(value in captured.err + captured.out for value in ("abcdefghijk", "password@", "very-secret"))
+
+
+def test_a_run_folder_that_goes_with_its_pod_is_pointed_out(data: str) -> None:
+    lost = render_job(_workload(data), KubernetesOptions())
+    assert "# WARNING: runs/quickstart/logs lies in the pod and goes with it" in lost
+    assert "# WARNING" not in _with_all_options(data, "job")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--image", "ours:1"], "--cpu and --memMB are needed"),
+        (["--cpu", "1", "--memMB", "1"], "--image is needed"),
+        ([*PLACE, "--mount", "type=device,src=/dev/fuse,dst=/dev/fuse"], "pods get devices from a device plugin"),
+        ([*PLACE, "--kind", "jobsets"], "did you mean 'jobset'?"),
+        ([*PLACE, "--namespace", "My_Team"], "--namespace My_Team: names in Kubernetes are lower-case"),
+        ([*PLACE, "--toleration", "a=b:NoScheduling"], "did you mean 'NoSchedule'?"),
+        ([*PLACE, "--secret-mount", "gcs=var"], "--secret-mount gcs=var: give NAME=/path"),
+        ([*PLACE, "--workdir", "workspace"], "give a path that begins with /"),
+        ([*PLACE, "--run-as-user", "0"], "is root"),
+        ([*PLACE, "-j", "2x1", "--name", "1tb"], "must begin with a letter"),
+        ([*PLACE, "--node-selector", "gpu"], "--node-selector gpu: give NAME=VALUE"),
+    ],
+)
+def test_what_kubernetes_cannot_have_is_said_here(
+    data: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        render("kubernetes", ["train", *flags, "--", "experiment=quickstart", data])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["1e3", "0o7", "yes", "1_000", "12:30:45", "~", "null", " a", "a: b", "- a", "#", "", "a\nb", "ü"]
+)
+def test_text_stays_text_in_yaml(text: str) -> None:
+    written = to_yaml([{"value": text, "list": [text]}])
+    assert yaml.safe_load(written) == {"value": text, "list": [text]}
+    if text not in ("a: b", " a", "- a", "ü"):  # readers of other versions of YAML see numbers, booleans or nothing
+        assert '"' in written
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("restartPolicy",), "Sometimes"),
+        (("containers", 0, "comand"), ["sh"]),
+        (("volumes", 0, "name"), "other"),
+        (("subdomain",), "Upper_Case"),
+    ],
+)
+def test_the_validation_sees_mistakes(data: str, path: tuple[Any, ...], value: Any) -> None:
+    (job,) = _manifests(_workload(data))
+    inner: Any = pod_templates(job)[0]["spec"]
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises((AssertionError, jsonschema.ValidationError)):
+        validate(job)
+    assert as_pod(pod_templates(job)[0])["spec"] is pod_templates(job)[0]["spec"]
