@@ -1,12 +1,14 @@
-"""Steps a second of our trainer beside TorchRec's own loop, in the same processes, turn by turn:
+"""Steps a second of our trainer beside TorchRec's own loop, in one run, turn by turn:
 
     python -m benchmarks.step [--presets quickstart kaggle_64 ...] [--ranks 1 --threads 2] [--output step.json]
 
 Both sides train the same model on the same batches, drawn beforehand, with row-wise Adagrad for the tables and Adam for
 the layers. TorchRec's side is the loop of its documentation: default planner and sharders, DistributedModelParallel,
 TrainPipelineSparseDist, fp32. Ours is the product's Trainer, its metrics, guards and log lines included, under the
-overrides named in each row. Every rank holds all sides at once and runs them in turns, A B C A B C. `cpu` is CPU-seconds
-a step of all ranks: it tells more than the clock on a machine that others use too.
+overrides named in each row. Each side has processes of its own, one a rank, for settings of a process (the allocator's)
+are part of what is compared; `torchrec, our allocator` is TorchRec's loop with that setting. The sides run in turns,
+A B C A B C; those whose turn it is not wait. `cpu` is CPU-seconds a step of all ranks: it tells more than the clock on
+a machine that others use too.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +40,10 @@ VARIANTS = {
     "ours bf16": ["trainer.precision=bf16"],
     "ours bf16 compiled": ["trainer.precision=bf16", "trainer.compile=true"],
 }
+
+
+TORCHREC, TORCHREC_KEPT = "torchrec", "torchrec, our allocator"
+SIDES = (TORCHREC, TORCHREC_KEPT, *VARIANTS)
 
 
 @dataclass
@@ -53,10 +61,11 @@ class Figure:
     cpu_ratio: float = 1.0
 
 
-def measure(
-    rank: int, ranks: int, threads: int, preset_name: str, rounds: int, steps: int, store: str, out: Any
-) -> None:
-    """On one rank: build every side, run them in turns, and let rank 0 send its figures."""
+def run_side(rank: int, ranks: int, threads: int, preset_name: str, side: str, store: str, pipe: Connection) -> None:
+    """On one rank of one side: build it, then run as many steps as the pipe asks for, until it asks for 0.
+
+    Answers with (seconds a step, CPU-seconds a step of this rank).
+    """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
@@ -65,52 +74,80 @@ def measure(
     from pipeline.distributed import DistributedContext
     from pipeline.training.allocator import keep_freed_memory
 
-    keep_freed_memory()  # as train does, and here for both sides: they share the process
+    if side != TORCHREC:
+        keep_freed_memory()  # as train does
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     context = DistributedContext(rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
     preset = PRESETS[preset_name]
     raw = draw(preset, rank)
-    sides = {"torchrec": torchrec_loop(preset, raw, context)}
-    sides |= {name: our_loop(preset, raw, context, overrides) for name, overrides in VARIANTS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    cpu: dict[str, list[float]] = {name: [] for name in sides}
-    for run in sides.values():
-        run(2)  # compiles, builds, warms
-    for _ in range(rounds):
-        for name, run in sides.items():
-            dist.barrier()
-            before = time.process_time()
-            seconds[name].append(run(steps))
-            used = torch.tensor((time.process_time() - before) / (steps + 4))
-            dist.all_reduce(used)
-            cpu[name].append(float(used))
-    if rank == 0:
-        out.put((preset.batch_size * ranks, seconds, cpu))
-    dist.barrier()
+    run = our_loop(preset, raw, context, VARIANTS[side]) if side in VARIANTS else torchrec_loop(preset, raw, context)
+    run(2)  # compiles, builds, warms
+    pipe.send(preset.batch_size * ranks)
+    while steps := pipe.recv():
+        before = time.process_time()
+        timed = run(steps)
+        pipe.send((timed.seconds_a_step, (time.process_time() - before) / timed.num_steps))
     dist.destroy_process_group()
 
 
-def run_preset(name: str, ranks: int, threads: int, rounds: int, steps: int) -> list[Figure]:
-    context = multiprocessing.get_context("spawn")
-    out = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, threads, name, rounds, steps, f"{folder}/store", out)
-        running = multiprocessing.start_processes(measure, arguments, nprocs=ranks, join=False, start_method="spawn")
-        while out.empty() and not running.join(timeout=0.5):
-            pass
-        batch_size, seconds, cpu = out.get()
-        while not running.join():
-            pass
+class Side:
+    """One side's processes, a rank each, from their start until the block ends."""
+
+    def __init__(self, name: str, preset: str, ranks: int, threads: int, folder: str) -> None:
+        self._stack = ExitStack()
+        self._pipes: list[Connection] = []
+        context = multiprocessing.get_context("spawn")
+        store = f"{folder}/{SIDES.index(name)}"
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=run_side, args=(rank, ranks, threads, preset, name, store, theirs))
+            process.daemon = True
+            process.start()
+            theirs.close()  # else the death of a rank would not end our wait
+            self._stack.callback(process.join)
+            self._stack.callback(ours.close)  # which ends the rank's wait
+            self._pipes.append(ours)
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def batch_size(self) -> int:
+        """Of all ranks; they are ready to run."""
+        return [int(pipe.recv()) for pipe in self._pipes][-1]
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """(seconds a step on rank 0, CPU-seconds a step of all ranks)."""
+        for pipe in self._pipes:
+            pipe.send(steps)
+        found = [pipe.recv() for pipe in self._pipes]
+        return found[0][0], sum(used for _, used in found)
+
+    def end(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(0)
+
+
+def run_preset(name: str, ranks: int, threads: int, rounds: int, steps: int, sides: Sequence[str]) -> list[Figure]:
+    timed: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        running = {}
+        for side in sides:  # one after the other: several that build at once would need more memory
+            running[side] = stack.enter_context(Side(side, name, ranks, threads, folder))
+            batch_size = running[side].batch_size()
+        for _ in range(rounds):
+            for side in sides:
+                timed[side].append(running[side].run(steps))
+        for side in sides:
+            running[side].end()
     figures = []
-    for side, times in seconds.items():
-        middle = statistics.median(times)
-        figures.append(
-            Figure(
-                name, side, 1e3 * middle, 1e3 * min(times), 1e3 * max(times), batch_size / middle,
-                1e3 * statistics.median(cpu[side]),
-            )
-        )  # fmt: skip
-    for figure in figures:
+    for side, rows in timed.items():
+        wall = [seconds for seconds, _ in rows]
+        middle, cpu = statistics.median(wall), statistics.median(used for _, used in rows)
+        figure = Figure(name, side, 1e3 * middle, 1e3 * min(wall), 1e3 * max(wall), batch_size / middle, 1e3 * cpu)
+        figures.append(figure)
         figure.ratio = figures[0].ms_a_step / figure.ms_a_step
         figure.cpu_ratio = figures[0].cpu_ms_a_step / figure.cpu_ms_a_step
     return figures
@@ -118,7 +155,7 @@ def run_preset(name: str, ranks: int, threads: int, rounds: int, steps: int) -> 
 
 def show(figure: Figure) -> str:
     return (
-        f"{figure.preset:<12}{figure.side:<20}{figure.ms_a_step:>9.1f} ms  ({figure.least:.1f} to {figure.most:.1f})"
+        f"{figure.preset:<12}{figure.side:<25}{figure.ms_a_step:>9.1f} ms  ({figure.least:.1f} to {figure.most:.1f})"
         f"{figure.samples_per_s:>12,.0f} samples/s{figure.ratio:>7.2f}x   cpu {figure.cpu_ms_a_step:.1f} ms"
         f"{figure.cpu_ratio:>7.2f}x"
     )
@@ -129,6 +166,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=["quickstart", "kaggle_16", "kaggle_64"])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="of each rank")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="the first is what ratios are to")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--output", type=Path)
@@ -138,7 +176,7 @@ def main() -> None:
     )
     figures = []
     for name in options.presets:
-        found = run_preset(name, options.ranks, options.threads, options.rounds, options.steps)
+        found = run_preset(name, options.ranks, options.threads, options.rounds, options.steps, options.sides)
         print("\n".join(map(show, found)), flush=True)
         figures += found
     if options.output:

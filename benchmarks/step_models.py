@@ -35,6 +35,16 @@ from pipeline.training.trainer import Trainer
 NUM_DENSE = 13
 NUM_BATCHES = 24  # different ones, drawn before the clock starts; more than the caches hold
 WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class Timed:
+    """`seconds_a_step` is of the timed steps; `num_steps` counts all that were run, the warm-up too."""
+
+    seconds_a_step: float
+    num_steps: int
+
+
 KAGGLE = [
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
     2173, 4, 7046547, 18, 15, 286181, 105, 142572,
@@ -113,8 +123,8 @@ def _lengths(preset: Preset) -> torch.Tensor:
     return torch.tensor(preset.pooling, dtype=torch.int32).repeat_interleave(preset.batch_size)
 
 
-def torchrec_loop(preset: Preset, raw: list[RawBatch], context: DistributedContext) -> Callable[[int], float]:
-    """Train n steps, return seconds a step: default planner and sharders, DMP, TrainPipelineSparseDist, fp32."""
+def torchrec_loop(preset: Preset, raw: list[RawBatch], context: DistributedContext) -> Callable[[int], Timed]:
+    """Train n steps after a warm-up: default planner and sharders, DMP, TrainPipelineSparseDist, fp32."""
     from torchrec.models.dlrm import DLRM_DCN
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -149,13 +159,13 @@ def torchrec_loop(preset: Preset, raw: list[RawBatch], context: DistributedConte
     train = TrainPipelineSparseDist(sharded, optimizer, context.device, execute_all_batches=True)
     endless = itertools.cycle(batches)
 
-    def run(num_steps: int) -> float:
+    def run(num_steps: int) -> Timed:
         for _ in range(WARM_UP):
             train.progress(endless)
         started = time.perf_counter()
         for _ in range(num_steps):
             train.progress(endless)
-        return (time.perf_counter() - started) / num_steps
+        return Timed((time.perf_counter() - started) / num_steps, num_steps + WARM_UP)
 
     return run
 
@@ -190,14 +200,14 @@ class _NoCheckpoints:
 
 def our_loop(
     preset: Preset, raw: list[RawBatch], context: DistributedContext, overrides: list[str]
-) -> Callable[[int], float]:
-    """Train n steps with the product's own Trainer, return seconds a step; metrics and log lines are in the time."""
+) -> Callable[[int], Timed]:
+    """Train n steps with the product's own Trainer; metrics and log lines are in the time."""
     return our_side(preset, raw, context, overrides)[1]
 
 
 def our_side(
     preset: Preset, raw: list[RawBatch], context: DistributedContext, overrides: list[str]
-) -> tuple[Assembly, Callable[[int], float]]:
+) -> tuple[Assembly, Callable[[int], Timed]]:
     """The sharded model beside its loop. The loop's steps are one more than it is asked for: the first is not timed."""
     layers = [
         f"model.dense_arch_layer_sizes={preset.dense_layers}",
@@ -234,7 +244,7 @@ def our_side(
         for one in raw
     ]
 
-    def run(num_steps: int) -> float:
+    def run(num_steps: int) -> Timed:
         # The trainer's own rate leaves out the first step alone, which builds: the warm-up is a fit of its own.
         trainer = Trainer(
             job.trainer, job.schedule, job.checkpoint, model=assembly.model, task=assembly.task, optimizer=optimizer,
@@ -242,6 +252,6 @@ def our_side(
             checkpointer=_NoCheckpoints(), writer=None, context=context,  # type: ignore[arg-type]
         )  # fmt: skip
         result = trainer.fit()
-        return preset.batch_size * context.world_size / result.throughput["samples_per_s"]
+        return Timed(preset.batch_size * context.world_size / result.throughput["samples_per_s"], num_steps + 1)
 
     return assembly, run
