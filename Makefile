@@ -9,6 +9,8 @@ EXPERIMENT ?= quickstart
 RANKS ?= 2
 # The CUDA set where the driver lists a GPU. `make STACK=cpu ...` decides otherwise.
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+# Processes that share the test files out; each starts gloo ranks of its own.
+JOBS ?= 2
 # Extra words for pip, for instance an index that has CPU-only builds of torch (much smaller, same results).
 PIP_FLAGS ?=
 TORCHREC := torchrec==1.8.0
@@ -44,7 +46,7 @@ doctor: $(VENV)/installed  ## check versions, operations, GPU, shared memory and
 
 .PHONY: test
 test: $(VENV)/installed-dev  ## the default test suite, no GPU needed
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign" -n $(JOBS) --dist loadfile
 
 .PHONY: campaigns
 campaigns: $(VENV)/installed-dev  ## the tests that take minutes each
