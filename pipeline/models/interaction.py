@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-# Moving numbers needs their size alone, and Numba has no bf16.
-SAME_SIZE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+from pipeline.threads import thread_pool
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+LEAST_SHARE = 256  # samples: fewer are not worth a thread
 
 
 class PooledRows(nn.Module):
@@ -69,59 +72,89 @@ class DotInteraction(nn.Module):
 class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # type: ignore[override]
-        batch, num_rows, dim = (
-            dense.shape[0],
-            rows.shape[1] + 1,
-            dense.shape[1],
-        )  # len() would pin the batch in torch.export
-        combined = dense.new_empty(batch, num_rows, dim, dtype=dtype)
-        combined[:, 0] = dense
-        combined[:, 1:] = rows
-        ctx.save_for_backward(combined)
         ctx.dtypes = dense.dtype, rows.dtype
+        ctx.kernels = _kernels() if _fits_kernels(rows, dtype) else None
+        if ctx.kernels is not None:
+            exact = dense.float()
+            ctx.save_for_backward(exact, rows)
+            return _by_kernel(ctx.kernels[0], exact, rows, dtype)
+        combined = torch.cat([dense.to(dtype).unsqueeze(1), rows.to(dtype)], dim=1)
+        ctx.save_for_backward(combined)
         products = torch.bmm(combined, combined.transpose(1, 2))
+        num_rows = combined.shape[1]
         return torch.cat([combined[:, 0], *(products[:, row, row + 1 :] for row in range(num_rows - 1))], dim=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        if ctx.kernels:
+            exact, rows = ctx.saved_tensors
+            to_dense, to_rows = _back_by_kernel(ctx.kernels[1], exact, rows, gradient)
+            return to_dense.to(ctx.dtypes[0]), to_rows, None
         (combined,) = ctx.saved_tensors
         both = torch.bmm(symmetric(gradient, combined), combined)
-        dense = both[:, 0] + gradient[:, : combined.shape[2]]
-        return dense.to(ctx.dtypes[0]), both[:, 1:].to(ctx.dtypes[1]), None
+        first = both[:, 0] + gradient[:, : combined.shape[2]]
+        return first.to(ctx.dtypes[0]), both[:, 1:].to(ctx.dtypes[1]), None
 
 
 def symmetric(gradient: torch.Tensor, combined: torch.Tensor) -> torch.Tensor:
     """[B, D + P] -> G + G^T [B, n, n], where the upper triangle of G holds the last P columns, row by row."""
     batch, num_rows, dim = combined.shape
-    if gradient.device.type == "cpu" and (kernel := _spread_pairs()) and gradient.dtype in SAME_SIZE:
-        products = combined.new_empty(batch, num_rows, num_rows)
-        numbers = SAME_SIZE[gradient.dtype]
-        kernel(
-            gradient.contiguous().view(numbers).numpy().reshape(-1), np.uint64(gradient.shape[1]), np.uint64(dim),
-            _order(num_rows), np.uint64(num_rows), products.view(numbers).numpy().reshape(-1), np.uint64(0),
-            np.uint64(batch),
-        )  # fmt: skip
-        return products
     products = combined.new_zeros(batch, num_rows, num_rows)
     first, second = torch.triu_indices(num_rows, num_rows, offset=1, device=combined.device)
     products[:, first, second] = products[:, second, first] = gradient[:, dim:]
     return products
 
 
+def _fits_kernels(rows: torch.Tensor, dtype: torch.dtype) -> bool:
+    return rows.device.type == "cpu" and rows.dtype == torch.float32 and dtype in KERNEL_DTYPES
+
+
 @cache
-def _spread_pairs() -> Callable[..., None] | None:
+def _kernels() -> tuple[Callable[..., None], Callable[..., None]] | None:
     try:
-        from pipeline.models.dots_kernels import spread_pairs
+        from pipeline.models.dots_kernels import dots_backward, dots_forward
     except ImportError:
         return None
-    kernel: Callable[..., None] = spread_pairs
-    return kernel
+    return dots_forward, dots_backward
 
 
-@cache
-def _order(num_rows: int) -> np.ndarray[Any, Any]:
-    """Of each number of an n x n matrix, row by row, which pair it is; 0 on the diagonal."""
-    order = np.zeros((num_rows, num_rows), dtype=np.uint64)
-    first, second = np.triu_indices(num_rows, 1)
-    order[first, second] = order[second, first] = np.arange(len(first))
-    return order.reshape(-1)
+def _by_kernel(
+    kernel: Callable[..., None], dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    batch, num_rows, dim = len(rows), rows.shape[1] + 1, rows.shape[2]
+    out = dense.new_empty(batch, dim + num_rows * (num_rows - 1) // 2, dtype=dtype)
+    inputs = _flat(dense), _flat(rows), np.uint64(num_rows), np.uint64(dim)
+    _on_all_threads(batch, lambda begin, end: kernel(*inputs, *_full_or_half(out), begin, end))
+    return out
+
+
+def _back_by_kernel(
+    kernel: Callable[..., None], dense: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, num_rows, dim = len(rows), rows.shape[1] + 1, rows.shape[2]
+    to_dense, to_rows = torch.empty_like(dense), torch.empty_like(rows, memory_format=torch.contiguous_format)
+    inputs = _flat(dense), _flat(rows), *_full_or_half(gradient), np.uint64(num_rows), np.uint64(dim)
+    outputs = _flat(to_dense), _flat(to_rows)
+    _on_all_threads(batch, lambda begin, end: kernel(*inputs, *outputs, begin, end))
+    return to_dense, to_rows
+
+
+def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:
+    return values.detach().contiguous().numpy().reshape(-1)
+
+
+def _full_or_half(values: torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], bool]:
+    """(fp32, bf16 as uint16, which of them): the other one is empty."""
+    if values.dtype == torch.bfloat16:
+        return np.empty(0, np.float32), _flat(values.view(torch.uint16)), True
+    return _flat(values), np.empty(0, np.uint16), False
+
+
+def _on_all_threads(batch: int, work: Callable[[np.uint64, np.uint64], None]) -> None:
+    """work(begin, end) on shares of the samples; each sample is computed by itself, so their number changes no result."""
+    shares = min(torch.get_num_threads(), max(batch // LEAST_SHARE, 1))
+    bounds = [np.uint64(batch * share // shares) for share in range(shares + 1)]
+    later = [thread_pool(shares).submit(work, *bound) for bound in pairwise(bounds[1:])]
+    work(bounds[0], bounds[1])
+    for result in later:
+        result.result()

@@ -7,8 +7,6 @@ no difference; what is left out is its backward, which sorts the ids of each tab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import nn
 
 from pipeline.logs import get_logger
+from pipeline.threads import thread_pool
 
 KINDS = {EmbOptimType.EXACT_SGD: 0, EmbOptimType.EXACT_ADAGRAD: 1, EmbOptimType.EXACT_ROWWISE_ADAGRAD: 2}
 POOLINGS = (PoolingMode.SUM, PoolingMode.MEAN)
@@ -105,7 +104,7 @@ class _FastLookup:
         shares = share_out(
             places, self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]
         )
-        later = [_pool(len(shares)).submit(self._update, share, *arguments) for share in shares[1:]]
+        later = [thread_pool(len(shares)).submit(self._update, share, *arguments) for share in shares[1:]]
         self._update(shares[0], *arguments)
         for result in later:
             result.result()
@@ -122,11 +121,6 @@ def share_out(places: np.ndarray[Any, Any], dims: np.ndarray[Any, Any]) -> list[
         shares[least].append(table)
         loads[least] += int(work[table])
     return [np.array(share, dtype=np.int64) for share in shares]
-
-
-@cache
-def _pool(num_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="tables")
 
 
 class _Pooled(torch.autograd.Function):

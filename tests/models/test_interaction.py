@@ -11,7 +11,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.models.dlrm import CrossDLRM, DotDLRM
-from pipeline.models.interaction import DotInteraction, PooledRows
+from pipeline.models.interaction import DotInteraction, PooledRows, _kernels
 
 NAMES = ["user", "item", "place"]
 
@@ -40,6 +40,40 @@ def test_the_interaction_equals_torchrecs_forward_and_backward() -> None:
         results.append([out, *(value.grad for value in mine)])
     for theirs, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_rows", "dim"), [(26, 16), (17, 48), (40, 20), (1, 64), (8, 128)])
+def test_the_cpus_kernels_equal_torchrecs_interaction_at_any_width(num_rows: int, dim: int) -> None:
+    assert _kernels() is not None, "the CPU set has Numba"
+    torch.manual_seed(0)
+    dense, rows = torch.randn(37, dim), torch.randn(37, num_rows, dim)
+    weights = torch.randn(37, dim + num_rows * (num_rows + 1) // 2)
+    results = []
+    for module in (InteractionArch(num_rows), DotInteraction(num_rows)):
+        mine = [dense.clone().requires_grad_(), rows.clone().requires_grad_()]
+        out = module(*mine)
+        (out * weights).sum().backward()
+        results.append([out, *(value.grad for value in mine)])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-5)
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    dense, rows = torch.randn(1100, 16), torch.randn(1100, 26, 16)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            mine = [dense.clone().requires_grad_(), rows.clone().requires_grad_()]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = DotInteraction(26)(*mine)
+            out.float().square().sum().backward()
+            results.append([out, *(value.grad for value in mine)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_gradients_are_the_derivatives() -> None:
