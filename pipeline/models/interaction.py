@@ -106,6 +106,9 @@ def symmetric(gradient: torch.Tensor, combined: torch.Tensor) -> torch.Tensor:
 
 
 def _fits_kernels(rows: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Not while torch.export or torch.compile traces: numpy sees no tensors there."""
+    if torch.compiler.is_compiling() or type(rows) is not torch.Tensor:
+        return False
     return rows.device.type == "cpu" and rows.dtype == torch.float32 and dtype in KERNEL_DTYPES
 
 

@@ -76,6 +76,15 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def test_it_is_exported_for_any_batch_size() -> None:
+    torch.manual_seed(0)
+    module, batch = DotInteraction(5), torch.export.Dim("batch", min=2, max=4096)
+    shapes = ({0: batch}, {0: batch})
+    exported = torch.export.export(module, (torch.randn(7, 8), torch.randn(7, 5, 8)), dynamic_shapes=shapes).module()
+    inputs = torch.randn(3, 8), torch.randn(3, 5, 8)
+    torch.testing.assert_close(exported(*inputs), module(*inputs))
+
+
 def test_gradients_are_the_derivatives() -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(3, 4, dtype=torch.float64).requires_grad_(), torch.randn(3, 5, 4).double().requires_grad_()]
