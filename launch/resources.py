@@ -34,11 +34,17 @@ NAMED_HOSTS = {
 def asked_host(cpu: Optional[int], gpu: Optional[int], mem_mb: Optional[int], h: Optional[str]) -> Host:
     """The named host `h`, if any, with the numbers that are given. Raises ValueError for names and numbers that cannot be."""
     host = Host() if h is None else named_host(h)
-    asked = {"cpu": cpu, "gpu": gpu, "mem_mb": mem_mb}
-    for name, number in asked.items():
-        if number is not None and number < (0 if name == "gpu" else 1):
-            raise ValueError(f"--{name.replace('mem_mb', 'memMB')} {number}: give a number above 0, or leave it out")
+    asked = {"cpu": _number("cpu", cpu, 1), "gpu": _number("gpu", gpu, 0), "mem_mb": _number("memMB", mem_mb, 1)}
     return replace(host, **{name: number for name, number in asked.items() if number is not None})
+
+
+def _number(flag: str, typed: "int | str | None", least: int) -> Optional[int]:
+    """TorchX 0.7.0 leaves an Optional[int] of a component as the text that was typed."""
+    if typed is None:
+        return None
+    if not str(typed).lstrip("-").isdecimal() or int(typed) < least:
+        raise ValueError(f"--{flag} {typed}: give a whole number from {least} on, or leave it out")
+    return int(typed)
 
 
 def named_host(name: str) -> Host:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from torchx import specs
+from torchx.specs.builders import materialize_appdef
 from torchx.specs.file_linter import validate
 
 from launch import components
@@ -45,6 +46,17 @@ def test_train_runs_an_agent_with_logs_in_the_run_folder(data: str) -> None:
     assert words[-4:] == ["-m", "pipeline.train", "experiment=quickstart", data]
     (role,) = app.roles
     assert (app.name, role.num_replicas, role.env["OMP_NUM_THREADS"]) == ("quickstart", 1, "4")
+
+
+def test_what_is_typed_behind_torchx_run_reaches_the_component_as_numbers(
+    data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["-j", "1x2", "--cpu", "8", "--gpu", "2", "--memMB", "9000", "--max_retries", "3", "--", "experiment=quickstart", data]  # fmt: skip
+    (role,) = materialize_appdef(components.train, typed).roles
+    assert (role.resource.cpu, role.resource.gpu, role.resource.memMB, role.max_retries) == (8, 2, 9000, 3)
+    with pytest.raises(SystemExit):
+        materialize_appdef(components.train, [*typed[:2], "--cpu", "many", *typed[10:]])
+    assert capsys.readouterr().err == "error: --cpu many: give a whole number from 1 on, or leave it out\n"
 
 
 def test_nodes_meet_at_the_first_one(data: str) -> None:
