@@ -27,6 +27,7 @@ from torch.distributed.launcher import api as launcher
 
 from pipeline.exit_codes import DONE, FAILED, FINAL, INTERRUPTED, REQUEUE, USER_ERROR
 from pipeline.logs import configure_logging, get_logger
+from pipeline.rank_logs import RankLogs
 
 GRACE = "--grace-s"
 AFTER_FAILURE_S = 5  # a rank that still runs then has lost a peer: it can save nothing
@@ -124,6 +125,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str]) -> int:
     """The exit code of the launch; see pipeline.exit_codes."""
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]  # launch_agent makes its agent by this name
+    torchrun.DefaultLogsSpecs = RankLogs  # type: ignore[misc]  # likewise
     listen()
     try:
         torchrun.run(parse(argv))
