@@ -1,20 +1,167 @@
-"""Turn a Workload into a batch script for Slurm: one agent a node, which starts the ranks."""
+"""Turn a Workload into a batch script for Slurm: one agent a node starts the ranks, and exit codes become requeues.
+
+The same script is what `torchx run -s slurm` submits and what `python -m launch.render slurm` prints.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
+import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Optional
 
 from launch.options import option
 from launch.workload import Workload
+from pipeline.exit_codes import DONE, INTERRUPTED, REQUEUE, USER_ERROR
+from pipeline.masking import find_secret
+
+LINE_WIDTH = 110
+AFTER_GRACE_S = 30  # between the end of the grace and the time limit, for what the batch script does then
+MOST_REQUEUES = 100  # of a job that is stopped by its time limit again and again
+_TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}|UNLIMITED|infinite", re.IGNORECASE)
+_SIGNAL = re.compile(r"(?:(?:SIG)?TERM@)?(\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What sbatch takes beside the shape of the job."""
+    """What sbatch takes beside the shape of the job. Raises ValueError for what it, or the script, could not use."""
 
     partition: Optional[str] = option(None, "partition to run in")
+    account: Optional[str] = option(None, "account that is charged")
+    qos: Optional[str] = option(None, "quality of service")
+    time: Optional[str] = option(None, "time limit, as sbatch takes it: minutes, hh:mm:ss or d-hh:mm:ss")
+    constraint: Optional[str] = option(None, "features that the nodes must have")
+    gres: Optional[str] = option(None, "generic resources a node, for instance gpu:h100:8, instead of plain GPUs")
+    comment: Optional[str] = option(None, "comment on the job")
+    mail_user: Optional[str] = option(None, "whom to mail")
+    mail_type: Optional[str] = option(None, "when to mail: BEGIN,END,FAIL,REQUEUE,TIME_LIMIT,...")
+    signal: Optional[str] = option(None, "TERM@SECONDS before the time limit; by default the job's grace and half a minute")  # fmt: skip
+    requeue: bool = option(True, "start the job again after a time limit, a pre-emption or the loss of a node")
+    output: str = option("%x-%j.out", "file for the output, relative to where sbatch is called; its folder must exist")
+    env_file: Optional[str] = option(None, "a shell file that the job reads first (modules, credentials); its text goes nowhere")  # fmt: skip
+    sbatch: Optional[str] = option(None, "further options of sbatch, for instance '--reservation=r1 --exclusive'")
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, str) and not value.isprintable():
+                raise ValueError(f"{each.name}={value!r}: one line of text is needed")
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise ValueError(f"time={self.time} is no time limit of sbatch: give minutes, hh:mm:ss or d-hh:mm:ss")
+        if self.signal is not None and not _SIGNAL.fullmatch(self.signal):
+            raise ValueError(
+                f"signal={self.signal}: ranks save on TERM alone; give TERM@SECONDS, for instance TERM@120"
+            )
+        if key := find_secret(dataclasses.asdict(self)):
+            raise ValueError(f"{key} holds a credential, and the script is kept by Slurm; put it into an env_file")
 
 
 def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
-    raise ValueError("launch.render slurm is being built")
+    """The whole script; `sbatch` of it, as it is, runs the job."""
+    parts = [
+        "#!/bin/bash\n" + "\n".join(f"#SBATCH {line}" for line in _sbatch_lines(workload, options)),
+        "trap : TERM  # Slurm stops the ranks itself; this script stays to hear how they ended",
+        *_environment(workload, options),
+        "\n".join(_start(workload)),
+        "\n".join(_ending(workload, options)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _sbatch_lines(workload: Workload, options: SlurmOptions) -> Iterator[str]:
+    shape = {"job-name": workload.name, "nodes": workload.nodes, "ntasks-per-node": 1}
+    # With GPUs and no --cpu the cluster's own cores a GPU hold.
+    if cpus := workload.cpu or (0 if workload.gpu else workload.ranks_per_node):
+        shape["cpus-per-task"] = cpus
+    if workload.gpu and not options.gres:
+        shape["gpus-per-node"] = workload.gpu
+    if workload.mem_mb:
+        shape["mem"] = f"{workload.mem_mb}M"
+    named = ("partition", "account", "qos", "time", "constraint", "gres", "comment", "mail_user", "mail_type")
+    chosen = {name.replace("_", "-"): value for name in named if (value := getattr(options, name)) is not None}
+    yield from (f"--{name}={_quoted(str(value))}" for name, value in (shape | chosen).items())
+    if seconds := _signal_s(workload, options):
+        yield f"--signal=TERM@{seconds}"
+    yield "--requeue" if options.requeue else "--no-requeue"
+    yield f"--output={_quoted(options.output)}"
+    yield "--open-mode=append"
+    yield from shlex.split(options.sbatch or "")
+
+
+def _quoted(text: str) -> str:
+    """As sbatch reads its own lines: double quotes around what holds blanks or marks."""
+    return text if re.fullmatch(r"[\w.,:=@%/+*&|\[\]-]+", text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+
+
+def _signal_s(workload: Workload, options: SlurmOptions) -> int:
+    if options.signal is not None:
+        found = _SIGNAL.fullmatch(options.signal)
+        assert found is not None  # checked when the options were made
+        return int(found[1])
+    return math.ceil(workload.grace_s) + AFTER_GRACE_S if workload.grace_s else 0
+
+
+def _environment(workload: Workload, options: SlurmOptions) -> Iterator[str]:
+    if options.env_file:
+        file = shlex.quote(options.env_file)
+        yield f'set -a\n. {file} || {{ echo "error: cannot read "{file} >&2; exit {USER_ERROR}; }}\nset +a'
+    lines = ["export PYTHONUNBUFFERED=1"]
+    if workload.is_distributed:
+        if workload.cpu:
+            lines.append(f"export OMP_NUM_THREADS={workload.threads(workload.cpu)}")
+        else:
+            cores = f"${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}} / {workload.ranks_per_node}"
+            lines.append(f"threads=$(( {cores} ))\nexport OMP_NUM_THREADS=$(( threads > 0 ? threads : 1 ))")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in workload.env.items()]
+    yield "\n".join(lines)
+
+
+def _start(workload: Workload) -> Iterator[str]:
+    flags = ["--export=ALL", '${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}']
+    if workload.is_distributed:
+        yield 'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        yield "port=$(( 20000 + SLURM_JOB_ID % 10000 ))  # jobs that share a node must not share it"
+        # The last node may still be saving when the first has ended.
+        flags += ["--kill-on-bad-exit=0", f"--wait={math.ceil(workload.grace_s) + AFTER_GRACE_S}"]
+    if workload.image:
+        mounts = ",".join(f"{m.source}:{m.target}{':ro' if m.read_only else ''}" for m in workload.mounts)
+        flags += [f"--container-image={shlex.quote(workload.image)}"]  # of the pyxis plugin
+        flags += [f"--container-mounts={shlex.quote(mounts)}"] if mounts else []
+    command = workload.shell_words("$head_node", "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}", "$port")
+    yield "code=0"
+    yield _folded(["srun", *flags, *command]) + " || code=$?"
+
+
+def _folded(words: list[str]) -> str:
+    """One command over several lines."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + 1 + len(word) > LINE_WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)
+
+
+def _ending(workload: Workload, options: SlurmOptions) -> Iterator[str]:
+    """Requeue what another start brings further. A job that is being cancelled, requeued or pre-empted is left alone."""
+    yield 'echo "the ranks ended with code $code"'
+    if options.requeue:
+        yield f"# {REQUEUE}: stopped in time, and saved. {USER_ERROR}: a mistake that stays one. {INTERRUPTED}: stopped by hand. Others: failed."
+        yield "again=no"
+        yield 'if [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then'
+        yield "    case $code in"
+        yield f"        {DONE} | {USER_ERROR} | {INTERRUPTED}) ;;"
+        if workload.goes_on_after_sigterm:
+            yield f'        {REQUEUE}) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_REQUEUES} ] && again=yes ;;'
+        if workload.max_retries:
+            yield "        *)"
+            yield '            failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"'
+            yield '            echo "$code" >> "$failures"'
+            yield f'            [ "$(wc -l < "$failures")" -le {workload.max_retries} ] && again=yes ;;'
+        yield "    esac"
+        yield "fi"
+        yield '[ $again = yes ] && scontrol requeue "$SLURM_JOB_ID"'
+    yield "exit $code"

@@ -35,6 +35,8 @@ MOUNT_TYPES = ("bind", "volume", "device")
 ENDPOINT = "<rendezvous host:port>"
 JOB_ID = "<job id>"
 
+GO_ON = ("prepare", "train", "retrain")  # verbs whose work before a SIGTERM is not lost
+
 
 @dataclass(frozen=True)
 class Mount:
@@ -97,16 +99,25 @@ class Workload:
         known = {ENDPOINT: f"{host}:{self.port}", JOB_ID: job_id}
         return [known.get(word, word) for word in self.command]
 
+    def shell_words(self, host: str = "localhost", job_id: str = "none", port: Optional[str] = None) -> list[str]:
+        """The command's words, quoted for a shell. `host`, `job_id` and `port` are shell text, for instance `$head`:
+        what they stand for is expanded there; every other word arrives as it was typed."""
+        known = {ENDPOINT: f'"{host}:{self.port if port is None else port}"', JOB_ID: f'"{job_id}"'}
+        return [known.get(word) or shlex.quote(word) for word in self.command]
+
     def shell_line(self, host: str = "localhost", job_id: str = "none") -> str:
-        """The command as one line for a shell. `host` and `job_id` are shell text, for instance `$HEAD_NODE`: what
-        they stand for is expanded there; every other word arrives as it was typed."""
-        known = {ENDPOINT: f'"{host}:{self.port}"', JOB_ID: f'"{job_id}"'}
-        return " ".join(known.get(word) or shlex.quote(word) for word in self.command)
+        """shell_words() as one line."""
+        return " ".join(self.shell_words(host, job_id))
 
     @property
     def port(self) -> int:
         """0 on a single node: a free one, so that jobs can share a machine."""
         return RDZV_PORT if self.nodes > 1 else 0
+
+    @property
+    def goes_on_after_sigterm(self) -> bool:
+        """Whether the same command gets further after a SIGTERM; an evaluation starts from its beginning."""
+        return self.verb in GO_ON
 
     def threads(self, default_cpu: int) -> int:
         """OMP_NUM_THREADS of a rank; `default_cpu` cores a node where the job does not say."""

@@ -1,0 +1,127 @@
+"""Turn Slurm's own commands into what a launcher asks of a job: submit, state, place of its output, cancel, list.
+
+slurmctld is asked first, so no accounting is needed; where there is some, sacct knows jobs that slurmctld has forgotten
+(after MinJobAge, five minutes by default). What Slurm refuses is a ValueError with Slurm's own words.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+FIELDS = "%i|%T|%j|%N|%R"  # job id, state, name, nodes, why it waits
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    job_id: str
+    state: str  # in Slurm's words, RUNNING for instance
+    name: str
+    nodes: list[str]
+    reason: str = ""
+    restarts: int = 0
+
+
+def submit(script: str, flags: Sequence[str] = ()) -> str:
+    """The id of the job that sbatch makes of the script."""
+    return _ask(["sbatch", "--parsable", *flags], script).strip().partition(";")[0]
+
+
+def find_job(job_id: str) -> Optional[SlurmJob]:
+    """None where neither slurmctld nor accounting knows it."""
+    if not re.fullmatch(r"\d+", job_id):
+        raise ValueError(f"{job_id} is no number of a Slurm job; `squeue --me` lists yours")
+    return _in_queue(job_id) or _in_accounting(job_id)
+
+
+def list_jobs() -> list[SlurmJob]:
+    """This user's jobs, the newest first."""
+    queued = _ask(["squeue", "--me", "--noheader", "--states=all", f"--format={FIELDS}"])
+    jobs = {job.job_id: job for job in _parsed(queued)}
+    jobs = {job.job_id: job for job in _accounted([])} | jobs
+    return sorted(jobs.values(), key=lambda job: int(re.match(r"\d*", job.job_id)[0] or 0), reverse=True)  # type: ignore[index]
+
+
+def cancel(job_id: str) -> None:
+    _ask(["scancel", job_id])
+
+
+def output_path(job_id: str) -> Optional[str]:
+    """The file that the job's script writes to, as long as slurmctld remembers the job."""
+    return _shown(job_id).get("StdOut")
+
+
+def _in_queue(job_id: str) -> Optional[SlurmJob]:
+    shown = _shown(job_id)
+    if "JobState" not in shown:
+        return None
+    reason = shown.get("Reason", "").replace("None", "")
+    nodes = _expanded(shown.get("NodeList", ""))
+    return SlurmJob(job_id, shown["JobState"], shown.get("JobName", ""), nodes, reason, int(shown.get("Restarts", 0)))
+
+
+def _shown(job_id: str) -> dict[str, str]:
+    """What slurmctld says of a job, by key; empty where it does not know the job."""
+    words = ["scontrol", "show", "job", "--oneliner", job_id]
+    done = _run(words)
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise ValueError(_refusal(words, done.stderr))
+    keys = "JobState|JobName|NodeList|Reason|Restarts|StdOut"
+    found = re.findall(rf"(?:^| )({keys})=(\S*)", done.stdout.splitlines()[0] if done.stdout else "")
+    return dict(reversed(found))  # the first of each name: a comment, further behind, may hold anything
+
+
+def _in_accounting(job_id: str) -> Optional[SlurmJob]:
+    return next(iter(_accounted(["--jobs", job_id])), None)
+
+
+def _accounted(flags: list[str]) -> list[SlurmJob]:
+    """Nothing where the cluster keeps no accounts: sacct fails there, or prints a line that says so."""
+    done = _run(
+        ["sacct", "--allocations", "--noheader", "--parsable2", "--starttime=now-30days", "--format=JobID,State,JobName,NodeList", *flags]
+    )  # fmt: skip
+    return list(_parsed(done.stdout)) if done.returncode == 0 else []
+
+
+def _parsed(text: str) -> list[SlurmJob]:
+    jobs = []
+    for line in text.splitlines():
+        job_id, state, name, nodes, *reason = [*line.split("|"), "", "", ""][:5]
+        if re.fullmatch(r"\d+.*", job_id) and state:
+            # sacct says `CANCELLED by 1000`.
+            jobs.append(SlurmJob(job_id, state.split()[0].rstrip("+"), name, _expanded(nodes), "".join(reason)))
+    return jobs
+
+
+def _expanded(nodes: str) -> list[str]:
+    """'gpu[1-2]' -> gpu1, gpu2."""
+    if nodes in ("", "None assigned", "(null)"):
+        return []
+    if "[" not in nodes and "," not in nodes:
+        return [nodes]
+    return _ask(["scontrol", "show", "hostnames", nodes]).split()
+
+
+def _ask(words: Sequence[str], stdin: str = "") -> str:
+    done = _run(words, stdin)
+    if done.returncode:
+        raise ValueError(_refusal(words, done.stderr))
+    return done.stdout
+
+
+def _run(words: Sequence[str], stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(words, input=stdin, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ValueError(
+            f"there is no {words[0]} on this machine: run this where the cluster's jobs are submitted, "
+            "or print the script with `python -m launch.render slurm`"
+        ) from None
+
+
+def _refusal(words: Sequence[str], stderr: str) -> str:
+    said = " ".join(stderr.split()) or "it said nothing"
+    return f"Slurm refused: {said}" if words[0] in said else f"Slurm refused: {words[0]}: {said}"

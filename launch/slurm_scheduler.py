@@ -1,0 +1,169 @@
+"""Turn `torchx run|status|log|cancel|list` into our own Slurm job: TorchX's scheduler `slurm`, by its entry point.
+
+For our components it submits what launch.slurm renders, not TorchX's heterogeneous job, and needs no accounting.
+Other components (dist.ddp, ...) are submitted as TorchX does it. docs/adr/0011 says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Optional
+
+from torchx.schedulers.api import AppDryRunInfo, DescribeAppResponse, ListAppResponse, Stream, filter_regex
+from torchx.schedulers.slurm_scheduler import SlurmScheduler as TorchXSlurmScheduler
+from torchx.schedulers.slurm_scheduler import _get_job_dirs, _save_job_dir
+from torchx.specs import AppDef, AppState, ReplicaStatus, Role, RoleStatus, is_terminal, runopts
+
+from launch import slurm_jobs
+from launch.appdef import WORKLOAD
+from launch.slurm import SlurmOptions, render_sbatch
+from launch.workload import check_env
+
+STATES = {
+    "COMPLETED": AppState.SUCCEEDED,
+    "CANCELLED": AppState.CANCELLED,
+    **dict.fromkeys(("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED"), AppState.RUNNING),
+    **dict.fromkeys(
+        ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESIZING", "SUSPENDED", "RESV_DEL_HOLD"),
+        AppState.PENDING,
+    ),
+    **dict.fromkeys(
+        ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE", "BOOT_FAIL", "REVOKED"), AppState.FAILED
+    ),
+}  # fmt: skip
+JOB_DIR = "job_dir"
+POLL_S = 0.5
+
+
+@dataclass
+class ScriptRequest:
+    """A script for sbatch; `job_dir` is the copy of the working folder that it runs in, if there is one."""
+
+    script: str
+    job_dir: Optional[str]
+
+    def __str__(self) -> str:
+        return self.script
+
+
+class SlurmScheduler(TorchXSlurmScheduler):
+    def _run_opts(self) -> runopts:
+        opts = super()._run_opts()
+        known = dict(opts)
+        for each in dataclasses.fields(SlurmOptions):
+            name = _cfg_name(each.name)
+            if name not in known:
+                opts.add(name, type_=bool if each.type == "bool" else str, default=None, help=each.metadata["help"])
+        return opts
+
+    def _submit_dryrun(self, app: AppDef, cfg: Any) -> AppDryRunInfo[Any]:
+        workload = app.roles[0].metadata.get(WORKLOAD)
+        if workload is None:
+            return super()._submit_dryrun(app, cfg)
+        check_env(app.roles[0].env)
+        options = {
+            each.name: cfg[_cfg_name(each.name)]
+            for each in dataclasses.fields(SlurmOptions)
+            if cfg.get(_cfg_name(each.name)) is not None
+        }
+        request = ScriptRequest(render_sbatch(workload, SlurmOptions(**options)), cfg.get(JOB_DIR))
+        return AppDryRunInfo(request, str)  # type: ignore[arg-type]
+
+    def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
+        request = dryrun_info.request
+        if not isinstance(request, ScriptRequest):
+            return str(super().schedule(dryrun_info))
+        job_id = slurm_jobs.submit(request.script, [f"--chdir={request.job_dir}"] if request.job_dir else [])
+        if request.job_dir:
+            _save_job_dir(job_id, request.job_dir)
+        return job_id
+
+    def _validate(self, app: AppDef, scheduler: str, *more: Any) -> None:
+        """Slurm itself refuses what it cannot run."""
+
+    def _cancel_existing(self, app_id: str) -> None:
+        slurm_jobs.cancel(app_id)
+
+    def describe(self, app_id: str) -> Optional[DescribeAppResponse]:
+        job = slurm_jobs.find_job(app_id)
+        if job is None:
+            return None
+        state = STATES.get(job.state, AppState.UNKNOWN)
+        name = job.name or "job"
+        replicas = [ReplicaStatus(id=i, state=state, role=name, hostname=host) for i, host in enumerate(job.nodes)]
+        return DescribeAppResponse(
+            app_id=app_id,
+            roles=[Role(name=name, image="", num_replicas=1)],  # one log for all nodes
+            roles_statuses=[RoleStatus(name, replicas)],
+            state=state,
+            num_restarts=job.restarts,
+            msg=f"{job.state}: {job.reason}" if state == AppState.PENDING and job.reason else job.state,
+        )
+
+    def log_iter(
+        self, app_id: str, role_name: str, k: int = 0, regex: Optional[str] = None, since: Optional[datetime] = None,
+        until: Optional[datetime] = None, should_tail: bool = False, streams: Optional[Stream] = None,
+    ) -> Iterable[str]:  # fmt: skip
+        """The lines of the job's one file: the script's, the agents' and rank 0's, over all requeues."""
+        path = slurm_jobs.output_path(app_id) or _output_nearby(app_id)
+        if path is None:
+            # Not one of ours, or long ago.
+            return super().log_iter(app_id, role_name, k, regex, since, until, should_tail, streams)
+        lines = _lines(self._pieces(app_id, path, should_tail))
+        return filter_regex(regex, lines) if regex else lines
+
+    def _pieces(self, app_id: str, path: str, should_tail: bool) -> Iterator[str]:
+        """What the file holds; with should_tail also what comes, until the job has ended and all is read."""
+        while should_tail and not os.path.exists(path) and not self._has_ended(app_id):
+            time.sleep(POLL_S)
+        if not os.path.exists(path):
+            raise ValueError(f"job {app_id} has written nothing yet to {path}; `--tail` waits for it")
+        with open(path, errors="replace", newline="\n") as file:
+            while True:
+                ended = not should_tail or self._has_ended(app_id)  # asked first: what comes after is read below
+                while piece := file.read(1 << 16):
+                    yield piece
+                if ended:
+                    return
+                time.sleep(POLL_S)
+
+    def _has_ended(self, app_id: str) -> bool:
+        job = slurm_jobs.find_job(app_id)
+        return job is None or is_terminal(STATES.get(job.state, AppState.UNKNOWN))
+
+    def list(self, *args: Any, **kwargs: Any) -> "list[ListAppResponse]":
+        return [
+            ListAppResponse(app_id=job.job_id, state=STATES.get(job.state, AppState.UNKNOWN))
+            for job in slurm_jobs.list_jobs()
+        ]
+
+
+def create_scheduler(session_name: str, **kwargs: Any) -> SlurmScheduler:
+    return SlurmScheduler(session_name=session_name)
+
+
+def _cfg_name(field: str) -> str:
+    """`mail_user` is `-cfg mail-user=`, as TorchX and sbatch write it."""
+    return field.replace("_", "-")
+
+
+def _output_nearby(app_id: str) -> Optional[str]:
+    folders = [".", *filter(None, [_get_job_dirs().get(app_id)])]
+    found = [path for folder in folders for path in glob.glob(os.path.join(glob.escape(folder), f"*-{app_id}.out"))]
+    return found[0] if found else None
+
+
+def _lines(pieces: Iterable[str]) -> Iterable[str]:
+    """Whole lines of a text that comes in pieces."""
+    rest = ""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split("\n")
+        yield from (f"{line}\n" for line in whole)
+    if rest:
+        yield rest

@@ -1,0 +1,115 @@
+"""Turn what goes wrong in a `torchx` command into one line: TorchX's own commands, by their entry points.
+
+TorchX prints a traceback where a scheduler refuses, where a person presses Ctrl-C, or where nothing is there. LOGLEVEL=DEBUG
+shows it still.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from torchx.cli.cmd_cancel import CmdCancel
+from torchx.cli.cmd_describe import CmdDescribe
+from torchx.cli.cmd_list import CmdList
+from torchx.cli.cmd_log import CmdLog
+from torchx.cli.cmd_run import CmdRun
+from torchx.cli.cmd_status import CmdStatus
+from torchx.runner import get_runner
+from torchx.schedulers.local_scheduler import SignalException
+from torchx.specs import MalformedAppHandleException
+
+from pipeline.checks import did_you_mean
+from pipeline.exit_codes import FAILED, INTERRUPTED, REQUEUE, USER_ERROR
+from pipeline.masking import mask
+
+
+class Run(CmdRun):
+    def run(self, args: argparse.Namespace) -> None:
+        with errors_as_lines("; what a cluster has been given runs on"):
+            _check_keys(args.scheduler, args.scheduler_args or "")
+            super().run(args)
+
+
+class Status(CmdStatus):
+    def run(self, args: argparse.Namespace) -> None:
+        with errors_as_lines():
+            super().run(args)
+
+
+class Log(CmdLog):
+    def run(self, args: argparse.Namespace) -> None:
+        with errors_as_lines("; the job runs on"):
+            # TorchX would wait for ever for a job that nobody knows.
+            _check_known("/".join(args.identifier.split("/")[:4]))
+            super().run(args)
+
+
+class List(CmdList):
+    def run(self, args: argparse.Namespace) -> None:
+        with errors_as_lines():
+            super().run(args)
+
+
+class Cancel(CmdCancel):
+    def run(self, args: argparse.Namespace) -> None:
+        with errors_as_lines():
+            _check_known(args.app_handle)
+            super().run(args)
+
+
+class Describe(CmdDescribe):
+    def run(self, args: argparse.Namespace) -> None:
+        with errors_as_lines():
+            super().run(args)
+
+
+def _check_keys(scheduler: str, typed: str) -> None:
+    """Raises ValueError for a -cfg key that the scheduler does not have: TorchX drops those without a word."""
+    with get_runner() as runner:
+        known = [name for name, _ in runner.scheduler_run_opts(scheduler)]
+    for word in re.findall(r"(?:^|[,;])([\w-]+)=", typed):
+        if word not in known:
+            hint = did_you_mean(word, known)
+            raise ValueError(
+                f"-cfg {word}: the scheduler {scheduler} has no such option{hint}; it has {', '.join(known)}"
+            )
+
+
+def _check_known(handle: str) -> None:
+    with get_runner() as runner:
+        if runner.status(handle) is None:
+            raise ValueError(f"{handle}: the scheduler knows no such job, or knows it no more")
+
+
+@contextmanager
+def errors_as_lines(when_interrupted: str = "") -> Iterator[None]:
+    """End the process with a line and a code instead of a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _end(f"interrupted{when_interrupted}", INTERRUPTED)
+    except SignalException as error:  # of local_cwd, once its ranks have ended
+        if error.sigval == signal.SIGINT:
+            _end("interrupted; the same command goes on from what is saved", INTERRUPTED)
+        _end(f"ended by {error.sigval.name}; the same command goes on from what is saved", REQUEUE)
+    except BrokenPipeError:  # `torchx log ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
+    except Exception as error:
+        if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
+            raise
+        if isinstance(error, (ValueError, MalformedAppHandleException)):
+            _end(f"error: {error}", USER_ERROR)
+        _end(f"error: {type(error).__name__}: {' '.join(str(error).split())} (LOGLEVEL=DEBUG shows where)", FAILED)
+
+
+def _end(text: str, code: int) -> NoReturn:
+    print(mask(text), file=sys.stderr, flush=True)
+    sys.exit(code)

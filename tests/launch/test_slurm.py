@@ -1,0 +1,135 @@
+"""Jobs on a real Slurm of two nodes: submitted, followed, requeued, resumed, cancelled, through torchx run and sbatch."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm_cluster import Cluster, wait_until
+
+START_S = 180  # until the first steps of two ranks, on a machine that has other work
+SAVED = re.compile(r"step (\d+)\s+saved")
+STEP = re.compile(r"step (\d+)/")
+
+
+class Launch:
+    """Commands of a person at the cluster's login node, in a folder of the test."""
+
+    def __init__(self, cluster: Cluster, folder: Path, installed: dict[str, str], data: str) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.env = {**installed, "OMP_NUM_THREADS": "1"}
+        self.overrides = [
+            "experiment=quickstart", "hardware=cpu", "planner=torchrec", f"data.path={data}", f"run_dir={folder}/run",
+            "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512", "trainer.evaluate_max_batches=2",
+            "trainer.grace_s=10", "trainer.epochs=1000",
+        ]  # fmt: skip
+
+    def says(self, *words: str, code: int = 0) -> str:
+        """Output and errors of a command, which are never a traceback."""
+        done = self.cluster.run(words, self.folder, self.env)
+        text = done.stdout + done.stderr
+        assert done.returncode == code, text
+        assert "Traceback" not in text, text
+        return text
+
+    def torchx(self, *words: str, code: int = 0) -> str:
+        return self.says(sys.executable, "-m", "torchx.cli.main", "--log_level", "WARNING", *words, code=code)
+
+    def render(self, *words: str) -> str:
+        return self.says(sys.executable, "-m", "launch.render", "slurm", *words)
+
+    def sbatch(self, script: str) -> str:
+        (self.folder / "job.sh").write_text(script)
+        return self.says("sbatch", "--parsable", "job.sh").strip()
+
+    def output(self, job_id: str) -> str:
+        found = list(self.folder.glob(f"*-{job_id}.out"))
+        return found[0].read_text(errors="replace") if found else ""
+
+    def wait_for(self, job_id: str, pattern: str, times: int = 1) -> None:
+        try:
+            wait_until(lambda: len(re.findall(pattern, self.output(job_id))) >= times, f"{pattern!r}", START_S)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}:\n{self.output(job_id)}") from None
+
+    def trained_steps(self) -> list[int]:
+        lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines if "samples_per_s" in line]
+
+
+@pytest.fixture
+def launch(slurm: Cluster, tmp_path: Path, installed: dict[str, str], prepared_clicks: str) -> Launch:
+    return Launch(slurm, tmp_path, installed, prepared_clicks)
+
+
+def test_a_job_of_torchx_is_followed_requeued_resumed_and_cancelled(launch: Launch) -> None:
+    handle = launch.torchx(
+        "run", "-s", "slurm", "-cfg", "time=30,comment=two words", "pipeline.train", "-j", "2x1", "--env", "A=1,2",
+        "--", *launch.overrides, "trainer.max_steps=100000",
+    ).split()[-1]  # fmt: skip
+    job_id = handle.rpartition("/")[2]
+    assert re.search("State: (PENDING|RUNNING)", launch.torchx("status", handle))
+    launch.wait_for(job_id, STEP.pattern)
+    assert "step 50/93000" in launch.torchx("log", handle)
+    launch.cluster.ask("scontrol", "requeue", job_id)
+    launch.wait_for(job_id, "the ranks ended with code 75")
+    before, _, after = launch.output(job_id).partition("the ranks ended with code 75")
+    saved = int(SAVED.findall(before)[-1])
+    launch.wait_for(job_id, f"code 75[^$]*{STEP.pattern}")
+    after = launch.output(job_id).partition("the ranks ended with code 75")[2]
+    assert saved < int(STEP.findall(after)[0]) <= saved + 50
+    status = launch.torchx("status", handle)
+    assert "State: RUNNING" in status and "Num Restarts: 1" in status and "quickstart[1]:RUNNING" in status
+    launch.torchx("cancel", handle)
+    launch.cluster.wait_for_state(job_id, "CANCELLED")
+    assert "State: CANCELLED" in launch.torchx("status", handle)
+    assert re.search(rf"{handle}\s+CANCELLED", launch.torchx("list", "-s", "slurm"))
+    logs = launch.folder / "run" / "logs"
+    assert {path.name.split("_")[1] for path in logs.glob(f"{job_id}.0_*")} == {"node1", "node2"}
+    assert (logs / "rank_0.stderr.log").read_text() != (logs / "rank_1.stderr.log").read_text()
+    script = launch.cluster.ask("scontrol", "write", "batch_script", job_id, "-")
+    assert "export A=1,2\n" in script
+
+
+def test_a_rendered_script_saves_when_its_time_is_up_goes_on_and_ends(launch: Launch) -> None:
+    script = launch.render("train", "-j", "2x1", "--time", "30", *self_contained(launch), "--", *launch.overrides, "trainer.max_steps=400")  # fmt: skip
+    assert "#SBATCH --signal=TERM@40\n" in script
+    job_id = launch.sbatch(script)
+    launch.wait_for(job_id, STEP.pattern)
+    # What --signal=TERM@40 does 40 s before the limit: SIGTERM for the steps, none for the script.
+    launch.cluster.ask("scancel", "--signal=TERM", job_id)
+    launch.wait_for(job_id, "the ranks ended with code", times=2)
+    assert launch.cluster.wait_for_state(job_id, "COMPLETED") == "COMPLETED"
+    assert launch.cluster.job(job_id)["Restarts"] == "1"
+    assert launch.trained_steps() == sorted(set(launch.trained_steps())) and launch.trained_steps()[-1] == 400
+    assert re.findall("ended with code (.*)", launch.output(job_id)) == ["75", "0"]
+
+
+def test_a_mistake_is_not_tried_again(launch: Launch) -> None:
+    script = launch.render(
+        "train", "-j", "2x1", "--max-retries", "3", "--no-check-data", *self_contained(launch),
+        "--", *launch.overrides, "data.path=/nowhere",
+    )  # fmt: skip
+    job_id = launch.sbatch(script)
+    launch.cluster.wait_for_state(job_id, "FAILED", timeout_s=START_S)
+    job = launch.cluster.job(job_id)
+    assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0")
+    assert len(re.findall(r"(?m)^\S*error: .*/nowhere", launch.output(job_id))) == 1
+
+
+def test_what_slurm_refuses_is_one_line(launch: Launch) -> None:
+    train = ["pipeline.train", "-j", "2x1", "--", *launch.overrides]
+    refused = launch.torchx("run", "-s", "slurm", "-cfg", "partition=nope", *train, code=2)
+    assert refused.startswith("error: Slurm refused: sbatch: error: invalid partition specified: nope")
+    assert "did you mean 'partition'?" in launch.torchx("run", "-s", "slurm", "-cfg", "partion=x", *train, code=2)
+    for command in ("log", "cancel"):
+        assert "knows no such job" in launch.torchx(command, "slurm://torchx/99999", code=2)
+
+
+def self_contained(launch: Launch) -> list[str]:
+    """For a script that is submitted from elsewhere: this checkout is not installed."""
+    return ["--env", f"PYTHONPATH={launch.env['PYTHONPATH']}"]
