@@ -19,7 +19,7 @@ from pipeline.checks import did_you_mean
 from pipeline.data.dataset import Dataset
 
 STATE = "optimizer.state."
-COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)\.")
+COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)__parts\.")
 
 
 @dataclass(frozen=True)

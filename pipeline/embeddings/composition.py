@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from pipeline.embeddings.partitions import partitions_of
-from pipeline.embeddings.physical import composes_each_id, feature_of, places_of
+from pipeline.embeddings.composer import Composer, PartitionComposer
+from pipeline.embeddings.mixed_dimension import MixedDimension
+from pipeline.embeddings.path_based import PathBased
 from pipeline.embeddings.table import Table
-
-Pooled = Mapping[str, torch.Tensor]  # physical feature -> [batch, its part's columns]
-
-
-class Composer(nn.Module):
-    """Makes one table's pooled rows of its parts'. Subclasses say how, by `compose`."""
-
-    def __init__(self, table: Table) -> None:
-        super().__init__()
-        self.table = table
-
-    def forward(self, pooled: Pooled, features: KeyedJaggedTensor, index: int) -> torch.Tensor:
-        """[batch, embedding_dim] of the table's feature number `index`; `features` are what the ids were split into."""
-        raise NotImplementedError
+from pipeline.embeddings.tensor_train import TensorTrainEmbedding
 
 
 class Composition(nn.Module):
@@ -36,7 +24,7 @@ class Composition(nn.Module):
         self._features = [feature for table in tables for feature in table.feature_names]
         self._dims = [table.embedding_dim for table in tables for _ in table.feature_names]
         self.composers = nn.ModuleDict(
-            {table.name: composer_of(table) for table in tables if table.compression is not None}
+            {_key(table): composer_of(table) for table in tables if table.compression is not None}
         )
 
     def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -46,9 +34,14 @@ class Composition(nn.Module):
         with torch.autocast(features.device().type, enabled=False):
             for table in self._tables:
                 for index, feature in enumerate(table.feature_names):
-                    composer = self.composers[table.name] if table.compression is not None else None
+                    composer = self.composers[_key(table)] if table.compression is not None else None
                     columns.append(parts[feature] if composer is None else composer(parts, features, index))
         return KeyedTensor(self._features, self._dims, torch.cat(columns, dim=1))
+
+
+def _key(table: Table) -> str:
+    """A module cannot be called as some tables are (train, type, values)."""
+    return f"{table.name}__parts"
 
 
 def composer_of(table: Table) -> Composer:
@@ -56,50 +49,10 @@ def composer_of(table: Table) -> Composer:
     return COMPOSERS[table.compression.kind](table)
 
 
-def mean_if_asked(table: Table, summed: torch.Tensor, num_ids: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """[batch, D] divided by each bag's `num_ids` [batch] where the table pools by mean; an empty bag stays 0."""
-    if table.pooling != "mean":
-        return summed
-    return summed / num_ids().to(summed.dtype).clamp(min=1).unsqueeze(1)
-
-
-class PartitionComposer(Composer):
-    """Adds, multiplies or concatenates the rows of the classes that partitions put an id into."""
-
-    def __init__(self, table: Table) -> None:
-        super().__init__(table)
-        assert table.compression is not None
-        self._operation = table.compression.operation
-        self._parts = [partition.part for partition in partitions_of(table)]
-        self._each_id = composes_each_id(table)
-
-    def forward(self, pooled: Pooled, features: KeyedJaggedTensor, index: int) -> torch.Tensor:
-        feature = self.table.feature_names[index]
-        places: Sequence[int | None] = places_of(self.table, index) if self._each_id else [None]
-        composed = self._compose(pooled, feature, places[0])
-        for place in places[1:]:
-            composed = composed + self._compose(pooled, feature, place)
-        names = [feature_of(feature, self._parts[0], place) for place in places]
-        return mean_if_asked(self.table, composed, lambda: sum_of_lengths(features, names))
-
-    def _compose(self, pooled: Pooled, feature: str, place: int | None) -> torch.Tensor:
-        rows = [pooled[feature_of(feature, part, place)] for part in self._parts]
-        if self._operation == "concatenate":
-            return torch.cat(rows, dim=1)
-        composed = rows[0]
-        for row in rows[1:]:
-            composed = composed + row if self._operation == "add" else composed * row
-        return composed
-
-
-def sum_of_lengths(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
-    """[batch]: how many ids the features have together."""
-    lengths = features.lengths().view(-1, features.stride())
-    keys = features.keys()
-    return lengths[[keys.index(name) for name in names]].sum(dim=0)
-
-
 COMPOSERS: dict[str, Callable[[Table], Composer]] = {
     "hash": PartitionComposer,
     "quotient_remainder": PartitionComposer,
+    "path_based": PathBased,
+    "mixed_dimension": MixedDimension,
+    "tensor_train": TensorTrainEmbedding,
 }

@@ -12,12 +12,15 @@ from pipeline.checks import check_above, check_at_least, check_choice
 SCHEMES = ("naive", "quotient_remainder", "generalised", "chinese_remainder", "given")
 OPERATIONS = ("add", "multiply", "concatenate")
 ANY_KIND = {"kind", "min_rows"}
-_SIZED_BY_BASES = {"ratio", "bases", "max_ids_per_bag"}
 OWN_FIELDS: dict[str, set[str]] = {
     "none": set(),
     "hash": {"ratio", "num_rows", "seed"},
-    "quotient_remainder": _SIZED_BY_BASES
-    | {"scheme", "num_partitions", "operation", "dims", "assignments", "assignments_file"},
+    "quotient_remainder": {
+        "ratio", "scheme", "bases", "num_partitions", "operation", "dims", "assignments", "assignments_file", "max_ids_per_bag",
+    },
+    "path_based": {"ratio", "num_rows", "hidden_size", "max_ids_per_bag"},
+    "mixed_dimension": {"ratio", "dims", "num_blocks", "temperature"},
+    "tensor_train": {"ratio", "rank", "row_factors", "dim_factors"},
 }  # fmt: skip
 
 
@@ -32,18 +35,27 @@ class CompressionConfig:
     kind: str = "none"
     min_rows: int = 0
     ratio: float | None = None
-    # hash
-    num_rows: int | None = None
-    seed: int = 0
+    num_rows: int | None = None  # of the hashed table, or of path_based's base table
+    seed: int = 0  # of the hash
     # quotient_remainder (arXiv 1909.02107). `bases`: how many classes each partition of the ids has.
     scheme: str = "quotient_remainder"
     num_partitions: int | None = None  # None: as many as there are bases, or 2
     bases: list[int] = field(default_factory=list)
     operation: str = "add"
-    dims: list[int] = field(default_factory=list)  # of each part; empty: equal parts under concatenate, else all whole
+    dims: list[int] = field(
+        default_factory=list
+    )  # of each part, or block of mixed_dimension; empty: by the other settings
     assignments: list[list[int]] = field(default_factory=list)  # scheme given: [partition][id] -> class
     assignments_file: str | None = None  # the same as a .npy file of integers
     max_ids_per_bag: int | None = None  # of lists whose ids are composed one by one; a longer one stops the run
+    hidden_size: int = 16  # path_based: of the small network of each bucket
+    # mixed_dimension (arXiv 1909.11810): columns go with popularity ** temperature
+    num_blocks: int | None = None
+    temperature: float | None = None
+    # tensor_train (arXiv 2101.11714): three cores
+    rank: int | None = None
+    row_factors: list[int] = field(default_factory=list)
+    dim_factors: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_choice("compression.kind", self.kind, OWN_FIELDS)
@@ -53,13 +65,13 @@ class CompressionConfig:
         check_at_least("compression.seed", self.seed, 0)
         if self.ratio is not None:
             check_above("compression.ratio", self.ratio, 1.0)
-        for name in ("num_rows", "max_ids_per_bag"):
+        for name in ("num_rows", "max_ids_per_bag", "hidden_size", "num_blocks", "rank"):
             check_at_least(f"compression.{name}", getattr(self, name), 1, allow_none=True)
         check_at_least("compression.num_partitions", self.num_partitions, 2, allow_none=True)
-        for base in self.bases:
-            check_at_least("each of compression.bases", base, 1)
-        for dim in self.dims:
-            check_at_least("each of compression.dims", dim, 1)
+        check_at_least("compression.temperature", self.temperature, 0.0, allow_none=True)
+        for name in ("bases", "dims", "row_factors", "dim_factors"):
+            for value in getattr(self, name):
+                check_at_least(f"each of compression.{name}", value, 1)
         self._refuse_settings_of_other_kinds()
 
     def _refuse_settings_of_other_kinds(self) -> None:

@@ -17,6 +17,7 @@ from pipeline.data.batch import keyed_jagged_tensor
 from pipeline.data.streams import mix
 from pipeline.embeddings.partitions import Digit, Hashed, Partition, partitions_of
 from pipeline.embeddings.physical import composes_each_id, feature_of, places_of
+from pipeline.embeddings.sizes import blocks_of, paths_of
 from pipeline.embeddings.table import Table
 
 
@@ -128,7 +129,52 @@ def _split_by_partitions(table: Table, index: int) -> Split:
     return split
 
 
+def _split_by_paths(table: Table, index: int) -> Split:
+    """The rows of the base table, by their places in the bag, and all buckets of the bag in one feature."""
+    feature, num_rows, places = table.feature_names[index], paths_of(table).num_rows, places_of(table, index)
+    what = f"feature {feature!r} of table {table.name!r}"
+
+    def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
+        rows = Bags(bags.ids % num_rows, bags.lengths)
+        if places == [None]:
+            yield feature_of(feature, "remainder"), rows
+        else:
+            for place, part in by_place(rows, [each for each in places if each is not None], what):
+                yield feature_of(feature, "remainder", place), part
+        yield feature_of(feature, "bucket"), Bags(bags.ids // num_rows, bags.lengths)
+
+    return split
+
+
+def in_range(bags: Bags, first: int, end: int) -> Bags:
+    """Of each bag the ids first .. end - 1, counted from `first`."""
+    inside = (bags.ids >= first) & (bags.ids < end)
+    if len(bags.ids) == len(bags.lengths) and (bags.lengths == 1).all():
+        return Bags(bags.ids[inside] - first, inside.astype(np.int32))
+    samples = np.repeat(np.arange(len(bags.lengths)), bags.lengths)
+    lengths = np.bincount(samples[inside], minlength=len(bags.lengths))
+    return Bags(bags.ids[inside] - first, lengths.astype(np.int32))
+
+
+def _split_by_blocks(table: Table, index: int) -> Split:
+    blocks, feature = blocks_of(table), table.feature_names[index]
+
+    def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
+        for number, block in enumerate(blocks):
+            yield feature_of(feature, f"block_{number}"), in_range(bags, block.first, block.end)
+
+    return split
+
+
+def _keep_for_cores(table: Table, index: int) -> Split:
+    feature = table.feature_names[index]
+    return lambda bags: iter([(feature_of(feature, "cores"), bags)])
+
+
 SPLITS: dict[str, Callable[[Table, int], Split]] = {
     "hash": _split_by_partitions,
     "quotient_remainder": _split_by_partitions,
+    "path_based": _split_by_paths,
+    "mixed_dimension": _split_by_blocks,
+    "tensor_train": _keep_for_cores,
 }

@@ -11,12 +11,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from pipeline.embeddings.part_frequencies import frequencies_of_part
-from pipeline.embeddings.partitions import part_dims, partitions_of
+from pipeline.embeddings.part_frequencies import frequencies_of_block, frequencies_of_part, share_of_block
+from pipeline.embeddings.partitions import Digit, part_dims, partitions_of
 from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.embeddings.sizes import (
+    DIM_STEP,
+    blocks_of,
+    network_numbers,
+    paths_of,
+    projection_numbers,
+    tensor_train_of,
+)
 from pipeline.embeddings.table import InitConfig, Table
-
-COLUMN_STEP = 4  # FBGEMM's sharded tables have columns in fours
 
 
 def physical_tables(tables: Sequence[Table]) -> list[Table]:
@@ -56,10 +62,10 @@ def check_compressed(table: Table) -> None:
     """Raises ValueError where a table's compression does not fit it."""
     assert table.compression is not None
     for part in leaves(table):
-        if part.embedding_dim % COLUMN_STEP and part.sharding.sharding_types != ["data_parallel"]:
+        if part.embedding_dim % DIM_STEP and part.sharding.sharding_types != ["data_parallel"]:
             raise ValueError(
                 f"tables.{table.name}.compression makes a part {part.name!r} of {part.embedding_dim} columns, and FBGEMM's "
-                f"sharded tables want a multiple of {COLUMN_STEP}; use a larger embedding_dim or fewer parts, or "
+                f"sharded tables want a multiple of {DIM_STEP}; use a larger embedding_dim or fewer parts, or "
                 f"tables.{table.name}.sharding.sharding_types=[data_parallel]"
             )
 
@@ -130,6 +136,8 @@ def composes_each_id(table: Table) -> bool:
     """Whether the parts of each id are composed before the bag is pooled; a sum of products is no product of sums."""
     config = table.compression
     assert config is not None
+    if config.kind == "path_based":
+        return True
     return config.kind == "quotient_remainder" and config.operation == "multiply" and len(partitions_of(table)) > 1
 
 
@@ -178,9 +186,43 @@ def _partition_parts(table: Table) -> list[Table]:
     ]  # fmt: skip
 
 
+def _path_parts(table: Table) -> list[Table]:
+    """The base table; the networks are dense parameters."""
+    num_rows = paths_of(table).num_rows
+    curve = frequencies_of_part(table.frequencies, Digit("remainder", num_rows), table.num_embeddings)
+    return [part_of(table, "remainder", num_rows, table.embedding_dim, row_std(table), curve, positions=True)]
+
+
+def _path_numbers(table: Table) -> int:
+    paths = paths_of(table)
+    return paths.num_buckets * network_numbers(table.embedding_dim, paths.hidden_size)
+
+
+def _block_parts(table: Table) -> list[Table]:
+    return [
+        part_of(
+            table, f"block_{index}", block.num_rows, block.dim, row_std(table),
+            frequencies_of_block(table.frequencies, block.first, block.end),
+            share=share_of_block(table.frequencies, block.first, block.end, table.num_embeddings),
+        )
+        for index, block in enumerate(blocks_of(table))
+    ]  # fmt: skip
+
+
+def _block_numbers(table: Table) -> int:
+    return sum(projection_numbers(block, table.embedding_dim) for block in blocks_of(table))
+
+
 # By kind: the parts of a table, and how many numbers lie beside them in dense parameters.
 PARTS: dict[str, Callable[[Table], list[Table]]] = {
     "hash": _partition_parts,
     "quotient_remainder": _partition_parts,
+    "path_based": _path_parts,
+    "mixed_dimension": _block_parts,
+    "tensor_train": lambda _: [],
 }
-DENSE_NUMBERS: dict[str, Callable[[Table], int]] = {}
+DENSE_NUMBERS: dict[str, Callable[[Table], int]] = {
+    "path_based": _path_numbers,
+    "mixed_dimension": _block_numbers,
+    "tensor_train": lambda table: tensor_train_of(table).num_numbers,
+}
