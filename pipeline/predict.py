@@ -50,12 +50,13 @@ def predict(job: PredictJob, load: Callable[[PredictJob], Scorer] | None = None)
     started = time.monotonic()
     # Here, so that a typo in the command fails before torch and pyarrow are imported.
     with none_while_importing():
+        from pipeline.artifacts import find_artifact
         from pipeline.data.source import find_sources
         from pipeline.serving.load import load_artifact
         from pipeline.serving.score_parts import StagedScores
 
     sources = find_sources(job.source)
-    scorer = load(job) if load else load_artifact(job.artifact, job.memory, job.threads)
+    scorer = load(job) if load else load_artifact(find_artifact(job.artifact).path, job.memory, job.ssd, job.threads)
     subject = _subject(job, scorer, sources)
     if finished := _finished(job, subject):
         return finished

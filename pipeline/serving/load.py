@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 from pipeline.serving.scorer import Scorer
+from pipeline.serving.server_config import SsdConfig
 
 
-def load_artifact(artifact: str, memory: str, threads: int | None) -> Scorer:
+def load_artifact(artifact: str, memory: str, ssd: SsdConfig, threads: int | None) -> Scorer:
     """Raises ValueError where the artifact is damaged, or `artifact` names none."""
     import torch
 
