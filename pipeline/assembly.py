@@ -15,7 +15,8 @@ from pipeline.embeddings.physical import physical_tables
 from pipeline.jobs import TrainJob
 from pipeline.logs import get_logger
 from pipeline.models.build import build_model
-from pipeline.models.task import CTRTask
+from pipeline.models.config import used_tables
+from pipeline.models.tasks import Task, make_task
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.planner import load_or_search_plan
 from pipeline.planner.record import PlanRecord
@@ -28,19 +29,21 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Assembly:
-    """`task` is the module inside `model`; `tables` are resolved against the data set, and logical."""
+    """`task` is the module inside `model`; `tables` are those that it uses, resolved against the data set, and logical."""
 
     tables: list[Table]
-    task: CTRTask
+    task: Task
     model: DistributedModelParallel
     plan: PlanRecord
 
 
-def build_task(job: TrainJob, tables: list[Table], dataset: Dataset) -> CTRTask:
+def build_task(job: TrainJob, tables: list[Table], dataset: Dataset) -> Task:
     """The model with its loss, tables on meta, the sparse optimizer attached to them."""
     trainer = job.trainer
-    task = CTRTask(
+    task = make_task(
+        job.model,
         build_model(job.model, tables, len(dataset.dense_features), seed=trainer.seed),
+        tables,
         precision=trainer.precision,
         max_non_finite_in_a_row=trainer.max_non_finite_steps if trainer.non_finite_loss != "stop" else 0,
         loss_scale=1.0 / trainer.gradient_accumulation_steps,
@@ -51,7 +54,7 @@ def build_task(job: TrainJob, tables: list[Table], dataset: Dataset) -> CTRTask:
 
 def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> Assembly:
     """Collective: build, plan, shard, initialise."""
-    tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
+    tables = used_tables(job.model, resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot))
     _warn_of_mixed_vocabularies(tables, dataset)
     plain = physical_tables(tables)
     batch_size = job.trainer.micro_batch_size // context.world_size

@@ -26,7 +26,7 @@ logger = get_logger("pipeline.checkpoints")  # run as a command, __name__ is ano
 
 def list_checkpoints(job: CheckpointsJob) -> list[str]:
     """A line a step, oldest first. Raises ValueError where there is none."""
-    from pipeline.checkpoint.retention import HIGHER_IS_BETTER
+    from pipeline.checkpoint.retention import is_higher_better
     from pipeline.checkpoint.steps import list_steps
     from pipeline.checkpoint.survey import StepSummary, summarize_step
 
@@ -36,14 +36,17 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
         raise ValueError(f"{folder} holds no checkpoint; run=<the run_dir of a training>")
     trained = config_of(job.run)
     config = trained.checkpoint if trained else CheckpointConfig()
-    sign = -1.0 if config.best_metric in HIGHER_IS_BETTER else 1.0
-    measured = [one for one in found if config.best_metric in one.metrics and not one.problem]
-    best = min(measured, key=lambda one: sign * one.metrics[config.best_metric]).step if measured else None
+    metric = config.best_metric or "ne"
+    sign = -1.0 if is_higher_better(metric) else 1.0
+    measured = [one for one in found if metric in one.metrics and not one.problem]
+    best = min(measured, key=lambda one: sign * one.metrics[metric]).step if measured else None
     last = {one.step for one in found[-config.keep_last_n :]}
 
     def line(one: StepSummary) -> str:
-        metrics = [f"{name} {one.metrics[name]:.4f}" for name in ("ne", "auc") if name in one.metrics]
-        metrics += [f"best {config.best_metric}"] if one.step == best else []
+        metrics = [
+            f"{name} {one.metrics[name]:.4f}" for name in ("ne", "auc", "recall_at_10", "mrr") if name in one.metrics
+        ]
+        metrics += [f"best {metric}"] if one.step == best else []
         metrics += ["kept as best"] if config.keep_best_n and one in measured and one.step not in last else []
         return (
             f"{one.step:>10}  {_age(one.age_s):>10}  {_size(one.size_bytes):>10}  {one.world_size:>5}  "

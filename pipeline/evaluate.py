@@ -14,6 +14,8 @@ from pipeline.config import EvaluateJob, TrainJob, load_saved_job, run_verb
 from pipeline.garbage import none_while_importing
 from pipeline.train import SUMMARY, checkpoint_folder, describe_quality, describe_run
 
+CLICK_METRICS = ("ne", "logloss", "auc", "auprc", "calibration", "label_rate")  # in this order on the terminal
+
 
 @dataclass
 class EvaluateSummary:
@@ -97,10 +99,12 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
 
 
 def describe(summary: EvaluateSummary) -> str:
-    names = ("ne", "logloss", "auc", "auprc", "calibration", "label_rate")
     lines = [f"{summary.split} split at step {summary.step} of {summary.run}"]
-    lines += [f"  {name:<12}{summary.metrics[name]:.6g}" for name in names]
-    lines.append(f"  {'num_samples':<12}{summary.metrics['num_samples']:,}")
+    width = max(12, *(len(name) + 2 for name in summary.metrics))
+    first = [name for name in CLICK_METRICS if name in summary.metrics]
+    for name in [*first, *(name for name in summary.metrics if name not in first)]:
+        value = summary.metrics[name]
+        lines.append(f"  {name:<{width}}" + (f"{value:,}" if isinstance(value, int) else f"{value:.6g}"))
     lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")
     lines += describe_run(summary.run, summary.checkpoint, summary.throughput)
     lines.append(f"written to  {summary.path}")

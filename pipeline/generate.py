@@ -1,4 +1,4 @@
-"""Draw a source with a planted teacher, in Criteo's format:  python -m pipeline.generate data=quickstart"""
+"""Draw a source with a planted teacher, in Criteo's format or with columns of its own:  python -m pipeline.generate data=quickstart"""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ class GenerateSummary:
 def generate(job: GenerateJob) -> GenerateSummary:
     """Equal settings give equal bytes, whatever the number of threads."""
     # Here, so that a typo in the command fails before numpy and pyarrow are imported.
-    from pipeline.data.synthetic import write_source
+    from pipeline.data import synthetic, user_item
 
-    assert job.data.synthetic is not None
     started = time.monotonic()
-    write_source(job.data.synthetic, job.output, job.threads)
+    if job.data.user_item is not None:
+        num_rows = job.data.user_item.num_rows
+        user_item.write_source(job.data.user_item, job.output, job.threads)
+    else:
+        assert job.data.synthetic is not None
+        num_rows = job.data.synthetic.num_rows
+        names = job.data.columns if job.data.format == "tsv" else None
+        synthetic.write_source(job.data.synthetic, job.output, job.threads, names)
     next_command = f"python -m pipeline.prepare data={job.data.name} source={job.output}"
-    return GenerateSummary(job.output, job.data.synthetic.num_rows, time.monotonic() - started, next_command)
+    return GenerateSummary(job.output, num_rows, time.monotonic() - started, next_command)
 
 
 def describe(summary: GenerateSummary) -> str:

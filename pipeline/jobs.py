@@ -48,7 +48,7 @@ class PrepareJob:
 
 @dataclass
 class GenerateJob:
-    """data.synthetic says what is drawn; `output` is the TSV that prepare then takes for its source."""
+    """data.synthetic or data.user_item says what is drawn; `output` is the text that prepare then takes for its source."""
 
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "datasets/raw/${data.name}.tsv"
@@ -56,8 +56,11 @@ class GenerateJob:
 
     def __post_init__(self) -> None:
         check_at_least("threads", self.threads, 1, allow_none=True)
-        if self.data.synthetic is None:
-            raise ValueError(f"data={self.data.name} has no `synthetic` section to draw from; data=quickstart has one")
+        if self.data.synthetic is None and self.data.user_item is None:
+            raise ValueError(
+                f"data={self.data.name} has no `synthetic` or `user_item` section to draw from; data=quickstart and "
+                "data=user_item have one"
+            )
 
 
 @dataclass
@@ -88,10 +91,20 @@ class TrainJob:
         if self.profile is not None:
             profiled_steps(self.profile)
         check_at_least("world_size", self.world_size, 1)
+        self._choose_metrics()
         if type(self) is TrainJob and "://" in self.run_dir:  # a PlanJob writes no run folder
             raise ValueError(
                 f"run_dir={self.run_dir}: run folders are local paths in this release; give a folder that every host mounts"
             )
+
+    def _choose_metrics(self) -> None:
+        """What no config chooses goes by the model's first metric. Raises ValueError for one that the model has not."""
+        known = self.model.metrics
+        early_stop, checkpoint = self.trainer.early_stop, self.checkpoint
+        early_stop.metric = early_stop.metric or known[0]
+        checkpoint.best_metric = checkpoint.best_metric or known[0]
+        check_choice(f"trainer.early_stop.metric (model={self.model.kind})", early_stop.metric, known)
+        check_choice(f"checkpoint.best_metric (model={self.model.kind})", checkpoint.best_metric, known)
 
 
 @dataclass

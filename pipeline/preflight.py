@@ -9,6 +9,7 @@ from pipeline.data.described import describe_dataset
 from pipeline.embeddings.config import Table, resolve_tables, rows_of_features
 from pipeline.embeddings.physical import physical_tables
 from pipeline.jobs import EvaluateJob, PlanJob, TrainJob
+from pipeline.models.config import used_tables
 from pipeline.planner.plan_folder import find_plan_file
 from pipeline.training.config import SparseOptimizerConfig
 from pipeline.training.precisions import check_batch_fits_comms, check_widths
@@ -29,6 +30,7 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     check_multi_hot(dataset, job.data.synthetic_multi_hot)
     tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
     job.model.check_tables(tables, len(dataset.dense_features))
+    tables = used_tables(job.model, tables)
     _check_batches(job, dataset, world_size)
     plain = physical_tables(tables)
     check_widths(plain)

@@ -157,7 +157,7 @@ def open_checkpoints(
         context,
         keep_last_n=job.checkpoint.keep_last_n,
         keep_best_n=job.checkpoint.keep_best_n,
-        best_metric=job.checkpoint.best_metric,
+        best_metric=job.checkpoint.best_metric or job.model.metrics[0],
         asynchronous=job.checkpoint.asynchronous,
         staging=f"{job.run_dir}/staging",
         average_row_state=job.checkpoint.row_state_across_columns == "average",
@@ -325,6 +325,8 @@ def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) ->
 
 
 def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
+    if "auc" not in metrics:
+        return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if not isinstance(value, int))
     text = f"AUC {metrics['auc']:.4f}"
     if bayes_auc is not None:
         share = (metrics["auc"] - 0.5) / (bayes_auc - 0.5)

@@ -130,3 +130,26 @@ def test_every_typo_is_told_with_the_nearest_name_before_torch_is_imported() -> 
     untold = [typo for typo in typos if f"did you mean {typo['right']!r}" not in typo["told"]]
     assert not untold
     assert last == {"torch": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tables", "rows", "ids", "bottom"),
+    [
+        ("rmc1", 5, 100_000, 80, [8, 4, 1]),
+        ("rmc2", 40, 2_000_000, 80, [8, 4, 1]),
+        ("rmc3", 10, 800_000, 20, [80, 8, 4]),
+    ],
+)
+def test_rmc_presets_have_the_proportions_of_the_paper(
+    name: str, num_tables: int, rows: int, ids: int, bottom: list[int]
+) -> None:
+    job = load_config(TrainJob, [f"experiment={name}"])
+    features = job.data.columns.sparse
+    assert [job.tables[feature].num_embeddings for feature in features] == [rows] * num_tables
+    assert job.data.synthetic_multi_hot == dict.fromkeys(features, ids)
+    assert isinstance(job.model, DLRMConfig)
+    unit = job.tables["default"].embedding_dim
+    assert unit == 32
+    assert job.model.dense_arch_layer_sizes[:3] == [unit * times for times in bottom]
+    assert job.model.dense_arch_layer_sizes[-1] == unit
+    assert job.model.over_arch_layer_sizes == [4 * unit, 2 * unit, unit, 1]

@@ -89,7 +89,7 @@ def test_an_optional_section_comes_to_be_when_a_field_of_it_is_set() -> None:
         (["tables={cat_3: {embeding_dim: 16}}"], "did you mean 'embedding_dim'?"),
         (["trainer.seed.deeper=1"], "trainer.seed is a single value"),
         (["modle=dlrm"], "unknown key 'modle'; did you mean 'model'?"),
-        (["model=dlrm_dnc"], "model=dlrm_dnc: there is no such option in deepfm, dlrm, dlrm_dcn; did you mean 'dlrm_dcn'?"),
+        (["model=dlrm_dnc"], "model=dlrm_dnc: there is no such option in deepfm, dlrm, dlrm_dcn, fm, logistic_regression, matrix_factorization, ncf, two_tower, wide_deep; did you mean 'dlrm_dcn'?"),
         (["model.dcn_num_layers=2"], "unknown key 'model.dcn_num_layers'"),
         (["model=deepfm"], "that experiment sets the sizes of another model; choose an experiment for this one"),
         (["model.kind=deepfm"], "model.kind='deepfm' does not change the model, which is DLRMConfig; choose it by model="),

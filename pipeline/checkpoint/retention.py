@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-HIGHER_IS_BETTER = {"auc"}
+HIGHER_IS_BETTER = ("auc", "recall_at_", "mrr")
 LATER_VERIFIED = 2  # a step goes only when as many later ones are known to be intact
 
 
@@ -26,13 +26,17 @@ class Retention:
         """Of step -> metric (None: not measured at that step), ascending. Never one of the last two."""
         steps = sorted(metrics)
         last = set(steps[-max(self.keep_last_n, LATER_VERIFIED) :])
-        sign = -1.0 if self.best_metric in HIGHER_IS_BETTER else 1.0
+        sign = -1.0 if is_higher_better(self.best_metric) else 1.0
         measured = {
             step: sign * value for step, value in metrics.items() if value is not None and not math.isnan(value)
         }
         # Of equal ones the later is better: it has seen more.
         ranked = sorted((step for step in measured if step not in last), key=lambda step: (measured[step], -step))
         return [step for step in steps if step not in last and step not in ranked[: self.keep_best_n]]
+
+
+def is_higher_better(metric: str) -> bool:
+    return metric.startswith(HIGHER_IS_BETTER)
 
 
 def measured_metric(manifest: Mapping[str, object], name: str) -> float | None:

@@ -17,7 +17,7 @@ from pipeline.checkpoint.steps import MANIFEST, file_path, list_steps, read_mani
 from pipeline.checkpoint.tables import describe_dtype, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
 
-METRICS = ("ne", "auc", "logloss", "calibration")
+METRICS = ("ne", "auc", "logloss", "calibration", "recall_at_10", "mrr")
 
 
 @dataclass(frozen=True)

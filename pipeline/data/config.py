@@ -149,10 +149,10 @@ def _either(choices: List[int]) -> str:
 
 @dataclass
 class SyntheticConfig:
-    """A generated data set with a planted teacher, for `python -m pipeline.generate`, in Criteo's format.
+    """A generated data set with a planted teacher, for `python -m pipeline.generate`: Criteo's format, or tsv with a header.
 
-    Ids have probability ~ rank^-zipf_exponent among the feature's `cardinalities` (26 of them). The teacher's logits
-    have standard deviation `teacher_scale`; `num_interactions` pairs of the smallest features interact.
+    Ids have probability ~ rank^-zipf_exponent among the feature's `cardinalities` (26 in Criteo's format, which has 13
+    dense features; else as many as data.columns names). The teacher's logits have standard deviation `teacher_scale`; `num_interactions` pairs of the smallest features interact.
     """
 
     num_rows: int = 1_000_000
@@ -162,6 +162,7 @@ class SyntheticConfig:
         ]
     )  # fmt: skip
     zipf_exponent: float = 1.2
+    num_dense: int = 13
     num_interactions: int = 5
     teacher_scale: float = 2.0
     positive_rate: float = 0.25
@@ -169,15 +170,45 @@ class SyntheticConfig:
 
     def __post_init__(self) -> None:
         check_at_least("synthetic.num_rows", self.num_rows, 1)
+        check_at_least("synthetic.num_dense", self.num_dense, 1)
         check_above("synthetic.zipf_exponent", self.zipf_exponent, 0.0)
         check_above("synthetic.teacher_scale", self.teacher_scale, 0.0)
         check_within("synthetic.positive_rate", self.positive_rate, 0.001, 0.999)
         check_within("synthetic.num_interactions", self.num_interactions, 0, len(self.cardinalities) // 2)
-        if len(self.cardinalities) != 26 or min(self.cardinalities) < 1:
+        if min(self.cardinalities, default=0) < 1:
             raise ValueError(
-                f"synthetic.cardinalities has {len(self.cardinalities)} values, the least {min(self.cardinalities, default=0)}; "
-                "Criteo's format has 26 categorical features of at least 1 id each"
+                f"synthetic.cardinalities has {len(self.cardinalities)} values, the least "
+                f"{min(self.cardinalities, default=0)}; name features of at least 1 id each"
             )
+
+
+@dataclass
+class UserItemConfig:
+    """A generated data set of users' clicks on items, for `python -m pipeline.generate`: a TSV with a header.
+
+    Users and items have probability ~ rank^-exponent. Logits are dot products of planted vectors of `latent_dim` and have
+    standard deviation `teacher_scale`.
+    """
+
+    num_rows: int = 1_000_000
+    num_users: int = 3000
+    num_items: int = 1500
+    num_groups: int = 12
+    num_genres: int = 20
+    latent_dim: int = 6
+    user_exponent: float = 0.5
+    item_exponent: float = 0.7
+    teacher_scale: float = 2.0
+    positive_rate: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_rows", "num_users", "num_items", "num_groups", "num_genres", "latent_dim"):
+            check_at_least(f"user_item.{name}", getattr(self, name), 1)
+        check_at_least("user_item.user_exponent", self.user_exponent, 0.0)
+        check_at_least("user_item.item_exponent", self.item_exponent, 0.0)
+        check_above("user_item.teacher_scale", self.teacher_scale, 0.0)
+        check_within("user_item.positive_rate", self.positive_rate, 0.001, 0.999)
 
 
 @dataclass
@@ -199,6 +230,7 @@ class DataConfig:
     synthetic_multi_hot: Dict[str, int] = field(default_factory=dict)
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     synthetic: Optional[SyntheticConfig] = None
+    user_item: Optional[UserItemConfig] = None
 
     def __post_init__(self) -> None:
         check_given("data.name", self.name)
@@ -210,7 +242,23 @@ class DataConfig:
         check_within("data.max_quarantined_fraction", self.max_quarantined_fraction, 0.0, 1.0)
         if self.format == "criteo_tsv" and self.columns != ColumnsConfig():
             raise ValueError("data.format=criteo_tsv fixes its columns: drop data.columns, or name another data.format")
+        if self.synthetic is not None:
+            self._check_synthetic(self.synthetic)
         if self.split.kind == "time" and not self.columns.timestamp:
             raise ValueError(
                 "data.split.kind=time needs data.columns.timestamp=<column>, and data.format=csv, tsv or parquet"
+            )
+
+    def _check_synthetic(self, synthetic: SyntheticConfig) -> None:
+        drawn = (synthetic.num_dense, len(synthetic.cardinalities))
+        if self.format == "criteo_tsv":
+            named, what = (13, 26), "Criteo's format has 26 categorical features and 13 dense ones"
+        elif self.format == "tsv":
+            named = (len(self.columns.dense), len(self.columns.sparse))
+            what = f"data.columns names {named[1]} categorical features and {named[0]} dense ones"
+        else:
+            raise ValueError(f"data.synthetic writes data.format=criteo_tsv or tsv, not {self.format}")
+        if drawn != named:
+            raise ValueError(
+                f"synthetic.cardinalities has {drawn[1]} values and synthetic.num_dense is {drawn[0]}, but {what}"
             )

@@ -1,4 +1,4 @@
-"""Turn a seed into clicks in Criteo's TSV format, drawn from a teacher whose probabilities are known.
+"""Turn a seed into clicks in Criteo's TSV format, or with a header above named columns, drawn from a teacher whose probabilities are known.
 
 Ids follow a power law. The teacher is a logistic model: a bent effect of each count, an effect of each id, and dot
 products of latent id vectors for some pairs of features, which is what DLRM, DCN and DeepFM are made to learn.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +18,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from pipeline import storage
-from pipeline.data.config import SyntheticConfig
-from pipeline.data.criteo import NUM_DENSE, NUM_SPARSE, TEACHER_COLUMN, TEACHER_SUFFIX
+from pipeline.data.config import ColumnsConfig, SyntheticConfig
+from pipeline.data.criteo import TEACHER_COLUMN, TEACHER_SUFFIX
 from pipeline.data.parallel import map_ordered
 from pipeline.logs import progress
 
@@ -41,7 +42,7 @@ class Teacher:
     bias: float = 0.0
 
     def logits(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """dense [rows, NUM_DENSE] as prepared (log1p, missing 0), ids [NUM_SPARSE, rows] (0 missing) -> [rows]."""
+        """dense [rows, num_dense] as prepared (log1p, missing 0), ids [num_sparse, rows] (0 missing) -> [rows]."""
         rows = np.where(ids > 0, 1 + (ids - 1) % MAX_EFFECTS, 0)
         # Rising then flat, and up and down: a linear model gets neither.
         score = np.tanh(dense - 1.0) @ self.dense_effects[0] + np.sin(0.7 * dense) @ self.dense_effects[1]
@@ -60,7 +61,7 @@ def make_teacher(config: SyntheticConfig) -> Teacher:
     learnable = np.argsort(config.cardinalities, kind="stable")[: 2 * config.num_interactions]
     pairs = [(int(left), int(right)) for left, right in random.permutation(learnable).reshape(-1, 2)]
     teacher = Teacher(
-        dense_effects=random.normal(0, 1, (2, NUM_DENSE)) * [[0.24], [0.12]],
+        dense_effects=random.normal(0, 1, (2, config.num_dense)) * [[0.24], [0.12]],
         # Rare ids differ less than hot ones: a tenth at rank 10,000.
         id_effects=[random.normal(0, 0.36, size) * np.arange(1, size + 1) ** -0.25 for size in rows],
         id_vectors={int(f): random.normal(0, 0.7, (rows[f], LATENT_DIM)) for f in learnable},
@@ -69,23 +70,29 @@ def make_teacher(config: SyntheticConfig) -> Teacher:
     counts, missing, ids = draw_features(config, np.random.default_rng([config.seed, 1]), ROWS_PER_CHUNK)
     score = teacher.logits(prepared_dense(counts, missing), ids)
     gain = config.teacher_scale / float(score.std())
+    return replace(teacher, gain=gain, bias=fit_bias(gain * score, config.positive_rate))
+
+
+def fit_bias(logits: np.ndarray, positive_rate: float) -> float:
+    """What added to the logits makes their mean probability `positive_rate`."""
     low, high = -50.0, 50.0
     for _ in range(60):
         bias = (low + high) / 2
-        low, high = (low, bias) if sigmoid(gain * score + bias).mean() > config.positive_rate else (bias, high)
-    return replace(teacher, gain=gain, bias=bias)
+        low, high = (low, bias) if sigmoid(logits + bias).mean() > positive_rate else (bias, high)
+    return bias
 
 
 def draw_features(
     config: SyntheticConfig, random: np.random.Generator, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Counts [NUM_DENSE, rows], whether each is missing, and ids [NUM_SPARSE, rows], 0 where missing."""
-    scale = np.linspace(0.5, 5.0, NUM_DENSE)[:, None]
+    """Counts [num_dense, rows], whether each is missing, and ids [num_sparse, rows], 0 where missing."""
+    num_dense, num_sparse = config.num_dense, len(config.cardinalities)
+    scale = np.linspace(0.5, 5.0, num_dense)[:, None]
     # From -1 on, as Criteo's.
-    counts = np.exp(random.normal(0, 1.2, (NUM_DENSE, num_rows)) + scale).astype(np.int64) - 1
-    missing = random.random((NUM_DENSE, num_rows)) < np.linspace(0, 0.4, NUM_DENSE)[:, None]
+    counts = np.exp(random.normal(0, 1.2, (num_dense, num_rows)) + scale).astype(np.int64) - 1
+    missing = random.random((num_dense, num_rows)) < np.linspace(0, 0.4, num_dense)[:, None]
     ids = np.stack([power_law(random.random(num_rows), size, config.zipf_exponent) for size in config.cardinalities])
-    ids[random.random((NUM_SPARSE, num_rows)) < np.linspace(0, 0.2, NUM_SPARSE)[:, None]] = 0
+    ids[random.random((num_sparse, num_rows)) < np.linspace(0, 0.2, num_sparse)[:, None]] = 0
     return counts, missing, ids
 
 
@@ -100,7 +107,7 @@ def power_law(uniform: np.ndarray, size: int, exponent: float) -> np.ndarray:
 
 
 def prepared_dense(counts: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """[rows, NUM_DENSE], as `prepare` makes them of Criteo's counts."""
+    """[rows, num_dense], as `prepare` makes them of Criteo's counts."""
     return np.log1p(np.where(missing | (counts < 0), 0, counts)).T
 
 
@@ -108,16 +115,20 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-logits))
 
 
-def draw_rows(config: SyntheticConfig, teacher: Teacher, chunk: int) -> tuple[bytes, np.ndarray]:
+def draw_rows(
+    config: SyntheticConfig, teacher: Teacher, chunk: int, names: ColumnsConfig | None = None
+) -> tuple[bytes, np.ndarray]:
     """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
     random = np.random.default_rng([config.seed, 2, chunk])
     num_rows = min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK)
     counts, missing, ids = draw_features(config, random, num_rows)
     probabilities = sigmoid(teacher.logits(prepared_dense(counts, missing), ids))
     columns = [pa.array((random.random(num_rows) < probabilities).astype(np.int8))]
-    columns += [pa.array(counts[feature], mask=missing[feature]) for feature in range(NUM_DENSE)]
-    columns += [hex_strings(feature, ids[feature]) for feature in range(NUM_SPARSE)]
+    columns += [pa.array(counts[feature], mask=missing[feature]) for feature in range(config.num_dense)]
+    columns += [hex_strings(feature, ids[feature]) for feature in range(len(config.cardinalities))]
     sink = pa.BufferOutputStream()
+    if names is not None and chunk == 0:  # pyarrow would put them in quotes
+        sink.write("\t".join([names.label, *names.dense, *names.sparse]).encode() + b"\n")
     options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     pa.csv.write_csv(pa.table(columns, names=[str(i) for i in range(len(columns))]), sink, options)
     return sink.getvalue().to_pybytes(), probabilities
@@ -133,10 +144,21 @@ def hex_strings(feature: int, ids: np.ndarray) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(ids), [valid, pa.py_buffer(offsets), pa.py_buffer(text)])
 
 
-def write_source(config: SyntheticConfig, output: str, threads: int | None = None) -> None:
-    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
+def write_source(
+    config: SyntheticConfig, output: str, threads: int | None = None, names: ColumnsConfig | None = None
+) -> None:
+    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes. `names`: a header of them."""
     teacher = make_teacher(config)
-    chunks = range(-(-config.num_rows // ROWS_PER_CHUNK))
+    write_chunks(
+        lambda chunk: draw_rows(config, teacher, chunk, names), config.num_rows, output, threads or os.cpu_count() or 1
+    )
+
+
+def write_chunks(
+    draw_chunk: Callable[[int], tuple[bytes, np.ndarray]], num_rows: int, output: str, threads: int
+) -> None:
+    """Write the text of every chunk to `output`, in order, and its rows' true probabilities to the side file."""
+    chunks = range(-(-num_rows // ROWS_PER_CHUNK))
     schema = pa.schema([(TEACHER_COLUMN, pa.float64())])
     folder = storage.dirname(output)
     storage.make_folder(folder)
@@ -145,10 +167,9 @@ def write_source(config: SyntheticConfig, output: str, threads: int | None = Non
         with (
             open(text_path, "wb") as text,
             pq.ParquetWriter(truth_path, schema) as truth,
-            progress("generating rows", config.num_rows) as bar,
+            progress("generating rows", num_rows) as bar,
         ):
-            draw = map_ordered(lambda chunk: draw_rows(config, teacher, chunk), chunks, threads or os.cpu_count() or 1)
-            for rows, probabilities in draw:
+            for rows, probabilities in map_ordered(draw_chunk, chunks, threads):
                 text.write(rows)
                 truth.write_table(pa.table([probabilities], schema=schema))
                 bar.advance(len(probabilities))

@@ -1,102 +1,37 @@
-"""Say which model, and check its sizes against the tables (stdlib only)."""
+"""Say which models there are: `kind` -> config (stdlib only)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Dict, List, Type
+from typing import Dict, Type
 
-from pipeline.checks import check_at_least
-from pipeline.embeddings.config import Table
+from pipeline.models.dlrm_config import DeepFMConfig, DLRMConfig, DLRMDCNConfig
+from pipeline.models.linear_config import FMConfig, LogisticRegressionConfig, WideDeepConfig
+from pipeline.models.model_config import ModelConfig, used_tables
+from pipeline.models.user_item_config import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
 
+__all__ = [
+    "MODEL_CONFIGS",
+    "DLRMConfig",
+    "DLRMDCNConfig",
+    "DeepFMConfig",
+    "FMConfig",
+    "LogisticRegressionConfig",
+    "MatrixFactorizationConfig",
+    "ModelConfig",
+    "NCFConfig",
+    "TwoTowerConfig",
+    "WideDeepConfig",
+    "used_tables",
+]
 
-@dataclass
-class ModelConfig:
-    """Base of all model configs; a group file under conf/model picks the subclass, `kind` names it in saved files."""
-
-    kind: str = "???"
-
-    def check_tables(self, tables: List[Table], num_dense_features: int) -> None:
-        """Raises ValueError when the model cannot be built on these tables."""
-
-
-def check_layer_sizes(name: str, sizes: List[int], least: int = 1) -> None:
-    if len(sizes) < least:
-        raise ValueError(f"{name}={sizes} needs at least {least} layer(s)")
-    for size in sizes:
-        check_at_least(f"each size in {name}", size, 1)
-
-
-def check_one_dim(tables: List[Table]) -> int:
-    """The embedding_dim that all tables share."""
-    dims = sorted({table.embedding_dim for table in tables})
-    if len(dims) > 1:
-        odd = next(table for table in tables if table.embedding_dim != tables[0].embedding_dim)
-        raise ValueError(
-            f"the model wants one embedding_dim, the tables have {dims} (tables.{tables[0].name}: "
-            f"{tables[0].embedding_dim}, tables.{odd.name}: {odd.embedding_dim}); set them alike"
-        )
-    return dims[0]
-
-
-@dataclass
-class DLRMConfig(ModelConfig):
-    """DLRM with dot interaction (arXiv 1906.00091); layer sizes as torchrec.models.dlrm.DLRM takes them."""
-
-    kind: str = "dlrm"
-    dense_arch_layer_sizes: List[int] = field(default_factory=lambda: [512, 256, 64])
-    over_arch_layer_sizes: List[int] = field(default_factory=lambda: [512, 512, 256, 1])
-
-    def __post_init__(self) -> None:
-        check_layer_sizes("model.dense_arch_layer_sizes", self.dense_arch_layer_sizes)
-        check_layer_sizes("model.over_arch_layer_sizes", self.over_arch_layer_sizes, least=2)
-        if self.over_arch_layer_sizes[-1] != 1:
-            raise ValueError(
-                f"model.over_arch_layer_sizes={self.over_arch_layer_sizes} must end in 1: one logit a sample"
-            )
-
-    def check_tables(self, tables: List[Table], num_dense_features: int) -> None:
-        dim = check_one_dim(tables)
-        if self.dense_arch_layer_sizes[-1] != dim:
-            raise ValueError(
-                f"model.dense_arch_layer_sizes ends in {self.dense_arch_layer_sizes[-1]} but the tables' embedding_dim "
-                f"is {dim}, and the interaction needs them equal; end the list in {dim}, or set tables.default.embedding_dim"
-            )
-        if num_dense_features == 0:
-            raise ValueError(
-                "DLRM needs dense features and the data set has none; use model=deepfm or map dense columns"
-            )
-
-
-@dataclass
-class DLRMDCNConfig(DLRMConfig):
-    """DLRM with a low-rank cross network (DCNv2, arXiv 2008.13535), the MLPerf DLRMv2 model."""
-
-    kind: str = "dlrm_dcn"
-    dcn_num_layers: int = 3
-    dcn_low_rank_dim: int = 512
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("model.dcn_num_layers", self.dcn_num_layers, 1)
-        check_at_least("model.dcn_low_rank_dim", self.dcn_low_rank_dim, 1)
-
-
-@dataclass
-class DeepFMConfig(ModelConfig):
-    """DeepFM (arXiv 1703.04247) as torchrec.models.deepfm.SimpleDeepFMNN."""
-
-    kind: str = "deepfm"
-    hidden_layer_size: int = 128
-    deep_fm_dimension: int = 64
-
-    def __post_init__(self) -> None:
-        check_at_least("model.hidden_layer_size", self.hidden_layer_size, 1)
-        check_at_least("model.deep_fm_dimension", self.deep_fm_dimension, 1)
-
-    def check_tables(self, tables: List[Table], num_dense_features: int) -> None:
-        check_one_dim(tables)
-        if num_dense_features == 0:
-            raise ValueError("DeepFM needs dense features and the data set has none; map dense columns in data.columns")
-
-
-MODEL_CONFIGS: Dict[str, Type[ModelConfig]] = {"dlrm": DLRMConfig, "dlrm_dcn": DLRMDCNConfig, "deepfm": DeepFMConfig}
+MODEL_CONFIGS: Dict[str, Type[ModelConfig]] = {
+    "dlrm": DLRMConfig,
+    "dlrm_dcn": DLRMDCNConfig,
+    "deepfm": DeepFMConfig,
+    "logistic_regression": LogisticRegressionConfig,
+    "fm": FMConfig,
+    "wide_deep": WideDeepConfig,
+    "matrix_factorization": MatrixFactorizationConfig,
+    "ncf": NCFConfig,
+    "two_tower": TwoTowerConfig,
+}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,19 @@ class GuardedLoss(nn.Module):
         prediction = Prediction(loss.detach(), logits.detach(), labels, sample_weights)
         if not self.training:
             return loss, prediction
-        bad_rows = torch.count_nonzero(sample_weights == 0)  # training batches have no padding
+
+        def losses() -> torch.Tensor:
+            return F.binary_cross_entropy_with_logits(
+                prediction.logits, labels, weight=sample_weights, reduction="none"
+            )
+
+        return self.guard(loss, prediction, losses)
+
+    def guard(
+        self, loss: torch.Tensor, prediction: Any, losses: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Any]:
+        """Collective: the scaled loss and the prediction, or what touches nothing; `losses` gives each row's, [batch]."""
+        bad_rows = torch.count_nonzero(prediction.sample_weights == 0)  # training batches have no padding
         non_finite, stop, failed, bad = _summed(
             [~loss.detach().isfinite(), self.stop_wanted, self.input_failed, bad_rows], loss.device
         )
@@ -79,19 +92,17 @@ class GuardedLoss(nn.Module):
             return loss * self.scale, prediction
         self.in_a_row += 1
         if self.in_a_row > self.max_in_a_row:
-            raise self._error(prediction)
+            raise self._error(prediction, losses())
         self.num_skipped += 1
         return self._nothing(prediction)
 
-    def _nothing(self, prediction: Prediction) -> tuple[torch.Tensor, Prediction]:
-        nothing = torch.zeros_like(prediction.logits)  # weight 0: metrics must not see the NaN either
+    def _nothing(self, prediction: Any) -> tuple[torch.Tensor, Any]:
+        # Weight 0: metrics must not see the NaN either.
+        nothing = {name: torch.zeros_like(getattr(prediction, name)) for name in prediction._fields if name != "loss"}
         loss = torch.zeros_like(prediction.loss).requires_grad_()
-        return loss, Prediction(prediction.loss, nothing, nothing, nothing)
+        return loss, prediction._replace(**nothing)
 
-    def _error(self, prediction: Prediction) -> NonFiniteLossError:
-        losses = F.binary_cross_entropy_with_logits(
-            prediction.logits, prediction.labels, weight=prediction.sample_weights, reduction="none"
-        )
+    def _error(self, prediction: Any, losses: torch.Tensor) -> NonFiniteLossError:
         at_fault = torch.nonzero(~losses.isfinite()).flatten()
         rows = at_fault[:MAX_SUSPECTS]
         if not len(rows):

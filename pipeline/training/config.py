@@ -15,7 +15,6 @@ COMM_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 PRECISIONS = ("fp32", "bf16")
 TRAIN_PIPELINES = ("sparse_dist", "base")
 NON_FINITE_POLICIES = ("stop", "skip", "rollback")
-EARLY_STOP_METRICS = ("ne", "auc", "logloss")
 ROW_STATE_POLICIES = ("refuse", "average")
 SAVE_FAILURE_POLICIES = ("stop", "continue")
 BACKENDS = ("auto", "gloo", "nccl")
@@ -126,7 +125,7 @@ class CheckpointConfig:
     save_every_steps: int = 0  # 0: at the end of training only
     keep_last_n: int = 2
     keep_best_n: int = 0  # beside the last n, of those evaluated at the step that they save
-    best_metric: str = "ne"
+    best_metric: Optional[str] = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
     asynchronous: bool = False  # copy the state to host memory, and write it while training goes on
     on_failure: str = "stop"
     max_failures_in_a_row: int = 3  # on_failure=continue stops then
@@ -139,7 +138,6 @@ class CheckpointConfig:
         check_at_least("checkpoint.save_every_steps", self.save_every_steps, 0)
         check_at_least("checkpoint.keep_last_n", self.keep_last_n, 2)
         check_at_least("checkpoint.keep_best_n", self.keep_best_n, 0)
-        check_choice("checkpoint.best_metric", self.best_metric, EARLY_STOP_METRICS)
         check_choice("checkpoint.on_failure", self.on_failure, SAVE_FAILURE_POLICIES)
         check_at_least("checkpoint.max_failures_in_a_row", self.max_failures_in_a_row, 1)
 
@@ -149,12 +147,11 @@ class EarlyStopConfig:
     """Stop after `patience` evaluations in a row without an improvement of `min_delta`; patience 0 never stops."""
 
     patience: int = 0
-    metric: str = "ne"
+    metric: Optional[str] = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
         check_at_least("trainer.early_stop.patience", self.patience, 0)
-        check_choice("trainer.early_stop.metric", self.metric, EARLY_STOP_METRICS)
         check_at_least("trainer.early_stop.min_delta", self.min_delta, 0.0)
 
 

@@ -14,7 +14,7 @@ from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext, true_on_any_rank
 from pipeline.logs import get_logger, progress
 from pipeline.training.input_watch import FailSafe, agreed_failure, too_many_bad
-from pipeline.training.metrics import RunningMetrics, ScoreCollector
+from pipeline.training.measures import evaluation_measure
 
 AGREE_EVERY_BATCHES = 8  # on whether to stop: one small all-reduce
 logger = get_logger(__name__)
@@ -29,6 +29,8 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Collective: NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples of the reader's split.
 
+    Of a retrieval model: recall@k and MRR against the split's catalogue (training.retrieval_metrics).
+
     The model's training mode is restored.
 
     Raises:
@@ -36,7 +38,7 @@ def evaluate_model(
         ValueError, OSError: on every rank, within a few batches of any rank's reader failing; or too many rows are bad.
     """
     num_batches = min(reader.steps_per_epoch, max_batches or reader.steps_per_epoch)
-    running, scores = RunningMetrics(context, reader.batch_size), ScoreCollector()
+    measure = evaluation_measure(model, context, reader.batch_size)
     was_training = model.training
     model.eval()
     batches, fail_safe = reader.batches(epoch=0), FailSafe(reader)
@@ -45,8 +47,7 @@ def evaluate_model(
             with watchdog.stepping("evaluating"):
                 for index, batch in enumerate(_waited_for(islice(fail_safe.batches(batches), num_batches))):
                     _, prediction = model(batch.to(context.device, non_blocking=True))
-                    running.update(prediction)
-                    scores.update(prediction)
+                    measure.update(prediction)
                     bar.advance(1)
                     wants_to_stop = preemption.wanted() or fail_safe.error is not None
                     if index % AGREE_EVERY_BATCHES == 0 and true_on_any_rank(wants_to_stop, context):
@@ -54,7 +55,7 @@ def evaluate_model(
             with watchdog.saving("computing metrics"):
                 if failure := agreed_failure(fail_safe.error, context):
                     raise failure
-                metrics = {**running.compute(), **scores.compute(context)}
+                metrics = measure.compute()
     finally:
         batches.close()
         model.train(was_training)

@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,9 @@ from torch import nn
 from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext
 from pipeline.logs import MetricsWriter, get_logger
-from pipeline.models.task import Prediction
 from pipeline.training.comms_wait import MEASURED_BACKENDS, CommsWait
 from pipeline.training.config import TrainerConfig
-from pipeline.training.metrics import RunningMetrics
+from pipeline.training.measures import Measure
 
 logger = get_logger("pipeline.training")
 
@@ -33,11 +33,12 @@ class StepLog:
         writer: MetricsWriter | None,
         start_step: int,
         total_steps: int,
+        measure: Measure,
     ) -> None:
         self._reader, self._context, self._writer = reader, context, writer
         self._samples_a_step = config.global_batch_size
         self._total_steps = total_steps
-        self._running = RunningMetrics(context, reader.batch_size, config.global_batch_size * config.log_every_steps)
+        self._measure = measure
         self._seconds = 0.0
         self._num_steps = 0
         self._logged_step = start_step
@@ -67,23 +68,24 @@ class StepLog:
     def _now(self) -> tuple[float, float, float]:
         return self._seconds, self._reader.stall_seconds, self._comms_seconds
 
-    def update(self, prediction: Prediction) -> None:
-        self._running.update(prediction)
+    def update(self, prediction: Any) -> None:
+        self._measure.update(prediction)
 
     def write(self, step: int, extra: dict[str, float]) -> None:
         """Collective: one line for the window since the last."""
         values = {
-            **self._running.compute(),
+            **self._measure.compute(),
             **self._rates(step - self._logged_step, self._logged),
             "peak_memory_gb": peak_memory_gb(self._context),
             **extra,
         }
         self._logged, self._logged_step = self._now(), step
         logger.info(
-            "step %d/%d  NE %.4f  %s samples/s  input stall %.1f %%  %s  %.2f GiB  %.0f s left",
+            "step %d/%d  %s %.4f  %s samples/s  input stall %.1f %%  %s  %.2f GiB  %.0f s left",
             step,
             self._total_steps,
-            values["ne"],
+            "NE" if "ne" in values else "loss",
+            values["ne"] if "ne" in values else values["loss"],
             f"{values['samples_per_s']:,.0f}",
             values["input_stall_percent"],
             describe_comms_wait(values),

@@ -17,15 +17,18 @@ from torchrec.optim.keyed import KeyedOptimizer
 from pipeline import preemption, watchdog
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.errors import CheckpointError
+from pipeline.checkpoint.retention import is_higher_better
 from pipeline.data.batch import Batch
 from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext, true_on_any_rank
 from pipeline.logs import MetricsWriter, Progress, get_logger, progress
-from pipeline.models.task import CTRTask, NonFiniteLossError
+from pipeline.models.task import NonFiniteLossError
+from pipeline.models.tasks import Task
 from pipeline.training.config import CheckpointConfig, EarlyStopConfig, ScheduleConfig, TrainerConfig
 from pipeline.training.evaluation import evaluate_model
 from pipeline.training.input_watch import InputWatch
 from pipeline.training.lr_schedule import apply_schedule
+from pipeline.training.measures import training_measure
 from pipeline.training.optimizer import clip_dense_gradients
 from pipeline.training.rollback import Rollback
 from pipeline.training.saving import Saving
@@ -33,7 +36,6 @@ from pipeline.training.step_profile import StepProfiler
 from pipeline.training.throughput import StepLog
 
 PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
-HIGHER_IS_BETTER = {"auc"}
 logger = get_logger(__name__)
 
 
@@ -97,10 +99,11 @@ class EarlyStop:
         return 0 < self._config.patience <= self.num_worse
 
     def update(self, metrics: dict[str, float]) -> None:
-        value = metrics[self._config.metric]
+        metric = self._config.metric or "ne"
+        value = metrics[metric]
         if math.isnan(value):  # a split of one class has no AUC: it says nothing
             return
-        value = -value if self._config.metric in HIGHER_IS_BETTER else value
+        value = -value if is_higher_better(metric) else value
         if self.best is None or value < self.best - self._config.min_delta:
             self.best, self.num_worse = value, 0
         else:
@@ -117,7 +120,7 @@ class Trainer:
         checkpoint: CheckpointConfig,
         *,
         model: DistributedModelParallel,
-        task: CTRTask,
+        task: Task,
         optimizer: KeyedOptimizer,
         reader: ShardReader,
         validation_reader: ShardReader | None,
@@ -170,7 +173,9 @@ class Trainer:
             logger.info("step %d of %d: nothing left to train", start_step, self.total_steps)
             return FitResult(start_step, self._early_stop.is_exhausted, metrics=self._last_metrics)
         self._saving.check_space(start_step, self.total_steps)
-        log = StepLog(self._config, self._reader, self._context, self._writer, start_step, self.total_steps)
+        window = self._config.global_batch_size * self._config.log_every_steps
+        measure = training_measure(self._task, self._context, self._reader.batch_size, window)
+        log = StepLog(self._config, self._reader, self._context, self._writer, start_step, self.total_steps, measure)
         # Where stderr is no terminal the log lines tell the progress.
         shown = self._context.is_main and sys.stderr.isatty()
         with (

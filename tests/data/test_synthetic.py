@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import synthetic
-from pipeline.data.config import DataConfig, SyntheticConfig
+from pipeline.config import load_config
+from pipeline.data import synthetic, user_item
+from pipeline.data.config import ColumnsConfig, DataConfig, SyntheticConfig, UserItemConfig
 from pipeline.data.criteo import TEACHER_SUFFIX
 from pipeline.data.synthetic import area_under_curve, hex_strings, power_law, write_source
 from pipeline.generate import generate
-from pipeline.jobs import GenerateJob
+from pipeline.jobs import GenerateJob, PrepareJob
+from pipeline.prepare import prepare
 from tests.data.criteo_rows import read_split, run_prepare
 
 SMALL = SyntheticConfig(num_rows=4_500, seed=3)
@@ -131,10 +133,41 @@ def test_generate_names_the_command_that_comes_next(tmp_path: Path) -> None:
     summary = generate(GenerateJob(data=data, output=str(tmp_path / "new" / "tiny.tsv")))
     assert (tmp_path / "new" / "tiny.tsv").read_text().count("\n") == summary.num_rows == 200
     assert summary.next_command == f"python -m pipeline.prepare data=tiny source={tmp_path}/new/tiny.tsv"
-    with pytest.raises(ValueError, match="has no `synthetic` section"):
+    with pytest.raises(ValueError, match="has no `synthetic` or `user_item` section"):
         GenerateJob(data=DataConfig(name="criteo_kaggle"))
 
 
 def test_draw_that_is_not_in_criteos_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 2 values, the least 3; Criteo's format has 26"):
-        SyntheticConfig(cardinalities=[3, 4], num_interactions=0)
+    with pytest.raises(ValueError, match=r"has 2 values and synthetic.num_dense is 13, but Criteo's format has 26"):
+        DataConfig(name="drawn", synthetic=SyntheticConfig(cardinalities=[3, 4], num_interactions=1))
+    with pytest.raises(ValueError, match=r"but data.columns names 1 categorical features and 13 dense ones"):
+        columns = ColumnsConfig(dense=[f"int_{i}" for i in range(13)], sparse=["cat_0"])
+        synthetic = SyntheticConfig(cardinalities=[3, 4], num_interactions=1)
+        DataConfig(name="drawn", format="tsv", columns=columns, synthetic=synthetic)
+
+
+def test_a_draw_with_columns_of_its_own_prepares_as_what_it_names(tmp_path: Path) -> None:
+    names = ["data=rmc1", "data.columns.dense=[a,b]", "data.columns.sparse=[x,y,z]"]
+    drawn = ["data.synthetic.num_dense=2", "data.synthetic.cardinalities=[30,40,50]", "data.synthetic.num_rows=2000"]
+    drawn += ["data.synthetic.num_interactions=1"]
+    generate(load_config(GenerateJob, [*names, *drawn, f"output={tmp_path}/rows.tsv"]))
+    path = f"data.path={tmp_path}/prepared"
+    dataset = prepare(load_config(PrepareJob, [*names, *drawn, f"source={tmp_path}/rows.tsv", path])).dataset
+    assert (dataset.dense_features, dataset.sparse_feature_names) == (["a", "b"], ["x", "y", "z"])
+    assert dataset.accepted_rows == 2000 and 0.6 < dataset.bayes_auc["train"] < 1
+
+
+def test_clicks_of_users_on_items_follow_their_planted_probabilities(tmp_path: Path) -> None:
+    config = UserItemConfig(num_rows=6_000, num_users=50, num_items=40)
+    for name in ("one", "other"):
+        user_item.write_source(config, f"{tmp_path}/{name}", threads=2)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+    header, *rows = (tmp_path / "one").read_text().splitlines()
+    assert header.split("\t") == ["click", "user_id", "user_group", "item_id", "item_genre"]
+    cells = np.array([row.split("\t") for row in rows], dtype=np.int64)
+    truth = pq.read_table(f"{tmp_path}/one{TEACHER_SUFFIX}")[0].to_numpy()
+    assert len(cells) == len(truth) == 6_000
+    assert cells[:, 0].mean() == pytest.approx(truth.mean(), abs=0.03)
+    assert truth.mean() == pytest.approx(config.positive_rate, abs=0.03)
+    assert cells[:, 1].max() < 50 and cells[:, 3].max() < 40
+    assert len(set(zip(cells[:, 1], cells[:, 2], strict=True))) <= 50  # a user has one group

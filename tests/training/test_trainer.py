@@ -202,7 +202,7 @@ def _stops(rank: int, folder: str) -> str:
 def _stops_at(config: EarlyStopConfig, values: list[float]) -> list[bool]:
     stop, answers = EarlyStop(config), []
     for value in values:
-        stop.update({config.metric: value})
+        stop.update({config.metric or "ne": value})
         answers.append(stop.is_exhausted)
     return answers
 

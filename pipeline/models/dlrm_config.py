@@ -1,0 +1,70 @@
+"""Say the sizes of DLRM and its relatives, and check them against the tables (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.checks import check_at_least
+from pipeline.embeddings.config import Table
+from pipeline.models.model_config import ModelConfig, check_layer_sizes, check_one_dim
+
+
+@dataclass
+class DLRMConfig(ModelConfig):
+    """DLRM with dot interaction (arXiv 1906.00091); layer sizes as torchrec.models.dlrm.DLRM takes them."""
+
+    kind: str = "dlrm"
+    dense_arch_layer_sizes: list[int] = field(default_factory=lambda: [512, 256, 64])
+    over_arch_layer_sizes: list[int] = field(default_factory=lambda: [512, 512, 256, 1])
+
+    def __post_init__(self) -> None:
+        check_layer_sizes("model.dense_arch_layer_sizes", self.dense_arch_layer_sizes)
+        check_layer_sizes("model.over_arch_layer_sizes", self.over_arch_layer_sizes, least=2)
+        if self.over_arch_layer_sizes[-1] != 1:
+            raise ValueError(
+                f"model.over_arch_layer_sizes={self.over_arch_layer_sizes} must end in 1: one logit a sample"
+            )
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        dim = check_one_dim(tables)
+        if self.dense_arch_layer_sizes[-1] != dim:
+            raise ValueError(
+                f"model.dense_arch_layer_sizes ends in {self.dense_arch_layer_sizes[-1]} but the tables' embedding_dim "
+                f"is {dim}, and the interaction needs them equal; end the list in {dim}, or set tables.default.embedding_dim"
+            )
+        if num_dense_features == 0:
+            raise ValueError(
+                "DLRM needs dense features and the data set has none; use model=wide_deep or fm, or map dense columns"
+            )
+
+
+@dataclass
+class DLRMDCNConfig(DLRMConfig):
+    """DLRM with a low-rank cross network (DCNv2, arXiv 2008.13535), the MLPerf DLRMv2 model."""
+
+    kind: str = "dlrm_dcn"
+    dcn_num_layers: int = 3
+    dcn_low_rank_dim: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("model.dcn_num_layers", self.dcn_num_layers, 1)
+        check_at_least("model.dcn_low_rank_dim", self.dcn_low_rank_dim, 1)
+
+
+@dataclass
+class DeepFMConfig(ModelConfig):
+    """DeepFM (arXiv 1703.04247) as torchrec.models.deepfm.SimpleDeepFMNN."""
+
+    kind: str = "deepfm"
+    hidden_layer_size: int = 128
+    deep_fm_dimension: int = 64
+
+    def __post_init__(self) -> None:
+        check_at_least("model.hidden_layer_size", self.hidden_layer_size, 1)
+        check_at_least("model.deep_fm_dimension", self.deep_fm_dimension, 1)
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        check_one_dim(tables)
+        if num_dense_features == 0:
+            raise ValueError("DeepFM needs dense features and the data set has none; map dense columns in data.columns")

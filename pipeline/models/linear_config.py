@@ -1,0 +1,49 @@
+"""Say the sizes of the models that begin with a linear one: logistic regression, FM, Wide&Deep (stdlib only).
+
+FM and Wide&Deep keep an id's linear weight in the last column of its row, beside its vector: one table a feature, one lookup.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.embeddings.config import Table
+from pipeline.models.model_config import ModelConfig, check_layer_sizes, check_least_dim, check_one_dim
+
+
+@dataclass
+class LogisticRegressionConfig(ModelConfig):
+    """A weight an id, a weight a dense feature, a bias.
+
+    The weight of an id is the sum of its row: sharded tables are 4 columns wide at least, data_parallel ones may be 1.
+    """
+
+    kind: str = "logistic_regression"
+
+
+@dataclass
+class FMConfig(ModelConfig):
+    """Factorisation machine of second order (Rendle, ICDM 2010); dense features take part, scaled by their values."""
+
+    kind: str = "fm"
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        check_one_dim(tables)
+        check_least_dim(tables, 2, "FM keeps a vector of embedding_dim - 1 and a linear weight in a row")
+
+
+@dataclass
+class WideDeepConfig(ModelConfig):
+    """Wide&Deep (arXiv 1606.07792): linear weights of ids and dense features beside an MLP over their vectors.
+
+    Tables may differ in embedding_dim: the MLP takes the vectors one after the other.
+    """
+
+    kind: str = "wide_deep"
+    hidden_layer_sizes: list[int] = field(default_factory=lambda: [256, 128])
+
+    def __post_init__(self) -> None:
+        check_layer_sizes("model.hidden_layer_sizes", self.hidden_layer_sizes)
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        check_least_dim(tables, 2, "Wide&Deep keeps a vector of embedding_dim - 1 and a linear weight in a row")

@@ -1,0 +1,65 @@
+"""Turn users' and items' features into vectors whose dot product ranks items for a user (Yi et al., RecSys 2019)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchrec.modules.mlp import MLP
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+
+class TwoTower(nn.Module):
+    """forward(dense_features [B, num_dense], sparse_features) -> (users [B, D], items [B, D])."""
+
+    def __init__(
+        self,
+        embedding_bag_collection: nn.Module,
+        dims: dict[str, int],
+        user_features: list[str],
+        item_features: list[str],
+        user_layer_sizes: list[int],
+        item_layer_sizes: list[int],
+        num_dense_features: int,
+        normalize: bool,
+    ) -> None:
+        """`dims` maps each feature to its table's embedding_dim. Dense features go to the user's tower."""
+        super().__init__()
+        self.embedding_bag_collection = embedding_bag_collection
+        self.user_columns, self.item_columns = Columns(user_features), Columns(item_features)
+        user_width = sum(dims[name] for name in user_features) + num_dense_features
+        self.user_tower = Tower(user_width, user_layer_sizes, normalize)
+        self.item_tower = Tower(sum(dims[name] for name in item_features), item_layer_sizes, normalize)
+
+    def forward(
+        self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled = self.embedding_bag_collection(sparse_features)
+        users = self.user_tower(torch.cat([dense_features, self.user_columns(pooled)], dim=1))
+        return users, self.item_tower(self.item_columns(pooled))
+
+
+class Columns(nn.Module):
+    """KeyedTensor -> [B, sum of dims] of `feature_names`, one after the other, wherever the plan has left them."""
+
+    def __init__(self, feature_names: list[str]) -> None:
+        super().__init__()
+        self.feature_names = list(feature_names)
+
+    def forward(self, pooled: KeyedTensor) -> torch.Tensor:
+        return torch.cat([pooled[name] for name in self.feature_names], dim=1)
+
+
+class Tower(nn.Module):
+    """[B, width] -> [B, layer_sizes[-1]]; the last layer is linear. `normalize`: to length 1, so that scores are cosines."""
+
+    def __init__(self, width: int, layer_sizes: list[int], normalize: bool) -> None:
+        super().__init__()
+        *hidden, last = layer_sizes
+        layers: list[nn.Module] = [MLP(width, hidden)] if hidden else []
+        self.layers = nn.Sequential(*layers, nn.Linear(hidden[-1] if hidden else width, last))
+        self._normalize = normalize
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        vectors: torch.Tensor = self.layers(features)
+        return F.normalize(vectors, dim=1) if self._normalize else vectors

@@ -1,0 +1,152 @@
+"""Turn users' and items' vectors into recall@k and MRR against the whole catalogue of the split, exactly.
+
+The catalogue is every item of the split's rows; each clicked row asks where its own item comes among all of them by
+score. The unknown item (id 0) cannot be retrieved: it is in no catalogue, and a click on it is a miss.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from pipeline.distributed import DistributedContext
+from pipeline.models.retrieval import RetrievalPrediction
+
+UNKNOWN_ITEM = 0
+SCORES_AT_ONCE = 1 << 24  # numbers in one block of scores, 64 MiB
+
+
+class RetrievalLossWindow:
+    """The training loss over all ranks, a clicked row's mean, since the last compute(), and the share of clicked rows."""
+
+    def __init__(self, context: DistributedContext) -> None:
+        self._context = context
+        self._sums = torch.zeros(3, dtype=torch.float64)  # losses, positives, rows
+
+    def update(self, prediction: RetrievalPrediction) -> None:
+        weights = prediction.sample_weights
+        parts = [prediction.losses.sum(), (prediction.labels * weights).sum(), weights.sum()]
+        self._sums += torch.stack([part.double() for part in parts]).cpu()
+
+    def compute(self) -> dict[str, float]:
+        """Collective."""
+        sums = self._sums.to(self._context.device)
+        if self._context.world_size > 1:
+            dist.all_reduce(sums)
+        self._sums = torch.zeros(3, dtype=torch.float64)
+        loss, positives, rows = sums.tolist()
+        return {
+            "loss": loss / positives if positives else math.nan,
+            "label_rate": positives / rows if rows else math.nan,
+        }
+
+
+class RetrievalMetrics:
+    """Keeps each clicked row's user vector and each item's vector once: 4 D bytes each, D columns."""
+
+    def __init__(self, context: DistributedContext, recall_at: list[int]) -> None:
+        self._context, self._recall_at = context, recall_at
+        self._seen = torch.zeros(0, dtype=torch.bool)
+        self._items: list[torch.Tensor] = []
+        self._item_ids: list[torch.Tensor] = []
+        self._users: list[torch.Tensor] = []
+        self._wanted: list[torch.Tensor] = []
+        self._num_samples = 0
+
+    def update(self, prediction: RetrievalPrediction) -> None:
+        real = prediction.sample_weights > 0
+        ids, items = prediction.item_ids[real].cpu(), prediction.items[real].cpu()
+        clicked = prediction.labels[real].cpu() > 0
+        self._users.append(prediction.users[real].cpu()[clicked])
+        self._wanted.append(ids[clicked])
+        self._num_samples += len(ids)
+        self._add_items(ids, items)
+
+    def _add_items(self, ids: torch.Tensor, items: torch.Tensor) -> None:
+        distinct, first = _first_places(ids)
+        if len(distinct) and int(distinct[-1]) >= len(self._seen):
+            longer = torch.zeros(2 * int(distinct[-1]) + 1, dtype=torch.bool)
+            longer[: len(self._seen)] = self._seen
+            self._seen = longer
+        new = (distinct > UNKNOWN_ITEM) & ~self._seen[distinct]
+        self._seen[distinct[new]] = True
+        self._item_ids.append(distinct[new])
+        self._items.append(items[first[new]])
+
+    def compute(self) -> dict[str, float]:
+        """Collective: the same numbers on every rank.
+
+        recall_at_k: the share of clicked rows whose item is among the k best (ties count half each way); mrr: the mean of
+        1 / place; NaN without a clicked row.
+        """
+        ids, items = self._catalogue()
+        places = [_places(users, wanted, ids, items) for users, wanted in zip(self._users, self._wanted, strict=True)]
+        mine = torch.cat(places) if places else torch.empty(0, dtype=torch.float64)
+        sums = [(mine <= k).sum() for k in self._recall_at]
+        sums += [(1 / mine).sum(), torch.tensor(len(mine)), torch.tensor(self._num_samples)]
+        total = torch.stack([value.double() for value in sums]).to(self._context.device)
+        if self._context.world_size > 1:
+            dist.all_reduce(total)
+        *hits, reciprocal, num_clicked, num_samples = total.tolist()
+        found = {f"recall_at_{k}": _share(hit, num_clicked) for k, hit in zip(self._recall_at, hits, strict=True)}
+        return {
+            **found,
+            "mrr": _share(reciprocal, num_clicked),
+            "num_clicked": int(num_clicked),
+            "catalogue_items": len(ids),
+            "num_samples": int(num_samples),
+        }
+
+    def _catalogue(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective: ids ascending [M] and their vectors [M, D]; of ranks that met the same item, the first one's."""
+        ids = torch.cat(self._item_ids) if self._item_ids else torch.empty(0, dtype=torch.int64)
+        items = torch.cat(self._items) if self._items else torch.empty(0, 1)
+        ids, items = _gather(ids, self._context), _gather(items, self._context)
+        distinct, first = _first_places(ids)
+        return distinct, items[first]
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _first_places(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct ids ascending, and where each first stands."""
+    distinct, place = torch.unique(ids, return_inverse=True)
+    first = torch.full((len(distinct),), len(ids), dtype=torch.int64)
+    return distinct, first.scatter_reduce(0, place, torch.arange(len(ids)), "amin")
+
+
+def _places(users: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """The place, from 1, of each user's wanted item among all items; infinite where the catalogue lacks it. [P] float64"""
+    places = torch.full((len(users),), math.inf, dtype=torch.float64)
+    known = torch.nonzero(wanted > UNKNOWN_ITEM).flatten()
+    for rows in known.split(max(1, SCORES_AT_ONCE // max(1, len(ids)))):
+        if not len(rows):
+            continue
+        scores = users[rows] @ items.T
+        own = scores.gather(1, torch.searchsorted(ids, wanted[rows])[:, None])
+        above, equal = (scores > own).sum(dim=1), (scores == own).sum(dim=1) - 1
+        places[rows] = 1 + above.double() + equal.double() / 2
+    return places
+
+
+def _gather(mine: torch.Tensor, context: DistributedContext) -> torch.Tensor:
+    """Collective: all ranks' [n, ...] one after the other, on every rank's host memory."""
+    if context.world_size == 1:
+        return mine
+    shape = torch.tensor([len(mine), *mine.shape[1:]], device=context.device)
+    shapes = [torch.zeros_like(shape) for _ in range(context.world_size)]
+    dist.all_gather(shapes, shape)
+    longest, width = (
+        max(int(one[0]) for one in shapes),
+        [max(int(one[i]) for one in shapes) for i in range(1, len(shape))],
+    )
+    padded = torch.zeros(longest, *width, dtype=mine.dtype, device=context.device)
+    if len(mine):
+        padded[: len(mine)] = mine.to(context.device)
+    parts = [torch.empty_like(padded) for _ in shapes]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(one[0])].cpu() for part, one in zip(parts, shapes, strict=True)])
