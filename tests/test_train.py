@@ -102,6 +102,21 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_the_same(
     assert _files(resumed.checkpoint) == _files(trained.checkpoint)
 
 
+def test_fp16_tables_learn_as_well_and_resume_bit_for_bit(
+    ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path
+) -> None:
+    half = ["tables.default.data_type=fp16", "tables.default.sharding.sharding_types=[table_wise]"]
+    cut, whole = (_job(prepared_clicks, tmp_path / name, *half) for name in ("cut", "whole"))
+    ranks.run(1, _train, [*cut, "trainer.max_steps=37"])
+    resumed = ranks.run(1, _train, cut)[0]
+    uninterrupted = ranks.run(1, _train, whole)[0]
+    assert _files(resumed.checkpoint) == _files(uninterrupted.checkpoint)
+    assert uninterrupted.validation["auc"] == pytest.approx(trained.validation["auc"], abs=2e-3)
+    size, full = (sum(file.stat().st_size for file in Path(each.checkpoint).glob("*.distcp"))
+                  for each in (uninterrupted, trained))  # fmt: skip
+    assert size < 0.75 * full  # half of the tables, all of the states and layers
+
+
 def test_one_and_four_ranks_train_the_same_model(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path
 ) -> None:

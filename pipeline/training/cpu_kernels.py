@@ -4,6 +4,10 @@ Each row that a batch touched is updated once with the sum of its gradients, as 
 sorts the ids of every table for that; here a hash table chains the places of each row, in their order, so the sums
 do not depend on threads. The rows to come are prefetched, for the time goes into waiting for memory.
 
+fp16 tables come as uint16. Their rows are computed in fp32 and rounded up or down at random, in proportion: rounding to the
+nearest would lose every update below 1/2048 of a weight. The draw is a hash of the step, the table's offset and the row, so
+it is the same on any number of threads, and in a resumed run.
+
 Shapes: F features, B samples, L ids, T tables, D the width of a row. Weights and states of all tables lie one after
 the other in 1-D arrays. Every index is unsigned: Numba then leaves out its check for negative ones, and LLVM vectorises.
 """
@@ -50,6 +54,56 @@ def _add(into, at, gradients, begin, scale, dim):  # type: ignore[no-untyped-def
 def _subtract(into, at, gradient, scale, dim):  # type: ignore[no-untyped-def]
     for k in range(dim):
         into[at + k] -= scale * gradient[k]
+
+
+def _cast(name: str, from_type: Any, to_type: Any, steps: list[tuple[str, Any]]) -> Any:
+    """An intrinsic of one number: LLVM's casts, one after the other."""
+
+    def typed(_: Any, value: Any) -> tuple[Signature, Any]:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            result = arguments[0]
+            for instruction, to in steps:
+                result = getattr(builder, instruction)(result, to)
+            return result
+
+        return to_type(from_type), generate
+
+    typed.__name__ = name
+    return intrinsic(typed)
+
+
+_FLOAT, _HALF, _INT32, _INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
+_bits = _cast("_bits", types.float32, types.uint32, [("bitcast", _INT32)])
+_from_bits = _cast("_from_bits", types.uint32, types.float32, [("bitcast", _FLOAT)])
+_widen = _cast("_widen", types.uint16, types.float32, [("bitcast", _HALF), ("fpext", _FLOAT)])
+_narrow = _cast("_narrow", types.float32, types.uint16, [("fptrunc", _HALF), ("bitcast", _INT16)])
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _rounded(value, key):  # type: ignore[no-untyped-def]
+    """fp32 -> fp16 as uint16: to a neighbour, drawn by `key` with the chance that makes the mean `value`."""
+    key ^= key >> U(33)  # the finaliser of MurmurHash3
+    key *= U(0xFF51AFD7ED558CCD)
+    key ^= key >> U(33)
+    draw = np.float32(key >> U(40)) * np.float32(2.0**-24) - np.float32(0.5)
+    exponent = max((_bits(value) >> np.uint32(23)) & np.uint32(0xFF), np.uint32(113))  # 113: 2^-14, fp16's least normal
+    step = _from_bits(np.uint32((exponent - np.uint32(10)) << np.uint32(23)))  # between neighbours
+    return _narrow(min(max(value + draw * step, np.float32(-65504)), np.float32(65504)))
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _subtract_half(into, at, gradient, scale, dim, key):  # type: ignore[no-untyped-def]
+    for k in range(dim):
+        into[at + k] = _rounded(_widen(into[at + k]) - scale * gradient[k], key + U(k))
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _adagrad_half(weights, at, states, state_at, gradient, lr, eps, dim, key):  # type: ignore[no-untyped-def]
+    for k in range(dim):
+        square = states[state_at + k] + gradient[k] * gradient[k]
+        states[state_at + k] = square
+        update = lr * gradient[k] / (np.sqrt(square) + eps)
+        weights[at + k] = _rounded(_widen(weights[at + k]) - update, key + U(k))
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
@@ -107,10 +161,10 @@ def _bags(offsets, first_bag, last_bag, num_samples, begin, is_mean, sources, sc
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def update_tables(  # type: ignore[no-untyped-def]
-    tables, feature_begins, indices, offsets, num_samples, gradients, width, columns, weights, weight_begins,
-    states, state_begins, kind, is_mean, lr, eps,
+    tables, feature_begins, indices, offsets, num_samples, gradients, width, columns, weights, halves, is_half,
+    weight_begins, states, state_begins, kind, is_mean, lr, eps, step,
 ):  # fmt: skip
-    """Update the tables whose numbers are in `tables`.
+    """Update the tables whose numbers are in `tables`, in `halves` (fp16 as uint16) where `is_half`, else in `weights`.
 
     feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
     gradients [B * width], width = the features' D in all; columns [F + 1]: where each feature's begin.
@@ -136,8 +190,12 @@ def update_tables(  # type: ignore[no-untyped-def]
         for entry in range(count):
             if entry + U(AHEAD) < count:
                 coming = U(rows[entry + U(AHEAD)])
-                for k in range(U(0), dim, U(16)):
-                    _prefetch(weights, weight_begin + coming * dim + k)
+                if is_half:
+                    for k in range(U(0), dim, U(32)):
+                        _prefetch(halves, weight_begin + coming * dim + k)
+                else:
+                    for k in range(U(0), dim, U(16)):
+                        _prefetch(weights, weight_begin + coming * dim + k)
                 if kind == ROWWISE_ADAGRAD:
                     _prefetch(states, state_begin + coming)
             gradient[:] = np.float32(0)
@@ -148,11 +206,19 @@ def update_tables(  # type: ignore[no-untyped-def]
                 _add(gradient, U(0), gradients, sample * width + U(columns[feature]), scales[U(place)], dim)
                 place = following[U(place)]
             at = weight_begin + U(rows[entry]) * dim
+            scale = lr
             if kind == ROWWISE_ADAGRAD:
                 state = state_begin + U(rows[entry])
                 states[state] += _mean_square(gradient, dim)
-                _subtract(weights, at, gradient, lr / (np.sqrt(states[state]) + eps), dim)
+                scale = lr / (np.sqrt(states[state]) + eps)
+            if is_half:
+                key = (U(step) * HASH) ^ (at * U(0xD6E8FEB86659FD93))
+                if kind == ADAGRAD:
+                    state = state_begin + U(rows[entry]) * dim
+                    _adagrad_half(halves, at, states, state, gradient, lr, eps, dim, key)
+                else:
+                    _subtract_half(halves, at, gradient, scale, dim, key)
             elif kind == ADAGRAD:
                 _adagrad(weights, states, at, gradient, lr, eps, dim)
             else:
-                _subtract(weights, at, gradient, lr, dim)
+                _subtract(weights, at, gradient, scale, dim)

@@ -16,6 +16,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from pipeline.logs import get_logger
 from pipeline.threads import thread_pool
@@ -28,7 +29,8 @@ logger = get_logger(__name__)
 def speed_up_cpu_tables(modules: Iterable[nn.Module]) -> int:
     """Give every lookup in `modules` that can have it the faster backward; how many have it.
 
-    fp32 tables with SUM or MEAN pooling under SGD, Adagrad or row-wise Adagrad can. Without Numba none has it.
+    fp32 and fp16 tables with SUM or MEAN pooling under SGD, Adagrad or row-wise Adagrad can; FBGEMM rounds fp16 to the
+    nearest on the CPU, this one stochastically. Without Numba none has it.
     """
     inside = (one for module in modules for one in module.modules())
     mine = [one for one in inside if isinstance(one, SplitTableBatchedEmbeddingBagsCodegen) and _can(one)]
@@ -44,11 +46,18 @@ def speed_up_cpu_tables(modules: Iterable[nn.Module]) -> int:
     return len(mine)
 
 
+def fast_lookups(model: nn.Module) -> list[_FastLookup]:
+    """Of all sharded tables in `model`."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
+    inside = (one for module in sharded for lookup in module._lookups for one in lookup.modules())
+    return [one.forward for one in inside if isinstance(one.forward, _FastLookup)]
+
+
 def _can(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     return bool(
         lookup.use_cpu
         and lookup.optimizer in KINDS
-        and lookup.weights_precision == SparseType.FP32
+        and lookup.weights_precision in (SparseType.FP32, SparseType.FP16)
         and lookup.output_dtype == SparseType.FP32.as_int()
         and lookup.pooling_mode in POOLINGS
         and lookup.weights_host.numel()
@@ -60,6 +69,7 @@ class _FastLookup:
 
     def __init__(self, lookup: SplitTableBatchedEmbeddingBagsCodegen, update: Callable[..., None]) -> None:
         self._theirs, self._lookup, self._update = lookup.forward, lookup, update
+        self.step = 0  # of the run; draws how fp16 rows are rounded
         # Features of one table are neighbours: FBGEMM checks it.
         tables = lookup.feature_table_map
         begins = [0, *(later for later, (one, other) in enumerate(pairwise(tables), start=1) if one != other)]
@@ -89,16 +99,20 @@ class _FastLookup:
     def update(self, gradients: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
         """Tables are shared out over torch's number of threads; each is one thread's, so the result is the same."""
         one, kind = self._lookup, KINDS[self._lookup.optimizer]
-        weights = one.weights_host.detach().numpy()
-        states, state_offsets = weights, one.weights_offsets
+        is_half = one.weights_precision == SparseType.FP16
+        stored = one.weights_host.detach()
+        weights = np.empty(0, np.float32) if is_half else stored.numpy()
+        halves = stored.view(torch.uint16).numpy() if is_half else np.empty(0, np.uint16)
+        states, state_offsets = np.empty(0, np.float32), one.weights_offsets
         if kind:
             states, state_offsets = one.momentum1_host.detach().numpy(), one.momentum1_offsets.detach()
         num_samples, bounds = len(gradients), offsets.numpy()
         arguments = (
             self._feature_begins, indices.numpy(), bounds, np.uint64(num_samples),
             gradients.contiguous().numpy().reshape(-1), np.uint64(gradients.shape[1]), self._columns, weights,
-            one.weights_offsets.numpy(), states, state_offsets.numpy(), kind, one.pooling_mode == PoolingMode.MEAN,
-            np.float32(one.get_learning_rate()), np.float32(one.optimizer_args.eps),
+            halves, is_half, one.weights_offsets.numpy(), states, state_offsets.numpy(), kind,
+            one.pooling_mode == PoolingMode.MEAN, np.float32(one.get_learning_rate()),
+            np.float32(one.optimizer_args.eps), np.uint64(self.step),
         )  # fmt: skip
         places = bounds[self._feature_begins * num_samples]
         shares = share_out(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -92,10 +94,10 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType) ->
                 f"table {name!r}: FBGEMM ignores {key} on CPU, here {value}; set optimizer.sparse.{key}=0, "
                 "or train on a GPU"
             )
-    if data_type == DataType.FP16:
+    if data_type == DataType.FP16 and find_spec("numba") is None:
         _warn_once(
             "table %r is fp16 on CPU, where FBGEMM does not round stochastically: an update below 1/2048 of a "
-            "weight is lost; use data_type fp32 if the loss stalls",
+            "weight is lost; install Numba, whose kernels do, or use data_type fp32",
             name,
         )
 

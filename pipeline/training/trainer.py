@@ -25,6 +25,7 @@ from pipeline.logs import MetricsWriter, Progress, get_logger, progress
 from pipeline.models.task import NonFiniteLossError
 from pipeline.models.tasks import Task
 from pipeline.training.config import CheckpointConfig, EarlyStopConfig, ScheduleConfig, TrainerConfig
+from pipeline.training.cpu_tables import fast_lookups
 from pipeline.training.evaluation import evaluate_model
 from pipeline.training.input_watch import InputWatch
 from pipeline.training.lr_schedule import apply_schedule
@@ -68,6 +69,7 @@ class StepOptimizer:
         self._model, self._optimizer, self._schedule = model, optimizer, schedule
         self._clip_norm = trainer.gradient_clip_norm
         self._accumulation = trainer.gradient_accumulation_steps
+        self._lookups = fast_lookups(model)
         self.micro_step = 0
 
     @property
@@ -75,6 +77,8 @@ class StepOptimizer:
         return self.micro_step // self._accumulation
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        for lookup in self._lookups:
+            lookup.step = self.micro_step
         if self.micro_step % self._accumulation == 0:
             apply_schedule(self._optimizer, self._schedule, self.step_count)
             self._optimizer.zero_grad(set_to_none=set_to_none)  # also hands the new rate to the fused tables

@@ -78,15 +78,51 @@ def test_tables_states_and_outputs_equal_fbgemms(optimizer: str, pooling: Poolin
     )
 
 
-def test_any_number_of_threads_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
+def test_any_number_of_threads_gives_the_same_bits(precision: SparseType) -> None:
     found = []
     for num_threads in (1, 2, 3, 8):
         torch.set_num_threads(num_threads)
-        lookup = _lookup(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+        lookup = _lookup(EmbOptimType.EXACT_ROWWISE_ADAGRAD, precision=precision)
         speed_up_cpu_tables([lookup])
         found.append(_train(lookup, 5))
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fp16_tables_stay_within_a_rounding_of_fp32s_a_step(optimizer: str) -> None:
+    whole, half = (_lookup(OPTIMIZERS[optimizer], precision=one) for one in (SparseType.FP32, SparseType.FP16))
+    for exact, rounded in zip(whole.split_embedding_weights(), half.split_embedding_weights(), strict=True):
+        exact.copy_(rounded.float())
+    assert speed_up_cpu_tables([whole, half]) == 2
+    _train(whole, 5, num_steps=1)
+    _train(half, 5, num_steps=1)
+    for exact, rounded in zip(whole.split_embedding_weights(), half.split_embedding_weights(), strict=True):
+        neighbours = exact.abs().clamp(min=2**-14).log2().floor().sub(10).exp2()  # how far apart
+        assert ((rounded.float() - exact).abs() <= neighbours * 1.001).all()
+
+
+def test_updates_too_small_for_fp16_arrive_in_the_mean_where_fbgemm_loses_them() -> None:
+    """100 updates of 1/16 of the distance between neighbours."""
+    drifts = []
+    for fast in (False, True):
+        lookup = _lookup(EmbOptimType.EXACT_SGD, precision=SparseType.FP16)
+        table = lookup.split_embedding_weights()[3]
+        table.fill_(1.5)
+        lookup.set_learning_rate(2.0**-14)
+        speed_up_cpu_tables([lookup] if fast else [])
+        ids = torch.arange(BATCH).repeat(len(ROWS) + 1) % torch.tensor([*ROWS, ROWS[-1]]).repeat_interleave(BATCH)
+        ids[-BATCH:] = 5000 + torch.arange(BATCH)
+        for step in range(100):
+            if fast:
+                lookup.forward.step = step  # type: ignore[attr-defined]
+            lookup(ids, torch.arange(len(ids) + 1)).sum().backward()
+        drifts.append(1.5 - float(table[:BATCH].float().mean()))
+    assert drifts[0] == 0.0
+    assert drifts[1] == pytest.approx(
+        100 * 2.0**-14, rel=0.02
+    )  # 6,144 rows' numbers: 0.3 % is the mean's own deviation
 
 
 def test_a_new_learning_rate_is_taken_at_once() -> None:
@@ -99,8 +135,8 @@ def test_a_new_learning_rate_is_taken_at_once() -> None:
 
 
 def test_what_it_cannot_do_stays_fbgemms() -> None:
-    half = _lookup(EmbOptimType.EXACT_SGD, precision=SparseType.FP16)
-    assert speed_up_cpu_tables([half]) == 0
+    eight = _lookup(EmbOptimType.EXACT_SGD, precision=SparseType.INT8)
+    assert speed_up_cpu_tables([eight]) == 0
     weighted, theirs = _lookup(EmbOptimType.EXACT_SGD), _lookup(EmbOptimType.EXACT_SGD)
     speed_up_cpu_tables([weighted])
     ids, offsets = _inputs(3, 0)
