@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 
 from pipeline.checks import did_you_mean
 from pipeline.data.config import DataConfig, IdsConfig
+from pipeline.data.hashing import hash_ids
 from pipeline.data.rows import Layout
-from pipeline.data.vocabulary import hash_ids
 
 # Staged beside the features; no feature has these names.
 TIMESTAMP_COLUMN = "\0timestamp"
@@ -79,11 +79,7 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
     arrays += [pa.array(dense_values(table[name], features.dense_transform)) for name in features.dense]
     values, counts, lookups = [], [], []
     for name in features.sparse:
-        column = table[name].combine_chunks()
-        lengths = None
-        if name in features.multi_hot:
-            column, lengths = _flatten(column, features.list_separator)
-        codes, distinct = _codes(column)
+        codes, distinct, lengths = encode_values(features, name, table[name])
         ids = features.ids[name]
         if ids.kind == "hash":
             distinct = pa.array(hash_ids(distinct, ids.hash_size or 0, ids.hash_seed)).cast(pa.string())
@@ -109,6 +105,18 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
         num_values=[len(distinct) for distinct in values],
         num_lookups=lookups,
     )
+
+
+def encode_values(
+    features: Features, name: str, column: pa.ChunkedArray
+) -> tuple[np.ndarray, pa.Array, np.ndarray | None]:
+    """Codes, 0 for a missing value, the distinct values behind codes 1, 2, ... as text, and of a multi-hot feature how
+    many codes each row has."""
+    values = column.combine_chunks()
+    lengths = None
+    if name in features.multi_hot:
+        values, lengths = _flatten(values, features.list_separator)
+    return *_codes(values), lengths
 
 
 def dense_values(column: pa.ChunkedArray, transform: str) -> np.ndarray:

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.config import IdsConfig
+from pipeline.data.hashing import hash_ids
 from pipeline.data.vocabulary import (
     ENTRIES_SCHEMA,
     RankedFeature,
     count_values,
-    hash_ids,
     map_entries,
     open_engine,
     rank_values,
