@@ -92,9 +92,15 @@ def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:
 
 
 def open_reader(
-    job: TrainJob, dataset: Dataset, split: str, context: DistributedContext, global_batch_size: int | None = None
+    job: TrainJob,
+    dataset: Dataset,
+    split: str,
+    context: DistributedContext,
+    global_batch_size: int | None = None,
+    every_row: bool = False,
 ) -> ShardReader:
-    """Training reads whole micro-batches; the other splits are read in evaluation batches, every row once."""
+    """Training reads whole micro-batches; the other splits are read in evaluation batches, every row once. With
+    `every_row` so is the training split, which then may end in a batch that is not full."""
     trainer, training = job.trainer, split == "train"
     default = trainer.micro_batch_size if training else trainer.evaluate_batch_size or trainer.global_batch_size
     return ShardReader(
@@ -107,7 +113,7 @@ def open_reader(
         config=job.data.reader,
         seed=trainer.seed,
         multi_hot=job.data.synthetic_multi_hot,
-        drop_last=training,
+        drop_last=training and not every_row,
         pin_memory=context.device.type == "cuda",
         split_ids=IdSplitter(resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)),
         quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",

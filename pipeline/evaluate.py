@@ -51,7 +51,9 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     context = init_distributed(trained.comms.backend, trained.comms.timeout_s)
     watchdog.beat(phase="loading")
     dataset = load_dataset(trained.data.path)
-    reader = on_all_ranks(lambda: open_reader(trained, dataset, job.split, context, job.global_batch_size), context)
+    reader = on_all_ranks(
+        lambda: open_reader(trained, dataset, job.split, context, job.global_batch_size, every_row=True), context
+    )
     assembly = assemble(trained, dataset, context)
     checkpointer = Checkpointer(checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context)
     restored = checkpointer.restore_latest() if job.step is None else checkpointer.restore(job.step)

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = sorted(
     file.relative_to(REPOSITORY) for top in ("pipeline", "launch") for file in (REPOSITORY / top).rglob("*.py")
 )
-VERBS = ("generate", "prepare", "plan", "train", "evaluate", "checkpoints", "registry", "predict", "serve")
+VERBS = ("generate", "prepare", "plan", "train", "evaluate", "checkpoints", "registry", "predict", "serve", "export")
 
 
 def _imported(module: Path) -> set[str]:

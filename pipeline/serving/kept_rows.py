@@ -40,6 +40,10 @@ class KeptRows:
         places = self._before[index].astype(np.int64) + np.bitwise_count(below)
         return np.where(is_kept, places, 0)
 
+    def contains(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Of each row, whether it is kept."""
+        return (self.words[rows >> 6] >> (rows & 63).astype(np.uint64) & np.uint64(1)).astype(np.bool_)
+
     def mask(self, first: int, count: int) -> NDArray[np.bool_]:
         """[count]: whether rows first, first + 1, ... are kept. `first` is a multiple of 64."""
         assert first % WORD_BITS == 0

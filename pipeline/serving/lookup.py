@@ -188,3 +188,26 @@ def read_rows(table: ServedTable, into: memoryview) -> None:
             if not count:
                 raise ValueError(f"{table.path} ends {len(into) - filled} bytes too soon")
             filled += count
+
+
+class MappedLookup:
+    """Leaves every table in its file, of which the system keeps in memory what it has room for.
+
+    Nothing is verified here: the caller has, or trusts the files.
+    """
+
+    def __init__(self, tables: list[ServedTable], features: list[ServedFeature]) -> None:
+        self.tables, self.features = tables, features
+        self._files = [
+            torch.from_file(table.path, shared=False, size=table.size_bytes, dtype=torch.uint8) for table in tables
+        ]
+        self._poolers = [RowPooler([tables[feature.table]], [ServedFeature(feature.name, 0)]) for feature in features]
+
+    def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        rows = torch.from_numpy(stored_rows_of(self.tables, self.features, values, offsets))
+        batch = (len(offsets) - 1) // len(self.features)
+        parts = []
+        for place, (feature, pooler) in enumerate(zip(self.features, self._poolers, strict=True)):
+            ends = offsets[place * batch : (place + 1) * batch + 1]
+            parts.append(pooler.pool(self._files[feature.table], [0], rows[ends[0] : ends[-1]], ends - ends[0]))
+        return torch.cat(parts, dim=1)

@@ -21,7 +21,7 @@ from pipeline.data.hashing import hash_ids
 from pipeline.data.multi_hot import draw_bags
 from pipeline.data.rows import Layout, QuarantinedRow, parse_block
 from pipeline.data.source import Block
-from pipeline.data.value_index import ValueIndex
+from pipeline.data.value_index import ValueIndex, hashes_of
 
 DENSE, SPARSE, MULTI_HOT = "dense", "sparse", "multi_hot"
 
@@ -94,7 +94,7 @@ class RowEncoder:
             dense = np.empty((len(parsed.kept), len(self.schema.dense)), np.float32)
             for place, name in enumerate(self.schema.dense):
                 dense[:, place] = dense_values(parsed.table[name], self.schema.dense_transform)
-            bags = [self._bags(one, parsed.table[one.name]) for one in self.schema.features]
+            bags = self._bags(parsed.table)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
             raise ValueError(f"the rows cannot be read: {' '.join(str(error).split())[:300]}") from None
         ids = [np.zeros(0, np.int64), *(values for values, _ in bags)]
@@ -118,21 +118,35 @@ class RowEncoder:
                 table = table.set_column(place, name, table[name].cast(wanted))
         return table.combine_chunks()
 
-    def _bags(self, feature: RawFeature, column: pa.ChunkedArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids of all rows, one after the other, and how many each row has."""
-        codes, distinct, lengths = encode_values(self._features, feature.name, column)
-        if feature.hash_size is not None:
-            of_distinct = hash_ids(distinct, feature.hash_size, feature.hash_seed)
-        else:
-            of_distinct = self._vocabularies[feature.name].ids(distinct)
-        ids = np.concatenate([np.zeros(1, np.int64), of_distinct])[codes]
-        if lengths is not None:
-            return ids, lengths.astype(np.int64)
-        if feature.bag_size > 1:
-            bags = np.empty((len(ids), feature.bag_size), np.int64)
-            draw_bags(ids, feature.name, feature.cardinality, bags)
-            return bags.reshape(-1), np.full(len(ids), feature.bag_size, np.int64)
+    def _bags(self, table: pa.Table) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Of each feature, the ids of all rows, one after the other, and how many each row has."""
+        encoded = {name: encode_values(self._features, name, table[name]) for name in self._features.sparse}
+        hashes = hashes_of([encoded[name][1] for name in self._vocabularies])
+        of_distinct = {
+            name: index.ids(encoded[name][1], found)
+            for (name, index), found in zip(self._vocabularies.items(), hashes, strict=True)
+        }
+        bags = []
+        for feature in self.schema.features:
+            codes, distinct, lengths = encoded[feature.name]
+            if feature.hash_size is not None:
+                of_distinct[feature.name] = hash_ids(distinct, feature.hash_size, feature.hash_seed)
+            ids = np.concatenate([np.zeros(1, np.int64), of_distinct[feature.name]])[codes]
+            bags.append(_bag(feature, ids, lengths))
+        return bags
+
+
+def _bag(
+    feature: RawFeature, ids: NDArray[np.int64], lengths: NDArray[np.integer] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(ids of all rows, how many each row has); `lengths` is None where the rows have one each."""
+    if lengths is not None:
+        return ids, lengths.astype(np.int64)
+    if feature.bag_size == 1:
         return ids, np.ones(len(ids), np.int64)
+    bags = np.empty((len(ids), feature.bag_size), np.int64)
+    draw_bags(ids, feature.name, feature.cardinality, bags)
+    return bags.reshape(-1), np.full(len(ids), feature.bag_size, np.int64)
 
 
 def _type_of_nothing(kind: pa.DataType, column: str) -> pa.DataType | None:

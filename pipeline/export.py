@@ -1,0 +1,422 @@
+"""Turn a checkpoint into an artifact that scores raw rows:  python -m pipeline.export run=runs/quickstart precision=int8
+
+Tables in fp32, fp16, int8, int4 or int2, one by one too (tables.cat_3=fp16), or precision=auto for the smallest mix within
+ne_budget; rows left out by pruning.kind=untrained or frequency; layers in fp32, bf16 or int8 (dense=bf16), and compiled
+ahead of time (compiled=true). What it costs in quality is measured and stands in the artifact; past parity.max_ne_increase
+and the like nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline import __version__, storage
+from pipeline.config import ExportJob, TrainJob, run_verb
+from pipeline.garbage import none_while_importing
+from pipeline.logs import get_logger
+from pipeline.serving.config import AUTO, PRECISIONS
+from pipeline.train import config_of, folder_of
+
+if TYPE_CHECKING:
+    from pipeline.data.dataset import Dataset
+    from pipeline.serving.attempt import Attempt
+    from pipeline.serving.certificate import Parity
+    from pipeline.serving.kept_rows import KeptRows
+    from pipeline.serving.manifest import Manifest
+    from pipeline.serving.package import Packed
+    from pipeline.serving.reference import Reference
+    from pipeline.serving.trained_model import TrainedModel
+
+logger = get_logger("pipeline.export")
+OF_NO_INTEREST = ("run", "step", "output", "data_path")  # to whether two exports of a step are the same
+
+
+@dataclass
+class ExportSummary:
+    """`parity` is what the artifact's certificate says, by split: scores, NE and AUC beside the trained model's."""
+
+    run: str
+    step: int
+    artifact: str
+    version: str
+    certificate: dict[str, Any]
+    sizes: dict[str, Any]
+    already_exported: bool = False
+    seconds: float = 0.0
+    parity: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The step that is exported, and the data set that it was trained on."""
+
+    job: TrainJob
+    step: int
+    manifest: dict[str, Any]
+    trained: TrainedModel
+    dataset: Dataset
+    data_path: str
+
+
+def export(job: ExportJob) -> ExportSummary:
+    """Write the artifact, or find that it is there already.
+
+    Raises:
+        ValueError: the run, step or data set is not there, or damaged; another artifact has the output's place; or the
+            artifact's scores lie further from the model's than job.parity allows, with the numbers.
+    """
+    with none_while_importing():  # here, for a typo in the command line must fail before torch is loaded
+        from pipeline.serving.attempt import attempt
+
+    started = time.monotonic()
+    source = _open_source(job)
+    output = job.output or default_output(job, source.step)
+    if storage.exists(output):
+        return _already_there(job, source, output)
+    logger.info("step %d of %s: %s", source.step, job.run, _describe_tables(source.trained))
+    with attempt(output) as at:
+        manifest = _make(job, source, at)
+        at.commit(manifest.to_text())
+    return _summary(job, source.step, output, manifest, time.monotonic() - started)
+
+
+def default_output(job: ExportJob, step: int) -> str:
+    """<run>/artifacts/step_00000300.int8, with a hash of what else was asked for, where anything was."""
+    asked, usual = settings_of(job), settings_of(ExportJob(run=job.run, precision=job.precision))
+    digest = "" if asked == usual else f".{_hash(asked)[:8]}"
+    return f"{job.run.rstrip('/')}/artifacts/step_{step:08d}.{job.precision}{digest}"
+
+
+def settings_of(job: ExportJob) -> dict[str, Any]:
+    """What of a job decides on the artifact's bytes."""
+    return {key: value for key, value in asdict(job).items() if key not in OF_NO_INTEREST}
+
+
+def _hash(content: Any) -> str:
+    import hashlib
+
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _open_source(job: ExportJob) -> _Source:
+    from pipeline.checkpoint.survey import open_step
+    from pipeline.checkpoint.vocabularies import trained_dataset
+    from pipeline.embeddings.config import resolve_tables
+    from pipeline.models.build import build_model
+    from pipeline.serving.trained_model import load_trained
+
+    trained_job = config_of(job.run)
+    if trained_job is None:
+        raise ValueError(f"{job.run} is no run folder: it has no config.yaml; run=<the run_dir of a training>")
+    step, manifest, tensors = open_step(folder_of(job.run), job.step)
+    dataset, where = trained_dataset(manifest, job.data_path or trained_job.data.path)
+    if dataset is None:
+        raise ValueError(
+            f"{where}: the artifact needs its vocabularies and validation rows; set data_path=<its folder>"
+        )
+    tables = resolve_tables(trained_job.tables, dataset, trained_job.data.synthetic_multi_hot)
+    if unknown := [name for name in job.tables if name not in [table.name for table in tables]]:
+        from pipeline.checks import did_you_mean
+
+        near = did_you_mean(unknown[0], [table.name for table in tables])
+        raise ValueError(f"tables.{unknown[0]}: the run has no such table among {len(tables)}{near}")
+    model = build_model(trained_job.model, tables, len(dataset.dense_features), seed=trained_job.trainer.seed)
+    is_bf16 = trained_job.trainer.precision == "bf16"
+    trained = load_trained(model, tables, dataset.sparse_feature_names, tensors, len(dataset.dense_features), is_bf16)
+    return _Source(trained_job, step, manifest, trained, dataset, where)
+
+
+def _make(job: ExportJob, source: _Source, at: Attempt) -> Manifest:
+    """Everything but the commit."""
+    from pipeline.serving.manifest import Manifest
+    from pipeline.serving.package import (
+        Packed,
+        library_versions,
+        pack_layers,
+        pack_tables,
+        pack_vocabularies,
+        schema_of,
+    )
+
+    trained, packed = source.trained, Packed()
+    reference = _make_reference(job, source, at)
+    precisions = _choose_precisions(job, reference)
+    kept = _prune(job, trained)
+    pack_tables(packed, at, trained, precisions, kept)
+    logger.info("layers     %s, by torch.export%s", job.dense, ", then AOTInductor" if job.compiled else "")
+    pack_layers(packed, at, trained, job.dense, job.compiled)
+    alone = {
+        table.feature_names[0]: rows
+        for table, rows in zip(trained.tables, kept, strict=True)
+        if rows is not None and len(table.feature_names) == 1
+    }
+    pack_vocabularies(packed, at, source.dataset, source.data_path, alone)
+    manifest = Manifest(
+        lineage=_lineage(job, source),
+        schema=schema_of(source.dataset, source.job.data.columns.list_separator, source.job.data.synthetic_multi_hot),
+        tables=packed.tables,
+        features=[(feature.name, feature.table) for feature in trained.features],
+        dense=packed.dense,
+        files=packed.files,
+        vocabularies=packed.vocabularies,
+        sizes=_sizes(trained, packed),
+        versions=library_versions(),
+        settings=settings_of(job),
+    )
+    return _certified(job, reference, manifest, at, precisions, kept)
+
+
+def _make_reference(job: ExportJob, source: _Source, at: Attempt) -> Reference:
+    from pipeline.serving.reference import make_reference
+    from pipeline.serving.sample import read_sample
+
+    data, dataset = source.job.data, source.dataset
+    splits = [name for name in job.parity.splits if dataset.splits[name].num_rows]
+    if "validation" not in splits:
+        raise ValueError(
+            f"data set {dataset.name!r} has no validation rows to certify an artifact by: prepare it again with "
+            "data.split.validation_fraction above 0"
+        )
+    samples = {
+        split: read_sample(
+            source.data_path,
+            dataset,
+            split,
+            job.parity.max_rows,
+            data.reader,
+            data.synthetic_multi_hot,
+            lambda sparse: sparse,
+        )
+        for split in splits
+    }
+    reference = make_reference(source.trained, samples, at.scratch)
+    for split, found in reference.qualities.items():
+        rows = len(reference.scores[split])
+        logger.info("model      %s: NE %.5f, AUC %.5f on %s rows", split, found.ne, found.auc, f"{rows:,}")
+    return reference
+
+
+def _choose_precisions(job: ExportJob, reference: Reference) -> list[str]:
+    """One a table."""
+    from pipeline.serving.quantize import row_bytes
+    from pipeline.serving.reference import nearest
+    from pipeline.serving.sensitivity import find_mix
+
+    trained = reference.trained
+    for table in trained.tables:
+        if table.name in job.tables:
+            row_bytes(table.embedding_dim, job.tables[table.name])  # raises where there are no such rows
+    if job.precision == AUTO:
+        found = find_mix(reference, job.tables, job.ne_budget)
+    else:
+        found = [job.tables.get(table.name) or nearest(table.embedding_dim, job.precision) for table in trained.tables]
+        other = [table.name for table, name in zip(trained.tables, found, strict=True) if name != job.precision]
+        if missed := [name for name in other if name not in job.tables]:
+            logger.info("%d table(s) have no %s rows of their width and get the next larger: %s", len(missed), job.precision, ", ".join(missed[:8]))  # fmt: skip
+    counts = {name: found.count(name) for name in PRECISIONS if name in found}
+    logger.info("precision  %s", ", ".join(f"{count} table(s) {name}" for name, count in counts.items()))
+    return found
+
+
+def _prune(job: ExportJob, trained: TrainedModel) -> list[KeptRows | None]:
+    from pipeline.serving.prune import rows_to_keep
+
+    kept = [
+        rows_to_keep(trained.tensors, stored, table, job.pruning)
+        for table, stored in zip(trained.tables, trained.stored, strict=True)
+    ]
+    if job.pruning.kind != "none":
+        before = sum(stored.rows for stored in trained.stored)
+        after = sum(
+            stored.rows if rows is None else rows.num_kept for stored, rows in zip(trained.stored, kept, strict=True)
+        )
+        logger.info(
+            "pruning    %s: %s of %s rows stay (%.1f %%)",
+            job.pruning.kind,
+            f"{after:,}",
+            f"{before:,}",
+            100 * after / before,
+        )
+    return kept
+
+
+def _certified(
+    job: ExportJob,
+    reference: Reference,
+    manifest: Manifest,
+    at: Attempt,
+    precisions: list[str],
+    kept: list[KeptRows | None],
+) -> Manifest:
+    """The manifest with its certificate. Raises ValueError where a limit is passed."""
+    from dataclasses import replace
+
+    from pipeline.serving.certificate import excesses
+
+    certificate = _certificate(job, reference, kept)
+    found = _check(reference, manifest, at)
+    certificate["splits"] = {split: parity.as_dict() for split, parity in found.items()}
+    for split, parity in found.items():
+        logger.info(
+            "artifact   %s: NE %+.6f, AUC %+.6f, scores differ by %.2g at most, %.2g on average",
+            split, parity.ne_delta, parity.auc_delta, parity.max_score_difference, parity.mean_score_difference,
+        )  # fmt: skip
+    if lines := excesses(found, job.parity):
+        raise ValueError(_refusal(job, lines, certificate))
+    return replace(manifest, certificate=certificate)
+
+
+def _certificate(job: ExportJob, reference: Reference, kept: list[KeptRows | None]) -> dict[str, Any]:
+    """What each precision of all tables would cost on the validation split, and what pruning costs, each by itself."""
+    from pipeline.serving.reference import bytes_of, nearest
+
+    trained, precisions = reference.trained, {}
+    for name in PRECISIONS:
+        mix = [nearest(stored.dim, name) for stored in trained.stored]
+        parity = reference.parity_of("validation", mix)
+        precisions[name] = {**parity.as_dict(), "table_bytes": bytes_of(trained, mix)}
+    pruning = None
+    if any(rows is not None for rows in kept):
+        pruning = {
+            **reference.parity_of_pruned("validation", kept).as_dict(),
+            "rows_before": sum(stored.rows for stored in trained.stored),
+            "rows_after": sum(
+                stored.rows if rows is None else rows.num_kept
+                for stored, rows in zip(trained.stored, kept, strict=True)
+            ),
+        }
+    return {
+        "model": {split: asdict(found) for split, found in reference.qualities.items()},
+        "model_precision": "bf16" if trained.is_bf16 else "fp32",
+        "precisions": precisions,
+        "pruning": pruning,
+        "limits": asdict(job.parity),
+    }
+
+
+def _check(reference: Reference, manifest: Manifest, at: Attempt) -> dict[str, Parity]:
+    """By split: what is written, loaded as a server would load it, beside the trained model."""
+    from pipeline.serving.predictor import load_parts
+
+    lookup, program = load_parts(at.path, manifest)
+    return {
+        split: reference.compare(split, sample.score(program, lambda batch: lookup.pooled(batch.values, batch.offsets)))
+        for split, sample in reference.samples.items()
+    }
+
+
+def _refusal(job: ExportJob, lines: list[str], certificate: dict[str, Any]) -> str:
+    fits = [
+        name
+        for name, one in certificate["precisions"].items()
+        if one["ne_delta"] <= job.parity.max_ne_increase and -one["auc_delta"] <= job.parity.max_auc_decrease
+        and one["max_score_difference"] <= job.parity.max_score_difference
+    ]  # fmt: skip
+    ways = [f"precision={fits[-1]} keeps within the limits on validation"] if fits else []
+    ways += ["precision=auto finds the smallest mix within ne_budget"] if job.precision != AUTO else []
+    ways += ["prune less"] if job.pruning.kind != "none" else []
+    ways += ["dense=fp32"] if job.dense != "fp32" else []
+    return f"nothing is written, the artifact is too far from the model: {'; '.join(lines)}. {'; '.join(ways)}; or raise the limit"
+
+
+def _lineage(job: ExportJob, source: _Source) -> dict[str, Any]:
+    hashes = source.manifest.get("hashes", {})
+    return {
+        "run": job.run,
+        "name": source.job.name,
+        "step": source.step,
+        "config_sha256": hashes.get("config", ""),
+        "schema_sha256": hashes.get("schema", ""),
+        "dataset": source.dataset.name,
+        "dataset_sha256": source.dataset.fingerprint(),
+        "code_version": __version__,
+        "exported_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _sizes(trained: TrainedModel, packed: Packed) -> dict[str, Any]:
+    """Bytes before and after."""
+
+    def total(*beginnings: str) -> int:
+        return sum(int(entry["size_bytes"]) for name, entry in packed.files.items() if name.startswith(beginnings))
+
+    return {
+        "tables_before": trained.table_bytes,
+        "tables_after": total("tables/"),
+        "layers_before": trained.layer_bytes,
+        "layers_after": total("dense.pt2"),
+        "vocabularies": total("vocabulary/"),
+        "artifact": total(""),
+    }
+
+
+def _already_there(job: ExportJob, source: _Source, output: str) -> ExportSummary:
+    """Raises ValueError where what is there is something else."""
+    from pipeline.serving.manifest import read_manifest
+
+    way_out = f"choose another output=<folder>, or remove {output}"
+    try:
+        manifest = read_manifest(output)
+    except ValueError as error:
+        raise ValueError(f"{output} is there already, and is no artifact ({error}): {way_out}") from None
+    wanted = {**_lineage(job, source), "exported_at": manifest.lineage["exported_at"], "run": manifest.lineage["run"]}
+    if manifest.lineage != wanted or manifest.settings != json.loads(json.dumps(settings_of(job))):
+        raise ValueError(f"{output} is there already, of another step, run or setting: {way_out}")
+    return _summary(job, source.step, output, manifest, 0.0, already_exported=True)
+
+
+def _summary(
+    job: ExportJob, step: int, output: str, manifest: Manifest, seconds: float, already_exported: bool = False
+) -> ExportSummary:
+    return ExportSummary(
+        job.run, step, output, manifest.version, manifest.certificate, manifest.sizes, already_exported, seconds,
+        manifest.certificate["splits"],
+    )  # fmt: skip
+
+
+def _describe_tables(trained: TrainedModel) -> str:
+    rows = sum(stored.rows for stored in trained.stored)
+    return f"{len(trained.tables)} tables with {rows:,} rows, {_size(trained.table_bytes)}"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= length:
+            return f"{size_bytes / length:.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def describe(summary: ExportSummary) -> str:
+    sizes, certificate = summary.sizes, summary.certificate
+    ratio = sizes["tables_before"] / max(sizes["tables_after"], 1)
+    lines = [f"step {summary.step} of {summary.run} as an artifact, version {summary.version}"]
+    lines.append(
+        f"  {'precision':<11}{'tables':>12}{'NE':>12}{'AUC':>12}{'score, most':>13}{'mean':>11}   on validation"
+    )
+    for name, one in certificate["precisions"].items():
+        lines.append(
+            f"  {name:<11}{_size(one['table_bytes']):>12}{one['ne_delta']:>+12.6f}{one['auc_delta']:>+12.6f}"
+            f"{one['max_score_difference']:>13.2g}{one['mean_score_difference']:>11.2g}"
+        )
+    for split, one in certificate["splits"].items():
+        lines.append(
+            f"{split:<12}NE {one['ne']:.5f} ({one['ne_delta']:+.6f}), AUC {one['auc']:.5f} ({one['auc_delta']:+.6f}), "
+            f"scores within {one['max_score_difference']:.2g} of the model's"
+        )
+    lines.append(
+        f"tables      {_size(sizes['tables_before'])} -> {_size(sizes['tables_after'])} ({ratio:.1f}x smaller); layers "
+        f"{_size(sizes['layers_before'])} -> {_size(sizes['layers_after'])}, vocabularies {_size(sizes['vocabularies'])}"
+    )
+    if summary.already_exported:
+        lines.append(f"already exported to {summary.artifact}: nothing to do")
+    else:
+        lines.append(f"written to  {summary.artifact} ({_size(sizes['artifact'])}) in {summary.seconds:.1f} s")
+    lines.append(f"next        python -m pipeline.serve artifact={summary.artifact}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_verb(ExportJob, export, __doc__, describe)
