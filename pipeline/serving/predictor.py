@@ -7,7 +7,7 @@ the functions that prepare reads them with. What is loaded was verified first, b
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pipeline import storage
 from pipeline.checkpoint.checksums import FileEntry, damage, read_verified
 from pipeline.checks import check_choice
+from pipeline.data.config import ColumnsConfig
 from pipeline.data.rows import QuarantinedRow
 from pipeline.data.value_index import ValueIndex
 from pipeline.serving.dense_program import Program, load_compiled, load_program
@@ -73,6 +74,16 @@ class Predictor:
         indices = {name: files.vocabulary(file) for name, file in manifest.vocabularies.items()}
         program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()
         return cls(manifest, RowEncoder(manifest.schema, indices), lookup, program)
+
+    @property
+    def version(self) -> str:
+        """Of the artifact: equal for equal scores."""
+        return self.manifest.version
+
+    @property
+    def columns(self) -> ColumnsConfig:
+        """What raw rows have, without a label."""
+        return self.encoder.layout.columns
 
     def score(self, rows: pa.Table) -> Scored:
         """Raw columns, as prepare reads them, without a label.
@@ -176,8 +187,3 @@ def load_parts(artifact: str, manifest: Manifest) -> tuple[TableLookup, Program]
     """Lookup and layers of an artifact whose manifest is not written yet, tables left in their files."""
     files = _Files(artifact, manifest, verify=True)
     return open_lookup(files, "mapped", None), files.program()
-
-
-def describe(manifest: Manifest) -> dict[str, Any]:
-    """What a server says of the artifact that it serves."""
-    return {"version": manifest.version, **manifest.lineage, "columns": manifest.columns}
