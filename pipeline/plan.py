@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.checks import did_you_mean
 from pipeline.config import PlanJob, main, print_user_errors, run_verb
+from pipeline.embeddings.config import Table
 from pipeline.embeddings.physical import physical_tables
 from pipeline.logs import configure_logging, get_logger
 from pipeline.preflight import load_or_describe, validate_job
@@ -52,8 +53,10 @@ def plan(job: PlanJob) -> PlanSummary:
         ValueError: no plan holds the tables, or the job does not fit the data or the number of ranks.
     """
     started = time.monotonic()
-    request = build_request(job)
+    tables = validate_job(job, job.world_size)
+    request = build_request(job, tables)
     # Imported here, for a mistake in the job must be told before torch is loaded.
+    from pipeline.embeddings.describe import describe_savings, savings_of
     from pipeline.planner.explain import explain
     from pipeline.planner.page import page_path, write_page
     from pipeline.planner.planfile import encode_plan, write_plan
@@ -75,13 +78,13 @@ def plan(job: PlanJob) -> PlanSummary:
         max_rank_ms=record.objective.max_rank_ms,
         critical_path_ms=record.objective.critical_path_ms,
         seconds=time.monotonic() - started,
-        explanation=explain(record),
+        explanation="\n".join([explain(record), *describe_savings(savings_of(tables))]),
     )
 
 
-def build_request(job: PlanJob) -> PlanRequest:
+def build_request(job: PlanJob, tables: list[Table] | None = None) -> PlanRequest:
     """The model on meta, its tables and hardware, checked against the data set, or against the config where it is absent."""
-    tables = validate_job(job, job.world_size)
+    tables = validate_job(job, job.world_size) if tables is None else tables
     from pipeline.assembly import build_task
     from pipeline.planner.constraints import TableOptimizer
     from pipeline.planner.hardware import resolve_hardware

@@ -49,6 +49,9 @@ class TrainSummary:
     validation: dict[str, float] = field(default_factory=dict)
     bayes_auc: float | None = None
     num_bad_rows: int = 0  # quarantined in training, on all ranks; run_dir/quarantine lists them
+    compression: dict[str, Any] = field(
+        default_factory=dict
+    )  # of each compressed table: its parts, bytes and collisions
 
 
 def train(job: TrainJob) -> TrainSummary:
@@ -64,6 +67,7 @@ def train(job: TrainJob) -> TrainSummary:
         from pipeline.checkpoint.steps import step_path
         from pipeline.data.dataset import load_dataset
         from pipeline.distributed import describe_threads, init_distributed
+        from pipeline.embeddings.describe import as_json, describe_savings, savings_of
         from pipeline.logs import MetricsWriter, get_logger, to_json
         from pipeline.planner.explain import summarize
         from pipeline.planner.planfile import encode_record, write_plan
@@ -94,6 +98,9 @@ def train(job: TrainJob) -> TrainSummary:
     memory = MemoryWatch(context)
     assembly = assemble(job, dataset, context)
     get_logger("pipeline.train").info(summarize(assembly.plan))
+    savings = savings_of(assembly.tables) if context.is_main else []
+    for line in describe_savings(savings):
+        get_logger("pipeline.train").info("%s", line)
     if job.trainer.compile:
         DenseCompiler().compile(assembly.task.model)
     optimizer = build_optimizer(assembly.model, job.optimizer)
@@ -134,6 +141,7 @@ def train(job: TrainJob) -> TrainSummary:
         sys.exit(REQUEUE)
     checkpoint = step_path(checkpointer.folder, result.step)
     summary = summarize_fit(job.run_dir, checkpoint, result, dataset.bayes_auc.get("validation"))
+    summary.compression = as_json(savings)
     if writer and result.throughput:  # a run that had nothing left to train keeps the summary of the one that had
         storage.publish_text(f"{job.run_dir}/{SUMMARY}", to_json(asdict(summary), indent=1))
     return summary

@@ -60,7 +60,17 @@ def num_numbers(table: Table) -> int:
 
 def check_compressed(table: Table) -> None:
     """Raises ValueError where a table's compression does not fit it."""
-    assert table.compression is not None
+    config = table.compression
+    assert config is not None
+    is_product = config.kind == "tensor_train" or (
+        config.kind == "quotient_remainder" and config.operation == "multiply"
+    )
+    if is_product and table.init.kind == "zeros":
+        raise ValueError(
+            f"tables.{table.name}: init.kind=zeros under {_describe(table)} would never train, for each factor's gradient is "
+            "the product of the others; use another init or compression"
+        )
+    num_numbers(table)  # what lies beside the parts is checked too
     for part in leaves(table):
         if part.embedding_dim % DIM_STEP and part.sharding.sharding_types != ["data_parallel"]:
             raise ValueError(
@@ -171,11 +181,6 @@ def _partition_parts(table: Table) -> list[Table]:
     if len(partitions) > 1 and config.operation == "add":
         std /= math.sqrt(len(partitions))
     elif len(partitions) > 1 and config.operation == "multiply":
-        if not std:
-            raise ValueError(
-                f"tables.{table.name}: init.kind=zeros under operation=multiply would never train, for each factor's gradient "
-                "is the other factor; use another init or operation"
-            )
         std = std ** (1 / len(partitions))
     return [
         part_of(

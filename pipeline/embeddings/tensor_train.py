@@ -13,6 +13,8 @@ from pipeline.embeddings.physical import feature_of, row_std
 from pipeline.embeddings.sizes import tensor_train_of
 from pipeline.embeddings.table import Table
 
+# Where the first two cores have no more pairs, one product of all of them costs less than one for each id of a batch.
+MAX_PAIRS = 4096
 LEAST = 2.0  # standard deviations; TT-Rec leaves out what is nearer to zero
 
 
@@ -40,15 +42,24 @@ class TensorTrainEmbedding(Composer):
 
     def rows_of(self, ids: torch.Tensor) -> torch.Tensor:
         """[ids] -> [ids, D]."""
-        _, n2, n3 = self._rows
-        digits = ids // (n2 * n3), ids // n3 % n2, ids % n3
-        first, second, third = (
-            core.index_select(0, digit)
-            for core, digit in zip((self.first, self.second, self.third), digits, strict=True)
-        )
-        rank = first.shape[2]
-        left = torch.bmm(first, second).reshape(len(ids), -1, rank)  # [ids, d1 d2, r]
-        return torch.bmm(left, third).reshape(len(ids), self._dim)
+        n1, n2, n3 = self._rows
+        pairs = self._products_of_all(ids // n3) if n1 * n2 <= MAX_PAIRS else self._products(ids // n3)
+        rows = torch.bmm(pairs, self.third.index_select(0, ids % n3))
+        return rows.reshape(-1, self._dim)
+
+    def _products(self, pairs: torch.Tensor) -> torch.Tensor:
+        """[ids] of (i1, i2) -> [ids, d1 d2, r]."""
+        _, n2, _ = self._rows
+        first, second = self.first.index_select(0, pairs // n2), self.second.index_select(0, pairs % n2)
+        return torch.bmm(first, second).reshape(first.shape[0], -1, first.shape[2])
+
+    def _products_of_all(self, pairs: torch.Tensor) -> torch.Tensor:
+        n1, n2, _ = self._rows
+        _, d1, rank = self.first.shape
+        # [n1 d1, r] times [r, n2 d2 r]
+        products = self.first.reshape(n1 * d1, rank) @ self.second.transpose(0, 1).reshape(rank, -1)
+        each = products.view(n1, d1, n2, -1).transpose(1, 2).reshape(n1 * n2, -1)
+        return each.index_select(0, pairs).view(pairs.shape[0], -1, rank)
 
 
 def away_from_zero(*shape: int) -> torch.Tensor:

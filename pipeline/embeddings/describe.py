@@ -1,0 +1,155 @@
+"""Turn compressed tables into what they save and what they cost: bytes beside the full table's, and ids that share rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.embeddings.bases import balanced_bases
+from pipeline.embeddings.id_splitter import classes_of
+from pipeline.embeddings.partitions import Hashed, Partition, part_dims, partitions_of
+from pipeline.embeddings.physical import leaves, num_numbers
+from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.embeddings.sizes import tensor_train_of
+from pipeline.embeddings.table import Table
+
+MOST_COUNTED = 1 << 26  # ids; of larger tables so many of the hottest are counted
+IDS_AT_ONCE = 1 << 20
+ITEM_BYTES = {"fp32": 4, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Collisions:
+    """Shares of the counted ids, and of their lookups (None where no data say how these fall on ids).
+
+    `ids`: that share a row with another. `lookups`: of such ids. `lookups_of_others`: of ids that are not the hottest of
+    their row, which trains mostly for another.
+    """
+
+    counted: int
+    ids: float
+    lookups: float | None
+    lookups_of_others: float | None
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Of one compressed table; bytes of weights, without optimizer state."""
+
+    table: str
+    kind: str
+    parts: str
+    table_bytes: int
+    full_bytes: int
+    least_bytes: int | None  # of as many partitions with balanced bases: k n^(1/k) D numbers
+    collisions: Collisions | None
+
+    def line(self) -> str:
+        text = (
+            f"{self.table}: {self.kind}, {self.parts}; {_show(self.table_bytes)} instead of {_show(self.full_bytes)} "
+            f"({self.full_bytes / self.table_bytes:.3g} x smaller)"
+        )
+        if self.least_bytes is not None:
+            text += f", with balanced bases {_show(self.least_bytes)}; every id has a row of its own"
+        return text + (f"; {_collided(self.collisions)}" if self.collisions else "")
+
+
+def savings_of(tables: Iterable[Table]) -> list[Savings]:
+    """Of the compressed ones. Hashing is counted id by id: a second for a hundred million ids."""
+    return [_savings(table) for table in tables if table.compression is not None]
+
+
+def describe_savings(savings: list[Savings]) -> list[str]:
+    """Lines for a log; empty where no table is compressed."""
+    if not savings:
+        return []
+    small, full = sum(one.table_bytes for one in savings), sum(one.full_bytes for one in savings)
+    head = f"compressed tables: {len(savings)}, {_show(small)} instead of {_show(full)} ({full / small:.3g} x smaller)"
+    return [head, *(f"  {one.line()}" for one in savings)]
+
+
+def as_json(savings: list[Savings]) -> dict[str, Any]:
+    return {one.table: {key: value for key, value in asdict(one).items() if key != "table"} for one in savings}
+
+
+def _savings(table: Table) -> Savings:
+    config = table.compression
+    assert config is not None
+    item, numbers, parts = ITEM_BYTES[table.data_type], num_numbers(table), leaves(table)
+    in_tables = sum(part.num_embeddings * part.embedding_dim for part in parts)
+    names = [
+        f"{part.name.removeprefix(table.name + '__')} {part.num_embeddings:,} x {part.embedding_dim}" for part in parts
+    ]
+    if config.kind == "tensor_train":
+        train = tensor_train_of(table)
+        rows, dims = ("x".join(map(str, sizes)) for sizes in (train.rows, train.dims))
+        names.append(f"cores of rows {rows}, columns {dims}, rank {train.rank}")
+    elif numbers > in_tables:
+        names.append(f"{numbers - in_tables:,} dense parameters")
+    by_partitions = config.kind in ("hash", "quotient_remainder")
+    partitions = partitions_of(table) if by_partitions else []
+    kind = f"{config.kind} {config.operation}" if len(partitions) > 1 else config.kind
+    return Savings(
+        table=table.name,
+        kind=kind,
+        parts=", ".join(names),
+        table_bytes=item * in_tables + 4 * (numbers - in_tables),
+        full_bytes=item * table.num_embeddings * table.embedding_dim,
+        least_bytes=item * _least(table, len(partitions)) if len(partitions) > 1 else None,
+        collisions=_count(partitions[0], table) if partitions and isinstance(partitions[0], Hashed) else None,
+    )
+
+
+def _least(table: Table, num_partitions: int) -> int:
+    return sum(balanced_bases(table.num_embeddings, num_partitions)) * max(part_dims(table, num_partitions))
+
+
+def _count(partition: Partition, table: Table) -> Collisions:
+    counted = min(table.num_embeddings, MOST_COUNTED)
+    rows = np.zeros(partition.num_classes, np.int64)
+    first_of_row = np.full(partition.num_classes, -1, np.int64)  # ids come by descending frequency
+    for begin in range(0, counted, IDS_AT_ONCE):
+        ids = np.arange(begin, min(begin + IDS_AT_ONCE, counted))
+        classes = classes_of(partition, ids)
+        rows += np.bincount(classes, minlength=len(rows))
+        seen, where = np.unique(classes, return_index=True)
+        fresh = first_of_row[seen] < 0
+        first_of_row[seen[fresh]] = ids[where[fresh]]
+    shared = rows > 1
+    ids_sharing = float(rows[shared].sum() / counted)
+    if table.frequencies is None or not table.frequencies.by_row:
+        return Collisions(counted, ids_sharing, None, None)
+    of_hottest = _lookups_of(first_of_row[rows > 0], table.frequencies)
+    alone = _lookups_of(first_of_row[rows == 1], table.frequencies)
+    total = float(_upto(np.array([float(counted)]), table.frequencies)[0])
+    return Collisions(counted, ids_sharing, 1 - float(alone.sum()) / total, 1 - float(of_hottest.sum()) / total)
+
+
+def _lookups_of(ids: NDArray[np.int64], frequencies: RowFrequencies) -> NDArray[np.float64]:
+    return _upto(ids + 1.0, frequencies) - _upto(ids.astype(np.float64), frequencies)
+
+
+def _upto(ids: NDArray[np.floating[Any]], frequencies: RowFrequencies) -> NDArray[np.float64]:
+    shares: NDArray[np.float64] = np.interp(ids, frequencies.rows, frequencies.shares)
+    return shares
+
+
+def _collided(found: Collisions) -> str:
+    text = f"{100 * found.ids:.1f} % of ids share a row"
+    if found.lookups is None or found.lookups_of_others is None:
+        return text
+    return (
+        f"{text}, and {100 * found.lookups:.1f} % of lookups are theirs; {100 * found.lookups_of_others:.1f} % of lookups get "
+        "a row whose most frequent id is another"
+    )
+
+
+def _show(num_bytes: float) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= size / 10:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes / 1024:,.1f} KiB"
