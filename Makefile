@@ -83,6 +83,7 @@ $(VENV)/installed: setup.cfg pyproject.toml
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) -e '.[$(STACK)]'
 	@$(PIP_INSTALL) --no-deps $(TORCHREC)
+	@$(PY) -m pipeline.precompile
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

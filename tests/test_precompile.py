@@ -1,0 +1,37 @@
+"""What is compiled ahead is what training runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TRAIN = """
+import os, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+from pipeline.config import TrainJob, load_config
+from pipeline.train import train
+train(load_config(TrainJob, {overrides!r}))
+"""
+
+
+def _compiled(folder: Path) -> set[str]:
+    return {file.name for file in folder.rglob("*.nbc")}
+
+
+def test_training_compiles_nothing_after_it(prepared_clicks: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    subprocess.run([sys.executable, "-m", "pipeline.precompile"], env=environment, check=True, capture_output=True)
+    before = _compiled(cache)
+    assert before
+    overrides = [
+        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", f"data.path={prepared_clicks}",
+        f"run_dir={tmp_path / 'run'}", "trainer.max_steps=3", "trainer.precision=bf16", "trainer.evaluate_max_batches=1",
+        "tables.cat_3.data_type=fp16", "tables.cat_3.sharding.sharding_types=[table_wise]",
+    ]  # fmt: skip
+    code = TRAIN.format(overrides=overrides)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, timeout=120)
+    assert _compiled(cache) == before
