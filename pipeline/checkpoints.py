@@ -119,14 +119,15 @@ def _size(size_bytes: int) -> str:
 
 
 def overrides_of(argv: list[str]) -> list[str]:
-    """`[COMMAND] [RUN] [STEP] key=value ...` as key=value words. Raises ValueError for a word too many."""
+    """`[COMMAND] [RUN] [STEP] key=value ...` in any order as key=value words. Raises ValueError for a word too many."""
     words = [word for word in argv if "=" not in word and not word.startswith("-")]
     rest = [word for word in argv if word not in words]
     command = next((word for word in words if word in CHECKPOINT_COMMANDS), "list")
     if command in words:
         words.remove(command)
-    if words and words[-1].isdigit() and (len(words) > 1 or any(word.startswith("run=") for word in rest)):
-        rest.append(f"step={words.pop()}")
+    steps = [index for index, word in enumerate(words) if word.isdigit()]
+    if steps and (len(words) > 1 or any(word.startswith("run=") for word in rest)):
+        rest.append(f"step={words.pop(steps[-1])}")
     if words:
         unknown = next((word for word in words if did_you_mean(word, CHECKPOINT_COMMANDS)), words[-1])
         if len(words) > 1:

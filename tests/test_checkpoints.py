@@ -40,6 +40,13 @@ def test_every_step_is_listed_with_age_size_ranks_and_metrics(small_run: Path) -
     assert header.split() == ["step", "saved", "size", "ranks", "validation"] and str(small_run) in where
 
 
+def test_run_and_step_are_told_apart_in_any_order() -> None:
+    for words in (("show", "runs/a", "30"), ("show", "30", "runs/a"), ("30", "show", "run=runs/a")):
+        job = _job(*words)
+        assert (job.command, job.run, job.step) == ("show", "runs/a", 30)
+    assert (_job("20261121").run, _job("20261121").step) == ("20261121", None)
+
+
 def test_verify_reads_every_byte_and_names_what_is_damaged(small_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(small_run, tmp_path / "run"))
     assert verify_checkpoints(_job("verify", str(run))) == {10: "", 20: "", 30: ""}
