@@ -1,0 +1,129 @@
+"""A real kube-apiserver takes every manifest, and refuses what it should.
+
+KUBE_APISERVER=/path/kube-apiserver [ETCD=/path/etcd] [KUBE_CRDS=/folder] pytest -m campaign tests/launch/test_api_server.py
+
+KUBE_CRDS is a folder with the published CustomResourceDefinitions of JobSet and of Volcano's Job.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.kubernetes import render_job
+from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
+from launch.kubernetes_options import KubernetesOptions
+from launch.workload import Where, Workload, make_workload
+from tests.launch.api_server import ApiServer, api_server, binaries, left_out
+from tests.launch.manifests import as_pod, pod_templates, read
+
+pytestmark = pytest.mark.campaign
+
+# What a server of before 1.25, which drops unknown fields without a word, may not know yet.
+SINCE_1_27 = ("completionMode", "podFailurePolicy", "suspend", "ttlSecondsAfterFinished", "timeZone")
+ALL_OPTIONS: dict[str, Any] = {
+    "namespace": "default", "queue": "team-a", "secret": "s3-keys,mlflow", "secret_mount": {"gcs": "/var/secrets/gcs"},
+    "pull_secret": "registry", "service_account": "trainer", "node_selector": {"gpu": "h100"},
+    "toleration": {"nvidia.com/gpu": ":NoSchedule", "team": "ads:NoExecute"}, "label": {"cost-centre": "ads"},
+    "shm_mb": 4000, "run_as_user": 1234, "deadline_s": 86400, "grace_s": 90,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    if binaries() is None:
+        pytest.skip("no server: KUBE_APISERVER must name kube-apiserver, and ETCD etcd where it is not in the PATH")
+    with api_server(tmp_path_factory.mktemp("kubernetes")) as server:
+        print(f"kube-apiserver 1.{server.minor}")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def published(api: ApiServer) -> ApiServer:
+    """The server, with the definitions of JobSet and Volcano's Job."""
+    folder = os.environ.get("KUBE_CRDS")
+    if not folder:
+        pytest.skip("KUBE_CRDS names no folder with the definitions of JobSet and Volcano")
+    for file in sorted(Path(folder).glob("*.yaml")):
+        api.install(file)
+    return api
+
+
+def _workload(j: str) -> Workload:
+    mounts = "type=volume,src=claim,dst=/workspace,type=bind,src=/scratch,dst=/scratch,readonly"
+    where = Where(
+        j=j, image="ours:1", cpu=8, gpu=8, memMB=16000, env={"NCCL_DEBUG": "WARN"}, mount=mounts, max_retries=3
+    )
+    return make_workload("train", None, ["experiment=mlperf_dlrmv2", "data.path=/data"], where, check_data=False)
+
+
+def _accepted(api: ApiServer, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What the server made of it. An old one gets a CronJob as batch/v1beta1, which is all that it has."""
+    if manifest["kind"] == "CronJob" and api.minor < 21:
+        manifest = {**manifest, "apiVersion": "batch/v1beta1"}
+    status, answer = api.try_out(manifest)
+    assert status == 201, f"{manifest['kind']}: {answer['message'][:2000]}"
+    unknown = {path.rpartition(".")[2] for path in left_out(manifest, answer)}
+    allowed = set(SINCE_1_27) if api.minor < 25 else set()
+    assert unknown <= allowed, f"{manifest['kind']}: the server does not know {sorted(unknown - allowed)}"
+    left = f", without {', '.join(sorted(unknown))}" if unknown else ""
+    print(f"1.{api.minor} takes {manifest['apiVersion']} {manifest['kind']}{left}")
+    return answer
+
+
+@pytest.mark.parametrize("j", ["1x8", "2x8"])
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all options"])
+def test_the_server_takes_jobs_cronjobs_and_their_pods(api: ApiServer, j: str, options: dict[str, Any]) -> None:
+    workload = _workload(j)
+    cron = {"time_zone": "Europe/Berlin", "concurrency": "Replace"} if options else {}
+    manifests = [
+        *read(render_job(workload, KubernetesOptions(**options))),
+        *read(render_cronjob(workload, "*/15 0-6 1,15 * 1-5", CronJobOptions(**options, **cron))),
+    ]
+    for manifest in manifests:
+        _accepted(api, manifest)
+        for template in pod_templates(manifest):
+            _accepted(api, as_pod(template))  # a template is checked less than a pod
+
+
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all options"])
+def test_the_server_takes_a_jobset_by_its_published_definition(published: ApiServer, options: dict[str, Any]) -> None:
+    (jobset,) = read(render_job(_workload("2x8"), KubernetesOptions(kind="jobset", **options)))
+    container = pod_templates(jobset)[0]["spec"]["containers"][0]
+    if published.minor < 25:  # it reads "" as null, and refuses null
+        container["command"] = [word or "-" for word in container["command"]]
+    _accepted(published, jobset)
+    jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["contaners"] = ["sh"]
+    status, answer = published.try_out(jobset)
+    assert status != 201 or left_out(jobset, answer)  # an old server drops what it does not know
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.schedule", "0 25 * * *"),
+        ("spec.schedule", "0 0 * * 7"),
+        ("spec.concurrencyPolicy", "Sometimes"),
+        ("spec.jobTemplate.spec.template.spec.restartPolicy", "Always"),
+        ("spec.jobTemplate.spec.backoffLimit", -1),
+        ("metadata.name", "x" * 53),
+        ("metadata.labels.team", "two words"),
+    ],
+)
+def test_the_server_refuses_what_it_should(api: ApiServer, path: str, value: Any) -> None:
+    (cronjob,) = read(render_cronjob(_workload("1x8"), "0 * * * *", CronJobOptions()))
+    changed = copy.deepcopy(cronjob)
+    inner: Any = changed
+    *walk, last = path.split(".")
+    for key in walk:
+        inner = inner[key]
+    inner[last] = value
+    _accepted(api, cronjob)
+    if api.minor < 21:
+        changed["apiVersion"] = "batch/v1beta1"
+    assert api.try_out(changed)[0] in (400, 422)
