@@ -1,5 +1,5 @@
-"""Turn a Workload into manifests for Kubernetes: an Indexed Job with a headless Service, or a JobSet; no operator needed
-for the first.
+"""Turn a Workload into manifests for Kubernetes: an Indexed Job with a headless Service, which needs no operator, a JobSet,
+or a Job of Volcano (launch.volcano).
 
 A pod a node. They meet at the pod with index 0, whose name the Service makes known. What becomes of a failed pod, its exit
 code says (pipeline.exit_codes).
@@ -7,34 +7,29 @@ code says (pipeline.exit_codes).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import CONTAINER, is_kept, pod_template
+from launch.kubernetes_pod import CONTAINER, INSTANCE, is_kept, labels_of, pod_template
 from launch.manifest import given, to_yaml
+from launch.volcano import volcano_job
 from launch.workload import Workload
 from pipeline.exit_codes import REQUEUE, USER_ERROR
 
-INSTANCE = "app.kubernetes.io/instance"
+AGAIN = {
+    "job": "start a pod again, uncounted",
+    "jobset": "start a pod again, uncounted",
+    "volcano": "start all pods again, which Volcano counts",
+}
 QUEUE = "kueue.x-k8s.io/queue-name"
 NODES = "node"  # the one replicated job of a JobSet
 
 
 def render_job(workload: Workload, options: KubernetesOptions) -> str:
     """YAML for `kubectl create -f -`. Raises ValueError for what Kubernetes, or the job, cannot have."""
-    objects = [_jobset(workload, options)] if options.kind == "jobset" else _job(workload, options)
-    return to_yaml(objects, _comment(workload, options))
-
-
-def labels_of(workload: Workload, options: KubernetesOptions) -> dict[str, str]:
-    return {
-        "app.kubernetes.io/name": "torchrec-pipeline",
-        INSTANCE: workload.name,
-        "app.kubernetes.io/component": workload.verb,
-        "app.kubernetes.io/managed-by": "launch.render",
-        **(options.label or {}),
-    }
+    return to_yaml(KINDS[options.kind](workload, options), _comment(workload, options))
 
 
 def metadata(workload: Workload, options: KubernetesOptions, queued: bool = False) -> dict[str, Any]:
@@ -94,7 +89,7 @@ def _job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]
     return [headless_service(workload, options), job] if many else [job]
 
 
-def _jobset(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
+def _jobset(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
     """All pods start again together when one fails for good: nodes that wait for a lost one do not linger."""
     head = f"{workload.name}-{NODES}-0-0.{workload.name}" if workload.nodes > 1 else "localhost"
     template = pod_template(workload, options, head, labels_of(workload, options))
@@ -109,12 +104,18 @@ def _jobset(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
         },
         replicatedJobs=[{"name": NODES, "replicas": 1, "template": {"spec": inner}}],
     )
-    return {
+    jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": metadata(workload, options, queued=True),
         "spec": spec,
     }
+    return [jobset]
+
+
+KINDS: dict[str, Callable[[Workload, KubernetesOptions], list[dict[str, Any]]]] = {
+    "job": _job, "jobset": _jobset, "volcano": lambda workload, options: [volcano_job(workload, options)],
+}  # fmt: skip
 
 
 def _failure_policy() -> dict[str, Any]:
@@ -131,7 +132,7 @@ def _comment(workload: Workload, options: KubernetesOptions) -> str:
     where = "." if workload.nodes == 1 else f", {workload.nodes} pods that meet at the first."
     lines = [
         f"{workload.verb}: {workload.nodes} x {workload.ranks_per_node} rank(s){where}",
-        f"Exit code {USER_ERROR} (config, data) fails the job at once; {REQUEUE} (asked to stop) and evictions start a pod again, uncounted.",
+        f"Exit code {USER_ERROR} (config, data) fails the job at once; {REQUEUE} (asked to stop) and evictions {AGAIN[options.kind]}.",
     ]
     if workload.log_dir and is_kept(workload, options):
         lines.append(f"A log file a rank lies in {workload.log_dir}; rank 0's is what kubectl logs shows.")

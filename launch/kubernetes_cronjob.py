@@ -6,9 +6,9 @@ import zoneinfo
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from launch.kubernetes import headless_service, job_spec, labels_of, metadata, queue_label
+from launch.kubernetes import headless_service, job_spec, metadata, queue_label
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import JOB_NAME, pod_template
+from launch.kubernetes_pod import JOB_NAME, labels_of, pod_template
 from launch.manifest import given, to_yaml
 from launch.options import option
 from launch.workload import Workload

@@ -9,7 +9,7 @@ from typing import Optional
 from launch.options import option
 from pipeline.checks import check_at_least, check_choice
 
-KINDS = ("job", "jobset")
+KINDS = ("job", "jobset", "volcano")
 EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
@@ -18,9 +18,13 @@ DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 class KubernetesOptions:
     """What Kubernetes takes beside the shape of the job."""
 
-    kind: str = option("job", "job: a plain Indexed Job; jobset: a JobSet, whose pods start again together")
+    kind: str = option(
+        "job", "job: a plain Indexed Job; jobset: a JobSet, whose pods start again together; volcano: a Job of Volcano"
+    )
     namespace: Optional[str] = option(None, "namespace; else the one that kubectl is set to")
-    queue: Optional[str] = option(None, "a LocalQueue of Kueue, which holds the job until all of its pods fit")
+    queue: Optional[str] = option(
+        None, "a LocalQueue of Kueue, which holds the job until all of its pods fit; a queue of Volcano"
+    )
     workdir: str = option("/workspace", "folder that the job runs in; relative paths, run folders too, lie under it")
     secret: Optional[str] = option(None, "Secrets whose keys become environment variables, separated by commas")
     secret_mount: Optional[dict[str, str]] = option(None, "a Secret as files: NAME=/path; again for each")

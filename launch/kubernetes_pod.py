@@ -10,6 +10,7 @@ from launch.manifest import given
 from launch.workload import ENDPOINT, Mount, Workload
 
 CONTAINER = "main"
+INSTANCE = "app.kubernetes.io/instance"
 GRACE_MARGIN_S = 5  # after the ranks' own grace: the agent ends, its logs are flushed
 SHARED_MEMORY = "/dev/shm"
 # Filled in by the Job controller in every pod of an Indexed Job.
@@ -18,10 +19,25 @@ NODE_INDEX = "$(JOB_COMPLETION_INDEX)"
 JOB_NAME = "$(JOB_NAME)"
 
 
+def labels_of(workload: Workload, options: KubernetesOptions) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "torchrec-pipeline",
+        INSTANCE: workload.name,
+        "app.kubernetes.io/component": workload.verb,
+        "app.kubernetes.io/managed-by": "launch.render",
+        **(options.label or {}),
+    }
+
+
 def pod_template(
-    workload: Workload, options: KubernetesOptions, head: str, labels: dict[str, str], subdomain: str = ""
+    workload: Workload,
+    options: KubernetesOptions,
+    head: str,
+    labels: dict[str, str],
+    subdomain: str = "",
+    node: str = NODE_INDEX,
 ) -> dict[str, Any]:
-    """`head`: the first node's name as the others know it; it may hold `$(VARIABLE)`.
+    """`head`: the first node's name as the others know it; `node`: the number of this one. Both may hold `$(VARIABLE)`.
 
     Raises:
         ValueError: the workload has no image, no size, or a mount that pods cannot have.
@@ -37,9 +53,10 @@ def pod_template(
         imagePullSecrets=[{"name": options.pull_secret}] if options.pull_secret else [],
         automountServiceAccountToken=False,
         enableServiceLinks=False,
+        shareProcessNamespace=True,  # nobody's process has number 1, to which SIGTERM means nothing by default
         terminationGracePeriodSeconds=grace_s(workload, options),
         securityContext=_pod_rights(options),
-        containers=[_container(workload, options, head)],
+        containers=[_container(workload, options, head, node)],
         volumes=[volume for volume, _ in _volumes(workload, options)],
     )
     return {"metadata": {"labels": labels}, "spec": pod}
@@ -71,7 +88,7 @@ def _check(workload: Workload) -> None:
         )
 
 
-def _container(workload: Workload, options: KubernetesOptions, head: str) -> dict[str, Any]:
+def _container(workload: Workload, options: KubernetesOptions, head: str, node: str) -> dict[str, Any]:
     env = dict(workload.env)
     if workload.is_distributed:
         env = {"OMP_NUM_THREADS": str(workload.threads(workload.cpu)), "LOGLEVEL": "WARNING", **env}
@@ -87,7 +104,7 @@ def _container(workload: Workload, options: KubernetesOptions, head: str) -> dic
     return given(
         name=CONTAINER,
         image=workload.image,
-        command=_command(workload, options, head),  # no shell: SIGTERM reaches the agent
+        command=_command(workload, options, head, node),  # no shell: SIGTERM reaches the agent
         workingDir=options.workdir,
         env=variables,
         envFrom=[{"secretRef": {"name": name}} for name in options.secrets],
@@ -99,7 +116,7 @@ def _container(workload: Workload, options: KubernetesOptions, head: str) -> dic
     )
 
 
-def _command(workload: Workload, options: KubernetesOptions, head: str) -> list[str]:
+def _command(workload: Workload, options: KubernetesOptions, head: str, node: str) -> list[str]:
     """The words of the command, each as it was typed: Kubernetes expands `$(NAME)` and takes `$$` for `$`."""
     head_mark, job_mark = "\0head", "\0job"  # no argument can hold NUL
     words = []
@@ -108,7 +125,7 @@ def _command(workload: Workload, options: KubernetesOptions, head: str) -> list[
         if place == ENDPOINT and workload.nodes > 1:
             # Pods start one after another, and a name may not be known yet when its own pod asks for it.
             patience = f"join_timeout={options.meeting_timeout_s},read_timeout={options.meeting_timeout_s}"
-            words += ["--node-rank", NODE_INDEX, "--rdzv-conf", patience]
+            words += ["--node-rank", node, "--rdzv-conf", patience]
     return words
 
 

@@ -55,11 +55,11 @@ FULL = [
     "--secret", "s3-keys,mlflow", "--secret-mount", "gcs=/var/secrets/gcs", "--pull-secret", "registry",
     "--service-account", "trainer", "--priority-class", "high", "--node-selector", "gpu=h100",
     "--toleration", "nvidia.com/gpu=:NoSchedule", "--toleration", "team=ads:NoExecute", "--label", "cost-centre=ads",
-    "--shm-mb", "4000", "--run-as-user", "1234", "--fs-group", "1234", "--deadline-s", "86400", "--grace-s", "90",
+    "--shm-mb", "4000", "--run-as-user", "1234", "--fs-group", "1234", "--grace-s", "90",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset"])
+@pytest.mark.parametrize("kind", ["job", "jobset", "volcano"])
 def test_manifests_hold_against_the_schemas(data: str, kind: str) -> None:
     one, two = _manifests(_workload(data), kind=kind), _manifests(_workload(data, "2x4"), kind=kind)
     for manifest in [*one, *two, *read(_with_all_options(data, kind))]:
@@ -106,6 +106,22 @@ def test_a_jobset_restarts_its_pods_together(data: str) -> None:
     assert spec["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
     command = _container(jobset)["command"]
     assert command[command.index("--rdzv-endpoint") + 1] == "quickstart-node-0-0.quickstart:29500"
+
+
+def test_volcano_has_a_task_a_node_and_takes_exit_codes_for_what_they_are(data: str) -> None:
+    (job,) = _manifests(_workload(data, "2x4"), kind="volcano", queue="ads")
+    spec = job["spec"]
+    assert (spec["queue"], spec["minAvailable"], [task["name"] for task in spec["tasks"]]) == ("ads", 2, ["train-0", "train-1"])  # fmt: skip
+    for node, template in enumerate(pod_templates(job)):
+        command = template["spec"]["containers"][0]["command"]
+        assert command[command.index("--rdzv-endpoint") + 1] == "quickstart-train-0-0.quickstart:29500"
+        assert command[command.index("--node-rank") + 1] == str(node)
+    policies = [(each.get("exitCode") or each["event"], each["action"]) for each in spec["policies"]]
+    assert policies == [(2, "TerminateJob"), (75, "RestartJob"), ("PodEvicted", "RestartJob"), ("PodFailed", "TerminateJob")]  # fmt: skip
+    (again,) = _manifests(replace(_workload(data, "2x4"), max_retries=5), kind="volcano")
+    assert again["spec"]["maxRetry"] == 5 and again["spec"]["policies"][3]["action"] == "RestartJob"
+    with pytest.raises(ValueError, match="names leave 53 characters"):
+        _manifests(replace(_workload(data, "2x4"), name="x" * 54), kind="volcano")
 
 
 def test_one_pod_needs_no_service_and_no_fixed_port(data: str) -> None:
@@ -189,6 +205,7 @@ def test_a_run_folder_that_goes_with_its_pod_is_pointed_out(data: str) -> None:
         (["--cpu", "1", "--memMB", "1"], "--image is needed"),
         ([*PLACE, "--mount", "type=device,src=/dev/fuse,dst=/dev/fuse"], "pods get devices from a device plugin"),
         ([*PLACE, "--kind", "jobsets"], "did you mean 'jobset'?"),
+        ([*PLACE, "--kind", "volcano", "--deadline-s", "9"], "Volcano ends no job by the clock"),
         ([*PLACE, "--namespace", "My_Team"], "--namespace My_Team: names in Kubernetes are lower-case"),
         ([*PLACE, "--toleration", "a=b:NoScheduling"], "did you mean 'NoSchedule'?"),
         ([*PLACE, "--secret-mount", "gcs=var"], "--secret-mount gcs=var: give NAME=/path"),

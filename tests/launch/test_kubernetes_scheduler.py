@@ -1,0 +1,90 @@
+"""`torchx run -s kubernetes` submits what launch.render prints for Volcano, and needs no docker and no cluster to show it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kubernetes", reason="pip install 'torchrec-pipeline[kubernetes]'")
+import yaml
+from torchx.specs.builders import materialize_appdef
+
+from launch import components
+from launch.kubernetes_scheduler import KubernetesScheduler, create_scheduler
+from tests.launch.manifests import pod_templates, read, validate
+
+PLACE = ["--image", "ours:1", "--cpu", "8", "--memMB", "16000"]
+NO_DATA = ["--check_data", "False", "--"]
+COMPONENTS = {
+    "prepare": ["--", "data=criteo_kaggle", "source=/data/raw/*.gz"],
+    "plan": [*NO_DATA, "experiment=mlperf_dlrmv2", "hardware=h200", "world_size=8"],
+    "train": ["-j", "2x8", "--gpu", "8", *NO_DATA, "experiment=mlperf_dlrmv2", "data.path=/data"],
+    "evaluate": ["-j", "1x8", *NO_DATA, "run=/workspace/runs/mlperf", "split=validation"],
+}
+
+
+def _scheduler() -> KubernetesScheduler:
+    return create_scheduler("test")
+
+
+def _request(argv: list[str], verb: str = "train", **cfg: Any) -> tuple[dict[str, Any], str]:
+    """The manifest that TorchX submits, and as it is shown."""
+    app = materialize_appdef(getattr(components, verb), argv)
+    scheduler = _scheduler()
+    for role in app.roles:
+        scheduler.build_workspace_and_update_role(role, "file://.", cfg)  # asks no docker daemon
+    shown = scheduler.submit_dryrun(app, cfg)
+    return shown.request.resource, str(shown)
+
+
+@pytest.mark.parametrize("verb", COMPONENTS)
+def test_every_component_becomes_a_job_of_volcano(verb: str) -> None:
+    resource, shown = _request([*PLACE, *COMPONENTS[verb]], verb)
+    assert read(shown) == [resource]
+    validate(resource)
+    words = COMPONENTS[verb][COMPONENTS[verb].index("--") + 1 :]
+    for template in pod_templates(resource):
+        assert template["spec"]["containers"][0]["command"][-len(words) :] == words
+
+
+def test_options_of_the_command_line_reach_the_manifest() -> None:
+    cfg = {"queue": "ads", "namespace": "team", "service_account": "trainer", "secret": "s3-keys", "grace_s": 90}
+    resource, _ = _request([*PLACE, "--max_retries", "4", *COMPONENTS["train"]], **cfg)
+    assert (resource["metadata"]["namespace"], resource["spec"]["queue"], resource["spec"]["maxRetry"]) == ("team", "ads", 4)  # fmt: skip
+    spec = pod_templates(resource)[0]["spec"]
+    assert (spec["serviceAccountName"], spec["terminationGracePeriodSeconds"]) == ("trainer", 90)
+    assert spec["containers"][0]["envFrom"] == [{"secretRef": {"name": "s3-keys"}}]
+
+
+def test_a_long_name_leaves_room_for_what_torchx_and_volcano_add() -> None:
+    resource, _ = _request([*PLACE, "--name", "x" * 50, *COMPONENTS["train"]])
+    name = resource["metadata"]["name"]
+    assert len(f"{name}-train-1-0") <= 63
+    assert name != _request([*PLACE, "--name", "x" * 50, *COMPONENTS["train"]])[0]["metadata"]["name"]
+
+
+def _torchx(*argv: str, installed: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """As a person types it, where there is neither docker nor a kubeconfig."""
+    environ = {**os.environ, **installed, "HOME": str(folder), "DOCKER_HOST": f"unix://{folder}/no-docker"}
+    environ.pop("KUBECONFIG", None)
+    code = "import sys; from torchx.cli.main import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "--log_level", "WARNING", *argv]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def test_a_dry_run_needs_no_docker_and_no_cluster_and_a_run_without_one_ends_with_a_line(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    run = ("run", "-s", "kubernetes")
+    job = ("pipeline.train", *PLACE, *COMPONENTS["train"])
+    shown = _torchx(*run, "--dryrun", *job, installed=installed, folder=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    validate(yaml.safe_load(shown.stdout.partition("=== SCHEDULER REQUEST ===")[2]))
+    refused = _torchx(*run, *job, installed=installed, folder=tmp_path)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert refused.stderr.splitlines()[-1].startswith("error: no cluster to talk to: ")
