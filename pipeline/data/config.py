@@ -162,6 +162,7 @@ class SyntheticConfig:
         ]
     )  # fmt: skip
     zipf_exponent: float = 1.2
+    id_effect_decay: float = 0.25  # effects of ids ~ rank^-this; 0: a rare id says as much as a hot one
     num_dense: int = 13
     num_interactions: int = 5
     teacher_scale: float = 2.0
@@ -172,6 +173,7 @@ class SyntheticConfig:
         check_at_least("synthetic.num_rows", self.num_rows, 1)
         check_at_least("synthetic.num_dense", self.num_dense, 1)
         check_above("synthetic.zipf_exponent", self.zipf_exponent, 0.0)
+        check_at_least("synthetic.id_effect_decay", self.id_effect_decay, 0.0)
         check_above("synthetic.teacher_scale", self.teacher_scale, 0.0)
         check_within("synthetic.positive_rate", self.positive_rate, 0.001, 0.999)
         check_within("synthetic.num_interactions", self.num_interactions, 0, len(self.cardinalities) // 2)

@@ -62,8 +62,8 @@ def make_teacher(config: SyntheticConfig) -> Teacher:
     pairs = [(int(left), int(right)) for left, right in random.permutation(learnable).reshape(-1, 2)]
     teacher = Teacher(
         dense_effects=random.normal(0, 1, (2, config.num_dense)) * [[0.24], [0.12]],
-        # Rare ids differ less than hot ones: a tenth at rank 10,000.
-        id_effects=[random.normal(0, 0.36, size) * np.arange(1, size + 1) ** -0.25 for size in rows],
+        # Rare ids differ less than hot ones: by default a tenth at rank 10,000.
+        id_effects=[random.normal(0, 0.36, size) * np.arange(1, size + 1) ** -config.id_effect_decay for size in rows],
         id_vectors={int(f): random.normal(0, 0.7, (rows[f], LATENT_DIM)) for f in learnable},
         pairs=pairs,
     )
