@@ -15,6 +15,7 @@ from dataclasses import dataclass
 DEVICE = "eth0"
 BURST_BYTES = 64 * 1024  # one TCP segmentation offload's worth; less, and tbf drops it whole
 QUEUE_MS = 50
+MTU = 9000  # jumbo frames, as in a data centre
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def linked_hosts(count: int) -> Iterator[list[Host]]:
             port = f"port{index}"
             _in(hub, "ip", "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", host.namespace)
             _in(hub, "ip", "link", "set", port, "master", "bridge", "up")
+            _in(host.namespace, "ip", "link", "set", DEVICE, "mtu", str(MTU))
+            _in(hub, "ip", "link", "set", port, "mtu", str(MTU))
             _in(host.namespace, "ip", "address", "add", f"{host.address}/24", "dev", DEVICE)
             for device in (DEVICE, "lo"):
                 _in(host.namespace, "ip", "link", "set", device, "up")

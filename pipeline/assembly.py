@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.data.dataset import Dataset
 from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext
-from pipeline.embeddings.config import Table, resolve_tables
+from pipeline.embeddings.config import Table, TableConfig, resolve_tables
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables
+from pipeline.head_rows import head_reports, is_settled, settle_head_rows, with_notes
 from pipeline.jobs import TrainJob
 from pipeline.logs import get_logger
 from pipeline.models.build import build_model
 from pipeline.models.config import used_tables
 from pipeline.models.tasks import Task, make_task
 from pipeline.planner.constraints import TableOptimizer
+from pipeline.planner.hardware import resolve_hardware, room_for_tables
 from pipeline.planner.planner import load_or_search_plan
 from pipeline.planner.record import PlanRecord
 from pipeline.training.comms import check_batch_fits_comms
@@ -54,7 +58,12 @@ def build_task(job: TrainJob, tables: list[Table], dataset: Dataset) -> Task:
 
 def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> Assembly:
     """Collective: build, plan, shard, initialise."""
+    settle_heads(job, dataset, context)
     tables = used_tables(job.model, resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot))
+    reports = head_reports(job, tables, dataset, context.world_size)
+    for report in reports if context.world_size > 1 else []:
+        logger.info("table %s: %s", report.table, report.note())
+    tables = with_notes(tables, reports)
     _warn_of_mixed_vocabularies(tables, dataset)
     plain = physical_tables(tables)
     batch_size = job.trainer.micro_batch_size // context.world_size
@@ -74,6 +83,34 @@ def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> As
     )
     model = shard_model(task, record.plan, job.comms, context, seed=job.trainer.seed, tables=plain)
     return Assembly(tables, task, model, record)
+
+
+def settle_heads(
+    job: TrainJob, dataset: Dataset, context: DistributedContext, earlier: dict[str, TableConfig] | None = None
+) -> None:
+    """Collective: every `head_rows: auto` of job.tables becomes a number, the same on all ranks.
+
+    earlier: the tables of the run that goes on; what was chosen for it stays.
+    """
+    if is_settled(job.tables):
+        return
+    message: list[Any] = [None, ""]
+    if context.is_main:
+        try:
+            here = resolve_hardware(
+                job.hardware,
+                context.world_size,
+                local_world_size=context.local_world_size,
+                device_type=context.device.type,
+            )
+            message[0] = settle_head_rows(job, dataset, context.world_size, room_for_tables(job.planner, here), earlier)
+        except ValueError as error:
+            message[1] = str(error)
+    if context.world_size > 1:
+        dist.broadcast_object_list(message, src=0, device=context.device)
+    if message[1]:
+        raise ValueError(message[1])
+    job.tables = message[0]
 
 
 def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:
@@ -115,6 +152,8 @@ def open_reader(
         multi_hot=job.data.synthetic_multi_hot,
         drop_last=training and not every_row,
         pin_memory=context.device.type == "cuda",
-        split_ids=IdSplitter(resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)),
+        split_ids=IdSplitter(
+            resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot), skip_empty_bags=context.world_size > 1
+        ),
         quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",
     )

@@ -279,14 +279,16 @@ def _near_field_of(name: str, class_name: str, job_type: type) -> str:
     return ""
 
 
-def _config_classes(kind: Any) -> Iterator[Any]:
-    """Every dataclass that is reachable from a type."""
+def _config_classes(kind: Any, above: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Every dataclass that is reachable from a type; one may hold another of its own."""
+    if kind in above:
+        return
     if dataclasses.is_dataclass(kind):
         yield kind
         for hint in get_type_hints(kind).values():
-            yield from _config_classes(hint)
+            yield from _config_classes(hint, (*above, kind))
     for part in get_args(kind):
-        yield from _config_classes(part)
+        yield from _config_classes(part, above)
 
 
 def near_field(error: OmegaConfBaseException) -> str:

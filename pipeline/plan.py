@@ -21,6 +21,7 @@ from pipeline.checks import did_you_mean
 from pipeline.config import PlanJob, main, print_user_errors, run_verb
 from pipeline.embeddings.config import Table
 from pipeline.embeddings.physical import physical_tables
+from pipeline.head_rows import head_reports, is_settled, settle_head_rows, with_notes
 from pipeline.logs import configure_logging, get_logger
 from pipeline.preflight import load_or_describe, validate_job
 
@@ -87,11 +88,15 @@ def build_request(job: PlanJob, tables: list[Table] | None = None) -> PlanReques
     tables = validate_job(job, job.world_size) if tables is None else tables
     from pipeline.assembly import build_task
     from pipeline.planner.constraints import TableOptimizer
-    from pipeline.planner.hardware import resolve_hardware
+    from pipeline.planner.hardware import resolve_hardware, room_for_tables
     from pipeline.planner.planner import PlanRequest
     from pipeline.training.sharding import make_sharders
 
-    dataset = load_or_describe(job)
+    dataset, hardware = load_or_describe(job), resolve_hardware(job.hardware, job.world_size)
+    if not is_settled(job.tables):
+        job.tables = settle_head_rows(job, dataset, job.world_size, room_for_tables(job.planner, hardware))
+        tables = validate_job(job, job.world_size)
+    tables = with_notes(tables, head_reports(job, tables, dataset, job.world_size))
     if not dataset.splits:
         lookups = sum(sum(table.pooling_factors) for table in tables)
         logger.info(
@@ -104,7 +109,7 @@ def build_request(job: PlanJob, tables: list[Table] | None = None) -> PlanReques
         tables=physical_tables(tables),
         model=build_task(job, tables, dataset),
         sharders=make_sharders(job.comms, job.trainer.seed),
-        hardware=resolve_hardware(job.hardware, job.world_size),
+        hardware=hardware,
         optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),
         batch_size=job.trainer.micro_batch_size // job.world_size,
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from pipeline import storage
 from pipeline.data.config import check_batch_geometry
 from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_split, load_dataset
 from pipeline.data.described import describe_dataset
 from pipeline.embeddings.config import Table, resolve_tables, rows_of_features
 from pipeline.embeddings.physical import physical_tables
+from pipeline.head_rows import settle_head_rows
 from pipeline.jobs import EvaluateJob, PlanJob, TrainJob
 from pipeline.models.config import used_tables
 from pipeline.planner.plan_folder import find_plan_file
@@ -28,7 +31,9 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     """
     dataset = load_or_describe(job)
     check_multi_hot(dataset, job.data.synthetic_multi_hot)
-    tables = resolve_tables(job.tables, dataset, job.data.synthetic_multi_hot)
+    # Whatever number of rows is chosen for a head later on, more memory than all there is changes nothing here.
+    settled = settle_head_rows(job, dataset, world_size, math.inf)
+    tables = resolve_tables(settled, dataset, job.data.synthetic_multi_hot)
     job.model.check_tables(tables, len(dataset.dense_features))
     tables = used_tables(job.model, tables)
     _check_batches(job, dataset, world_size)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import storage, watchdog
 from pipeline.checkpoint.config import WarmStartConfig
 from pipeline.config import TrainJob, load_saved_job, run_verb, save_job
+from pipeline.embeddings.config import TableConfig
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.signatures import signatures
 from pipeline.exit_codes import REQUEUE
@@ -62,7 +63,7 @@ def train(job: TrainJob) -> TrainSummary:
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
     with none_while_importing():
-        from pipeline.assembly import assemble, open_reader
+        from pipeline.assembly import assemble, open_reader, settle_heads
         from pipeline.checkpoint.random_state import seed_random_state
         from pipeline.checkpoint.steps import step_path
         from pipeline.data.dataset import load_dataset
@@ -89,6 +90,7 @@ def train(job: TrainJob) -> TrainSummary:
     watchdog.beat(phase="loading")
     seed_random_state(job.trainer.seed, context.rank)
     dataset = load_dataset(job.data.path)
+    settle_heads(job, dataset, context, _earlier_tables(job))
     # Before memory is allocated: a missing shard shows here.
     reader, validation_reader = (
         on_all_ranks(partial(open_reader, job, dataset, split, context), context) for split in ("train", "validation")
@@ -145,6 +147,12 @@ def train(job: TrainJob) -> TrainSummary:
     if writer and result.throughput:  # a run that had nothing left to train keeps the summary of the one that had
         storage.publish_text(f"{job.run_dir}/{SUMMARY}", to_json(asdict(summary), indent=1))
     return summary
+
+
+def _earlier_tables(job: TrainJob) -> dict[str, TableConfig]:
+    """Those of the run that this one goes on with; none for a fresh run folder."""
+    earlier = config_of(job.run_dir) if job.checkpoint.resume else None
+    return earlier.tables if earlier else {}
 
 
 def open_checkpoints(

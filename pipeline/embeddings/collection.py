@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from pipeline.embeddings.composition import Composition
 from pipeline.embeddings.config import InitConfig, Table
 from pipeline.embeddings.physical import physical_tables
+from pipeline.embeddings.table import Block
 
 POOLING_TYPES = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
@@ -72,8 +74,24 @@ def _config(table: Table) -> EmbeddingBagConfig:
         feature_names=list(table.feature_names),
         pooling=POOLING_TYPES[table.pooling],
         data_type=DATA_TYPES[table.data_type],
-        init_fn=init_function(table.init, table.num_embeddings, table.embedding_dim),
+        init_fn=_init_fn(table),
     )
+
+
+@dataclass(frozen=True)
+class RowsOf:
+    """An init_fn of rows that are another table's: the same draw, of that table's blocks (training/table_init.py)."""
+
+    block: Block
+    draw: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.draw(weight)
+
+
+def _init_fn(table: Table) -> Callable[[torch.Tensor], torch.Tensor]:
+    draw = init_function(table.init, table.num_embeddings, table.embedding_dim)
+    return draw if table.rows_of is None else RowsOf(table.rows_of, draw)
 
 
 def init_function(init: InitConfig, num_embeddings: int, embedding_dim: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -35,10 +35,14 @@ def mean_if_asked(table: Table, summed: torch.Tensor, num_ids: Callable[[], torc
 
 
 def sum_of_lengths(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
-    """[batch]: how many ids the features have together."""
-    lengths = features.lengths().view(-1, features.stride())
+    """[batch]: how many ids the features have together, of every sample, also where empty bags are left out."""
     keys = features.keys()
-    return lengths[[keys.index(name) for name in names]].sum(dim=0)
+    if not features.variable_stride_per_key():
+        lengths = features.lengths().view(-1, features.stride())
+        return lengths[[keys.index(name) for name in names]].sum(dim=0)
+    by_key = dict(zip(keys, features.lengths().split(features.stride_per_key()), strict=True))
+    bags = dict(zip(*features.inverse_indices(), strict=True))
+    return torch.stack([by_key[name][bags[name]] for name in names]).sum(dim=0)
 
 
 def pool_rows(rows: torch.Tensor, bags: JaggedTensor) -> torch.Tensor:

@@ -8,9 +8,13 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from pipeline.embeddings.composer import Composer, PartitionComposer
+from pipeline.embeddings.composer import Composer, PartitionComposer, Pooled, mean_if_asked, sum_of_lengths
+from pipeline.embeddings.frequency_split import COLD, HOT, cold_part, head_rows
 from pipeline.embeddings.mixed_dimension import MixedDimension
+from pipeline.embeddings.partitions import partitions_of
 from pipeline.embeddings.path_based import PathBased
+from pipeline.embeddings.physical import composes_each_id, feature_of, places_of
+from pipeline.embeddings.sizes import blocks_of
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tensor_train import TensorTrainEmbedding
 
@@ -49,7 +53,44 @@ def composer_of(table: Table) -> Composer:
     return COMPOSERS[table.compression.kind](table)
 
 
+class SplitComposer(Composer):
+    """Adds the hot head's part of each bag to the cold tail's."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table)
+        self._is_hot, cold = bool(head_rows(table)), cold_part(table)
+        self._cold = cold
+        self.tail = composer_of(cold) if cold is not None and cold.compression is not None else None
+
+    def forward(self, pooled: Pooled, features: KeyedJaggedTensor, index: int) -> torch.Tensor:
+        feature, parts, counted = self.table.feature_names[index], [], []
+        if self._is_hot:
+            counted.append(feature_of(feature, HOT))
+            parts.append(pooled[feature_of(feature, HOT)])
+        if self._cold is not None:
+            counted += names_of_ids(self._cold, index)
+            parts.append(pooled[feature_of(feature, COLD)] if self.tail is None else self.tail(pooled, features, index))
+        return mean_if_asked(self.table, sum(parts[1:], parts[0]), lambda: sum_of_lengths(features, counted))
+
+
+def names_of_ids(table: Table, index: int) -> list[str]:
+    """The features that together have each id of the table's feature number `index` once, after the split."""
+    feature, kind = table.feature_names[index], table.compression.kind if table.compression else "none"
+    if kind == "none":
+        return [feature]
+    if kind == "path_based":
+        return [feature_of(feature, "bucket")]
+    if kind == "tensor_train":
+        return [feature_of(feature, "cores")]
+    if kind == "mixed_dimension":
+        return [feature_of(feature, f"block_{number}") for number in range(len(blocks_of(table)))]
+    part = partitions_of(table)[0].part
+    places: Sequence[int | None] = places_of(table, index) if composes_each_id(table) else [None]
+    return [feature_of(feature, part, place) for place in places]
+
+
 COMPOSERS: dict[str, Callable[[Table], Composer]] = {
+    "frequency_split": SplitComposer,
     "hash": PartitionComposer,
     "quotient_remainder": PartitionComposer,
     "path_based": PathBased,

@@ -11,6 +11,7 @@ from pipeline.checks import check_above, check_at_least, check_choice
 
 SCHEMES = ("naive", "quotient_remainder", "generalised", "chinese_remainder", "given")
 OPERATIONS = ("add", "multiply", "concatenate")
+AUTO = "auto"
 ANY_KIND = {"kind", "min_rows"}
 OWN_FIELDS: dict[str, set[str]] = {
     "none": set(),
@@ -21,6 +22,7 @@ OWN_FIELDS: dict[str, set[str]] = {
     "path_based": {"ratio", "num_rows", "hidden_size", "max_ids_per_bag"},
     "mixed_dimension": {"ratio", "dims", "num_blocks", "temperature"},
     "tensor_train": {"ratio", "rank", "row_factors", "dim_factors"},
+    "frequency_split": {"head_rows", "head_sharding_types", "tail", "skip_empty_bags"},
 }  # fmt: skip
 
 
@@ -56,6 +58,11 @@ class CompressionConfig:
     rank: int | None = None
     row_factors: list[int] = field(default_factory=list)
     dim_factors: list[int] = field(default_factory=list)
+    # frequency_split (arXiv 2201.10095, 2411.01611). `head_rows`: a number, or `auto` for the fewest bytes on the wire.
+    head_rows: str = AUTO
+    head_sharding_types: list[str] = field(default_factory=lambda: ["data_parallel"])
+    tail: CompressionConfig | None = None  # None: whole, by the table's own `sharding`
+    skip_empty_bags: bool = True  # bags without a cold id send nothing
 
     def __post_init__(self) -> None:
         check_choice("compression.kind", self.kind, OWN_FIELDS)
@@ -72,7 +79,25 @@ class CompressionConfig:
         for name in ("bases", "dims", "row_factors", "dim_factors"):
             for value in getattr(self, name):
                 check_at_least(f"each of compression.{name}", value, 1)
+        self._check_split()
         self._refuse_settings_of_other_kinds()
+
+    def _check_split(self) -> None:
+        self.head_rows = str(self.head_rows)
+        if self.head_rows != AUTO and not self.head_rows.isdecimal():
+            raise ValueError(f"compression.head_rows={self.head_rows} is neither {AUTO} nor a number of rows")
+        if not self.head_sharding_types:
+            raise ValueError("compression.head_sharding_types is empty; leave it out for [data_parallel]")
+        if self.head_rows == AUTO and self.head_sharding_types != ["data_parallel"]:
+            raise ValueError(
+                f"compression.head_rows={AUTO} weighs what a replicated head sends, and head_sharding_types="
+                f"{self.head_sharding_types} is not [data_parallel]; give head_rows=<rows>"
+            )
+        if self.tail is not None and self.tail.kind in ("none", "frequency_split"):
+            raise ValueError(
+                f"compression.tail.kind={self.tail.kind}: the tail is whole without `tail`, and a split tail would be cold "
+                "in both parts; leave tail out, or give it another kind"
+            )
 
     def _refuse_settings_of_other_kinds(self) -> None:
         fresh = {

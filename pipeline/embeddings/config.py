@@ -146,11 +146,12 @@ def _resolve(
 
 
 def _compressed(table: Table, own: Optional[CompressionConfig], default: Optional[CompressionConfig]) -> Table:
-    """With its compression; tables.default's leaves out tables that it would not make smaller."""
+    """With its compression; tables.default's leaves out tables that it would not make smaller, but for a split."""
     config = own or default
     if config is None or config.kind == "none" or table.num_embeddings < config.min_rows:
         return table
     compressed = replace(table, compression=config)
     check_compressed(compressed)
     full = table.num_embeddings * table.embedding_dim
-    return table if own is None and num_numbers(compressed) >= full else compressed
+    is_for_size = config.kind != "frequency_split" or config.tail is not None
+    return table if own is None and is_for_size and num_numbers(compressed) >= full else compressed

@@ -12,9 +12,11 @@ from collections.abc import Collection
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+MULTIPLE = 8  # int8 on the wire goes by 32 numbers, and a shard of a row has 4 at least
+
 
 def leave_out_empty_bags(features: KeyedJaggedTensor, names: Collection[str]) -> KeyedJaggedTensor:
-    """The same ids; of each feature in `names` the bags that have any, after one that has none.
+    """The same ids; of each feature in `names` the bags that have any, after one that has none, in multiples of MULTIPLE.
 
     lengths become flat [sum of all features' bags]; inverse_indices [keys, samples] say which bag is a sample's.
     """
@@ -25,7 +27,8 @@ def leave_out_empty_bags(features: KeyedJaggedTensor, names: Collection[str]) ->
     for key, own in zip(keys, lengths, strict=True):
         if key in names:
             filled = own > 0
-            parts.append(torch.cat([own.new_zeros(1), own[filled]]))
+            kept = own[filled]
+            parts.append(torch.cat([own.new_zeros(1), kept, own.new_zeros(-(len(kept) + 1) % MULTIPLE)]))
             bags.append(filled.cumsum(0) * filled)
         else:
             parts.append(own)

@@ -75,7 +75,8 @@ class Wire:
     """Who sends what: `batch_size` is a rank's, bytes are of one number of a pooled row, and of its gradient.
 
     by_rows: the tail is cut by rows, so that every rank has a part of every bag. summed_twice: a reduce-scatter is an
-    all-reduce of which most is thrown away, as gloo's is; training/uneven_batches.py goes without it.
+    all-reduce of which most is thrown away, as gloo's is; training/uneven_batches.py goes without it. column_shards: each
+    gets all ids.
     """
 
     world_size: int
@@ -84,6 +85,7 @@ class Wire:
     backward_bytes: float = 4.0
     by_rows: bool = False
     summed_twice: bool = False
+    column_shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -134,12 +136,12 @@ def step_bytes(table: HeadTable, head_rows: int, wire: Wire) -> StepBytes:
     num_ids = num_bags = 0.0
     for bag in table.bags:
         num_ids += wire.batch_size * bag.cold_ids(head_rows)
-        # Those that have no cold id are the first bag.
-        num_bags += wire.batch_size * bag.cold_bags(head_rows) + 1 if head_rows else wire.batch_size
+        # Those that have no cold id are the first bag; empty ones fill up to a multiple of 8 (embeddings/empty_bags.py).
+        num_bags += wire.batch_size * bag.cold_bags(head_rows) + 1 + (8 - 1) / 2 if head_rows else wire.batch_size
     copies = wire.world_size if wire.by_rows else 1
     numbers = num_bags * table.embedding_dim * copies
     return StepBytes(
-        ids=away * (num_ids * ID_BYTES + num_bags * LENGTH_BYTES * copies),
+        ids=away * wire.column_shards * (num_ids * ID_BYTES + num_bags * LENGTH_BYTES * copies),
         forward=away
         * numbers
         * wire.forward_bytes

@@ -15,8 +15,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.batch import keyed_jagged_tensor
 from pipeline.data.streams import mix
+from pipeline.embeddings.empty_bags import leave_out_empty_bags
+from pipeline.embeddings.frequency_split import HOT, cold_part, head_rows
 from pipeline.embeddings.partitions import Digit, Hashed, Partition, partitions_of
-from pipeline.embeddings.physical import composes_each_id, feature_of, places_of
+from pipeline.embeddings.physical import composes_each_id, feature_of, leaves, places_of
 from pipeline.embeddings.sizes import blocks_of, paths_of
 from pipeline.embeddings.table import Table
 
@@ -37,15 +39,18 @@ class IdSplitter:
 
     On the CPU. Features of tables that are not compressed go through as they are; keys come in the same order in every
     batch. Beside the features that the collection looks up there are those of ids that dense parameters turn into rows.
+    skip_empty_bags: leave out the tails' bags without ids, for ranks that would send them to each other.
     """
 
-    def __init__(self, tables: Iterable[Table]) -> None:
+    def __init__(self, tables: Iterable[Table], *, skip_empty_bags: bool = False) -> None:
+        tables = list(tables)
         self._splits = {
             feature: split_of(table, index)
             for table in tables
             if table.compression is not None
             for index, feature in enumerate(table.feature_names)
         }
+        self._skipped = {name for table in tables for name in often_empty(table)} if skip_empty_bags else set()
 
     def __bool__(self) -> bool:
         """Whether there is anything to split."""
@@ -65,13 +70,14 @@ class IdSplitter:
             for name, part in self._splits[key](bags) if key in self._splits else ((key, bags),):
                 keys.append(name)
                 parts.append(part)
-        return keyed_jagged_tensor(
+        split = keyed_jagged_tensor(
             keys,
             torch.from_numpy(np.concatenate([part.ids for part in parts])),
             torch.from_numpy(np.concatenate([part.lengths for part in parts])),
             batch_size,
             [len(part.ids) for part in parts],
         )
+        return leave_out_empty_bags(split, self._skipped) if self._skipped else split
 
 
 def split_of(table: Table, index: int) -> Split:
@@ -171,10 +177,33 @@ def _keep_for_cores(table: Table, index: int) -> Split:
     return lambda bags: iter([(feature_of(feature, "cores"), bags)])
 
 
+def often_empty(table: Table) -> set[str]:
+    """Features of a table's cold tail, of which many a bag has no id."""
+    config = table.compression
+    if config is None or config.kind != "frequency_split" or not config.skip_empty_bags or not head_rows(table):
+        return set()
+    cold = cold_part(table)
+    return set() if cold is None else {feature for part in leaves(cold) for feature in part.feature_names}
+
+
+def _split_by_frequency(table: Table, index: int) -> Split:
+    hot, end, cold, feature = head_rows(table), table.num_embeddings, cold_part(table), table.feature_names[index]
+    split_cold = split_of(cold, index) if cold is not None else None
+
+    def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
+        if hot:
+            yield feature_of(feature, HOT), in_range(bags, 0, hot)
+        if split_cold is not None:
+            yield from split_cold(in_range(bags, hot, end))
+
+    return split
+
+
 SPLITS: dict[str, Callable[[Table, int], Split]] = {
     "hash": _split_by_partitions,
     "quotient_remainder": _split_by_partitions,
     "path_based": _split_by_paths,
     "mixed_dimension": _split_by_blocks,
     "tensor_train": _keep_for_cores,
+    "frequency_split": _split_by_frequency,
 }

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from pipeline.embeddings.frequency_split import hot_and_cold
 from pipeline.embeddings.part_frequencies import frequencies_of_block, frequencies_of_part, share_of_block
 from pipeline.embeddings.partitions import Digit, part_dims, partitions_of
 from pipeline.embeddings.row_frequencies import RowFrequencies
@@ -119,6 +120,7 @@ def part_of(
         compression=None,
         max_ids=[],
         part_of=table.config_name,
+        rows_of=None,
     )
 
 
@@ -225,6 +227,7 @@ PARTS: dict[str, Callable[[Table], list[Table]]] = {
     "path_based": _path_parts,
     "mixed_dimension": _block_parts,
     "tensor_train": lambda _: [],
+    "frequency_split": hot_and_cold,
 }
 DENSE_NUMBERS: dict[str, Callable[[Table], int]] = {
     "path_based": _path_numbers,

@@ -47,12 +47,22 @@ class ConstraintConfig:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Rows first_row, first_row + 1, ... of a table of `num_embeddings`."""
+
+    table: str
+    first_row: int
+    num_embeddings: int
+
+
+@dataclass(frozen=True)
 class Table:
     """A table with nothing left open. `pooling_factors[i]` is the mean number of ids a sample of `feature_names[i]`.
 
     `frequencies` is None where no data say how lookups fall on rows. `max_ids[i]` is the most ids a sample has of
     `feature_names[i]`, None where its lists have any length; empty: nobody asked. `config_name` is the entry of
-    `tables` that a part of a compressed table comes from.
+    `tables` that a part of a compressed table comes from. `rows_of`: whose rows this one's are, and are drawn as;
+    `note`: what a plan is to say of it.
     """
 
     name: str
@@ -68,6 +78,8 @@ class Table:
     compression: CompressionConfig | None = None
     max_ids: list[int | None] = field(default_factory=list)
     part_of: str | None = None
+    rows_of: Block | None = None
+    note: str = ""
 
     @property
     def config_name(self) -> str:

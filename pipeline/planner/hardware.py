@@ -15,7 +15,7 @@ import torch
 from torchrec.distributed.planner import types as torchrec_planner
 from torchrec.distributed.planner.types import Topology
 
-from pipeline.planner.config import HardwareConfig
+from pipeline.planner.config import HardwareConfig, PlannerConfig
 
 GIB = 1 << 30
 BYTES_PER_MS = 1e6  # in one GB/s
@@ -91,6 +91,12 @@ def resolve_hardware(
         ssd_gb_per_s=config.ssd_gb_per_s if cuda else 0.0,
         **{name: _latency(config, name, device) for name in LATENCIES_US[device]},
     )
+
+
+def room_for_tables(config: PlannerConfig, hardware: Hardware) -> float:
+    """Bytes of a rank's fastest memory that are not kept free; the dense part's are still to come off."""
+    capacity = hardware.hbm_cap_bytes if hardware.compute_device == "cuda" else hardware.ddr_cap_bytes
+    return capacity * (1 - config.reserved_memory_fraction)
 
 
 def build_topology(hardware: Hardware) -> Topology:

@@ -395,6 +395,8 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
         )
     if option.sharding_type not in sharding_types_exact_for(optimizer) and option.num_shards > 1:
         why += f"; {optimizer} keeps a state per column shard, unlike unsharded"
+    if entry.table.note:
+        why += f"; {entry.table.note}"
     return why
 
 

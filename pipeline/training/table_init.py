@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from pipeline.embeddings.collection import RowsOf
 
 BLOCK_ROWS = 4096  # changing it changes every model drawn from a given seed
 OWN_KERNELS = {"dense", "fused", "fused_uvm", "fused_uvm_caching"}  # key-value stores draw rows on first use
@@ -38,7 +41,12 @@ def initialize_tables(module: nn.Module, seed: int) -> None:
         weights = child.state_dict()
         for config in configs:
             for piece, row_offset, column_offset in _local_pieces(weights[f"embedding_bags.{config.name}.weight"]):
-                _fill(piece, row_offset, column_offset, config, seed)
+                source, first_row = config, 0
+                if isinstance(config.init_fn, RowsOf):  # its rows are another table's, from one of that one's on
+                    block = config.init_fn.block
+                    source = replace(config, name=block.table, num_embeddings=block.num_embeddings)
+                    first_row = block.first_row
+                _fill(piece, first_row + row_offset, column_offset, source, seed)
 
 
 def _local_pieces(weight: torch.Tensor | ShardedTensor) -> Iterator[tuple[torch.Tensor, int, int]]:
