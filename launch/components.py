@@ -140,3 +140,71 @@ def plan(
     where = workload.Where("1x1", cpu, gpu, memMB, h, env, image, mount, name)
     doc = appdef.without_args(plan.__doc__)
     return appdef.app_of(workload.make_workload("plan", doc, overrides, where, check_data))
+
+
+def export(
+    *overrides: str,
+    cpu: Optional[int] = None,
+    memMB: Optional[int] = None,
+    h: Optional[str] = None,
+    env: Optional[Dict[str, str]] = None,
+    image: Optional[str] = None,
+    mount: Optional[str] = None,
+    name: Optional[str] = None,
+    max_retries: int = 0,
+    check_data: bool = True,
+) -> specs.AppDef:
+    """Export: torchx run -s local_cwd pipeline.export -- run=runs/quickstart precision=int8
+
+    Args:
+        overrides: run=<run folder> and what `python -m pipeline.export --help` lists
+        cpu: cores; this machine's, or the cluster's default, unless given
+        memMB: memory; this machine's unless given
+        h: a named TorchX resource instead of cpu and memMB
+        env: environment of the job (A=1,B=2)
+        image: container image; without one the job runs in this Python environment
+        mount: type=bind,src=/data,dst=/data,readonly (or type=volume, type=device), several after one another
+        name: name of the TorchX app
+        max_retries: how often the scheduler may start the job again
+        check_data: look into the run folder here; False where this machine cannot see it
+    """
+    where = workload.Where("1x1", cpu, None, memMB, h, env, image, mount, name, max_retries)
+    doc = appdef.without_args(export.__doc__)
+    return appdef.app_of(workload.make_workload("export", doc, overrides, where, check_data))
+
+
+def retrain(
+    *overrides: str,
+    j: str = "1x1",
+    cpu: Optional[int] = None,
+    gpu: Optional[int] = None,
+    memMB: Optional[int] = None,
+    h: Optional[str] = None,
+    env: Optional[Dict[str, str]] = None,
+    image: Optional[str] = None,
+    mount: Optional[str] = None,
+    name: Optional[str] = None,
+    max_retries: int = 0,
+    max_restarts: int = 3,
+    check_data: bool = True,
+) -> specs.AppDef:
+    """Retrain, one tick: torchx run -s local_cwd pipeline.retrain -- experiment=quickstart source=clicks/
+
+    Args:
+        overrides: the train job, source=<folder> and what `python -m pipeline.retrain --help` lists
+        j: {nodes}x{ranks per node}
+        cpu: cores a node; this machine's, or the cluster's default, unless given
+        gpu: GPUs a node
+        memMB: memory a node; this machine's unless given
+        h: a named TorchX resource instead of cpu, gpu and memMB
+        env: environment of the job (A=1,B=2)
+        image: container image; without one the job runs in this Python environment
+        mount: type=bind,src=/data,dst=/data,readonly (or type=volume, type=device), several after one another
+        name: name of the TorchX app
+        max_retries: how often the scheduler may start the job again; a tick that was cut short is finished by the next
+        max_restarts: how often the ranks are started again on their hosts after one of them dies or hangs
+        check_data: validate the job against what it reads; False where this machine cannot see it
+    """
+    where = workload.Where(j, cpu, gpu, memMB, h, env, image, mount, name, max_retries, max_restarts)
+    doc = appdef.without_args(retrain.__doc__)
+    return appdef.app_of(workload.make_workload("retrain", doc, overrides, where, check_data))

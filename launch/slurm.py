@@ -15,7 +15,7 @@ from typing import Optional
 
 from launch.options import option
 from launch.workload import Workload
-from pipeline.exit_codes import DONE, INTERRUPTED, REQUEUE, USER_ERROR
+from pipeline.exit_codes import DONE, FINAL, REQUEUE, USER_ERROR
 from pipeline.masking import find_secret
 
 LINE_WIDTH = 110
@@ -149,11 +149,11 @@ def _ending(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     """Requeue what another start brings further. A job that is being cancelled, requeued or pre-empted is left alone."""
     yield 'echo "the ranks ended with code $code"'
     if options.requeue:
-        yield f"# {REQUEUE}: stopped in time, and saved. {USER_ERROR}: a mistake that stays one. {INTERRUPTED}: stopped by hand. Others: failed."
+        yield f"# {REQUEUE}: stopped in time, and saved. Codes that another start would not change are left alone; others are failures."
         yield "again=no"
         yield 'if [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then'
         yield "    case $code in"
-        yield f"        {DONE} | {USER_ERROR} | {INTERRUPTED}) ;;"
+        yield f"        {' | '.join(map(str, sorted({DONE, *FINAL} - {REQUEUE})))}) ;;"
         if workload.goes_on_after_sigterm:
             yield f'        {REQUEUE}) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_REQUEUES} ] && again=yes ;;'
         if workload.max_retries:

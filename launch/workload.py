@@ -17,8 +17,10 @@ from launch.options import option
 from launch.resources import asked_host, parse_shape, threads_per_rank
 from pipeline.config import (
     EvaluateJob,
+    ExportJob,
     PlanJob,
     PrepareJob,
+    RetrainJob,
     TrainJob,
     load_saved_job,
     main,
@@ -149,8 +151,20 @@ def plan(doc: Optional[str], words: list[str], where: Where, check_data: bool = 
     return _single("plan", words, where, f"plan-{job.name}")
 
 
+def export(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    job = main(ExportJob, doc, words)
+    if check_data:
+        load_saved_job(TrainJob, f"{job.run}/config.yaml")
+    return _single("export", words, where, "export")
+
+
+def retrain(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    job = main(RetrainJob, doc, _as_composed_by_ranks(words, where), check_data)
+    return _ranks("retrain", words, where, f"retrain-{job.name}", f"{job.run_dir}/logs", job.trainer.grace_s)
+
+
 WORKLOADS: dict[str, Callable[[Optional[str], list[str], Where, bool], Workload]] = {
-    "prepare": prepare, "plan": plan, "train": train, "evaluate": evaluate,
+    "prepare": prepare, "plan": plan, "train": train, "evaluate": evaluate, "export": export, "retrain": retrain,
 }  # fmt: skip
 
 
@@ -169,6 +183,8 @@ def make_workload(
 def check_env(env: dict[str, str]) -> None:
     """Raises ValueError for a credential: what is given here is written into scripts, manifests and their logs."""
     for name, value in env.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ValueError(f"env: {name!r} is no name of an environment variable")
         if SECRET_NAME.search(name) or mask(value) != value:
             raise ValueError(
                 f"env: {name} looks like a credential, and the job's environment is written into what is submitted; "

@@ -125,7 +125,7 @@ def test_help_after_the_dashes_is_the_verbs(capsys: pytest.CaptureFixture[str]) 
 
 def test_torchx_accepts_every_component() -> None:
     source = str(REPOSITORY / "launch" / "components.py")
-    for name in ("train", "evaluate", "prepare", "plan"):
+    for name in ("train", "evaluate", "prepare", "plan", "export", "retrain"):
         assert validate(source, name) == []
 
 

@@ -1,0 +1,151 @@
+"""What launch.render prints for Slurm and torchrun runs as it is, and holds no secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.render import render
+from launch.slurm import SlurmOptions
+from launch.workload import parse_mounts
+from tests.datasets import described_dataset
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CLUSTER = [
+    "--partition", "gpu", "--account", "ads", "--qos", "high", "--constraint", "h100&ib", "--time", "1-12:00:00",
+    "--comment", 'week 7, "second" try', "--mail-user", "a@b.c", "--mail-type", "FAIL,REQUEUE", "--signal", "TERM@300",
+    "--sbatch=--reservation=r1 --exclusive", "--output", "logs/%x-%j.out", "--env-file", "cluster.sh",
+]  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    (tmp_path / "dataset.json").write_text(described_dataset({"cat_0": 10}, num_dense=13, num_rows=4096).to_json())
+    return f"data.path={tmp_path}"
+
+
+def _slurm(data: str, *flags: str, verb: str = "train", words: tuple[str, ...] = ()) -> str:
+    return render("slurm", [verb, *flags, "--", "experiment=quickstart", data, *words])
+
+
+def _checked_by_bash(script: str) -> str:
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return script
+
+
+def test_a_script_names_the_shape_and_every_option_of_the_cluster(data: str) -> None:
+    script = _checked_by_bash(_slurm(data, "-j", "2x8", "--cpu", "96", "--gpu", "8", "--memMB", "900000", *CLUSTER))
+    assert re.findall("(?m)^#SBATCH (.*)", script) == [
+        "--job-name=quickstart", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=96", "--gpus-per-node=8",
+        "--mem=900000M", "--partition=gpu", "--account=ads", "--qos=high", "--time=1-12:00:00", "--constraint=h100&ib",
+        '--comment="week 7, \\"second\\" try"', "--mail-user=a@b.c", "--mail-type=FAIL,REQUEUE", "--signal=TERM@300",
+        "--requeue", "--output=logs/%x-%j.out", "--open-mode=append", "--reservation=r1", "--exclusive",
+    ]  # fmt: skip
+    assert "export OMP_NUM_THREADS=12\n" in script  # 96 cores, 8 ranks
+    assert "--cpus-per-task=$SLURM_CPUS_PER_TASK" in script  # srun does not take it over since 22.05
+
+
+def test_words_and_variables_arrive_as_they_were_typed(data: str, tmp_path: Path) -> None:
+    odd = "tables={cat_0: {pooling: mean}}"
+    script = _slurm(data, "--env", "A=1,2", "--env", "B=$HOME 'x' \"y\"", words=(odd, "run_dir='a b/${name}'"))
+    # The script with srun replaced by what shows its words and environment.
+    shown = tmp_path / "shown.json"
+    show = (
+        f'{sys.executable} -c \'import json,os,sys; json.dump([sys.argv[1:], dict(os.environ)], open("{shown}", "w"))\''
+    )
+    runnable = re.sub(r"(?m)^srun ", f"{show} ", script)
+    env = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "4"}
+    subprocess.run(["bash"], input=runnable, text=True, env={**os.environ, **env}, capture_output=True, timeout=30)
+    words, environment = json.loads(shown.read_text())
+    assert words[-4:] == ["experiment=quickstart", data, odd, "run_dir='a b/${name}'"]
+    assert (environment["A"], environment["B"]) == ("1,2", "$HOME 'x' \"y\"")
+    assert words[words.index("--rdzv-id") + 1] == "77.0" and environment["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--time", "soon"], "time=soon is no time limit"),
+        (["--signal", "USR1@60"], "ranks save on TERM alone"),
+        (["--comment", "a\nb"], "one line of text"),
+        (["--comment", "s3://key:secret@host/x"], "comment holds a credential"),
+        (["--env", "AWS_SECRET_ACCESS_KEY=abcd"], "AWS_SECRET_ACCESS_KEY looks like a credential"),
+        (["--env", "URL=https://me:pw@host/"], "URL looks like a credential"),
+        (["--env", "A"], "--env A: give NAME=VALUE"),
+        (["--env", "A B=1"], "no name of an environment variable"),
+        (["--mount", "src=/a"], "type= first"),
+        (["-h", "h100"], None),
+        (["--h", "h100_80gb"], "did you mean 'h100_80gb_x8'"),
+    ],
+)
+def test_what_a_script_cannot_hold_is_refused(
+    data: str, flags: list[str], message: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        _slurm(data, *flags)
+    said = capsys.readouterr()
+    assert "secret" not in said.err and "abcd" not in said.err
+    if message is None:  # -h is help, as everywhere
+        assert stop.value.code == 0 and said.out.startswith("usage:")
+    else:
+        assert stop.value.code == 2 and message in said.err and said.err.count("\n") == 1
+
+
+def test_a_secret_of_the_environment_is_never_printed(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-print-me")
+    script = _slurm(data, "-j", "2x1", *CLUSTER)
+    assert "do-not-print-me" not in script and "set -x" not in script and "set -ev" not in script
+
+
+def test_only_what_goes_on_is_requeued_after_sigterm(data: str) -> None:
+    assert "75) [" in _slurm(data) and "--signal=TERM@60" in _slurm(data)
+    plan = _slurm(data, verb="plan")
+    assert "75)" not in plan and "--signal" not in plan
+    assert "scontrol requeue" not in _slurm(data, "--no-requeue") and "#SBATCH --no-requeue" in _slurm(
+        data, "--no-requeue"
+    )
+
+
+def test_containers_are_those_of_pyxis(data: str) -> None:
+    script = _slurm(
+        data, "--image", "ours:1", "--mount", "type=bind,src=/data,dst=/data,readonly,type=bind,src=/runs,dst=/r"
+    )
+    assert "--container-image=ours:1 --container-mounts=/data:/data:ro,/runs:/r python -m pipeline.agent" in script.replace(" \\\n    ", " ")  # fmt: skip
+    assert [mount.read_only for mount in parse_mounts("type=bind,src=/a,dst=/b,readonly,type=volume,src=v,dst=/v")] == [True, False]  # fmt: skip
+
+
+def test_sbatch_options_are_those_of_torchx_too() -> None:
+    from launch.slurm_scheduler import create_scheduler
+
+    known = dict(create_scheduler("test").run_opts())
+    fields = {name.replace("_", "-") for name in SlurmOptions.__dataclass_fields__}
+    assert fields <= set(known) and "job_dir" in known
+
+
+def test_torchrun_lines_train(prepared_clicks: str, tmp_path: Path) -> None:
+    overrides = [
+        "experiment=quickstart", "hardware=cpu", "planner=torchrec", f"data.path={prepared_clicks}", f"run_dir={tmp_path}/a run",
+        "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512", "trainer.evaluate_max_batches=1", "trainer.max_steps=3",
+    ]  # fmt: skip
+    lines = render("torchrun", ["train", "-j", "1x1", "--env", "NOTE=it's", "--", *overrides])
+    assert ["export", "NOTE=it's"] in [shlex.split(line) for line in lines.splitlines()]
+    done = subprocess.run(["bash", "-c", lines], cwd=REPOSITORY, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    (log,) = (tmp_path / "a run" / "logs").glob("rank_0.stdout.log")
+    assert "trained to step 3" in log.read_text() and log.is_symlink()
+
+
+def test_torchrun_on_several_nodes_wants_the_first_ones_name(data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "-j", "2x4", "--", "experiment=quickstart", data]
+    with pytest.raises(SystemExit):
+        render("torchrun", words)
+    assert "say --head NAME" in capsys.readouterr().err
+    assert '"n1:29500"' in render("torchrun", ["train", "--head", "n1", *words[1:]])
