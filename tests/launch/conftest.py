@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.launch.installed import installed_under
+from tests.launch.launching import Launch
 from tests.launch.slurm_cluster import Cluster, cluster, why_not
 
 
@@ -22,3 +24,8 @@ def slurm() -> Iterator[Cluster]:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which TorchX finds this checkout's components, schedulers and commands."""
     return installed_under(tmp_path_factory.mktemp("installed"))
+
+
+@pytest.fixture
+def launch(slurm: Cluster, tmp_path: Path, installed: dict[str, str], prepared_clicks: str) -> Launch:
+    return Launch(slurm, tmp_path, installed, prepared_clicks)

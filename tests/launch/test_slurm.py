@@ -2,68 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from pathlib import Path
 
-import pytest
-
-from tests.launch.slurm_cluster import Cluster, wait_until
-
-START_S = 180  # until the first steps of two ranks, on a machine that has other work
-SAVED = re.compile(r"step (\d+)\s+saved")
-STEP = re.compile(r"step (\d+)/")
-
-
-class Launch:
-    """Commands of a person at the cluster's login node, in a folder of the test."""
-
-    def __init__(self, cluster: Cluster, folder: Path, installed: dict[str, str], data: str) -> None:
-        self.cluster, self.folder = cluster, folder
-        self.env = {**installed, "OMP_NUM_THREADS": "1"}
-        self.overrides = [
-            "experiment=quickstart", "hardware=cpu", "planner=torchrec", f"data.path={data}", f"run_dir={folder}/run",
-            "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512", "trainer.evaluate_max_batches=2",
-            "trainer.grace_s=10", "trainer.epochs=1000",
-        ]  # fmt: skip
-
-    def says(self, *words: str, code: int = 0) -> str:
-        """Output and errors of a command, which are never a traceback."""
-        done = self.cluster.run(words, self.folder, self.env)
-        text = done.stdout + done.stderr
-        assert done.returncode == code, text
-        assert "Traceback" not in text, text
-        return text
-
-    def torchx(self, *words: str, code: int = 0) -> str:
-        return self.says(sys.executable, "-m", "torchx.cli.main", "--log_level", "WARNING", *words, code=code)
-
-    def render(self, *words: str) -> str:
-        return self.says(sys.executable, "-m", "launch.render", "slurm", *words)
-
-    def sbatch(self, script: str) -> str:
-        (self.folder / "job.sh").write_text(script)
-        return self.says("sbatch", "--parsable", "job.sh").strip()
-
-    def output(self, job_id: str) -> str:
-        found = list(self.folder.glob(f"*-{job_id}.out"))
-        return found[0].read_text(errors="replace") if found else ""
-
-    def wait_for(self, job_id: str, pattern: str, times: int = 1) -> None:
-        try:
-            wait_until(lambda: len(re.findall(pattern, self.output(job_id))) >= times, f"{pattern!r}", START_S)
-        except TimeoutError as error:
-            raise AssertionError(f"{error}:\n{self.output(job_id)}") from None
-
-    def trained_steps(self) -> list[int]:
-        lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["step"] for line in lines if "samples_per_s" in line]
-
-
-@pytest.fixture
-def launch(slurm: Cluster, tmp_path: Path, installed: dict[str, str], prepared_clicks: str) -> Launch:
-    return Launch(slurm, tmp_path, installed, prepared_clicks)
+from tests.launch.launching import SAVED, START_S, STEP, Launch
 
 
 def test_a_job_of_torchx_is_followed_requeued_resumed_and_cancelled(launch: Launch) -> None:
@@ -96,7 +37,7 @@ def test_a_job_of_torchx_is_followed_requeued_resumed_and_cancelled(launch: Laun
 
 
 def test_a_rendered_script_saves_when_its_time_is_up_goes_on_and_ends(launch: Launch) -> None:
-    script = launch.render("train", "-j", "2x1", "--time", "30", *self_contained(launch), "--", *launch.overrides, "trainer.max_steps=400")  # fmt: skip
+    script = launch.render("train", "-j", "2x1", "--time", "30", "--", *launch.overrides, "trainer.max_steps=400")  # fmt: skip
     assert "#SBATCH --signal=TERM@40\n" in script
     job_id = launch.sbatch(script)
     launch.wait_for(job_id, STEP.pattern)
@@ -111,7 +52,7 @@ def test_a_rendered_script_saves_when_its_time_is_up_goes_on_and_ends(launch: La
 
 def test_a_mistake_is_not_tried_again(launch: Launch) -> None:
     script = launch.render(
-        "train", "-j", "2x1", "--max-retries", "3", "--no-check-data", *self_contained(launch),
+        "train", "-j", "2x1", "--max-retries", "3", "--no-check-data",
         "--", *launch.overrides, "data.path=/nowhere",
     )  # fmt: skip
     job_id = launch.sbatch(script)
@@ -128,8 +69,3 @@ def test_what_slurm_refuses_is_one_line(launch: Launch) -> None:
     assert "did you mean 'partition'?" in launch.torchx("run", "-s", "slurm", "-cfg", "partion=x", *train, code=2)
     for command in ("log", "cancel"):
         assert "knows no such job" in launch.torchx(command, "slurm://torchx/99999", code=2)
-
-
-def self_contained(launch: Launch) -> list[str]:
-    """For a script that is submitted from elsewhere: this checkout is not installed."""
-    return ["--env", f"PYTHONPATH={launch.env['PYTHONPATH']}"]
