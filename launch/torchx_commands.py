@@ -21,9 +21,9 @@ from torchx.cli.cmd_list import CmdList
 from torchx.cli.cmd_log import CmdLog
 from torchx.cli.cmd_run import CmdRun
 from torchx.cli.cmd_status import CmdStatus
-from torchx.runner import get_runner
+from torchx.runner import Runner, get_runner
 from torchx.schedulers.local_scheduler import SignalException
-from torchx.specs import MalformedAppHandleException
+from torchx.specs import AppState, MalformedAppHandleException
 
 from pipeline.checks import did_you_mean
 from pipeline.exit_codes import FAILED, INTERRUPTED, REQUEUE, USER_ERROR
@@ -35,6 +35,18 @@ class Run(CmdRun):
         with errors_as_lines("; what a cluster has been given runs on"):
             _check_keys(args.scheduler, args.scheduler_args or "")
             super().run(args)
+
+    def _wait_and_exit(self, runner: Runner, app_handle: str, log: bool) -> None:
+        """TorchX's, without the status of a failed job in a form that nobody reads."""
+        following = self._start_log_thread(runner, app_handle) if log else None
+        status = runner.wait(app_handle, wait_interval=1)
+        if following:
+            following.join()
+        if status is None:
+            raise ValueError(f"{app_handle}: the scheduler knows the job no more")
+        if status.state != AppState.SUCCEEDED:
+            hint = "" if log else f"; `torchx log {app_handle}` tells more"
+            _end(f"{app_handle} ended as {status.state.name}{hint}", FAILED)
 
 
 class Status(CmdStatus):

@@ -80,7 +80,7 @@ def test_every_component_runs_on_slurm(launch: Launch, tmp_path: Path) -> None:
         *launch.python("-m", "pipeline.generate"), "data=quickstart", f"output={raw}", "data.synthetic.num_rows=8000"
     )
     data, run = f"data.path={tmp_path}/set", f"run_dir={tmp_path}/small"
-    train = [*launch.overrides[:3], data, run, *launch.overrides[5:9], "trainer.max_steps=10"]
+    train = ["experiment=quickstart", "hardware=cpu", "hardware.ranks_per_host=1", data, run, *launch.overrides[5:8], "trainer.max_steps=10"]  # fmt: skip
     for verb, words in (
         ("prepare", ["data=quickstart", f"source={raw}", data]),
         ("plan", [*train, "world_size=2"]),
