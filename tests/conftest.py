@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import GenerateJob, PrepareJob, TrainJob, load_config
+from pipeline.config import ExportJob, GenerateJob, PrepareJob, TrainJob, load_config
+from pipeline.export import ExportSummary, export
 from pipeline.generate import generate
 from pipeline.prepare import prepare
 from pipeline.train import train
@@ -57,3 +58,10 @@ def small_run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.Te
     ]  # fmt: skip
     ranks.run(2, _train, overrides)
     return folder
+
+
+@pytest.fixture(scope="session")
+def small_artifact(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> ExportSummary:
+    """What exporting small_run's last step in int8 came to. Copy the folder before changing it."""
+    output = tmp_path_factory.mktemp("exported") / "artifact"
+    return export(load_config(ExportJob, [f"run={small_run}", f"output={output}", "precision=int8"]))

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from pipeline import storage
 from pipeline.checkpoint.steps import MANIFEST
+from pipeline.serving.manifest import UNFINISHED
 
-PREFIX, LOCK, SCRATCH = ".export-", ".lock", "scratch"
+LOCK, SCRATCH = ".lock", "scratch"
 FOLDERS = ("tables", "vocabulary")
 
 
@@ -55,7 +56,7 @@ def attempt(output: str) -> Iterator[Attempt]:
     parent = os.path.dirname(output)
     os.makedirs(parent, exist_ok=True)
     remove_abandoned(parent)
-    path = os.path.join(parent, f"{PREFIX}{uuid.uuid4().hex[:8]}")
+    path = os.path.join(parent, f"{UNFINISHED}{uuid.uuid4().hex[:8]}")
     with _locked(path + LOCK):
         try:
             for folder in ("", *FOLDERS, SCRATCH):
@@ -82,7 +83,7 @@ def remove_abandoned(parent: str) -> None:
     """Those whose process has ended: their lock is free, or gone."""
     for name in storage.list_folder(parent):
         path = os.path.join(parent, name).removesuffix(LOCK)
-        if not name.startswith(PREFIX):
+        if not name.startswith(UNFINISHED):
             continue
         try:
             with open(path + LOCK) as lock:

@@ -33,6 +33,7 @@ from pipeline.serving.raw_rows import RawFeature, RawSchema
 FORMAT_VERSION = 1
 DENSE_FILE, COMPILED_FILE = "dense.pt2", "dense.compiled.pt2"
 FILE_NAME = re.compile(r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2")
+UNFINISHED = ".export-"  # what the folders begin with that exports write in
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_DIM, MAX_ROWS, MAX_TABLES = 1 << 16, 1 << 40, 1 << 16
 
@@ -103,6 +104,8 @@ def read_manifest(path: str) -> Manifest:
         ArtifactError: there is none, it is not what was written, of another release, or describes what cannot be.
     """
     file = storage.join(path, MANIFEST)
+    if storage.join(path, "").rstrip("/").rpartition("/")[2].startswith(UNFINISHED):
+        raise ArtifactError(f"{path} is no artifact: its export was not finished; export again")
     if not storage.is_file(file):
         raise ArtifactError(
             f"{path} is no artifact: it has no {MANIFEST}; make one: python -m pipeline.export run=<run>"

@@ -43,31 +43,26 @@ def run_export(run: Path | str, folder: Path, *overrides: str) -> ExportSummary:
     return export(load_config(ExportJob, [f"run={run}", f"output={folder}", *overrides]))
 
 
-@pytest.fixture(scope="module")
-def exported(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> ExportSummary:
-    return run_export(small_run, tmp_path_factory.mktemp("exported") / "artifact", "precision=int8")
-
-
 def _evaluate(rank: int, run: str, split: str) -> dict[str, float]:
     return evaluate(load_config(EvaluateJob, [f"run={run}", f"split={split}"])).metrics
 
 
 def test_the_model_that_the_certificate_compares_with_is_the_one_that_the_trainer_evaluates(
-    exported: ExportSummary, small_run: Path, ranks: RankPool
+    small_artifact: ExportSummary, small_run: Path, ranks: RankPool
 ) -> None:
     for split, rows in SPLITS.items():
         measured = ranks.run(1, _evaluate, str(small_run), split)[0]
-        model, artifact = exported.certificate["model"][split], exported.parity[split]
+        model, artifact = small_artifact.certificate["model"][split], small_artifact.parity[split]
         assert artifact["rows"] == rows == measured["num_samples"]
         assert model["ne"] == pytest.approx(measured["ne"], abs=1e-6)
         assert model["auc"] == pytest.approx(measured["auc"], abs=1e-6)
         assert artifact["ne"] == pytest.approx(measured["ne"] + artifact["ne_delta"], abs=1e-6)
         assert abs(artifact["ne_delta"]) < 1e-3 and 0 < artifact["max_score_difference"] < 0.05
-    assert exported.sizes["tables_after"] < 0.34 * exported.sizes["tables_before"]
+    assert small_artifact.sizes["tables_after"] < 0.34 * small_artifact.sizes["tables_before"]
 
 
 def test_a_fresh_process_scores_prepared_rows_as_certified_without_the_trainings_code(
-    exported: ExportSummary, small_run: Path, prepared_clicks: str, tmp_path: Path
+    small_artifact: ExportSummary, small_run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:
     dataset = load_dataset(prepared_clicks)
     reader = ShardReader(
@@ -82,14 +77,14 @@ def test_a_fresh_process_scores_prepared_rows_as_certified_without_the_trainings
         keys=json.dumps(sparse.keys()),
     )  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", SCORE, exported.artifact, rows, out], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", SCORE, small_artifact.artifact, rows, out], capture_output=True, text=True, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []
     scores = np.load(out)
     np.testing.assert_array_equal(
-        scores, Predictor.load(exported.artifact).score_batch(batch.dense_features, sparse).numpy()
+        scores, Predictor.load(small_artifact.artifact).score_batch(batch.dense_features, sparse).numpy()
     )
     real = batch.sample_weights > 0
     labels = batch.labels[real].double().numpy()
@@ -97,27 +92,27 @@ def test_a_fresh_process_scores_prepared_rows_as_certified_without_the_trainings
     logloss = -np.mean(labels * np.log(given) + (1 - labels) * np.log1p(-given))
     rate = labels.mean()
     ne = logloss / -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
-    assert ne == pytest.approx(exported.parity["validation"]["ne"], abs=1e-6)
+    assert ne == pytest.approx(small_artifact.parity["validation"]["ne"], abs=1e-6)
 
 
 @pytest.mark.parametrize("memory", ["ram", "mapped"])
-def test_tables_score_the_same_from_memory_and_from_their_files(exported: ExportSummary, memory: str, prepared_clicks: str) -> None:  # fmt: skip
-    predictor = Predictor.load(exported.artifact, memory=memory)
+def test_tables_score_the_same_from_memory_and_from_their_files(small_artifact: ExportSummary, memory: str, prepared_clicks: str) -> None:  # fmt: skip
+    predictor = Predictor.load(small_artifact.artifact, memory=memory)
     tables = predictor.lookup.tables
     torch.manual_seed(0)
     ids = [torch.randint(0, table.rows, (64,)) for table in tables]
     pooled = predictor.lookup.pooled(torch.cat(ids), torch.arange(64 * len(ids) + 1))
-    wanted = Predictor.load(exported.artifact).lookup.pooled(torch.cat(ids), torch.arange(64 * len(ids) + 1))
+    wanted = Predictor.load(small_artifact.artifact).lookup.pooled(torch.cat(ids), torch.arange(64 * len(ids) + 1))
     assert torch.equal(pooled, wanted)
 
 
 def test_a_second_export_of_the_same_finds_the_first_and_another_is_refused(
-    exported: ExportSummary, small_run: Path
+    small_artifact: ExportSummary, small_run: Path
 ) -> None:
-    again = run_export(small_run, Path(exported.artifact), "precision=int8")
-    assert again.already_exported and again.version == exported.version
+    again = run_export(small_run, Path(small_artifact.artifact), "precision=int8")
+    assert again.already_exported and again.version == small_artifact.version
     with pytest.raises(ValueError, match="there already, of another step, run or setting"):
-        run_export(small_run, Path(exported.artifact), "precision=int4")
+        run_export(small_run, Path(small_artifact.artifact), "precision=int4")
 
 
 def test_an_artifact_too_far_from_its_model_is_refused_with_numbers_and_nothing_is_left(

@@ -1,0 +1,40 @@
+"""An export that is killed where `stage` says: (whose function, its name, before or after which of its calls)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from pipeline import export as verb
+from pipeline import storage
+from pipeline.config import ExportJob, load_config
+from pipeline.serving import attempt, package, predictor, reference, table_files
+from tests.faults.kill_worker import arm
+
+STAGES: dict[str, tuple[Any, str, str, int]] = {
+    "before the folder": (attempt.os, "mkdir", "before", 1),
+    "after the folder": (attempt.os, "mkdir", "after", 1),
+    "before the reference": (reference, "make_reference", "before", 1),
+    "in the reference": (reference, "write_rows", "after", 3),
+    "before the tables": (package, "pack_tables", "before", 1),
+    "in a table": (table_files.ChecksummedWriter, "write", "after", 40),
+    "after the tables": (package, "pack_tables", "after", 1),
+    "in the layers": (package, "program_bytes", "before", 1),
+    "in the vocabularies": (package, "index_values", "after", 5),
+    "before the check": (predictor, "load_parts", "before", 1),
+    "after the check": (predictor, "load_parts", "after", 1),
+    "before the manifest": (storage, "publish_text", "before", 1),
+    "after the manifest": (storage, "publish_text", "after", 1),
+    "before the rename": (attempt.os.path, "lexists", "after", 1),
+    "after the rename": (attempt.os, "rename", "after", 1),
+}
+COMMITTED = ("after the rename",)
+
+
+def run(overrides: list[str], stage: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    arm(*STAGES[stage])
+    verb.export(load_config(ExportJob, overrides))

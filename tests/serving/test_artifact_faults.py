@@ -1,0 +1,177 @@
+"""A damaged artifact is not loaded; an export that is killed or stopped leaves nothing that is."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.checkpoint.errors import DamagedError
+from pipeline.export import ExportSummary
+from pipeline.serving.dense_program import check_archive
+from pipeline.serving.manifest import ArtifactError, TableFiles, read_manifest
+from pipeline.serving.predictor import Predictor
+from tests.serving import kill_worker
+from tests.serving.test_export import run_export
+
+SIGKILLED = -9
+FEW_ROWS = "parity.max_rows=300"
+SOME_STAGES = ["in the layers", "after the manifest"]
+
+
+@pytest.fixture
+def artifact(small_artifact: ExportSummary, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_artifact.artifact, tmp_path / "artifact"))
+
+
+def _files(artifact: Path) -> list[Path]:
+    return sorted(path for path in artifact.rglob("*") if path.is_file())
+
+
+def _assert_refused(artifact: Path, memory: str, what: str) -> None:
+    try:
+        Predictor.load(str(artifact), memory=memory)
+    except DamagedError:
+        return
+    raise AssertionError(f"{what} is loaded from {memory}")
+
+
+@pytest.mark.parametrize("memory", ["ram", "mapped"])
+def test_every_truncated_lengthened_or_missing_file_is_refused(artifact: Path, memory: str) -> None:
+    for path in _files(artifact):
+        content = path.read_bytes()
+        cuts = [b"", content[: len(content) // 2], content[:-1], content + b"\0"]
+        for cut in cuts if memory == "ram" else cuts[1:2]:
+            path.write_bytes(cut)
+            _assert_refused(artifact, memory, f"{path.name} of {len(cut)} bytes in place of {len(content)}")
+        path.unlink()
+        _assert_refused(artifact, memory, f"an artifact without {path.name}")
+        path.write_bytes(content)
+    Predictor.load(str(artifact), memory=memory)
+
+
+@pytest.mark.parametrize("flips", [pytest.param(1, id="some"), pytest.param(30, id="many", marks=pytest.mark.campaign)])
+def test_every_flipped_bit_in_any_file_is_refused(artifact: Path, flips: int) -> None:
+    draw = random.Random(flips)
+    for path in _files(artifact):
+        content = path.read_bytes()
+        for _ in range(flips * (20 if path.name == "manifest.json" else 1)):
+            changed, bit = bytearray(content), draw.randrange(8 * len(content))
+            changed[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(changed)
+            _assert_refused(artifact, "ram", f"bit {bit} of {path.name}")
+        path.write_bytes(content)
+    Predictor.load(str(artifact))
+
+
+def test_a_manifest_that_asks_for_too_much_or_for_other_files_is_refused(artifact: Path) -> None:
+    manifest = read_manifest(str(artifact))
+    table: TableFiles = manifest.tables[0]
+    (artifact.parent / "secret").write_bytes(b"x" * 8)
+    hostile = {
+        "more rows than it has bytes": replace(manifest, tables=[replace(table, rows=1 << 39, stored_rows=1 << 39)]),
+        "a precision that there is none of": replace(manifest, tables=[replace(table, precision="int1")]),
+        "a file outside": replace(manifest, files={**manifest.files, "../secret": {"size_bytes": 8}}),
+        "a table that there is not": replace(manifest, features=[("cat_0", 99)]),
+        "a kept list of another size": replace(manifest, tables=[replace(table, stored_rows=1, rows=2, kept=table.file)]),
+        "no layers": replace(manifest, files={k: v for k, v in manifest.files.items() if k != "dense.pt2"}),
+        "another format": replace(manifest, format_version=2),
+    }  # fmt: skip
+    for what, changed in hostile.items():
+        (artifact / "manifest.json").write_text(changed.to_text())
+        with pytest.raises(ArtifactError):
+            read_manifest(str(artifact))
+            raise AssertionError(what)
+
+
+def test_layers_that_hold_a_pickle_are_refused_before_torch_reads_them(small_artifact: ExportSummary) -> None:
+    content = (Path(small_artifact.artifact) / "dense.pt2").read_bytes()
+    check_archive(content, "dense.pt2")
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    weights = next(name for name in members if name.endswith("weights_config.json"))
+    inputs = next(name for name in members if "sample_inputs" in name)
+    pickled = json.loads(members[weights])
+    next(iter(pickled["config"].values()))["use_pickle"] = True
+    buffer = io.BytesIO()
+    torch.save((torch.zeros(1),), buffer)
+    changes = {
+        weights: json.dumps(pickled).encode(),
+        inputs: buffer.getvalue(),
+        "model/data/constants/opaque_obj_0": b"x",
+    }
+    for name, value in changes.items():
+        changed = io.BytesIO()
+        with zipfile.ZipFile(changed, "w") as archive:
+            for member, held in {**members, name: value}.items():
+                archive.writestr(member, held)
+        with pytest.raises(DamagedError, match="it is not loaded"):
+            check_archive(changed.getvalue(), "dense.pt2")
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param(SOME_STAGES, id="some"),
+        pytest.param(list(kill_worker.STAGES), id="all", marks=pytest.mark.campaign),
+    ],
+)
+def test_an_export_killed_at_any_stage_leaves_nothing_that_loads_and_the_next_one_works(
+    small_run: Path, tmp_path: Path, stages: list[str]
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.serving.kill_worker"])  # torchrec takes seconds to import
+    for number, stage in enumerate(stages):
+        folder = tmp_path / str(number)
+        output = folder / "artifact"
+        overrides = [f"run={small_run}", f"output={output}", FEW_ROWS]
+        process = context.Process(target=kill_worker.run, args=(overrides, stage))
+        process.start()
+        process.join(180)
+        assert process.exitcode == SIGKILLED, (stage, process.exitcode)  # the stage was reached
+        if stage in kill_worker.COMMITTED:
+            Predictor.load(str(output))
+        else:
+            assert not output.exists(), stage
+            for left in folder.iterdir() if folder.exists() else ():
+                if left.is_dir():
+                    with pytest.raises(ValueError, match="no artifact"):
+                        Predictor.load(str(left))
+        if stage in (SOME_STAGES[-1], *kill_worker.COMMITTED):
+            summary = run_export(small_run, output, FEW_ROWS)
+            assert summary.already_exported == (stage in kill_worker.COMMITTED)
+            Predictor.load(summary.artifact)
+            assert [path.name for path in folder.iterdir() if not path.name.endswith(".lock")] == ["artifact"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.campaign)]
+)
+def test_an_export_that_is_stopped_puts_its_folder_away(
+    small_run: Path, tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline.export", f"run={small_run}", f"output={tmp_path / 'artifact'}"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    until = time.monotonic() + 120
+    while not any(path.is_dir() for path in tmp_path.glob(".export-*/tables/..")) and time.monotonic() < until:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    process.send_signal(sent)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    assert "Traceback" not in output and list(tmp_path.iterdir()) == []

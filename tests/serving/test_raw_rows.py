@@ -1,0 +1,205 @@
+"""Raw rows score as the rows that prepare made of them: the same dense values, ids and scores, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline.config import PrepareJob, TrainJob, load_config
+from pipeline.data import value_index
+from pipeline.data.config import DataConfig, ReaderConfig
+from pipeline.data.dataset import SPLITS, load_dataset
+from pipeline.data.reader import ShardReader
+from pipeline.data.rows import layout_of, open_source, parse_block
+from pipeline.data.source import find_sources
+from pipeline.data.value_index import ValueIndex, hashes_of, index_values
+from pipeline.export import ExportSummary
+from pipeline.prepare import prepare
+from pipeline.serving.predictor import Predictor
+from pipeline.serving.raw_rows import RawFeature, RawSchema, RowEncoder
+from pipeline.train import train
+from tests.ranks import RankPool
+from tests.serving.test_export import run_export
+
+BATCH = 256
+MIXED_CONF = """
+name: mixed
+format: csv
+columns: {label: click, dense: [price, age], sparse: [colour, city], multi_hot: [tags]}
+feature_ids: {city: {kind: hash, hash_size: 50, hash_seed: 7}, colour: {min_frequency: 3}}
+rows_per_row_group: 128
+"""
+TINY = ["hardware=cpu", "trainer.global_batch_size=64", "trainer.max_steps=3", "trainer.evaluate_max_batches=1"]
+
+
+def _train(rank: int, overrides: list[str]) -> None:
+    train(load_config(TrainJob, overrides))
+
+
+def raw_blocks(data: DataConfig, source: str) -> pa.Table:
+    """The rows of a raw file as prepare parses them, its bad ones left out."""
+    layout, tables = layout_of(data), []
+    for one in find_sources(source):
+        reader, names = open_source(layout, one, 1 << 20)
+        with reader:
+            tables += [parse_block(layout, names, block).table for block in reader.blocks()]
+    return pa.concat_tables(
+        [table.unify_dictionaries() for table in tables], promote_options="permissive"
+    ).combine_chunks()
+
+
+def prepared_batches(job: TrainJob, split: str) -> Iterator[Any]:
+    """In the order of the files, padded at the end."""
+    reader = ShardReader(
+        job.data.path, load_dataset(job.data.path), split, global_batch_size=BATCH, rank=0, world_size=1, seed=0,
+        config=ReaderConfig(shuffle="none", num_streams=1), drop_last=False, multi_hot=job.data.synthetic_multi_hot,
+    )  # fmt: skip
+    yield from reader.batches(epoch=0)
+
+
+def assert_raw_rows_are_prepared_rows(artifact: str, job: TrainJob, source: str) -> int:
+    """How many rows were compared."""
+    predictor, rows = Predictor.load(artifact), raw_blocks(job.data, source)
+    first = 0
+    for split in [name for name in SPLITS if load_dataset(job.data.path).splits[name].num_rows]:
+        for batch in prepared_batches(job, split):
+            count = int((batch.sample_weights > 0).sum())
+            raw = rows.slice(first, count)
+            encoded, sparse = predictor.encoder.encode(raw), batch.sparse_features
+            assert encoded.dense.numpy().tobytes() == batch.dense_features[:count].numpy().tobytes()
+            assert torch.equal(encoded.values, sparse.values())  # padding has no ids
+            lengths = sparse.lengths().view(-1, BATCH)[:, :count].reshape(-1)
+            assert torch.equal(encoded.offsets.diff(), lengths.long())
+            if count == BATCH:  # a product of another number of rows may round in another way
+                prepared = predictor.score_batch(batch.dense_features, sparse).numpy()
+                assert predictor.score(raw).scores.tobytes() == prepared.tobytes()
+            first += count
+    assert first == rows.num_rows
+    return first
+
+
+def _write_mixed(path: Path) -> None:
+    draw = random.Random(0)
+    lines = ["click,price,colour,city,tags,age,ignored"]
+    for _ in range(3000):
+        colour = draw.choice(["red", "green", "", "blue", f"rare{draw.randint(0, 400)}", '"a ""quoted"", one"', "Ünï"])
+        tags = "|".join(draw.choices(["a", "b", "ccc", "", "dd", f"t{draw.randint(0, 30)}"], k=draw.randint(0, 4)))
+        price = draw.choice(["", "nan", "3.25", "-7", "1e3", str(draw.random() * 100)])
+        lines.append(f"{draw.randint(0, 1)},{price},{colour},c{draw.randint(0, 200)},{tags},{draw.randint(0, 90)},x")
+    lines[500] = "2,1,red,c1,a,3,x"
+    lines[2900] = "1,word,red,c1,a,3,x"
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def mixed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, TrainJob, str]:
+    """(artifact, its train job, raw file) of lists, hashed ids, mean pooling, missing values and bad rows."""
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "conf" / "data").mkdir(parents=True)
+    (folder / "conf" / "data" / "mixed.yaml").write_text(MIXED_CONF)
+    source = folder / "mixed.csv"
+    _write_mixed(source)
+    conf = ["--config-dir", str(folder / "conf"), "data=mixed", f"data.path={folder / 'prepared'}"]
+    prepare(load_config(PrepareJob, [*conf, f"source={source}", "data.max_quarantined_fraction=0.01"]))
+    overrides = [
+        *conf, "name=mixed", f"run_dir={folder / 'run'}", "model=deepfm", "tables.default.embedding_dim=8",
+        "tables.tags.pooling=mean", *TINY,
+    ]  # fmt: skip
+    ranks.run(1, _train, overrides)
+    summary = run_export(folder / "run", folder / "artifact", "precision=int4", "tables.colour=fp32", "parity.max_ne_increase=1", "parity.max_auc_decrease=1")  # fmt: skip
+    return summary.artifact, load_config(TrainJob, overrides), str(source)
+
+
+def test_raw_rows_with_lists_hashes_missing_values_and_bad_rows_score_as_prepared(
+    mixed: tuple[str, TrainJob, str],
+) -> None:
+    assert assert_raw_rows_are_prepared_rows(*mixed) == 2998
+
+
+def test_raw_criteo_rows_score_as_prepared(small_artifact: ExportSummary, prepared_clicks: str) -> None:
+    job = load_config(TrainJob, ["experiment=quickstart", f"data.path={prepared_clicks}"])
+    source = Path(prepared_clicks).parent / "clicks.tsv"
+    assert assert_raw_rows_are_prepared_rows(small_artifact.artifact, job, str(source)) == 30_000
+
+
+@pytest.mark.parametrize(
+    ("data", "pattern", "extra"),
+    [
+        ("criteo_kaggle", "criteo_kaggle_head10k.txt", ["data.synthetic_multi_hot={cat_0: 3, cat_7: 2}"]),
+        pytest.param("criteo_1tb", "criteo_1tb_day*.tsv", [], marks=pytest.mark.campaign),
+        pytest.param("open_bandit", "open_bandit_random_men.csv", [], marks=pytest.mark.campaign),
+    ],
+)
+def test_raw_real_rows_score_as_prepared(
+    ranks: RankPool, samples: Path, tmp_path: Path, data: str, pattern: str, extra: list[str]
+) -> None:
+    conf = [f"data={data}", f"data.path={tmp_path / 'prepared'}", "data.rows_per_row_group=256"]
+    prepare(load_config(PrepareJob, [*conf, f"source={samples}/{pattern}"]))
+    overrides = [
+        *conf, *extra, "name=real", f"run_dir={tmp_path / 'run'}", "model=dlrm", "tables.default.embedding_dim=8",
+        "model.dense_arch_layer_sizes=[16,8]", "model.over_arch_layer_sizes=[16,1]", *TINY,
+    ]  # fmt: skip
+    ranks.run(1, _train, overrides)
+    artifact = run_export(tmp_path / "run", tmp_path / "artifact").artifact
+    compared = assert_raw_rows_are_prepared_rows(artifact, load_config(TrainJob, overrides), f"{samples}/{pattern}")
+    assert compared == load_dataset(str(tmp_path / "prepared")).accepted_rows > 1000
+
+
+def test_rows_as_json_gives_them_score_as_rows_of_a_file(mixed: tuple[str, TrainJob, str]) -> None:
+    artifact, job, source = mixed
+    predictor, rows = Predictor.load(artifact), raw_blocks(job.data, source).slice(0, 50)
+    wanted = predictor.score(rows).scores
+    separator = job.data.columns.list_separator
+    as_json = [
+        {**row, "tags": None if row["tags"] is None else row["tags"].split(separator)}
+        for row in rows.drop_columns(["click"]).to_pylist()
+    ]
+    assert predictor.score(pa.Table.from_pylist(as_json)).scores.tobytes() == wanted.tobytes()
+    nothing = dict.fromkeys(predictor.manifest.columns)
+    assert np.isfinite(predictor.score(pa.Table.from_pylist([nothing])).scores).all()
+    assert (
+        len(predictor.score(pa.Table.from_pylist(as_json[:0], schema=pa.Table.from_pylist(as_json).schema)).scores) == 0
+    )
+
+
+def test_bad_rows_get_no_score_and_a_reason_and_missing_columns_are_named(mixed: tuple[str, TrainJob, str]) -> None:
+    predictor = Predictor.load(mixed[0])
+    row = {"price": 1.0, "age": 30.0, "colour": "red", "city": "c1", "tags": ["a"]}
+    scored = predictor.score(pa.Table.from_pylist([row, {**row, "price": 1e300}, row]))
+    assert np.isnan(scored.scores).tolist() == [False, True, False] and scored.scores[0] == scored.scores[2]
+    (bad,) = scored.bad_rows
+    assert bad.line == 2 and "price is 1e+300" in bad.reason
+    with pytest.raises(ValueError, match=r"the rows lack 1 of 5 columns: 'colour'; did you mean 'color'\?"):
+        predictor.score(pa.Table.from_pylist([{**{k: v for k, v in row.items() if k != "colour"}, "color": "red"}]))
+    for column, value in (("price", "cheap"), ("colour", {"red": 1}), ("tags", [["a"]])):
+        with pytest.raises(ValueError, match=r"columns? 'price' has type|rows cannot be read"):
+            predictor.score(pa.Table.from_pylist([{**row, column: value}]))
+
+
+def test_values_of_one_hash_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [f"value {i}" for i in range(100)]
+    monkeypatch.setattr(
+        value_index, "hash_text",
+        lambda column, seed: np.array([int(str(value)[6:]) % 3 for value in column], dtype=np.uint64),
+    )  # fmt: skip
+    index = ValueIndex(index_values(iter([(1, values[:60]), (61, values[60:])])))
+    asked = pa.array([*reversed(values), "value 103"])
+    (hashes,) = hashes_of([asked])
+    assert index.ids(asked, hashes).tolist() == [*range(100, 0, -1), 0]
+
+
+def test_a_vocabulary_keeps_the_values_whose_rows_are_kept() -> None:
+    values = [f"v{i}" for i in range(10)]
+    index = ValueIndex(index_values([(1, values)], keep=lambda ids: ids % 2 == 0))
+    asked = pa.array(values)
+    assert index.ids(asked, hashes_of([asked])[0]).tolist() == [0, 2, 0, 4, 0, 6, 0, 8, 0, 10]
+    schema = RawSchema([], [RawFeature("f", 11, False)], "none", "|")
+    rows = pa.table({"f": pa.array(["v1", None, "v0", ""])})
+    assert RowEncoder(schema, {"f": index}).encode(rows).values.tolist() == [2, 0, 0, 0]
