@@ -135,6 +135,7 @@ def _make(job: ExportJob, source: _Source, at: Attempt) -> Manifest:
     from pipeline.serving.package import (
         Packed,
         library_versions,
+        lookups_of,
         pack_layers,
         pack_tables,
         pack_vocabularies,
@@ -162,6 +163,7 @@ def _make(job: ExportJob, source: _Source, at: Attempt) -> Manifest:
         dense=packed.dense,
         files=packed.files,
         vocabularies=packed.vocabularies,
+        lookups=lookups_of(source.dataset, source.job.data.synthetic_multi_hot),
         sizes=_sizes(trained, packed),
         versions=library_versions(),
         settings=settings_of(job),

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipeline.logs import get_logger
 from pipeline.serving.batching import Overloaded, Scores
 from pipeline.serving.docs_page import docs_page
+from pipeline.serving.load import cache_counts
 from pipeline.serving.openapi import openapi_page
 from pipeline.serving.request_body import read_body
 from pipeline.serving.request_rows import ARROW_TYPE, JSON_TYPE, BadRequest
@@ -42,7 +43,7 @@ class ScoringApp:
     def __init__(self, slot: ModelSlot, limits: LimitsConfig, metrics: ServerMetrics, allowed_hosts: list[str]) -> None:
         self._slot, self._limits, self._metrics = slot, limits, metrics
         self.draining = False
-        self._tables: tuple[float, float] = (0.0, 0.0)
+        self._tables = ("", 0, 0)  # key of the artifact, lookups and hits that are counted already
         routes = [
             Route("/score", self.score, methods=["POST"]),
             Route("/health", self.health),
@@ -95,15 +96,16 @@ class ScoringApp:
 
     def _count_tables(self) -> None:
         """Tables on SSD keep their own counts."""
-        counts = getattr(self._slot.model.scorer, "cache_counts", None)
+        model = self._slot.model
+        counts = cache_counts(model.scorer)
         if counts is None:
             return
-        lookups, hits, cache_bytes = counts()
-        before = self._tables if lookups >= self._tables[0] else (0.0, 0.0)  # another artifact counts from 0
-        self._metrics.table_lookups.inc(lookups - before[0])
-        self._metrics.table_hits.inc(max(0.0, hits - before[1]))
+        lookups, hits, cache_bytes = counts
+        before = self._tables if self._tables[0] == model.key else (model.key, 0, 0)  # another artifact counts from 0
+        self._metrics.table_lookups.inc(lookups - before[1])
+        self._metrics.table_hits.inc(hits - before[2])
         self._metrics.cache_bytes.set(cache_bytes)
-        self._tables = (lookups, hits)
+        self._tables = (model.key, lookups, hits)
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi_page(self._slot.model.scorer, self._limits))

@@ -40,6 +40,14 @@ class KeptRows:
         places = self._before[index].astype(np.int64) + np.bitwise_count(below)
         return np.where(is_kept, places, 0)
 
+    def num_kept_below(self, row: int) -> int:
+        """How many of rows 0, 1, ..., `row` - 1 are kept; `row` is at most num_rows."""
+        if row == self.num_rows:
+            return self.num_kept
+        index, bit = row >> 6, np.uint64(row & 63)
+        below = self.words[index] & ((np.uint64(1) << bit) - np.uint64(1))
+        return int(self._before[index]) + int(np.bitwise_count(below))
+
     def contains(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Of each row, whether it is kept."""
         return (self.words[rows >> 6] >> (rows & 63).astype(np.uint64) & np.uint64(1)).astype(np.bool_)

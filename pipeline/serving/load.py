@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from pipeline.serving.scorer import Scorer
 from pipeline.serving.server_config import SsdConfig
@@ -15,4 +16,12 @@ def load_artifact(artifact: str, memory: str, ssd: SsdConfig, threads: int | Non
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     from pipeline.serving.predictor import Predictor
 
-    return Predictor.load(artifact, memory=memory)  # type: ignore[no-any-return]
+    cache_bytes = None if ssd.cache_gb is None else int(ssd.cache_gb * 2**30)
+    return Predictor.load(artifact, memory=memory, cache_bytes=cache_bytes, ssd=ssd)
+
+
+def cache_counts(scorer: object) -> tuple[int, int, int] | None:
+    """Lookups of tables on SSD, those that memory answered, and what it holds of them in bytes; None for tables in memory."""
+    lookup: Any = getattr(scorer, "lookup", None)
+    counts = getattr(lookup, "counts", None)
+    return None if counts is None else (counts.lookups, counts.hits, lookup.cache_bytes)

@@ -8,6 +8,7 @@
   "schema": the raw columns and what becomes of them
   "tables", "features": rows, dims, precisions, pooling, files; which feature looks up which table
   "dense": precision of the layers, and their files
+  "lookups": how often each feature looks up, and which shares of that fall on its most frequent ids
   "sizes", "versions", "certificate", "settings"
   "files": name -> size_bytes and CRC-32 by block, as a checkpoint has them
 }
@@ -71,6 +72,7 @@ class Manifest:
     dense: dict[str, Any]
     files: dict[str, FileEntry]
     vocabularies: dict[str, str] = field(default_factory=dict)  # feature -> file
+    lookups: dict[str, dict[str, Any]] = field(default_factory=dict)  # see package.lookups_of
     sizes: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     certificate: dict[str, Any] = field(default_factory=dict)

@@ -110,6 +110,19 @@ def schema_of(dataset: Dataset, list_separator: str, multi_hot: dict[str, int]) 
     return RawSchema(list(dataset.dense_features), features, dataset.dense_transform, list_separator)
 
 
+def lookups_of(dataset: Dataset, multi_hot: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Feature -> ids that a row looks up, and how they fall on the ids: what the cache of tables on SSD goes by."""
+    return {
+        one.name: {
+            "per_row": float(multi_hot.get(one.name, one.mean_pooling_factor)),
+            "ranks": one.frequency_curve.ranks,
+            "shares": one.frequency_curve.shares,
+        }
+        for one in dataset.sparse_features
+        if one.hash_size is None  # hashed ids are in no order of frequency
+    }
+
+
 def library_versions() -> dict[str, str]:
     """Of what reads the files."""
     return {name: version(name) for name in LIBRARIES}

@@ -25,6 +25,8 @@ from pipeline.serving.kept_rows import KeptRows
 from pipeline.serving.lookup import MappedLookup, RamLookup, ServedFeature, ServedTable, TableLookup
 from pipeline.serving.manifest import COMPILED_FILE, DENSE_FILE, ArtifactError, Manifest, TableFiles, read_manifest
 from pipeline.serving.raw_rows import RowEncoder
+from pipeline.serving.server_config import SsdConfig
+from pipeline.serving.ssd_open import open_on_ssd
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -56,10 +58,12 @@ class Predictor:
         *,
         memory: str = "ram",
         cache_bytes: int | None = None,
+        ssd: SsdConfig | None = None,
         verify: bool = True,
         compiled: bool = False,
     ) -> Predictor:
-        """memory: ram reads the tables, mapped leaves them to the page cache, ssd keeps `cache_bytes` of hot rows.
+        """memory: ram reads the tables, mapped leaves them to the page cache, ssd keeps `cache_bytes` of hot rows, or as
+        many as `ssd` asks for.
         compiled: run the AOTInductor package in the place of dense.pt2. Without `verify` sizes alone are checked.
 
         Raises:
@@ -70,7 +74,7 @@ class Predictor:
         files = _Files(artifact, manifest, verify)
         if compiled and not manifest.dense.get("compiled"):
             raise ArtifactError(f"{artifact} has no compiled layers; export with compiled=true, or load dense.pt2")
-        lookup = open_lookup(files, memory, cache_bytes)
+        lookup = open_lookup(files, memory, cache_bytes, ssd)
         indices = {name: files.vocabulary(file) for name, file in manifest.vocabularies.items()}
         program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()
         return cls(manifest, RowEncoder(manifest.schema, indices), lookup, program)
@@ -117,7 +121,9 @@ class Predictor:
         return scores
 
 
-def open_lookup(files: _Files, memory: str, cache_bytes: int | None) -> TableLookup:
+def open_lookup(
+    files: _Files, memory: str, cache_bytes: int | None = None, ssd: SsdConfig | None = None
+) -> TableLookup:
     """The artifact's tables, as `memory` says."""
     tables = [files.table(table, verified=memory == "ram") for table in files.manifest.tables]
     features = [ServedFeature(name, table) for name, table in files.manifest.features]
@@ -125,7 +131,7 @@ def open_lookup(files: _Files, memory: str, cache_bytes: int | None) -> TableLoo
         return RamLookup(tables, features)
     if memory == "mapped":
         return MappedLookup(tables, features)
-    raise NotImplementedError(memory)
+    return open_on_ssd(tables, features, files.manifest.lookups, cache_bytes, ssd or SsdConfig())
 
 
 class _Files:
@@ -186,4 +192,4 @@ class _Files:
 def load_parts(artifact: str, manifest: Manifest) -> tuple[TableLookup, Program]:
     """Lookup and layers of an artifact whose manifest is not written yet, tables left in their files."""
     files = _Files(artifact, manifest, verify=True)
-    return open_lookup(files, "mapped", None), files.program()
+    return open_lookup(files, "mapped"), files.program()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -67,16 +68,21 @@ class Server:
 
 @contextmanager
 def server_of(artifact: Path, *overrides: str) -> Iterator[Server]:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.serving.servers",
-        f"artifact={artifact}",
-        "server.port=0",
-        "server.watch_s=0.05",
-        *overrides,
-    ]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.serving.servers", f"artifact={artifact}"]
+    with running([*command, "server.port=0", "server.watch_s=0.05", *overrides]) as server:
+        yield server
+
+
+@contextmanager
+def running(command: list[str], env: dict[str, str] | None = None) -> Iterator[Server]:
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     line = process.stdout.readline()
     if "http://" not in line:
