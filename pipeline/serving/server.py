@@ -47,7 +47,15 @@ def run_server(settings: Settings, listener: socket.socket, find: Find, load: Lo
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours to handle."""
+    """Signals are ours to handle; `announce` is called as soon as connections are taken."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
@@ -67,7 +75,8 @@ async def _serve(
             app.asgi, http=limited_by(settings.limits), ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
             limit_concurrency=settings.limits.connections, timeout_graceful_shutdown=int(settings.server.drain_s),
-        )
+        ),
+        lambda: _announce(settings, listener, scorer),
     )  # fmt: skip
     interrupted = False
 
@@ -81,7 +90,6 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
-    _announce(settings, listener, scorer)
     watcher = asyncio.create_task(slot.watch(settings.server.watch_s))
     try:
         await server.serve(sockets=[listener])

@@ -1,0 +1,238 @@
+"""What serving costs: requests a second, latency and memory, with tables in memory and on disk.
+
+    python -m benchmarks.serving [--quick] [--seconds 10] [--output serving.json]
+
+One run: each server is a process of its own on loopback, asked by the same load generator. The model is a DLRM of 26 tables
+of 64 numbers with weights that nobody trained; 16 rows a request as JSON in the first part, 64 as Arrow in the second.
+
+1. The same rows by fp32 eager (torch modules and an EmbeddingBagCollection), and by artifacts: fp32, int8 and int4 tables
+   with dense.pt2, int8 with AOTInductor. First as fast as it goes, then at half of eager's rate for all.
+2. Tables larger than the memory of the server's cgroup, ids Zipf-distributed: memory=ram without the bound, memory=ssd with
+   100 % of the rows cached and no bound, then 25, 10 and 5 % under it, and memory=ram under it, which is expected to die.
+
+CPU milliseconds are the server's own, of all its threads, for a request: they tell more than the clock on a machine that
+others use too. RSS is the server's at the end, and its part that is no page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.cgroups import memory_cgroup
+from benchmarks.serving_artifacts import DENSE, NUM_FEATURES, SPARSE, Shape, table_bytes, write_artifact, zipf_shares
+from benchmarks.serving_load import post
+from pipeline.serving.request_rows import ARROW_TYPE, JSON_TYPE
+from pipeline.serving.ssd_lookup import forget_pages, read_latency_us
+
+CONNECTIONS = 4
+NUM_BODIES = 200
+VARIANTS = [  # name, kind of server, artifact
+    ("fp32 eager", "eager", "fp32"),
+    ("fp32 .pt2", "pt2", "fp32"),
+    ("int8 .pt2", "pt2", "int8"),
+    ("int4 .pt2", "pt2", "int4"),
+    ("int8 AOTInductor", "compiled", "int8"),
+]
+
+
+@dataclass
+class Figure:
+    """Of one server under one load; hit_percent: of lookups in tables on SSD that memory answered."""
+
+    name: str
+    load: str
+    qps: float = 0.0
+    p50_ms: float = 0.0
+    p99_ms: float = 0.0
+    cpu_ms: float = 0.0
+    rss_mb: float = 0.0
+    anonymous_mb: float = 0.0
+    hit_percent: float | None = None
+    others: int = 0
+    note: str = ""
+
+
+@contextlib.contextmanager
+def server(kind: str, rows: int, artifact: Path, *overrides: str, cgroup: str = "") -> Iterator[tuple[int, int]]:
+    """(process, port). Raises ConnectionError where it ends instead of serving."""
+    command = [sys.executable, "-m", "benchmarks.serving_server", kind, str(rows), *([cgroup] if cgroup else []), "--"]
+    options = [f"artifact={artifact}", "server.port=0", "server.watch_s=3600", "threads=1", *overrides]
+    process = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if "http://" not in line:
+            raise ConnectionError(f"it ended with {process.wait()}")
+        yield process.pid, int(line.split("127.0.0.1:")[1].split(",")[0])
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def measure(
+    name: str, pid: int, port: int, bodies: list[bytes], kind: str, seconds: float, rate: float = 0.0
+) -> Figure:
+    post(port, bodies, kind, CONNECTIONS, min(seconds / 4, 3.0))  # warm-up
+    lookups = _table_counts(port)
+    before = _cpu_s(pid)
+    found = post(port, bodies, kind, CONNECTIONS, seconds, rate)
+    cpu_s, memory, after = _cpu_s(pid) - before, _memory_mb(pid), _table_counts(port)
+    hits = None
+    if after[0] > lookups[0]:
+        hits = 100 * (after[1] - lookups[1]) / (after[0] - lookups[0])
+    return Figure(
+        name, f"{rate:.0f}/s" if rate else "most", found.requests_per_s, found.percentile_ms(50), found.percentile_ms(99),
+        1000 * cpu_s / max(len(found.seconds), 1), memory["VmRSS"], memory["RssAnon"], hits, found.others,
+    )  # fmt: skip
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory_mb(pid: int) -> dict[str, float]:
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {line[0].rstrip(":"): int(line[1]) / 1024 for line in lines if line[0] in ("VmRSS:", "RssAnon:")}
+
+
+def _table_counts(port: int) -> tuple[float, float]:
+    from urllib.request import urlopen
+
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = [
+            line.split() for line in answer.read().decode().splitlines() if line.startswith("pipeline_serving_table_")
+        ]
+    values = {name: float(value) for name, value in lines}
+    return values.get("pipeline_serving_table_lookups_total", 0.0), values.get(
+        "pipeline_serving_table_cache_hits_total", 0.0
+    )
+
+
+def bodies_of(rows: int, num_rows: int, as_ids: bool, seed: int = 0) -> list[bytes]:
+    """NUM_BODIES requests of `num_rows` rows; ids by Zipf's law, 1 the most frequent."""
+    generator = np.random.default_rng(seed)
+    shares = zipf_shares(rows)
+    bodies = []
+    for _ in range(NUM_BODIES):
+        ids = np.searchsorted(shares, generator.random((NUM_FEATURES, num_rows))) + 1
+        ids = np.minimum(ids, rows - 1)
+        dense = generator.integers(0, 100, (len(DENSE), num_rows)).astype(np.float64)
+        columns = dict(zip(DENSE, dense, strict=True)) | dict(zip(SPARSE, ids, strict=True))
+        bodies.append(_arrow(columns) if as_ids else _json(columns))
+    return bodies
+
+
+def _json(columns: dict[str, np.ndarray]) -> bytes:
+    table = pa.table(columns)
+    return json.dumps({"rows": table.to_pylist()}).encode()
+
+
+def _arrow(columns: dict[str, np.ndarray]) -> bytes:
+    table = pa.table(columns)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def precisions(folder: Path, rows: int, seconds: float) -> list[Figure]:
+    artifacts = {
+        name: write_artifact(folder / name, Shape(rows), name, compiled=name == "int8")
+        for name in ("fp32", "int8", "int4")
+    }
+    bodies, figures, rate = bodies_of(rows, 16, as_ids=False), [], 0.0
+    for name, kind, artifact in VARIANTS:
+        with server(kind, rows, artifacts[artifact]) as (pid, port):
+            figures.append(measure(name, pid, port, bodies, JSON_TYPE, seconds))
+            rate = rate or figures[0].qps / 2
+            figures.append(measure(name, pid, port, bodies, JSON_TYPE, seconds, rate))
+        _show(figures[-2:])
+    return figures
+
+
+def on_disk(folder: Path, rows: int, limit_bytes: int, seconds: float) -> tuple[list[Figure], dict[str, object]]:
+    """ram and ssd without a bound, then ssd with less and less cache, and ram, under it."""
+    artifact = write_artifact(folder / "large", Shape(rows), "int8")
+    total = table_bytes(Shape(rows), "int8")
+    files = sorted(str(path) for path in (artifact / "tables").iterdir())
+    bodies, figures, rate = bodies_of(rows, 64, as_ids=True), [], 0.0
+    about: dict[str, object] = {
+        "table_bytes": total, "limit_bytes": limit_bytes, "read_p95_us": read_latency_us(files),
+    }  # fmt: skip
+    cases = [("ram, no bound", "ram", 1.0, False), ("ssd 100 %, no bound", "ssd", 1.0, False)]
+    cases += [(f"ssd {percent} %", "ssd", percent / 100, True) for percent in (25, 10, 5)] + [("ram", "ram", 1.0, True)]
+    for name, memory, share, bounded in cases:
+        os.sync()
+        for path in files:
+            forget_pages(path)  # else they are another cgroup's pages, and no read reaches the disk
+        options = [f"memory={memory}", f"ssd.cache_gb={share * total / 2**30}"]
+        with memory_cgroup(limit_bytes) if bounded else contextlib.nullcontext(("", "no bound")) as (cgroup, bound):
+            about["bound"] = bound
+            try:
+                with server("ids", rows, artifact, *options, cgroup=cgroup) as (pid, port):
+                    figures.append(measure(name, pid, port, bodies, ARROW_TYPE, seconds))
+                    rate = rate or figures[0].qps / 2
+                    figures.append(measure(name, pid, port, bodies, ARROW_TYPE, seconds, rate))
+                    _show(figures[-2:])
+            except ConnectionError as error:
+                figures.append(Figure(name, "-", note=f"{bound}: {error}"))
+                _show(figures[-1:])
+    return figures, about
+
+
+def _show(figures: list[Figure]) -> None:
+    for one in figures:
+        hits = "" if one.hit_percent is None else f"  {one.hit_percent:5.1f} % hits"
+        text = one.note or (
+            f"{one.qps:8.1f} requests/s  p50 {one.p50_ms:7.2f} ms  p99 {one.p99_ms:7.2f} ms  {one.cpu_ms:6.2f} CPU-ms  "
+            f"RSS {one.rss_mb:7.0f} MB ({one.anonymous_mb:.0f} anonymous){hits}"
+        )
+        print(f"{one.name:22} {one.load:>6} {text}" + (f"  {one.others} not 200" if one.others else ""), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="small tables and short loads: that it works, not how fast"
+    )
+    parser.add_argument("--seconds", type=float, default=None)
+    parser.add_argument("--table-gb", type=float, default=None, help="of the tables of the second part")
+    parser.add_argument("--limit-gb", type=float, default=None, help="of the cgroup")
+    parser.add_argument("--folder", default=None, help="where artifacts are written, on the disk to be measured")
+    parser.add_argument("--output", default=None)
+    options = parser.parse_args()
+    seconds = options.seconds or (1.0 if options.quick else 10.0)
+    table_gb, limit_gb = (
+        options.table_gb or (0.9 if options.quick else 2.5),
+        options.limit_gb or (0.85 if options.quick else 1.5),
+    )
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        figures = precisions(Path(folder), 2_000 if options.quick else 50_000, seconds)
+        rows = int(table_gb * 2**30 / table_bytes(Shape(1), "int8"))
+        print(f"tables of {table_gb:g} GiB, {100 * limit_gb / table_gb:.0f} % of that for the server's whole memory")
+        disk, about = on_disk(Path(folder), rows, int(limit_gb * 2**30), seconds)
+    print("disk: " + ", ".join(f"{name} {value}" for name, value in about.items()))
+    result = {"precisions": [asdict(one) for one in figures], "disk": [asdict(one) for one in disk], **about}
+    if options.output:
+        Path(options.output).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

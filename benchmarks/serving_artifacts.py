@@ -1,0 +1,134 @@
+"""Artifacts for benchmarks/serving.py: the real format around weights that nobody trained, of any size, in seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from pipeline.data.config import ColumnsConfig
+from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
+from pipeline.models.build import build_model
+from pipeline.models.config import DLRMConfig
+from pipeline.serving.dense_export import compile_layers, export_layers, program_bytes, take_collection
+from pipeline.serving.manifest import COMPILED_FILE, DENSE_FILE, Manifest, TableFiles
+from pipeline.serving.package import library_versions
+from pipeline.serving.quantize import dequantize_rows, quantize_rows, row_bytes
+from pipeline.serving.raw_rows import RawFeature, RawSchema, RowEncoder
+from pipeline.serving.table_files import write_bytes, write_rows
+
+NUM_DENSE, NUM_FEATURES, DIM = 13, 26, 64
+DENSE = [f"int_{i}" for i in range(NUM_DENSE)]
+SPARSE = [f"cat_{i}" for i in range(NUM_FEATURES)]
+MODEL = DLRMConfig(kind="dlrm", dense_arch_layer_sizes=[512, 256, DIM], over_arch_layer_sizes=[512, 256, 1])
+ROWS_A_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`rows` of each of the 26 tables."""
+
+    rows: int
+
+    def tables(self) -> list[Table]:
+        return [
+            Table(name, self.rows, DIM, [name], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0])
+            for name in SPARSE
+        ]
+
+
+def write_artifact(folder: Path, shape: Shape, precision: str, compiled: bool = False) -> Path:
+    """Hashed ids, so that there are no vocabularies to make."""
+    for name in ("tables", "vocabulary"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    files, tables = {}, []
+    for number, name in enumerate(SPARSE):
+        file = f"tables/{number:05d}.rows"
+        files[file], stored = write_rows(str(folder / file), _blocks(shape.rows, number), precision)
+        tables.append(TableFiles(name, shape.rows, stored, DIM, precision, "sum", file))
+    program = export_layers(layers_of(shape), "fp32", NUM_DENSE, NUM_FEATURES * DIM)
+    files[DENSE_FILE] = write_bytes(str(folder / DENSE_FILE), program_bytes(program))
+    if compiled:
+        compile_layers(program, str(folder / "staged.pt2"))
+        files[COMPILED_FILE] = write_bytes(str(folder / COMPILED_FILE), (folder / "staged.pt2").read_bytes())
+        os.remove(folder / "staged.pt2")
+    schema = RawSchema(
+        DENSE, [RawFeature(name, shape.rows, False, hash_size=shape.rows) for name in SPARSE], "log1p", "|"
+    )
+    manifest = Manifest(
+        lineage={}, schema=schema, tables=tables, features=[(name, number) for number, name in enumerate(SPARSE)],
+        dense={"precision": "fp32", "compiled": compiled}, files=files, versions=library_versions(),
+        lookups={name: zipf_lookups(shape.rows) for name in SPARSE},
+    )  # fmt: skip
+    (folder / "manifest.json").write_text(manifest.to_text())
+    return folder
+
+
+def _blocks(rows: int, seed: int) -> Iterator[torch.Tensor]:
+    """One block of random rows, again and again: what rows hold does not matter here."""
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.randn(min(rows, ROWS_A_BLOCK), DIM, generator=generator) * 0.1
+    for first in range(0, rows, ROWS_A_BLOCK):
+        yield block[: min(ROWS_A_BLOCK, rows - first)]
+
+
+def layers_of(shape: Shape) -> nn.Module:
+    model = build_model(MODEL, shape.tables(), NUM_DENSE, seed=0)
+    take_collection(model, SPARSE)
+    return model.eval()
+
+
+def zipf_lookups(rows: int, exponent: float = 1.05) -> dict[str, object]:
+    shares = zipf_shares(rows, exponent)
+    ranks = np.unique(np.geomspace(1, rows - 1, 200).astype(np.int64))
+    return {"per_row": 1.0, "ranks": ranks.tolist(), "shares": shares[ranks - 1].tolist()}
+
+
+def zipf_shares(rows: int, exponent: float = 1.05) -> np.ndarray:
+    weights = np.arange(1, rows, dtype=np.float64) ** -exponent
+    return np.cumsum(weights) / weights.sum()
+
+
+class Eager(nn.Module):
+    """The same model as torch and TorchRec run it without an export: fp32 tables in an EmbeddingBagCollection."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.model = build_model(MODEL, shape.tables(), NUM_DENSE, seed=0)
+        for name, parameter in list(self.model.named_parameters()):
+            if parameter.is_meta:
+                number = SPARSE.index(name.split("embedding_bags.")[1].split(".")[0])
+                owner, _, leaf = name.rpartition(".")
+                rows = torch.cat(
+                    [dequantize_rows(quantize_rows(b, "fp32"), DIM, "fp32") for b in _blocks(shape.rows, number)]
+                )
+                setattr(self.model.get_submodule(owner), leaf, nn.Parameter(rows, requires_grad=False))
+
+    @torch.no_grad()
+    def forward(self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.model(dense, KeyedJaggedTensor(SPARSE, values, offsets=offsets)).reshape(-1))
+
+
+class IdEncoder(RowEncoder):
+    """Takes the categories for ids: hashing would spread hot rows over a table."""
+
+    def __init__(self, schema: RawSchema) -> None:
+        super().__init__(schema, {})
+
+    def _bags(self, feature: RawFeature, column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+        ids = column.combine_chunks().cast(pa.int64()).to_numpy()
+        return ids, np.ones(len(ids), np.int64)
+
+
+def table_bytes(shape: Shape, precision: str) -> int:
+    return NUM_FEATURES * shape.rows * row_bytes(DIM, precision)
+
+
+COLUMNS = ColumnsConfig(label="", dense=DENSE, sparse=SPARSE)

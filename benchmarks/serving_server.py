@@ -1,0 +1,59 @@
+"""One server of benchmarks/serving.py:  python -m benchmarks.serving_server KIND ROWS [cgroup] -- OVERRIDE ...
+
+KIND: eager (no artifact), pt2, compiled, or ids (pt2 on categories that are ids). In `cgroup`, where one is given, from the
+first allocation on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    kind, rows, *rest = sys.argv[1:]
+    cgroup = rest[0] if rest[0] != "--" else ""
+    overrides = rest[rest.index("--") + 1 :]
+    if cgroup:
+        (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
+    from pipeline.config import ServeJob, run_verb
+    from pipeline.serve import serve
+
+    sys.argv[1:] = overrides
+    run_verb(ServeJob, lambda job: serve(job, lambda found: _load(kind, int(rows), found.path, job)), "")
+
+
+def _load(kind: str, rows: int, path: str, job):  # type: ignore[no-untyped-def]
+    import torch
+
+    from benchmarks.serving_artifacts import COLUMNS, Eager, IdEncoder, Shape
+    from pipeline.serving.manifest import read_manifest
+    from pipeline.serving.predictor import Predictor, Scored
+    from pipeline.serving.raw_rows import RowEncoder
+
+    torch.set_num_threads(job.threads or 1)
+    if kind == "eager":
+        model, encoder = Eager(Shape(rows)), RowEncoder(read_manifest(path).schema, {})
+
+        class EagerScorer:
+            version, columns = "eager", COLUMNS
+
+            def score(self, table):  # type: ignore[no-untyped-def]
+                encoded = encoder.encode(table)
+                return Scored(model(encoded.dense, encoded.values, encoded.offsets).numpy(), encoded.bad_rows)
+
+        return EagerScorer()
+    gb = job.ssd.cache_gb
+    cache_bytes = None if gb is None else int(gb * 2**30)
+    # Not verified: what the checksums cost is no part of serving, and reading the tables would fill the page cache.
+    predictor = Predictor.load(
+        path, memory=job.memory, cache_bytes=cache_bytes, ssd=job.ssd, compiled=kind == "compiled", verify=False
+    )
+    if kind == "ids":
+        predictor.encoder = IdEncoder(predictor.manifest.schema)
+    return predictor
+
+
+if __name__ == "__main__":
+    main()
