@@ -105,6 +105,7 @@ def _open_source(job: ExportJob) -> _Source:
     from pipeline.checkpoint.survey import open_step
     from pipeline.checkpoint.vocabularies import trained_dataset
     from pipeline.embeddings.config import resolve_tables
+    from pipeline.embeddings.physical import physical_tables
     from pipeline.models.build import build_model
     from pipeline.serving.trained_model import load_trained
 
@@ -118,10 +119,11 @@ def _open_source(job: ExportJob) -> _Source:
             f"{where}: the artifact needs its vocabularies and validation rows; set data_path=<its folder>"
         )
     tables = resolve_tables(trained_job.tables, dataset, trained_job.data.synthetic_multi_hot)
-    if unknown := [name for name in job.tables if name not in [table.name for table in tables]]:
+    known = {name for part in physical_tables(tables) for name in (part.name, part.config_name)}
+    if unknown := [name for name in job.tables if name not in known]:
         from pipeline.checks import did_you_mean
 
-        near = did_you_mean(unknown[0], [table.name for table in tables])
+        near = did_you_mean(unknown[0], sorted(known))
         raise ValueError(f"tables.{unknown[0]}: the run has no such table among {len(tables)}{near}")
     model = build_model(trained_job.model, tables, len(dataset.dense_features), seed=trained_job.trainer.seed)
     is_bf16 = trained_job.trainer.precision == "bf16"
@@ -136,6 +138,7 @@ def _make(job: ExportJob, source: _Source, at: Attempt) -> Manifest:
         Packed,
         library_versions,
         lookups_of,
+        pack_composed,
         pack_layers,
         pack_tables,
         pack_vocabularies,
@@ -149,6 +152,8 @@ def _make(job: ExportJob, source: _Source, at: Attempt) -> Manifest:
     pack_tables(packed, at, trained, precisions, kept)
     logger.info("layers     %s, by torch.export%s", job.dense, ", then AOTInductor" if job.compiled else "")
     pack_layers(packed, at, trained, job.dense, job.compiled)
+    if trained.composed is not None:
+        pack_composed(packed, at, trained.composed)
     alone = {
         table.feature_names[0]: rows
         for table, rows in zip(trained.tables, kept, strict=True)
@@ -190,7 +195,7 @@ def _make_reference(job: ExportJob, source: _Source, at: Attempt) -> Reference:
             job.parity.max_rows,
             data.reader,
             data.synthetic_multi_hot,
-            lambda sparse: sparse,
+            source.trained.composed,
         )
         for split in splits
     }
@@ -208,15 +213,18 @@ def _choose_precisions(job: ExportJob, reference: Reference) -> list[str]:
     from pipeline.serving.sensitivity import find_mix
 
     trained = reference.trained
+    # What is said of a compressed table is said of its parts.
+    asked = {name: job.tables[key] for table in trained.tables
+             for name, key in [(table.name, table.config_name), (table.name, table.name)] if key in job.tables}  # fmt: skip
     for table in trained.tables:
-        if table.name in job.tables:
-            row_bytes(table.embedding_dim, job.tables[table.name])  # raises where there are no such rows
+        if table.name in asked:
+            row_bytes(table.embedding_dim, asked[table.name])  # raises where there are no such rows
     if job.precision == AUTO:
-        found = find_mix(reference, job.tables, job.ne_budget)
+        found = find_mix(reference, asked, job.ne_budget)
     else:
-        found = [job.tables.get(table.name) or nearest(table.embedding_dim, job.precision) for table in trained.tables]
+        found = [asked.get(table.name) or nearest(table.embedding_dim, job.precision) for table in trained.tables]
         other = [table.name for table, name in zip(trained.tables, found, strict=True) if name != job.precision]
-        if missed := [name for name in other if name not in job.tables]:
+        if missed := [name for name in other if name not in asked]:
             logger.info("%d table(s) have no %s rows of their width and get the next larger: %s", len(missed), job.precision, ", ".join(missed[:8]))  # fmt: skip
     counts = {name: found.count(name) for name in PRECISIONS if name in found}
     logger.info("precision  %s", ", ".join(f"{count} table(s) {name}" for name, count in counts.items()))

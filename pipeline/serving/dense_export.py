@@ -16,6 +16,8 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from pipeline.embeddings.collection import ComposedEmbeddings
+
 EXAMPLE_ROWS = 16
 MAX_BATCH = 1 << 20
 LEAST_INT8_OUTPUTS = 8  # the layer of the logit stays what it is: int8 saves nothing there, and costs the most
@@ -45,12 +47,20 @@ class Layers(nn.Module):
 
 
 def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
-    """Put a PooledInput in the place of the model's one collection, and give the dims of `keys`, its features, in their order."""
+    """Put a PooledInput in the place of the model's one collection, and give the dims of `keys`, its features, in their order.
+
+    Where tables are compressed, what composes them goes with the collection.
+    """
+    kind = (
+        ComposedEmbeddings
+        if any(isinstance(one, ComposedEmbeddings) for one in model.modules())
+        else EmbeddingBagCollection
+    )
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if isinstance(child, EmbeddingBagCollection)
+        if isinstance(child, kind)
     ]
     assert len({id(child) for _, _, child in found}) == 1, "pooled rows are those of one collection"
     configs = found[0][2].embedding_bag_configs()

@@ -32,8 +32,8 @@ from pipeline.serving.quantize import fits, row_bytes
 from pipeline.serving.raw_rows import RawFeature, RawSchema
 
 FORMAT_VERSION = 1
-DENSE_FILE, COMPILED_FILE = "dense.pt2", "dense.compiled.pt2"
-FILE_NAME = re.compile(r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2")
+DENSE_FILE, COMPILED_FILE, COMPOSED_FILE = "dense.pt2", "dense.compiled.pt2", "composed.bin"
+FILE_NAME = re.compile(r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|composed\.bin")
 UNFINISHED = ".export-"  # what the folders begin with that exports write in
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_DIM, MAX_ROWS, MAX_TABLES = 1 << 16, 1 << 40, 1 << 16

@@ -17,9 +17,10 @@ from pipeline.data.dataset import Dataset, SparseFeature
 from pipeline.data.value_index import index_values
 from pipeline.logs import progress
 from pipeline.serving.attempt import Attempt
+from pipeline.serving.composed import ComposedTables
 from pipeline.serving.dense_export import compile_layers, export_layers, program_bytes
 from pipeline.serving.kept_rows import KeptRows
-from pipeline.serving.manifest import COMPILED_FILE, DENSE_FILE, TableFiles
+from pipeline.serving.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, TableFiles
 from pipeline.serving.raw_rows import RawFeature, RawSchema
 from pipeline.serving.table_files import checkpoint_rows, write_bytes, write_rows
 from pipeline.serving.trained_model import TrainedModel
@@ -60,6 +61,12 @@ def pack_tables(
             bar.advance(stored.rows)
 
 
+def pack_composed(packed: Packed, attempt: Attempt, composed: ComposedTables) -> None:
+    """What makes tables of their parts."""
+    path = os.path.join(attempt.path, COMPOSED_FILE)
+    packed.files[COMPOSED_FILE] = write_bytes(path, composed.to_bytes())
+
+
 def pack_vocabularies(
     packed: Packed, attempt: Attempt, dataset: Dataset, data_path: str, kept: Mapping[str, KeptRows]
 ) -> None:
@@ -92,7 +99,7 @@ def _vocabulary_path(feature: SparseFeature, data_path: str) -> str:
 
 
 def pack_layers(packed: Packed, attempt: Attempt, trained: TrainedModel, precision: str, compiled: bool) -> None:
-    program = export_layers(trained.model, precision, trained.num_dense, sum(trained.dims))
+    program = export_layers(trained.model, precision, trained.num_dense, sum(trained.model_dims))
     packed.files[DENSE_FILE] = write_bytes(os.path.join(attempt.path, DENSE_FILE), program_bytes(program))
     packed.dense = {"precision": precision, "compiled": compiled}
     if compiled:

@@ -23,13 +23,23 @@ from pipeline.data.value_index import ValueIndex
 from pipeline.serving.dense_program import Program, load_compiled, load_program
 from pipeline.serving.kept_rows import KeptRows
 from pipeline.serving.lookup import MappedLookup, RamLookup, ServedFeature, ServedTable, TableLookup
-from pipeline.serving.manifest import COMPILED_FILE, DENSE_FILE, ArtifactError, Manifest, TableFiles, read_manifest
+from pipeline.serving.manifest import (
+    COMPILED_FILE,
+    COMPOSED_FILE,
+    DENSE_FILE,
+    ArtifactError,
+    Manifest,
+    TableFiles,
+    read_manifest,
+)
 from pipeline.serving.raw_rows import RowEncoder
 from pipeline.serving.server_config import SsdConfig
 from pipeline.serving.ssd_open import open_on_ssd
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from pipeline.serving.composed import ComposedTables
 
 MEMORIES = ("ram", "mapped", "ssd")
 ROWS_AT_ONCE = 8192
@@ -46,9 +56,16 @@ class Scored:
 class Predictor:
     """Raw rows -> scores. For one caller at a time."""
 
-    def __init__(self, manifest: Manifest, encoder: RowEncoder, lookup: TableLookup, program: Program) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        encoder: RowEncoder,
+        lookup: TableLookup,
+        program: Program,
+        composed: ComposedTables | None = None,
+    ) -> None:
         self.manifest, self.encoder, self.lookup = manifest, encoder, lookup
-        self._program = program
+        self._program, self._composed = program, composed
         self._keys = [feature.name for feature in manifest.schema.features]
 
     @classmethod
@@ -77,7 +94,7 @@ class Predictor:
         lookup = open_lookup(files, memory, cache_bytes, ssd)
         indices = {name: files.vocabulary(file) for name, file in manifest.vocabularies.items()}
         program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()
-        return cls(manifest, RowEncoder(manifest.schema, indices), lookup, program)
+        return cls(manifest, RowEncoder(manifest.schema, indices), lookup, program, files.composed())
 
     @property
     def version(self) -> str:
@@ -116,7 +133,10 @@ class Predictor:
 
     @torch.no_grad()
     def _score(self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> NDArray[np.float32]:
-        pooled = self.lookup.pooled(values, offsets)
+        if self._composed is None:
+            pooled = self.lookup.pooled(values, offsets)
+        else:
+            pooled = self._composed.pooled(self.lookup, values, offsets)
         scores: NDArray[np.float32] = torch.sigmoid(self._program(dense, pooled)).numpy()
         return scores
 
@@ -184,6 +204,17 @@ class _Files:
                 return ValueIndex(file.read_all().combine_chunks())
         except (pa.ArrowInvalid, OSError) as error:
             raise ArtifactError(f"{name} is no vocabulary: {error}") from None
+
+    def composed(self) -> ComposedTables | None:
+        """What makes compressed tables of their parts; None where there are none."""
+        if COMPOSED_FILE not in self.manifest.files:
+            return None
+        from pipeline.serving.composed import ComposedTables  # TorchRec, which other artifacts do without
+
+        try:
+            return ComposedTables.from_bytes(self.content(COMPOSED_FILE))
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise ArtifactError(f"{COMPOSED_FILE} is not of this release ({error}); export again") from None
 
     def program(self) -> Program:
         return load_program(self.content(DENSE_FILE), storage.join(self._path, DENSE_FILE))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.config import ReaderConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.reader import ShardReader
+from pipeline.serving.composed import ComposedTables
 from pipeline.serving.kept_rows import KeptRows, RowMask
 from pipeline.serving.lookup import ServedFeature
 
@@ -22,13 +23,14 @@ BATCH_ROWS = 2048
 @dataclass(frozen=True)
 class SampleBatch:
     """dense [batch, num_dense] float32, values and offsets as a KeyedJaggedTensor has them, labels [batch];
-    `real` [batch] bool: neither padding nor quarantined."""
+    `real` [batch] bool: neither padding nor quarantined. `compose` makes of pooled parts what the layers take."""
 
     dense: torch.Tensor
     values: torch.Tensor
     offsets: torch.Tensor
     labels: torch.Tensor
     real: torch.Tensor
+    compose: Callable[[torch.Tensor], torch.Tensor] = lambda pooled: pooled
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Sample:
     def score(self, program: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], pooled: Callable[[SampleBatch], torch.Tensor]) -> NDArray[np.float64]:  # fmt: skip
         """The probabilities of its real rows, float64 of the program's float32 logits, as the metrics take them."""
         with torch.no_grad():
-            logits = [program(batch.dense, pooled(batch))[batch.real] for batch in self.batches]
+            logits = [program(batch.dense, batch.compose(pooled(batch)))[batch.real] for batch in self.batches]
         return torch.sigmoid(torch.cat(logits).double()).numpy()
 
 
@@ -56,9 +58,9 @@ def read_sample(
     max_rows: int,
     config: ReaderConfig,
     multi_hot: dict[str, int],
-    split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
+    composed: ComposedTables | None,
 ) -> Sample:
-    """`split_ids` makes of the data set's features those that the collection looks up."""
+    """`composed` makes of the data set's features those that the collection looks up; None: they are."""
     in_order = replace(config, shuffle="none", num_streams=1, decode_threads=1)
     rows = min(BATCH_ROWS, max_rows)
     reader = ShardReader(
@@ -69,10 +71,16 @@ def read_sample(
     try:
         for batch in source:
             real = (batch.sample_weights > 0) & (torch.arange(batch.batch_size) < left)
-            sparse = split_ids(batch.sparse_features)
-            batches.append(
-                SampleBatch(batch.dense_features, sparse.values(), sparse.offsets().long(), batch.labels, real)
-            )
+            sparse = batch.sparse_features
+            if composed is None:
+                ids = sparse.values(), sparse.offsets().long()
+                batches.append(SampleBatch(batch.dense_features, *ids, batch.labels, real))
+            else:
+                split = composed.split(sparse)
+                compose = partial(composed.compose, split=split)
+                batches.append(
+                    SampleBatch(batch.dense_features, *composed.ids_looked_up(split), batch.labels, real, compose)
+                )
             left -= batch.batch_size
             if left <= 0:
                 break

@@ -87,7 +87,7 @@ class _Pooled:
                     batch.values[offsets[0] : offsets[-1]], offsets - offsets[0]
                 )
             with torch.no_grad():
-                logits.append(self._program(batch.dense, given)[batch.real])
+                logits.append(self._program(batch.dense, batch.compose(given))[batch.real])
         if table is not None:
             os.remove(path)
         return quality(torch.sigmoid(torch.cat(logits).double()).numpy(), self._labels).ne

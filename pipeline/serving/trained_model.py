@@ -13,6 +13,7 @@ from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.tables import MODEL, StoredTable, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.embeddings.config import Table
+from pipeline.serving.composed import ComposedTables, composed_in
 from pipeline.serving.dense_export import Layers, take_collection
 from pipeline.serving.lookup import ServedFeature
 
@@ -21,7 +22,11 @@ INNER = f"{MODEL}model."  # keys of the model inside the task
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """`model` has given up its collection: it takes pooled rows, by `features` and of `dims`. `stored[i]` is tables[i]."""
+    """`model` has given up its collection: it takes pooled rows, by `features` and of `dims`. `stored[i]` is tables[i].
+
+    Where tables are compressed, `tables`, `features` and `dims` are their parts', and `composed` makes of the parts' pooled
+    rows those that the model takes, of `model_dims`.
+    """
 
     model: nn.Module
     tables: list[Table]
@@ -31,6 +36,8 @@ class TrainedModel:
     dims: list[int]
     num_dense: int
     is_bf16: bool
+    model_dims: list[int]
+    composed: ComposedTables | None = None
 
     @property
     def table_bytes(self) -> int:
@@ -65,7 +72,10 @@ def load_trained(
         CheckpointError: the step holds other tables or layers than the run's config says.
     """
     inventory = inventory_of_step(tensors)
-    dims_of = take_collection(model, keys)
+    composed = _load_composed(model, tables, keys, tensors)
+    model_dims = dims_of = take_collection(model, keys)
+    if composed is not None:
+        tables, keys, dims_of = composed.parts, composed.looked_up, composed.dims
     if missing := [table.name for table in tables if table.name not in inventory.tables]:
         raise CheckpointError(f"{tensors.path} has no table {missing[0]!r}, which the run's config names")
     stored = [inventory.tables[table.name] for table in tables]
@@ -78,13 +88,25 @@ def load_trained(
     _load_layers(model, tensors)
     owner = {feature: number for number, table in enumerate(tables) for feature in table.feature_names}
     features = [ServedFeature(key, owner[key]) for key in keys]
-    return TrainedModel(model.eval(), tables, stored, tensors, features, dims_of, num_dense, is_bf16)
+    return TrainedModel(
+        model.eval(), tables, stored, tensors, features, dims_of, num_dense, is_bf16, model_dims, composed
+    )
 
 
-def _load_layers(model: nn.Module, tensors: StepTensors) -> None:
+def _load_composed(
+    model: nn.Module, tables: list[Table], keys: list[str], tensors: StepTensors
+) -> ComposedTables | None:
+    if (found := composed_in(model)) is None:
+        return None
+    path, module = found
+    _load_layers(module.composition, tensors, f"{path}.composition.")
+    return ComposedTables(tables, keys, module.composition)
+
+
+def _load_layers(model: nn.Module, tensors: StepTensors, path: str = "") -> None:
     with torch.no_grad():
         for name, value in model.state_dict().items():
-            key = INNER + name
+            key = INNER + path + name
             if key not in tensors.entries or tensors.shape(key) != tuple(value.shape):
                 found = list(tensors.shape(key)) if key in tensors.entries else "none"
                 raise CheckpointError(f"{tensors.path}: {name} is {found}, the run's config says {list(value.shape)}")
