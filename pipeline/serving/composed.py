@@ -10,6 +10,7 @@ import json
 import types
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -39,14 +40,14 @@ class ComposedTables:
         dims = {feature: part.embedding_dim for part in self.parts for feature in part.feature_names}
         nothing = torch.zeros(0, dtype=torch.int64)
         split = self._split(keyed_jagged_tensor(self.keys, nothing, torch.zeros(len(keys)), 1, [0] * len(keys)))
-        self.looked_up = [key for key in split.keys() if key in dims]
+        self.looked_up = [key for key in split.keys() if key in dims]  # noqa: SIM118  # no dict
         self.dims = [dims[key] for key in self.looked_up]
         self._rows = {feature: table.num_embeddings for table in self.tables for feature in table.feature_names}
 
     def split(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Raises ValueError for an id outside its table, or a bag that is too long."""
         ends = features.offset_per_key()
-        for key, begin, end in zip(features.keys(), ends, ends[1:], strict=False):
+        for key, (begin, end) in zip(features.keys(), pairwise(ends), strict=True):
             ids = features.values()[begin:end]
             if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self._rows[key]):
                 raise ValueError(f"feature {key!r} has an id outside [0, {self._rows[key]})")
@@ -70,7 +71,7 @@ class ComposedTables:
         """As lookup.pooled, of ids by `keys`."""
         batch = (len(offsets) - 1) // len(self.keys)
         ends = offsets[::batch].tolist() if batch else [0] * (len(self.keys) + 1)
-        counts = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+        counts = [end - begin for begin, end in pairwise(ends)]
         split = self.split(keyed_jagged_tensor(self.keys, values, offsets.diff(), batch, counts))
         return self.compose(lookup.pooled(*self.ids_looked_up(split)), split)
 
