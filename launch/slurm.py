@@ -136,13 +136,28 @@ def _start(workload: Workload) -> Iterator[str]:
 
 
 def _folded(words: list[str]) -> str:
-    """One command over several lines."""
+    """One command over several lines; a flag stays with its value."""
     lines = [words[0]]
-    for word in words[1:]:
-        if len(lines[-1]) + 1 + len(word) > LINE_WIDTH:
+    for phrase in _phrases(words[1:]):
+        if len(lines[-1]) + 1 + len(phrase) > LINE_WIDTH:
             lines.append("   ")
-        lines[-1] += f" {word}"
+        lines[-1] += f" {phrase}"
     return " \\\n".join(lines)
+
+
+def _phrases(words: list[str]) -> Iterator[str]:
+    waiting = ""
+    for word in words:
+        is_flag = word.startswith("-")
+        if waiting and is_flag:
+            yield waiting
+            waiting = ""
+        phrase = f"{waiting} {word}".strip()
+        waiting = phrase if is_flag and "=" not in word else ""
+        if not waiting:
+            yield phrase
+    if waiting:
+        yield waiting
 
 
 def _ending(workload: Workload, options: SlurmOptions) -> Iterator[str]:
