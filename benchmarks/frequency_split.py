@@ -1,6 +1,6 @@
 """Bytes and time of a step against the number of rows that every rank has a copy of (arXiv 2411.01611):
 
-    python -m benchmarks.frequency_split [--ranks 2 4] [--links 0 1000 200] [--workloads ...] [--output split.json]
+    python -m benchmarks.frequency_split [--ranks 2 4] [--links 0 200 50] [--workloads ...] [--output split.json]
 
 Ranks run in network namespaces of their own, joined by links of --links Mbit/s (0: as fast as the machine); that wants root
 and iproute2. A compute step here takes hundreds of times as long as on a GPU, so links hundreds of times slower than a data
@@ -16,6 +16,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -328,7 +329,7 @@ def show_gains(figures: list[Figure], links: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--links", type=float, nargs="+", default=[0, 1000, 200], metavar="MBIT")
+    parser.add_argument("--links", type=float, nargs="+", default=[0, 200, 50], metavar="MBIT")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--steps", type=int, default=NUM_BATCHES)
     parser.add_argument("--output", type=Path)
@@ -342,6 +343,7 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts go with it
     print(headings(options.links))
     figures = []
     for ranks in options.ranks:

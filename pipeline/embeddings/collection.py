@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from pipeline.embeddings.composition import Composition
 from pipeline.embeddings.config import InitConfig, Table
 from pipeline.embeddings.physical import physical_tables
-from pipeline.embeddings.table import Block
+from pipeline.embeddings.table import Block, ManagedRows
 
 POOLING_TYPES = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
@@ -89,8 +89,21 @@ class RowsOf:
         return self.draw(weight)
 
 
+@dataclass(frozen=True)
+class Managed:
+    """An init_fn of rows that are given to ids as they come, and drawn again for each (training/managed_rows.py)."""
+
+    rows: ManagedRows
+    draw: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.draw(weight)
+
+
 def _init_fn(table: Table) -> Callable[[torch.Tensor], torch.Tensor]:
     draw = init_function(table.init, table.num_embeddings, table.embedding_dim)
+    if table.managed is not None:
+        return Managed(table.managed, draw)
     return draw if table.rows_of is None else RowsOf(table.rows_of, draw)
 
 

@@ -10,6 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.embeddings.composer import Composer, PartitionComposer, Pooled, mean_if_asked, sum_of_lengths
 from pipeline.embeddings.frequency_split import COLD, HOT, cold_part, head_rows
+from pipeline.embeddings.managed_collision import MANAGED
 from pipeline.embeddings.mixed_dimension import MixedDimension
 from pipeline.embeddings.partitions import partitions_of
 from pipeline.embeddings.path_based import PathBased
@@ -78,6 +79,8 @@ def names_of_ids(table: Table, index: int) -> list[str]:
     feature, kind = table.feature_names[index], table.compression.kind if table.compression else "none"
     if kind == "none":
         return [feature]
+    if kind == "managed_collision":
+        return [feature_of(feature, MANAGED)]
     if kind == "path_based":
         return [feature_of(feature, "bucket")]
     if kind == "tensor_train":
@@ -89,7 +92,16 @@ def names_of_ids(table: Table, index: int) -> list[str]:
     return [feature_of(feature, part, place) for place in places]
 
 
+class ManagedComposer(Composer):
+    """The pooled rows as they are."""
+
+    def forward(self, pooled: Pooled, features: KeyedJaggedTensor, index: int) -> torch.Tensor:
+        name = feature_of(self.table.feature_names[index], MANAGED)
+        return mean_if_asked(self.table, pooled[name], lambda: sum_of_lengths(features, [name]))
+
+
 COMPOSERS: dict[str, Callable[[Table], Composer]] = {
+    "managed_collision": ManagedComposer,
     "frequency_split": SplitComposer,
     "hash": PartitionComposer,
     "quotient_remainder": PartitionComposer,

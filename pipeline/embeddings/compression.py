@@ -12,6 +12,7 @@ from pipeline.checks import check_above, check_at_least, check_choice
 SCHEMES = ("naive", "quotient_remainder", "generalised", "chinese_remainder", "given")
 OPERATIONS = ("add", "multiply", "concatenate")
 AUTO = "auto"
+POLICIES = ("lfu", "lru", "distance_lfu")
 ANY_KIND = {"kind", "min_rows"}
 OWN_FIELDS: dict[str, set[str]] = {
     "none": set(),
@@ -23,6 +24,7 @@ OWN_FIELDS: dict[str, set[str]] = {
     "mixed_dimension": {"ratio", "dims", "num_blocks", "temperature"},
     "tensor_train": {"ratio", "rank", "row_factors", "dim_factors"},
     "frequency_split": {"head_rows", "head_sharding_types", "tail", "skip_empty_bags"},
+    "managed_collision": {"num_rows", "seed", "policy", "eviction_interval", "buckets"},
 }  # fmt: skip
 
 
@@ -63,6 +65,10 @@ class CompressionConfig:
     head_sharding_types: list[str] = field(default_factory=lambda: ["data_parallel"])
     tail: CompressionConfig | None = None  # None: whole, by the table's own `sharding`
     skip_empty_bags: bool = True  # bags without a cold id send nothing
+    # managed_collision: TorchRec's MCH. Every so many steps each bucket decides which ids have rows of their own.
+    policy: str = "lfu"
+    eviction_interval: int = 100
+    buckets: int = 8  # a multiple of the number of ranks, now and later
 
     def __post_init__(self) -> None:
         check_choice("compression.kind", self.kind, OWN_FIELDS)
@@ -79,6 +85,9 @@ class CompressionConfig:
         for name in ("bases", "dims", "row_factors", "dim_factors"):
             for value in getattr(self, name):
                 check_at_least(f"each of compression.{name}", value, 1)
+        check_choice("compression.policy", self.policy, POLICIES)
+        check_at_least("compression.eviction_interval", self.eviction_interval, 1)
+        check_at_least("compression.buckets", self.buckets, 1)
         self._check_split()
         self._refuse_settings_of_other_kinds()
 

@@ -17,6 +17,7 @@ from pipeline.data.batch import keyed_jagged_tensor
 from pipeline.data.streams import mix
 from pipeline.embeddings.empty_bags import leave_out_empty_bags
 from pipeline.embeddings.frequency_split import HOT, cold_part, head_rows
+from pipeline.embeddings.managed_collision import IDS_A_BUCKET, MANAGED, managed_rows
 from pipeline.embeddings.partitions import Digit, Hashed, Partition, partitions_of
 from pipeline.embeddings.physical import composes_each_id, feature_of, leaves, places_of
 from pipeline.embeddings.sizes import blocks_of, paths_of
@@ -199,6 +200,24 @@ def _split_by_frequency(table: Table, index: int) -> Split:
     return split
 
 
+def _hash_to_buckets(table: Table, index: int) -> Split:
+    """bucket * IDS_A_BUCKET + a hash within it, of 48 bits; seeded."""
+    feature, config = table.feature_names[index], table.compression
+    assert config is not None
+    buckets = np.uint64(managed_rows(table).num_buckets)
+    key = mix(np.array([config.seed], np.uint64))
+
+    def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
+        words = mix(bags.ids.view(np.uint64) ^ key)
+        bucket = (words >> np.uint64(32)) * buckets >> np.uint64(32)
+        # Mixed again, or the bits that chose the bucket would be the same ones within it.
+        within = mix(words) & np.uint64(IDS_A_BUCKET - 1)
+        hashed = (bucket * np.uint64(IDS_A_BUCKET) + within).view(np.int64)
+        yield feature_of(feature, MANAGED), Bags(hashed, bags.lengths)
+
+    return split
+
+
 SPLITS: dict[str, Callable[[Table, int], Split]] = {
     "hash": _split_by_partitions,
     "quotient_remainder": _split_by_partitions,
@@ -206,4 +225,5 @@ SPLITS: dict[str, Callable[[Table, int], Split]] = {
     "mixed_dimension": _split_by_blocks,
     "tensor_train": _keep_for_cores,
     "frequency_split": _split_by_frequency,
+    "managed_collision": _hash_to_buckets,
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipeline.embeddings.frequency_split import hot_and_cold
+from pipeline.embeddings.managed_collision import managed_part
 from pipeline.embeddings.part_frequencies import frequencies_of_block, frequencies_of_part, share_of_block
 from pipeline.embeddings.partitions import Digit, part_dims, partitions_of
 from pipeline.embeddings.row_frequencies import RowFrequencies
@@ -228,6 +229,7 @@ PARTS: dict[str, Callable[[Table], list[Table]]] = {
     "mixed_dimension": _block_parts,
     "tensor_train": lambda _: [],
     "frequency_split": hot_and_cold,
+    "managed_collision": managed_part,
 }
 DENSE_NUMBERS: dict[str, Callable[[Table], int]] = {
     "path_based": _path_numbers,

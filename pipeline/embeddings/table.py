@@ -56,12 +56,28 @@ class Block:
 
 
 @dataclass(frozen=True)
+class ManagedRows:
+    """What the map of a table goes by. `table` is the part that holds the rows."""
+
+    table: str
+    num_rows: int
+    num_buckets: int
+    policy: str
+    eviction_interval: int
+
+    @property
+    def rows_a_bucket(self) -> int:
+        return self.num_rows // self.num_buckets
+
+
+@dataclass(frozen=True)
 class Table:
     """A table with nothing left open. `pooling_factors[i]` is the mean number of ids a sample of `feature_names[i]`.
 
     `frequencies` is None where no data say how lookups fall on rows. `max_ids[i]` is the most ids a sample has of
     `feature_names[i]`, None where its lists have any length; empty: nobody asked. `config_name` is the entry of
     `tables` that a part of a compressed table comes from. `rows_of`: whose rows this one's are, and are drawn as;
+    `managed`: what gives ids its rows, where ids have no bound;
     `note`: what a plan is to say of it.
     """
 
@@ -79,6 +95,7 @@ class Table:
     max_ids: list[int | None] = field(default_factory=list)
     part_of: str | None = None
     rows_of: Block | None = None
+    managed: ManagedRows | None = None
     note: str = ""
 
     @property

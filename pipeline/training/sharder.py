@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -22,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.training.cpu_tables import speed_up_cpu_tables
+from pipeline.training.managed_rows import ManagedTables, add_managed_tables, deal_hashed_ids
 from pipeline.training.sharding_checks import check_sharding, optimizer_class_of
 from pipeline.training.table_init import initialize_tables
 from pipeline.training.uneven_batches import accept_uneven_batches, check_uneven_batches, in_order_of, sum_uneven_rows
@@ -34,6 +37,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     """TorchRec's sharded collection behind a check of what comes in."""
 
     tables_without_optimizer: list[str]
+    managed: ManagedTables
 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Any:
         """Collective.
@@ -61,6 +65,18 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             # TorchRec adds 1e-6 to every length, also to the 1 of the tables that are not to be divided.
             ctx.divisor = ctx.divisor.round_().clamp_(min=1)
         return awaitable
+
+    def _create_input_dist(self, input_feature_names: list[str]) -> None:
+        super()._create_input_dist(input_feature_names)
+        for sharding, one in zip(self._embedding_shardings, self._input_dists, strict=True):
+            if isinstance(one, RwSparseFeaturesDist):
+                deal_hashed_ids(one, sharding.feature_names(), self.managed)
+
+    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: Any) -> Any:
+        """Collective."""
+        if self.managed:
+            input = KJTList([self.managed.remap(features, self.training) for features in input])
+        return super().compute_and_output_dist(ctx, input)
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
@@ -111,6 +127,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
             name for name, weight in self.shardable_parameters(module).items() if optimizer_class_of(weight) is None
         ]
         initialize_tables(sharded, self._seed)
+        sharded.managed = add_managed_tables(sharded, configs, env, self._seed)
         speed_up_cpu_tables(sharded._lookups)  # a plain list: modules() does not go by them
         if device.type == "cpu":
             accept_uneven_batches(sharded._lookups)
