@@ -51,6 +51,18 @@ class ApiServer:
             text = error.read().decode()
             return error.code, json.loads(text) if text.startswith("{") else {"message": text}
 
+    def kubeconfig(self) -> Manifest:
+        """What kubectl, and every client, needs in order to reach the server."""
+        cluster = {"server": f"https://127.0.0.1:{self.port}", "insecure-skip-tls-verify": True}
+        return {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "test", "user": {"token": TOKEN}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        }
+
     def try_out(self, manifest: Manifest) -> tuple[int, Manifest]:
         """Create it by dryRun=All: all of the server's own validation, and nothing is kept."""
         version = manifest["apiVersion"]

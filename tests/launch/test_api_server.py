@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launch.kubernetes import render_job
 from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
@@ -91,16 +95,50 @@ def test_the_server_takes_jobs_cronjobs_and_their_pods(api: ApiServer, j: str, o
             _accepted(api, as_pod(template))  # a template is checked less than a pod
 
 
+@pytest.mark.parametrize("kind", ["jobset", "volcano"])
 @pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all options"])
-def test_the_server_takes_a_jobset_by_its_published_definition(published: ApiServer, options: dict[str, Any]) -> None:
-    (jobset,) = read(render_job(_workload("2x8"), KubernetesOptions(kind="jobset", **options)))
-    container = pod_templates(jobset)[0]["spec"]["containers"][0]
+def test_the_server_takes_kinds_of_others_by_their_published_definitions(
+    published: ApiServer, kind: str, options: dict[str, Any]
+) -> None:
+    if kind == "volcano":
+        options = {name: value for name, value in options.items() if name != "deadline_s"}
+    (job,) = read(render_job(_workload("2x8"), KubernetesOptions(kind=kind, **options)))
     if published.minor < 25:  # it reads "" as null, and refuses null
-        container["command"] = [word or "-" for word in container["command"]]
-    _accepted(published, jobset)
-    jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["contaners"] = ["sh"]
-    status, answer = published.try_out(jobset)
-    assert status != 201 or left_out(jobset, answer)  # an old server drops what it does not know
+        for template in pod_templates(job):
+            container = template["spec"]["containers"][0]
+            container["command"] = [word or "-" for word in container["command"]]
+    _accepted(published, job)
+    pod_templates(job)[0]["spec"]["contaners"] = ["sh"]
+    status, answer = published.try_out(job)
+    assert status != 201 or left_out(job, answer)  # an old server drops what it does not know
+
+
+def test_torchx_submits_lists_describes_and_cancels(
+    published: ApiServer, installed: dict[str, str], tmp_path: Path
+) -> None:
+    """Nobody runs the job here: no Volcano is there. What is tried is the way to the server and back."""
+    (tmp_path / "config").write_text(yaml.safe_dump(published.kubeconfig()))
+    environ = {**os.environ, **installed, "KUBECONFIG": str(tmp_path / "config"), "DOCKER_HOST": "unix:///no-docker"}
+    environ["PYTHONWARNINGS"] = "ignore"  # the client's, of a certificate that it is told not to check
+
+    def torchx(*argv: str) -> str:
+        code = "import sys; from torchx.cli.main import main; main(sys.argv[1:])"
+        command = [sys.executable, "-c", code, "--log_level", "ERROR", *argv]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.stdout + done.stderr
+
+    words = ["--check_data", "False", "--", "data=criteo_kaggle", "source=/data/raw.gz"]
+    place = ["--image", "ours:1", "--cpu", "2", "--memMB", "4000"]
+    said = torchx("run", "-s", "kubernetes", "pipeline.prepare", *place, *words[2:])
+    handle = re.search(r"kubernetes://\S+/default:prepare-criteo-kaggle-\w+", said)
+    assert handle is not None, said
+    assert handle[0].rpartition("/")[2] in torchx("list", "-s", "kubernetes")
+    assert "UNKNOWN" in torchx("status", handle[0])  # Volcano would say more
+    torchx("cancel", handle[0])
+    path = "/apis/batch.volcano.sh/v1alpha1/namespaces/default/jobs"
+    assert published.ask("GET", path)[1]["items"] == []
+    assert "does not exist" in torchx("status", handle[0])
 
 
 @pytest.mark.parametrize(
