@@ -17,12 +17,14 @@ from launch.cron import parse_cron
 from launch.crontab import CrontabOptions, render_crontab
 from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
 from launch.options import add_flags, from_flags, option, split_words
+from launch.scrontab import ScrontabOptions, render_scrontab
 from launch.workload import WORKLOADS, Where, Workload, make_workload
 from pipeline.checks import check_choice
 from pipeline.config import print_user_errors
 
 TARGETS: dict[str, tuple[type, Callable[[Workload, str, Any], str]]] = {
     "kubernetes": (CronJobOptions, render_cronjob),
+    "slurm": (ScrontabOptions, render_scrontab),
     "cron": (CrontabOptions, render_crontab),
 }
 

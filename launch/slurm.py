@@ -62,16 +62,16 @@ class SlurmOptions:
 def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
     """The whole script; `sbatch` of it, as it is, runs the job."""
     parts = [
-        "#!/bin/bash\n" + "\n".join(f"#SBATCH {line}" for line in _sbatch_lines(workload, options)),
+        "#!/bin/bash\n" + "\n".join(f"#SBATCH {line}" for line in sbatch_lines(workload, options)),
         "trap : TERM  # Slurm stops the ranks itself; this script stays to hear how they ended",
-        *_environment(workload, options),
+        *environment(workload, options),
         "\n".join(_start(workload)),
         "\n".join(_ending(workload, options)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _sbatch_lines(workload: Workload, options: SlurmOptions) -> Iterator[str]:
+def sbatch_lines(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     shape = {"job-name": workload.name, "nodes": workload.nodes, "ntasks-per-node": 1}
     # With GPUs and no --cpu the cluster's own cores a GPU hold.
     if cpus := workload.cpu or (0 if workload.gpu else workload.ranks_per_node):
@@ -104,7 +104,7 @@ def _signal_s(workload: Workload, options: SlurmOptions) -> int:
     return math.ceil(workload.grace_s) + AFTER_GRACE_S if workload.grace_s else 0
 
 
-def _environment(workload: Workload, options: SlurmOptions) -> Iterator[str]:
+def environment(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     if options.env_file:
         file = shlex.quote(options.env_file)
         yield f'set -a\n. {file} || {{ echo "error: cannot read "{file} >&2; exit {USER_ERROR}; }}\nset +a'
@@ -120,19 +120,32 @@ def _environment(workload: Workload, options: SlurmOptions) -> Iterator[str]:
 
 
 def _start(workload: Workload) -> Iterator[str]:
+    yield from meeting_lines(workload)
+    yield "code=0"
+    yield _folded(srun_words(workload)) + " || code=$?"
+
+
+def meeting_lines(workload: Workload) -> list[str]:
+    """What the words of srun refer to: the first node, and a port on it."""
+    if not workload.is_distributed:
+        return []
+    return [
+        'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "# Jobs that share a node must not share it.",
+        "port=$(( 20000 + SLURM_JOB_ID % 10000 ))",
+    ]
+
+
+def srun_words(workload: Workload) -> list[str]:
     flags = ["--export=ALL", '${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}']
     if workload.is_distributed:
-        yield 'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        yield "port=$(( 20000 + SLURM_JOB_ID % 10000 ))  # jobs that share a node must not share it"
         # The last node may still be saving when the first has ended.
         flags += ["--kill-on-bad-exit=0", f"--wait={math.ceil(workload.grace_s) + AFTER_GRACE_S}"]
     if workload.image:
         mounts = ",".join(f"{m.source}:{m.target}{':ro' if m.read_only else ''}" for m in workload.mounts)
         flags += [f"--container-image={shlex.quote(workload.image)}"]  # of the pyxis plugin
         flags += [f"--container-mounts={shlex.quote(mounts)}"] if mounts else []
-    command = workload.shell_words("$head_node", "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}", "$port")
-    yield "code=0"
-    yield _folded(["srun", *flags, *command]) + " || code=$?"
+    return ["srun", *flags, *workload.shell_words("$head_node", "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}", "$port")]
 
 
 def _folded(words: list[str]) -> str:

@@ -14,6 +14,7 @@ import pytest
 from launch.crontab import CrontabOptions, render_crontab
 from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
 from launch.schedule import schedule
+from launch.scrontab import ScrontabOptions, render_scrontab
 from launch.workload import Where, Workload, make_workload
 from tests.launch.manifests import expand, pod_templates, read, validate
 
@@ -79,6 +80,8 @@ def test_the_pods_of_a_tick_meet_by_the_name_of_its_own_job(contained: Workload)
         ),
         ("cron", ["--cron", HOURLY, *PREPARE, "data=quickstart", r"source='a\\b'"], "holds a backslash"),
         ("cron", ["--cron", HOURLY, *PREPARE, "data=quickstart", f"source={'x' * 1000}"], "cron takes 998"),
+        ("slurm", ["--cron", HOURLY, "--comment", "two words", *PREPARE, "data=quickstart", "source=x"], "no blanks"),
+        ("slurm", ["--cron", HOURLY, "--time", "soon", *PREPARE, "data=quickstart", "source=x"], "is no time limit"),
         ("kubernetes", ["--cron", HOURLY, *PREPARE, "data=quickstart", "source=x"], "--image is needed"),
         ("kubernetes", ["--cron", HOURLY, "--time-zone", "Europe/Berln", *PREPARE], "did you mean 'Europe/Berlin'?"),
         ("kubernetes", ["--cron", HOURLY, "--concurrency", "Allow", *PREPARE], "--concurrency='Allow' is not one of"),
@@ -126,6 +129,23 @@ def test_a_line_for_cron_runs_in_its_folder_with_a_log_and_a_lock(tick: Workload
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = run()
     assert (done.returncode, log.read_text()) == (0, said)  # another one was running
+
+
+def test_a_line_for_scrontab_carries_sbatchs_options_and_starts_the_ranks_by_srun() -> None:
+    words = ["experiment=mlperf_dlrmv2", "data.path=/data", "name='$HOME'"]
+    workload = make_workload("train", None, words, Where(j="2x8", gpu=8, env={"NCCL_DEBUG": "WARN"}), check_data=False)
+    options = ScrontabOptions(partition="gpu", account="ads", time="4:00:00", folder="/srv/recsys")
+    head, *scron, line = render_scrontab(workload, HOURLY, options).splitlines()
+    assert head.startswith("# train") and all(each.startswith("#SCRON --") for each in scron)
+    found = {each.removeprefix("#SCRON ") for each in scron}
+    assert {"--partition=gpu", "--account=ads", "--time=4:00:00", "--nodes=2", "--gpus-per-node=8", "--signal=TERM@60"} <= found  # fmt: skip
+    assert "--chdir=/srv/recsys" in found and not {"--requeue", "--no-requeue"} & found
+    assert line.startswith(f"{HOURLY} export PYTHONUNBUFFERED=1; ")
+    *_, srun = line.split("; exec ")
+    assert srun.startswith("srun ") and '--rdzv-endpoint "$head_node:$port"' in srun
+    assert "export NCCL_DEBUG=WARN" in line and line.endswith("""'name='"'"'$HOME'"'"''""")
+    syntax = subprocess.run(["/bin/sh", "-n", "-c", line.removeprefix(HOURLY)], capture_output=True, text=True)
+    assert syntax.returncode == 0, syntax.stderr
 
 
 def test_crontab_itself_takes_the_line(tick: Workload, tmp_path: Path) -> None:
