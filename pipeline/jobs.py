@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pipeline.checkpoint.config import WarmStartConfig
 from pipeline.checks import check_at_least, check_choice, check_given, check_within
-from pipeline.data.config import FORMATS, DataConfig
+from pipeline.data.config import FORMATS, BaseVocabularyConfig, DataConfig
 from pipeline.data.dataset import SPLITS
 from pipeline.embeddings.config import TableConfig
 from pipeline.models.config import ModelConfig
@@ -33,13 +33,17 @@ from pipeline.training.config import (
 
 @dataclass
 class PrepareJob:
-    """source: a file, a folder or a glob; the shards and dataset.json go to data.path."""
+    """source: a file, a folder or a glob; the shards and dataset.json go to data.path.
+
+    vocabularies: begin with those of another data set, or keep to them.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     source: str = "???"
     memory_limit_gb: float = 2.0
     threads: int | None = None  # None: all cores
     temp_dir: str | None = None  # None: beside data.path
+    vocabularies: BaseVocabularyConfig | None = None
 
     def __post_init__(self) -> None:
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)  # 0.3 go to the libraries alone

@@ -22,17 +22,19 @@ class PrepareSummary:
 def prepare(job: PrepareJob) -> PrepareSummary:
     """Raises ValueError where the source cannot become a data set, or job.data.path holds another one."""
     # Here, so that a typo in the command fails before pyarrow and DuckDB are imported.
+    from pipeline.data.base_vocabulary import load_base
     from pipeline.data.preparation import Resources, find_prepared, prepare_dataset
     from pipeline.data.source import find_sources
 
     started = time.monotonic()
     sources = find_sources(job.source)
-    dataset = find_prepared(job.data, sources)
+    base = None if job.vocabularies is None else load_base(job.vocabularies)
+    dataset = find_prepared(job.data, sources, base)
     if dataset is not None:
         return PrepareSummary(job.data.path, dataset, True, time.monotonic() - started)
     threads = job.threads or len(os.sched_getaffinity(0))
     resources = Resources(int(job.memory_limit_gb * 2**30), threads, staging_folder(job))
-    dataset = prepare_dataset(job.data, sources, resources)
+    dataset = prepare_dataset(job.data, sources, resources, base)
     return PrepareSummary(job.data.path, dataset, False, time.monotonic() - started)
 
 

@@ -18,7 +18,7 @@ from pipeline.checks import did_you_mean
 from pipeline.config import RegistryJob, main, print_user_errors
 from pipeline.logs import configure_logging
 from pipeline.retraining.config import REGISTRY_COMMANDS
-from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record
+from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, describe_record
 from pipeline.retraining.promotion import add_run
 from pipeline.retraining.registry import VERSION_NAME, Registry, RegistryError
 
@@ -48,18 +48,6 @@ def show_history(job: RegistryJob) -> list[str]:
     """The newest `job.num` records, oldest first."""
     records = [record for record, _ in zip(Ledger(job.registry).newest(), range(job.num), strict=False)]
     return [describe_record(record) for record in reversed(records)] or [f"{job.registry} has no history yet"]
-
-
-def describe_record(record: Record) -> str:
-    metrics = record.metrics
-    parts = [
-        f"{record.number:>6}  {record.time}  {record.state:<12}{record.window or '-':<26}{record.version or '-':<10}"
-    ]
-    if "champion_ne" in metrics and "challenger_ne" in metrics:
-        parts.append(f"NE {metrics['challenger_ne']:.4f}, champion {metrics['champion_ne']:.4f}")
-    elif "challenger_ne" in metrics:
-        parts.append(f"NE {metrics['challenger_ne']:.4f}")
-    return "  ".join([*parts, *record.reasons]).rstrip()
 
 
 def verify_versions(job: RegistryJob) -> dict[str, str]:

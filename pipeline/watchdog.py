@@ -302,6 +302,11 @@ def stage(name: str) -> AbstractContextManager[None]:
     return _phase(name, lambda limits: limits.stage_s)
 
 
+def unwatched(name: str) -> AbstractContextManager[None]:
+    """A phase without a budget: work whose length nobody can tell, or waiting for the rank that does it."""
+    return _phase(name, lambda limits: 0.0)
+
+
 @contextmanager
 def _phase(name: str, budget_s: Callable[[Limits], float]) -> Iterator[None]:
     if _current is None:

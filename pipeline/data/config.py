@@ -66,6 +66,23 @@ class IdsConfig:
 
 
 @dataclass
+class BaseVocabularyConfig:
+    """Vocabularies to begin with: those of the data set in `path` (dataset.json and vocabulary/, no shards needed).
+
+    frozen: ids are exactly its ids, a value that it lacks is unknown. Else a value's count is its count in these rows plus
+    `count_decay` times what it was, and ids go by descending count as ever, so values keep no ids (warm_start follows them).
+    """
+
+    path: str = "???"
+    frozen: bool = False
+    count_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_given("vocabularies.path", self.path)
+        check_within("vocabularies.count_decay", self.count_decay, 0.0, 1.0)
+
+
+@dataclass
 class SplitConfig:
     """Which rows train, validate and test; never a row in two of them.
 
@@ -168,9 +185,17 @@ class SyntheticConfig:
     teacher_scale: float = 2.0
     positive_rate: float = 0.25
     seed: int = 0
+    # A series of windows: rows of their own, drawn from a teacher that turns by `drift` radians a window, with a share
+    # `churn` of the values of large features replaced by new ones in each.
+    window: int = 0
+    drift: float = 0.0
+    churn: float = 0.0
 
     def __post_init__(self) -> None:
         check_at_least("synthetic.num_rows", self.num_rows, 1)
+        check_at_least("synthetic.window", self.window, 0)
+        check_within("synthetic.drift", self.drift, 0.0, 1.6)
+        check_within("synthetic.churn", self.churn, 0.0, 1.0)
         check_at_least("synthetic.num_dense", self.num_dense, 1)
         check_above("synthetic.zipf_exponent", self.zipf_exponent, 0.0)
         check_at_least("synthetic.id_effect_decay", self.id_effect_decay, 0.0)

@@ -22,7 +22,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline import storage
-from pipeline.data.config import DataConfig
+from pipeline.data.base_vocabulary import BUCKETS_FILE, BaseVocabulary
+from pipeline.data.config import DataConfig, IdsConfig
 from pipeline.data.dataset import FILE_NAME, SPLITS, Dataset, SparseFeature, Split, load_dataset
 from pipeline.data.encode import Features, features_of
 from pipeline.data.parallel import map_ordered
@@ -76,16 +77,20 @@ class Resources:
         return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, share))
 
 
-def prepare_dataset(config: DataConfig, sources: list[Source], resources: Resources) -> Dataset:
+def prepare_dataset(
+    config: DataConfig, sources: list[Source], resources: Resources, base: BaseVocabulary | None = None
+) -> Dataset:
     """Write the data set to config.path. Raises ValueError for sources that cannot become one."""
     layout = layout_of(config)
     features = features_of(config, layout)
+    if base is not None:
+        base.check(features)
     check_sources(layout, sources)
     os.makedirs(resources.staging, exist_ok=True)
     with only_one_run(resources.staging, "preparing"):
         files = stage_sources(config, sources, layout, features, resources)
         try:
-            dataset = _write_dataset(config, sources, features, files, resources)
+            dataset = _write_dataset(config, sources, features, files, resources, base)
         except duckdb.OutOfMemoryException as error:
             raise ValueError(
                 f"memory_limit_gb={resources.memory_bytes / 2**30:g} is too little for {resources.threads} threads "
@@ -100,7 +105,7 @@ def prepare_dataset(config: DataConfig, sources: list[Source], resources: Resour
     return dataset
 
 
-def find_prepared(config: DataConfig, sources: list[Source]) -> Dataset | None:
+def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabulary | None = None) -> Dataset | None:
     """The finished data set of the same sources and recipe. Raises ValueError where config.path holds another one."""
     path = storage.join(config.path, FILE_NAME)
     if not storage.is_file(path):
@@ -110,7 +115,7 @@ def find_prepared(config: DataConfig, sources: list[Source]) -> Dataset | None:
         dataset = load_dataset(config.path)
     except ValueError as error:
         raise ValueError(f"{path} is of another release: {way_out}") from error
-    wanted, found = _flat("data", recipe_of(config)), _flat("data", dataset.recipe)
+    wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
     differing = [f"{key} was {found.get(key)}, is {wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
     here = {source.name: (source.size_bytes, source.digest) for source in sources}
     there = {source["path"]: (source["size_bytes"], source["digest"]) for source in dataset.sources}
@@ -126,7 +131,7 @@ def find_prepared(config: DataConfig, sources: list[Source]) -> Dataset | None:
     return dataset
 
 
-def recipe_of(config: DataConfig) -> dict[str, Any]:
+def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[str, Any]:
     """What beside the sources the data set's bytes depend on."""
     keys = (
         "format",
@@ -138,7 +143,8 @@ def recipe_of(config: DataConfig) -> dict[str, Any]:
         "rows_per_shard",
         "rows_per_row_group",
     )
-    return {key: value for key, value in asdict(config).items() if key in keys}
+    recipe = {key: value for key, value in asdict(config).items() if key in keys}
+    return recipe if base is None else recipe | {"vocabularies": base.describe()}
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -188,17 +194,24 @@ def _refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> No
 
 
 def _write_dataset(
-    config: DataConfig, sources: list[Source], features: Features, files: list[StagedFile], resources: Resources
+    config: DataConfig,
+    sources: list[Source],
+    features: Features,
+    files: list[StagedFile],
+    resources: Resources,
+    base: BaseVocabulary | None,
 ) -> Dataset:
     spill = os.path.join(resources.staging, "spill")
     with closing(open_engine(spill, resources.engine_bytes, resources.engine_threads)) as engine:
         boundaries = find_boundaries(config.split, files, engine)
         blocks = blocks_of(files, boundaries)
-        sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging)
+        sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging, base)
     shards = write_shards(config, features, blocks, boundaries, ids_path, resources)
     for feature in sparse:
         if feature.vocabulary:
             _move(resources.staging, config.path, feature.vocabulary)
+    if base is not None:
+        _move(resources.staging, config.path, BUCKETS_FILE)
     quarantined = sum(file.num_quarantined for file in files)
     if quarantined:
         _publish_quarantine(sources, files, resources.staging, config.path)
@@ -213,7 +226,7 @@ def _write_dataset(
         quarantined_rows=quarantined,
         dense_transform=features.dense_transform,
         sources=[_describe(source, file) for source, file in zip(sources, files, strict=True)],
-        recipe=recipe_of(config),
+        recipe=recipe_of(config, base),
         versions={name: version(name) for name in ("duckdb", "numpy", "pyarrow")},
         bayes_auc=_bayes_auc(shards),
     )
@@ -226,6 +239,7 @@ def give_ids(
     blocks: list[BlockRows],
     boundaries: Boundaries,
     staging: str,
+    base: BaseVocabulary | None,
 ) -> tuple[list[SparseFeature], str]:
     """The features with their statistics, and a file of the id behind every staged entry."""
     counts_path, ids_path = os.path.join(staging, "counts.parquet"), os.path.join(staging, "ids.int32")
@@ -233,14 +247,16 @@ def give_ids(
     num_rows = sum(block.per_split[0] for block in blocks)
     entries = [file.entries_path for file in files if file.block_rows]
     count_values(engine, [*entries, training.recounted], training.blocks, counts_path)
+    if base is not None:
+        counts_path = base.merge_counts(engine, features, counts_path)
     os.makedirs(os.path.join(staging, "vocabulary"), exist_ok=True)
     sparse = {
-        number: _rank(features, number, batches, training, num_rows, staging)
+        number: _rank(features, number, batches, training, num_rows, staging, base)
         for number, batches in read_counts(counts_path)
     }
     for number in range(len(features.sparse)):
         if number not in sparse:  # nothing but missing values
-            sparse[number] = _rank(features, number, [], training, num_rows, staging)
+            sparse[number] = _rank(features, number, [], training, num_rows, staging, base)
     vocabularies = {n: os.path.join(staging, f.vocabulary) for n, f in sparse.items() if f.vocabulary}
     hashed = [n for n, feature in sparse.items() if not feature.vocabulary]
     map_entries(engine, entries, vocabularies, hashed, ids_path)
@@ -254,13 +270,18 @@ def _rank(
     training: TrainingCounts,
     num_rows: int,
     staging: str,
+    base: BaseVocabulary | None,
 ) -> SparseFeature:
     name = features.sparse[number]
     ids = features.ids[name]
     vocabulary = vocabulary_file(name) if ids.kind == "vocabulary" else None
     path = os.path.join(staging, vocabulary) if vocabulary else None
     num_lookups = int(training.num_lookups[number])
-    ranked = rank_values(batches, ids, num_lookups, path)
+    if base is None or vocabulary is None:
+        ranked = rank_values(batches, ids, num_lookups, path)
+    else:
+        kept = IdsConfig() if base.frozen else ids  # frozen: all of it, in its order
+        ranked = rank_values(batches, kept, num_lookups + base.num_lookups(name), path)
     return SparseFeature(
         name=name,
         cardinality=ranked.cardinality,

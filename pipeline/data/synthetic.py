@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.data.config import ColumnsConfig, SyntheticConfig
 from pipeline.data.criteo import TEACHER_COLUMN, TEACHER_SUFFIX
+from pipeline.data.drift import renewed, turned_effects, turned_vectors
 from pipeline.data.parallel import map_ordered
 from pipeline.logs import progress
 
@@ -119,13 +120,15 @@ def draw_rows(
     config: SyntheticConfig, teacher: Teacher, chunk: int, names: ColumnsConfig | None = None
 ) -> tuple[bytes, np.ndarray]:
     """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
-    random = np.random.default_rng([config.seed, 2, chunk])
+    random = np.random.default_rng([config.seed, 2, chunk, *([config.window] if config.window else [])])
     num_rows = min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK)
     counts, missing, ids = draw_features(config, random, num_rows)
     probabilities = sigmoid(teacher.logits(prepared_dense(counts, missing), ids))
     columns = [pa.array((random.random(num_rows) < probabilities).astype(np.int8))]
     columns += [pa.array(counts[feature], mask=missing[feature]) for feature in range(config.num_dense)]
-    columns += [hex_strings(feature, ids[feature]) for feature in range(len(config.cardinalities))]
+    columns += [
+        hex_strings(feature, renewed(config, feature, ids[feature])) for feature in range(len(config.cardinalities))
+    ]
     sink = pa.BufferOutputStream()
     if names is not None and chunk == 0:  # pyarrow would put them in quotes
         sink.write("\t".join([names.label, *names.dense, *names.sparse]).encode() + b"\n")
@@ -149,6 +152,9 @@ def write_source(
 ) -> None:
     """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes. `names`: a header of them."""
     teacher = make_teacher(config)
+    if config.window:
+        effects = turned_effects(config, teacher.id_effects)
+        teacher = replace(teacher, id_effects=effects, id_vectors=turned_vectors(config, teacher.id_vectors))
     write_chunks(
         lambda chunk: draw_rows(config, teacher, chunk, names), config.num_rows, output, threads or os.cpu_count() or 1
     )

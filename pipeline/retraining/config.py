@@ -10,6 +10,7 @@ from pipeline.checks import check_above, check_at_least, check_choice, check_wit
 WINDOW_KINDS = ("partitions", "timestamps")
 LATE_POLICIES = ("skip", "use")
 TIMESTAMP_UNITS = ("s", "ms", "us")
+DENSE_POLICIES = ("load", "fresh", "matching")
 
 
 @dataclass
@@ -57,32 +58,37 @@ class GrowthConfig:
     A value's count is its count in the window plus `count_decay` times what it was. Ids go by descending count; values
     below data.ids.min_frequency, or beyond data.ids.max_size, lose their row. Tables have as many rows as there are ids;
     rows follow their values, new ones are drawn fresh.
+
+    anneal: learning rates that schedule.* leaves constant fall to 0 over each window, for a model is judged as its last
+    steps leave it: at a constant rate the last few batches move its calibration by percents.
     """
 
     count_decay: float = 1.0
     validation_fraction: float = 0.02  # of a window's rows, measured while it trains and not trained on
+    anneal: bool = True
     reset_optimizer: bool = False
+    dense: str = "load"  # of a model whose layers have changed: warm_start.dense
 
     def __post_init__(self) -> None:
         check_within("growth.count_decay", self.count_decay, 0.0, 1.0)
         check_within("growth.validation_fraction", self.validation_fraction, 0.001, 0.5)
+        check_choice("growth.dense", self.dense, DENSE_POLICIES)
 
 
 @dataclass
 class DataChecksConfig:
     """Limits on a window before it is used, against the trailing median of the accepted windows before it.
 
-    None leaves a check out. A check against the past wants `min_history` windows and takes the newest `trailing`.
+    None leaves a check out. A check against the past wants `min_history` windows and takes the newest `trailing`. What
+    the champion is asked about (unknown ids, NE) is allowed so much for each window that it has not seen, this one included.
     """
 
     trailing: int = 14
     min_history: int = 2
     row_count_change: Optional[float] = 0.3
     label_rate_change: Optional[float] = 0.3
-    unknown_share_rise: Optional[float] = (
-        0.1  # of any feature: lookups of the unknown id under the champion's vocabulary
-    )
-    distance_rise: Optional[float] = 0.2  # of any feature's values from what they were: 0 the same, 1 nothing in common
+    unknown_share_rise: Optional[float] = 0.1  # of any feature: rows without an id that the champion knows
+    distance_rise: Optional[float] = 0.2  # of any feature's values from the window before: 0 alike, 1 nothing in common
     repeated_share: Optional[float] = 0.1  # rows that an earlier window has too, above the trailing median
     champion_ne_rise: Optional[float] = 0.1  # relative; 10 % of labels flipped are 0.3 where clicks can be told well
     outside_share: Optional[float] = 0.01  # rows whose timestamp lies outside the window, where there is a column

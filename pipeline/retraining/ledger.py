@@ -36,6 +36,7 @@ class Record:
     metrics: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     source: str = ""  # digest of the window's files
+    begin: str = ""  # of the window, ISO 8601
     seconds: float = 0.0
     time: str = ""
     number: int = 0
@@ -79,3 +80,16 @@ class Ledger:
 
     def _path(self, number: int) -> str:
         return storage.join(self.folder, f"{number:08d}.json")
+
+
+def describe_record(record: Record) -> str:
+    """A line for people."""
+    metrics = record.metrics
+    parts = [
+        f"{record.number:>6}  {record.time}  {record.state:<12}{record.window or '-':<26}{record.version or '-':<10}"
+    ]
+    if "champion_ne" in metrics and "challenger_ne" in metrics:
+        parts.append(f"NE {metrics['challenger_ne']:.4f}, champion {metrics['champion_ne']:.4f}")
+    elif "challenger_ne" in metrics:
+        parts.append(f"NE {metrics['challenger_ne']:.4f}")
+    return "  ".join([*parts, *record.reasons]).rstrip()

@@ -1,0 +1,151 @@
+"""Turn a window of data into a challenger, and a challenger into a verdict: the part of a tick that takes long.
+
+Nothing here changes the registry. What comes out is a record, and with it a candidate where the verdict is good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeline.jobs import RetrainJob
+from pipeline.logs import get_logger
+from pipeline.models.task import NonFiniteLossError
+from pipeline.retraining.data_checks import check_data
+from pipeline.retraining.gate import Finding, Scores, judge
+from pipeline.retraining.history import accepted_statistics, windows_since
+from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record
+from pipeline.retraining.promotion import Candidate, FinishedRun
+from pipeline.retraining.registry import Pointer, Version
+from pipeline.retraining.statistics import WindowStatistics
+from pipeline.retraining.windows import Window, file_name
+from pipeline.retraining.work import Place, Workshop
+
+logger = get_logger("pipeline.retrain")
+History = list[tuple[str, WindowStatistics]]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A window whose data have passed; `scores` are the champion's on its rows, None without one."""
+
+    place: Place
+    statistics: WindowStatistics
+    scores: Scores | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`record` is of `window`; `candidate` is there where its challenger is to be promoted."""
+
+    window: Window
+    record: Record
+    candidate: Candidate | None = None
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """The challenger that `window` makes of the champion, on the rows of `judged_on`, the next window."""
+
+    job: RetrainJob
+    shop: Workshop
+    ledger: Ledger
+    window: Window
+    judged_on: Window
+    champion: Version | None
+    pointer: Pointer | None
+    about: dict[str, Any] = field(default_factory=dict)  # of every record: config_hash, code_version
+
+    @property
+    def parent(self) -> str:
+        return self.champion.name if self.champion else ""
+
+    def run(self) -> Outcome:
+        """Of `window`, or of `judged_on` where that one is not fit to judge by.
+
+        Raises:
+            ValueError: the job does not fit the data, or the first window cannot be prepared.
+        """
+        history = accepted_statistics(self.ledger, self.job.checks.remember)
+        age = windows_since(self.ledger, self.champion.name) if self.champion else 0
+        trained_on = self._examine(self.window, history, age)
+        if isinstance(trained_on, Outcome):
+            return trained_on
+        judged_on = self._examine(self.judged_on, [(self.window.name, trained_on.statistics), *history], age + 1)
+        if isinstance(judged_on, Outcome):
+            return judged_on
+        try:
+            self.shop.challenger_data(trained_on.place, self.champion)
+            run = self.shop.train(trained_on.place, self.champion)
+            name = f"challenger-of-{file_name(self.window.name)}-{self.parent or 'scratch'}"
+            scores = self.shop.score_run(run, self.shop.under(judged_on.place, name, run.data))
+        except NonFiniteLossError as error:
+            return self._rejected(self.window, [f"its challenger's loss is not finite: {error}"], trained_on)
+        return self._decide(trained_on, judged_on, run, scores)
+
+    def _examine(self, window: Window, history: History, age: int) -> Examined | Outcome:
+        """The window's data, prepared for the champion and checked."""
+        try:
+            place = self.shop.place(window)
+            data = self._champions_view(place)
+        except ValueError as error:
+            if self.champion is None:  # the job's mistake, more likely than the window's
+                raise
+            return self._rejected(window, [str(error)])
+        found = replace(self.shop.statistics(place, data, history), age=age)
+        scores = self.shop.score_version(self.champion, data) if self.champion else None
+        if scores is None:  # the window's own ids: nothing can be said of unknown ones
+            found = replace(found, empty_share={}, distance={})
+        else:
+            found = replace(found, champion_ne=scores.ne, champion_calibration=scores.calibration)
+        findings = check_data(found, [one for _, one in history], self.job.checks)
+        log_findings(f"data of {window.name}", findings)
+        examined = Examined(place, found, scores)
+        if reasons := [finding.text for finding in findings if not finding.passed]:
+            return self._rejected(window, reasons, examined, accepted=False)
+        return examined
+
+    def _champions_view(self, place: Place) -> str:
+        """The folder of the window's rows as the champion reads them, or, without one, as its own challenger does."""
+        if self.champion is None:
+            return self.shop.challenger_data(place, None)
+        return self.shop.under(place, self.champion.name, self.champion.data)
+
+    def _decide(self, trained_on: Examined, judged_on: Examined, run: FinishedRun, scores: Scores) -> Outcome:
+        verdict = judge(scores, judged_on.scores, self.job.gate)
+        log_findings(f"challenger of {self.window.name}", verdict.findings)
+        metrics: dict[str, Any] = {**verdict.metrics, "judged_on": self.judged_on.name}
+        if not verdict.passed:
+            return self._rejected(self.window, verdict.reasons, trained_on, metrics=metrics)
+        record = self._record(PROMOTED, self.window, trained_on, metrics=metrics)
+        key = "|".join((self.window.name, trained_on.place.digest, self.parent, record.config_hash))
+        return Outcome(self.window, record, Candidate(run, key, record, self.pointer, {}))
+
+    def _rejected(
+        self, window: Window, reasons: list[str], examined: Examined | None = None, accepted: bool = True, **more: Any
+    ) -> Outcome:
+        record = self._record(REJECTED, window, examined, accepted and examined is not None, reasons=reasons, **more)
+        return Outcome(window, record)
+
+    def _record(
+        self, state: str, window: Window, examined: Examined | None, accepted: bool = True, **more: Any
+    ) -> Record:
+        data = {"accepted": accepted, "statistics": examined.statistics.as_dict()} if examined else {}
+        return Record(
+            state,
+            window.name,
+            parent=self.parent,
+            begin=window.begin.isoformat(),
+            data=data,
+            source=examined.place.digest if examined else "",
+            **self.about,
+            **more,
+        )
+
+
+def log_findings(what: str, findings: list[Finding]) -> None:
+    """A line: each check with the figure that it looked at and the limit."""
+    shown = ", ".join(
+        f"{one.name} {one.value:.4g} ({'within' if one.passed else 'NOT within'} {one.limit:.4g})" for one in findings
+    )
+    logger.info("%s: %s", what, shown)

@@ -1,0 +1,89 @@
+"""Decide whether a window's data are fit to train and to judge by, from its numbers and those of the windows before it."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from pipeline.retraining.config import DataChecksConfig
+from pipeline.retraining.gate import Finding
+from pipeline.retraining.statistics import WindowStatistics
+
+
+def check_data(now: WindowStatistics, history: list[WindowStatistics], config: DataChecksConfig) -> list[Finding]:
+    """`history` are accepted windows, newest first. Findings of the checks that there is enough history for."""
+    past = history[: config.trailing]
+    findings = [_labels(now)]
+    if now.outside_share is not None and config.outside_share is not None:
+        share, limit = now.outside_share, config.outside_share
+        text = f"{share:.1%} of the rows have a timestamp outside the window, {limit:.1%} are allowed"
+        findings.append(Finding("outside_share", share <= limit, share, limit, text))
+    if config.repeated_share is not None and past:
+        findings.append(_repeated(now, past, config.repeated_share))
+    if len(past) < config.min_history:
+        return findings
+    for name, change in (("rows", config.row_count_change), ("label_rate", config.label_rate_change)):
+        if change is not None:
+            findings.append(_change(name, now, past, change))
+    for name, rise in (("empty_share", config.unknown_share_rise), ("distance", config.distance_rise)):
+        if rise is not None:
+            # What the champion does not know grows with the windows that it has missed; the distance does not.
+            allowed = rise * (1 + now.age) if name == "empty_share" else rise
+            findings.append(_rise(name, now, past, allowed, config.min_history))
+    before = [one.champion_ne for one in past if one.champion_ne is not None]
+    if config.champion_ne_rise is not None and now.champion_ne is not None and len(before) >= config.min_history:
+        findings.append(_champion(now.champion_ne, before, config.champion_ne_rise * (1 + now.age)))
+    return findings
+
+
+def _labels(now: WindowStatistics) -> Finding:
+    text = f"label rate {now.label_rate:g} of {now.rows:,} rows: nothing can be learned from one kind of label"
+    return Finding("labels", now.rows > 0 and 0.0 < now.label_rate < 1.0, now.label_rate, 1.0, text)
+
+
+def _change(name: str, now: WindowStatistics, past: list[WindowStatistics], limit: float) -> Finding:
+    value, usual = getattr(now, name), median(getattr(one, name) for one in past)
+    change = value / usual - 1.0
+    shown = (f"{value:,}", f"{usual:,.0f}") if name == "rows" else (f"{value:.4f}", f"{usual:.4f}")
+    text = f"{name.replace('_', ' ')} {shown[0]} is {change:+.1%} from the median {shown[1]}, {limit:.0%} are allowed"
+    return Finding(name, abs(change) <= limit, change, limit, text)
+
+
+def _rise(name: str, now: WindowStatistics, past: list[WindowStatistics], limit: float, least: int) -> Finding:
+    """Of the feature that rose most above its own median."""
+    values: dict[str, float] = getattr(now, name)
+
+    def usual(feature: str) -> list[float]:
+        return [getattr(one, name)[feature] for one in past if feature in getattr(one, name)]
+
+    rises = {
+        feature: value - median(usual(feature)) for feature, value in values.items() if len(usual(feature)) >= least
+    }
+    if not rises:
+        return Finding(name, True, 0.0, limit, "")
+    worst = max(rises, key=lambda feature: rises[feature])
+    over = [feature for feature, rise in rises.items() if rise > limit]
+    what = "rows without a known value" if name == "empty_share" else "distance from the window before"
+    text = (
+        f"feature {worst}: {what} {values[worst]:.3f}, median {median(usual(worst)):.3f}, a rise of {limit:g} is allowed"
+        f"{f' (and {len(over) - 1} more features)' if len(over) > 1 else ''}"
+    )
+    return Finding(name, not over, rises[worst], limit, text)
+
+
+def _repeated(now: WindowStatistics, past: list[WindowStatistics], limit: float) -> Finding:
+    usual = median(one.repeated_share for one in past)
+    text = (
+        f"{now.repeated_share:.1%} of the rows are in window {now.repeated_of} too, median {usual:.1%}, "
+        f"{limit:.0%} more are allowed"
+    )
+    return Finding("repeated_share", now.repeated_share - usual <= limit, now.repeated_share, usual + limit, text)
+
+
+def _champion(now: float, before: list[float], limit: float) -> Finding:
+    usual = median(before)
+    rise = now / usual - 1.0
+    text = (
+        f"the champion's NE on these rows is {now:.4f}, {rise:+.1%} from the median {usual:.4f} of windows that were new to "
+        f"their champions, {limit:+.0%} is allowed: are the labels right?"
+    )
+    return Finding("champion_ne", rise <= limit, rise, limit, text)

@@ -1,0 +1,157 @@
+"""Decide whether a challenger may take the champion's place, from both models' scores of the same rows. Pure arrays.
+
+The NE of a model is its log loss over the entropy of the label rate (He et al. 2014, section 3); on the same rows the
+ratio of two models' NE is the ratio of their log losses, of which a paired bootstrap gives the upper bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.retraining.config import GateConfig
+
+MAX_BLOCKS = 10_000  # rows are resampled in so many blocks of neighbours, which may depend on each other
+SAMPLES_AT_ONCE = 50
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One model's scores of a window, in reading order: logits and labels [rows], slices: feature -> ids [rows]."""
+
+    logits: NDArray[np.float32]
+    labels: NDArray[np.float32]
+    slices: dict[str, NDArray[np.integer]] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> NDArray[np.float64]:
+        """[rows] log losses in nats."""
+        logits = self.logits.astype(np.float64)
+        return np.logaddexp(0.0, logits) - self.labels * logits
+
+    @property
+    def ne(self) -> float:
+        rate = float(self.labels.mean())
+        return float(self.losses.mean() / binary_entropy(rate)) if 0.0 < rate < 1.0 else float("nan")
+
+    @property
+    def calibration(self) -> float:
+        """Sum of predictions / sum of labels."""
+        predicted = 1.0 / (1.0 + np.exp(-self.logits.astype(np.float64)))
+        return float(predicted.sum() / max(float(self.labels.sum()), 1e-12))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what was found, what is allowed, and the sentence for log and ledger."""
+
+    name: str
+    passed: bool
+    value: float
+    limit: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    findings: list[Finding]
+    metrics: dict[str, float]
+
+    @property
+    def passed(self) -> bool:
+        return all(finding.passed for finding in self.findings)
+
+    @property
+    def reasons(self) -> list[str]:
+        return [finding.text for finding in self.findings if not finding.passed]
+
+
+def judge(challenger: Scores, champion: Scores | None, config: GateConfig, seed: int = 0) -> Verdict:
+    """Champion None: the first version, which is held to absolute limits alone."""
+    metrics = {"challenger_ne": challenger.ne, "challenger_calibration": challenger.calibration}
+    metrics["eval_rows"], metrics["eval_label_rate"] = float(len(challenger.labels)), float(challenger.labels.mean())
+    findings = [_finite(challenger), _enough_rows(challenger, config)]
+    if not all(finding.passed for finding in findings):
+        return Verdict(findings, {name: value for name, value in metrics.items() if np.isfinite(value)})
+    findings.append(_calibration(challenger, config))
+    if champion is None:
+        return Verdict([*findings, _absolute_ne(challenger, config)], metrics)
+    assert np.array_equal(challenger.labels, champion.labels), "the two models scored other rows"
+    metrics |= {"champion_ne": champion.ne, "champion_calibration": champion.calibration}
+    worst = upper_bound_of_ratio(challenger.losses, champion.losses, config.confidence, config.bootstrap_samples, seed)
+    metrics |= {"ne_ratio": challenger.ne / champion.ne, "ne_ratio_upper": worst}
+    findings.append(_ne(metrics, config))
+    findings += _slices(challenger, champion, config)
+    return Verdict(findings, metrics)
+
+
+def _finite(challenger: Scores) -> Finding:
+    bad = int(np.count_nonzero(~np.isfinite(challenger.logits)))
+    return Finding("finite", bad == 0, bad, 0, f"{bad:,} of {len(challenger.logits):,} scores are not finite")
+
+
+def _enough_rows(challenger: Scores, config: GateConfig) -> Finding:
+    rows, rate = len(challenger.labels), float(challenger.labels.mean()) if len(challenger.labels) else 0.0
+    text = f"the next window has {rows:,} rows with label rate {rate:.4f}; gate.min_rows={config.min_rows:,} of both labels are wanted"
+    return Finding("rows", rows >= config.min_rows and 0.0 < rate < 1.0, rows, config.min_rows, text)
+
+
+def _calibration(challenger: Scores, config: GateConfig) -> Finding:
+    value, low, high = challenger.calibration, config.calibration_min, config.calibration_max
+    text = f"calibration {value:.4f} is not within {low:g} to {high:g}"
+    return Finding("calibration", low <= value <= high, value, low if value < low else high, text)
+
+
+def _absolute_ne(challenger: Scores, config: GateConfig) -> Finding:
+    text = f"NE {challenger.ne:.4f} is not below gate.max_ne={config.max_ne:g}"
+    return Finding("ne", challenger.ne < config.max_ne, challenger.ne, config.max_ne, text)
+
+
+def _ne(metrics: dict[str, float], config: GateConfig) -> Finding:
+    worst, limit = metrics["ne_ratio_upper"], 1.0 + config.ne_tolerance
+    text = (
+        f"NE {metrics['challenger_ne']:.4f} to the champion's {metrics['champion_ne']:.4f}: the ratio is "
+        f"{metrics['ne_ratio']:.4f}, with {100 * config.confidence:g} % confidence at most {worst:.4f}, and {limit:.4f} is allowed"
+    )
+    return Finding("ne", worst <= limit, worst, limit, text)
+
+
+def _slices(challenger: Scores, champion: Scores, config: GateConfig) -> list[Finding]:
+    findings = []
+    for name, tolerance in config.slices.items():
+        worst, at, limit = 0.0, -1, 1.0 + tolerance
+        ids = champion.slices[name]
+        counts = np.bincount(ids)
+        clicks = np.bincount(ids, weights=champion.labels, minlength=len(counts))
+        ours = np.bincount(ids, weights=challenger.losses, minlength=len(counts))
+        theirs = np.bincount(ids, weights=champion.losses, minlength=len(counts))
+        for value in np.flatnonzero((counts >= config.slice_min_rows) & (clicks > 0) & (clicks < counts)):
+            ratio = float(ours[value] / theirs[value])
+            worst, at = (ratio, int(value)) if ratio > worst else (worst, at)
+        text = f"slice {name}: NE of id {at} ({int(counts[at]) if at >= 0 else 0:,} rows) is {worst:.4f} times the champion's, {limit:.4f} is allowed"
+        findings.append(Finding(f"slice {name}", worst <= limit, worst, limit, text))
+    return findings
+
+
+def upper_bound_of_ratio(
+    ours: NDArray[np.float64], theirs: NDArray[np.float64], confidence: float, num_samples: int, seed: int
+) -> float:
+    """The one-sided upper bound of sum(ours) / sum(theirs) by a paired percentile bootstrap (Efron & Tibshirani 1993)
+    over blocks of neighbouring rows."""
+    num_blocks = min(len(ours), MAX_BLOCKS)
+    edges = np.linspace(0, len(ours), num_blocks + 1).astype(np.int64)[:-1]
+    sums = np.stack([np.add.reduceat(ours, edges), np.add.reduceat(theirs, edges)], axis=1)
+    random = np.random.default_rng(seed)
+    share = np.full(num_blocks, 1.0 / num_blocks)
+    ratios = []
+    for begin in range(0, num_samples, SAMPLES_AT_ONCE):
+        drawn = random.multinomial(num_blocks, share, size=min(SAMPLES_AT_ONCE, num_samples - begin)) @ sums
+        ratios.append(drawn[:, 0] / drawn[:, 1])
+    return float(np.quantile(np.concatenate(ratios), confidence))
+
+
+def binary_entropy(rate: float) -> float:
+    """In nats."""
+    return float(-rate * np.log(rate) - (1.0 - rate) * np.log1p(-rate))

@@ -1,0 +1,85 @@
+"""Turn a window's raw rows into a sketch by which rows of an earlier window are found again, in any order and any part.
+
+The sketch keeps the smallest of the rows' 64-bit hashes (bottom-k; Cohen & Kaplan 2007): below the threshold of two
+sketches both hold all hashes, so the share of common rows there estimates that of the windows.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline import storage
+from pipeline.data.config import DataConfig
+from pipeline.data.source import Source
+from pipeline.data.vocabulary import open_engine
+
+SKETCH_SIZE = 1024
+MEMORY_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class RowSketch:
+    """`hashes` [<= SKETCH_SIZE] ascending uint64; complete: of all distinct rows."""
+
+    hashes: NDArray[np.uint64]
+
+    @property
+    def text(self) -> str:
+        return self.hashes.astype(">u8").tobytes().hex()
+
+    @classmethod
+    def of(cls, text: str) -> RowSketch:
+        return cls(np.frombuffer(bytes.fromhex(text), dtype=">u8").astype(np.uint64))
+
+    def share_in(self, other: RowSketch) -> float:
+        """The share of this window's distinct rows that `other` has too, within about 0.03."""
+        if not len(self.hashes) or not len(other.hashes):
+            return 0.0
+        threshold = min(_reach(self), _reach(other))
+        mine = self.hashes[self.hashes <= threshold]
+        return float(np.isin(mine, other.hashes).mean()) if len(mine) else 0.0
+
+
+def _reach(sketch: RowSketch) -> np.uint64:
+    """Up to here the sketch holds every hash."""
+    full = len(sketch.hashes) == SKETCH_SIZE
+    return np.uint64(sketch.hashes[-1]) if full else np.uint64(np.iinfo(np.uint64).max)
+
+
+def sketch_rows(sources: list[Source], config: DataConfig, threads: int) -> RowSketch:
+    """All columns count. MD5, for hashes must be the same in every release of DuckDB."""
+    with tempfile.TemporaryDirectory() as spill, closing(open_engine(spill, MEMORY_BYTES, threads)) as engine:
+        found = engine.execute(
+            f"SELECT DISTINCT hash FROM ({_hashes(sources, config)}) ORDER BY hash LIMIT {SKETCH_SIZE}"
+        ).fetchnumpy()["hash"]
+    return RowSketch(np.asarray(found, dtype=np.uint64))
+
+
+def count_rows(sources: list[Source], config: DataConfig, threads: int) -> int:
+    """Lines of text without the header, or rows of Parquet."""
+    with tempfile.TemporaryDirectory() as spill, closing(open_engine(spill, MEMORY_BYTES, threads)) as engine:
+        query = f"SELECT count(*) FROM ({_hashes(sources, config)})"
+        (number,) = engine.execute(query).fetchone() or (0,)
+    return int(number)
+
+
+def _hashes(sources: list[Source], config: DataConfig) -> str:
+    paths = ", ".join(_text(os.path.abspath(storage.local_path(source.path))) for source in sources)
+    if config.format == "parquet":
+        return f"SELECT md5_number_lower(rows::VARCHAR) AS hash FROM read_parquet([{paths}]) rows"
+    # One column of whole lines: a delimiter that no text file has.
+    skip = 0 if config.format == "criteo_tsv" else 1
+    return (
+        f"SELECT md5_number_lower(line) AS hash FROM read_csv([{paths}], columns={{'line': 'VARCHAR'}}, delim='\\x01', "
+        f"quote='', escape='', header=false, skip={skip}, auto_detect=false, max_line_size=67108864, ignore_errors=true)"
+    )
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"

@@ -1,0 +1,90 @@
+"""Turn a trained model and a prepared window into one score a row, in an order that is the same for every model.
+
+Both models of a comparison read the window under their own vocabularies, in the same files and the same order, so scores
+pair up row by row.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from pipeline import preemption, watchdog
+from pipeline.assembly import assemble, open_reader
+from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.config import load_saved_job
+from pipeline.data.dataset import load_dataset
+from pipeline.data.reader import ShardReader
+from pipeline.distributed import DistributedContext, init_distributed
+from pipeline.jobs import TrainJob
+from pipeline.planner.config import PlannerConfig
+from pipeline.retraining.gate import Scores
+
+
+def score(
+    config: str, checkpoint: str, data_path: str, slices: list[str], world_size: int, limits: watchdog.Limits
+) -> Scores:
+    """Collective: the training split of `data_path`, every row once. Rank 0 gets the scores, the others empty ones.
+
+    `config` is a saved job, `checkpoint` the folder of a step; `data_path` was prepared under the model's vocabularies.
+
+    Raises:
+        ValueError: the checkpoint is damaged or does not fit the data.
+    """
+    job = load_saved_job(TrainJob, config)
+    job.world_size, job.planner = world_size, PlannerConfig(gap_tolerance=job.planner.gap_tolerance)
+    job.data.path = data_path
+    watchdog.use(limits)
+    context = init_distributed(job.comms.backend, job.comms.timeout_s)
+    dataset = load_dataset(data_path)
+    watchdog.beat(phase="loading")
+    assembly = assemble(job, dataset, context)
+    folder, _, step = checkpoint.rstrip("/").rpartition("/")
+    Checkpointer(folder, assembly.model, None, context).restore(int(step.removeprefix("step_")))
+    job.data.reader.shuffle = "none"
+    reader = open_reader(job, dataset, "train", context, every_row=True)
+    return _score(assembly.model, reader, context, slices)
+
+
+def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedContext, slices: list[str]) -> Scores:
+    parts: dict[str, list[NDArray]] = {name: [] for name in ("logits", "labels", *slices)}
+    model.eval()
+    batches = reader.batches(epoch=0)
+    try:
+        with preemption.deferred(), torch.no_grad(), watchdog.stepping("scoring"):
+            for batch in islice(batches, reader.steps_per_epoch):
+                watchdog.beat()
+                _, prediction = model(batch.to(context.device, non_blocking=True))
+                real = (prediction.sample_weights > 0).cpu()
+                parts["logits"].append(prediction.logits[real.to(context.device)].float().cpu().numpy())
+                parts["labels"].append(prediction.labels[real.to(context.device)].float().cpu().numpy())
+                for name in slices:
+                    parts[name].append(_first_ids(batch.sparse_features[name])[real.numpy()])
+            wanted = preemption.wanted()
+    finally:
+        batches.close()
+    if wanted:
+        raise preemption.Preempted
+    mine = {name: np.concatenate(found) if found else np.zeros(0, np.float32) for name, found in parts.items()}
+    gathered = _gather(mine, context)
+    return Scores(gathered["logits"], gathered["labels"], {name: gathered[name].astype(np.int64) for name in slices})
+
+
+def _first_ids(feature: object) -> NDArray:
+    """[rows] the first id of each bag, 0 for an empty one."""
+    lengths, values = feature.lengths().cpu().numpy(), feature.values().cpu().numpy()  # type: ignore[attr-defined]
+    starts = np.cumsum(lengths) - lengths
+    return np.where(lengths > 0, np.append(values, 0)[np.minimum(starts, len(values))], 0)
+
+
+def _gather(mine: dict[str, NDArray], context: DistributedContext) -> dict[str, NDArray]:
+    """Collective: all ranks' rows on rank 0, rank after rank."""
+    if context.world_size == 1:
+        return mine
+    found: list[dict[str, NDArray]] | None = [{}] * context.world_size if context.is_main else None
+    dist.gather_object(mine, found, dst=0)
+    return {name: np.concatenate([one[name] for one in found]) for name in mine} if found else mine

@@ -1,0 +1,249 @@
+"""Turn a folder of partitions, or one growing source, into windows: which are whole, which are waited for, which are late.
+
+Windows are named by their path below the source (dt=2026-11-20/hour=03) or by the time at which they begin. A window
+that should be there and is not counts as one that is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+from pipeline import storage
+from pipeline.data.config import DataConfig
+from pipeline.retraining.config import WindowsConfig
+
+READY, WAITING, LATE = "ready", "waiting", "late"
+MAX_GAP = 10_000  # windows missing in a row: then the pattern or the length is wrong
+UNITS = {"s": 1, "ms": 1000, "us": 1_000_000}
+
+
+@dataclass(frozen=True)
+class Window:
+    """`source` is what prepare reads; `is_there` False where nothing is. `why` says what a window is waited for."""
+
+    name: str
+    begin: datetime
+    end: datetime
+    source: str
+    is_there: bool = True
+    state: str = READY
+    why: str = ""
+
+
+def find_windows(
+    config: WindowsConfig, source: str, data: DataConfig, now: datetime, after: datetime | None, done: Iterable[str]
+) -> list[Window]:
+    """Windows that begin after `after` and are not `done`, oldest first, each ready, waiting or late.
+
+    Raises:
+        ValueError: there is nothing at `source` that is a window.
+    """
+    first = parse_time(config.first) if config.first else None
+    list_them = _partitions if config.kind == "partitions" else _spans
+    found = list_them(config, source, data, max(filter(None, (after, first)), default=None))
+    skipped = set(done)
+    windows = _with_gaps([one for one in found if first is None or one.begin >= first], config)
+    return [_judged(one, config, data, now) for one in windows if one.name not in skipped]
+
+
+def _partitions(config: WindowsConfig, source: str, data: DataConfig, after: datetime | None) -> list[Window]:
+    windows = []
+    paths = [""]
+    parts = config.pattern.strip("/").split("/")
+    for depth, part in enumerate(parts):
+        oldest = _parse(after.strftime(part), part) if after and depth == 0 and "%Y" in part else None
+        deeper = []
+        for path in paths:
+            for name in storage.list_folder(storage.join(source, path) if path else source):
+                begin = _parse(name, part)
+                if begin is not None and (oldest is None or begin >= oldest):
+                    deeper.append(storage.join(path, name) if path else name)
+        paths = deeper
+    for path in paths:
+        begin = _parse(path, config.pattern.strip("/"))
+        if begin is not None:
+            windows.append(Window(path, begin, begin + _length(config), storage.join(source, path)))
+    if not windows and after is None:
+        here = ", ".join(storage.list_folder(source)[:5]) or "nothing"
+        raise ValueError(
+            f"source={source} has no folder like windows.pattern={config.pattern} (it has {here}); mend one of the two"
+        )
+    return sorted((one for one in windows if after is None or one.begin >= after), key=lambda one: one.begin)
+
+
+def _parse(text: str, pattern: str) -> datetime | None:
+    try:
+        return datetime.strptime(text, pattern).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+
+
+def _length(config: WindowsConfig) -> timedelta:
+    return timedelta(hours=config.length_hours)
+
+
+def _with_gaps(windows: list[Window], config: WindowsConfig) -> list[Window]:
+    """With the windows that should lie between those that are there."""
+    if not config.lateness_hours:
+        return windows
+    filled: list[Window] = []
+    for window in windows:
+        before = filled[-1] if filled else None
+        missing = 0
+        while before is not None and before.begin + _length(config) < window.begin:
+            missing += 1
+            begin = before.begin + _length(config)
+            name = begin.strftime(config.pattern.strip("/")) if config.kind == "partitions" else time_name(begin)
+            before = Window(name, begin, begin + _length(config), "", is_there=False)
+            filled.append(before)
+            if missing > MAX_GAP:
+                raise ValueError(
+                    f"{missing:,} windows are missing before {window.name}: is windows.length_hours={config.length_hours:g} "
+                    f"right? windows.first={window.begin:%Y-%m-%dT%H} begins there"
+                )
+        filled.append(window)
+    return filled
+
+
+def _judged(window: Window, config: WindowsConfig, data: DataConfig, now: datetime) -> Window:
+    why = window.why or _lacks(window, config, data)
+    if not why:
+        return window
+    deadline = window.end + timedelta(hours=config.lateness_hours)
+    if now < deadline:
+        return replace(window, state=WAITING, why=f"{why}; waited for until {deadline:%Y-%m-%d %H:%M} UTC")
+    if config.late == "use" and window.is_there:
+        return replace(window, why=f"{why}; used as it is")
+    return replace(window, state=LATE, why=f"{why} {config.lateness_hours:g} h after its end")
+
+
+def _lacks(window: Window, config: WindowsConfig, data: DataConfig) -> str:
+    """What a window is still to get; empty where it is whole."""
+    if not window.is_there:
+        return "not there"
+    if config.kind == "partitions" and config.marker and not storage.exists(storage.join(window.source, config.marker)):
+        return f"no {config.marker}"
+    if config.min_rows:
+        from pipeline.data.source import find_sources
+        from pipeline.retraining.row_sketch import count_rows
+
+        try:
+            rows = count_rows(find_sources(window.source), data, 1)
+        except ValueError:
+            return "no files"
+        if rows < config.min_rows:
+            return f"{rows:,} of at least {config.min_rows:,} rows"
+    return ""
+
+
+def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime | None) -> list[Window]:
+    """Windows of a growing source: cut at multiples of the length, the newest of them still open."""
+    from pipeline.data.vocabulary import open_engine
+
+    seconds = int(config.length_hours * 3600)
+    with closing(open_engine(os.devnull, 512 << 20, 1)) as engine:
+        rows = engine.execute(
+            f"SELECT span, count(*) FROM (SELECT {_seconds(config)} // {seconds} AS span FROM {_scan(source, data)}) "
+            "WHERE span IS NOT NULL GROUP BY span ORDER BY span"
+        ).fetchall()
+    if not rows:
+        raise ValueError(
+            f"source={source} has no row with a time in windows.timestamp_column={config.timestamp_column}"
+        )
+    windows = []
+    newest = max(int(span) for span, _ in rows)
+    for span, count in rows:
+        begin = datetime.fromtimestamp(int(span) * seconds, UTC)
+        why = "no row of a later window" if int(span) == newest else ""
+        if not why and count < config.min_rows:
+            why = f"{count:,} of at least {config.min_rows:,} rows"
+        windows.append(Window(time_name(begin), begin, begin + _length(config), source, why=why))
+    return [one for one in windows if after is None or one.begin >= after]
+
+
+def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target: str) -> str:
+    """Write the window's rows of a growing source to a file in `target`, in the source's own format; its path.
+
+    A file that is there is taken as it is: what comes to a window after it was begun is left out.
+    """
+    from pipeline.data.vocabulary import open_engine
+
+    path = os.path.join(target, f"rows.{'parquet' if data.format == 'parquet' else data.format}")
+    if os.path.exists(path):
+        return path
+    os.makedirs(target, exist_ok=True)
+    how = "FORMAT parquet" if data.format == "parquet" else f"FORMAT csv, HEADER, DELIMITER '{_delimiter(data)}'"
+    begin, end = int(window.begin.timestamp()), int(window.end.timestamp())
+    with closing(open_engine(os.path.join(target, "spill"), 1 << 30, 1)) as engine:
+        engine.execute("SET preserve_insertion_order = true")
+        engine.execute(
+            f"COPY (SELECT * FROM {_scan(window.source, data)} WHERE {_seconds(config)} >= {begin} AND "
+            f"{_seconds(config)} < {end}) TO {_text(path + '.partial')} ({how})"
+        )
+    os.replace(path + ".partial", path)
+    return path
+
+
+def outside_share(window: Window, config: WindowsConfig, data: DataConfig) -> float | None:
+    """The share of a partition's rows whose timestamp lies outside the window; None without such a column."""
+    if config.kind != "partitions" or not config.timestamp_column:
+        return None
+    from pipeline.data.vocabulary import open_engine
+
+    begin, end = int(window.begin.timestamp()), int(window.end.timestamp())
+    with closing(open_engine(os.devnull, 512 << 20, 1)) as engine:
+        (share,) = engine.execute(
+            f"SELECT avg(CASE WHEN time >= {begin} AND time < {end} THEN 0.0 ELSE 1.0 END) FROM "
+            f"(SELECT {_seconds(config)} AS time FROM {_scan(window.source, data)})"
+        ).fetchone() or (None,)
+    return None if share is None else float(share)
+
+
+def _scan(source: str, data: DataConfig) -> str:
+    """A DuckDB table of the source's rows; text files keep every value as it is written."""
+    if data.format == "criteo_tsv":
+        raise ValueError("data.format=criteo_tsv has no time column: put each window into a folder of its own")
+    from pipeline.data.source import find_sources
+
+    paths = ", ".join(_text(os.path.abspath(storage.local_path(one.path))) for one in find_sources(source))
+    if data.format == "parquet":
+        return f"read_parquet([{paths}])"
+    quoting = "" if data.format == "csv" else ", quote='', escape=''"
+    return f"read_csv([{paths}], all_varchar=true, header=true, delim='{_delimiter(data)}'{quoting})"
+
+
+def _delimiter(data: DataConfig) -> str:
+    return "," if data.format == "csv" else "\t"
+
+
+def _seconds(config: WindowsConfig) -> str:
+    """Whole seconds since 1970 of the timestamp column: numbers of the unit, or ISO 8601, UTC where it says nothing."""
+    column = '"' + str(config.timestamp_column).replace('"', '""') + '"::VARCHAR'
+    number = f"TRY_CAST({column} AS BIGINT) // {UNITS[config.timestamp_unit]}"
+    return f"coalesce({number}, epoch(TRY_CAST({column} AS TIMESTAMP))::BIGINT)"
+
+
+def parse_time(text: str) -> datetime:
+    """`2026-11-20` or `2026-11-20T03`, UTC. Raises ValueError for anything else."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no time; write 2026-11-20 or 2026-11-20T03:00") from None
+    return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+
+
+def time_name(begin: datetime) -> str:
+    return begin.strftime("%Y-%m-%dT%H:%M")
+
+
+def file_name(window: str) -> str:
+    """A window's name as that of a folder."""
+    return window.replace("/", "__").replace(":", "")
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
