@@ -90,7 +90,7 @@ class DataChecksConfig:
     unknown_share_rise: Optional[float] = 0.1  # of any feature: rows without an id that the champion knows
     distance_rise: Optional[float] = 0.2  # of any feature's values from the window before: 0 alike, 1 nothing in common
     repeated_share: Optional[float] = 0.1  # rows that an earlier window has too, above the trailing median
-    champion_ne_rise: Optional[float] = 0.1  # relative; 10 % of labels flipped are 0.3 where clicks can be told well
+    champion_ne_rise: Optional[float] = 0.05  # relative; labels that are partly wrong, and days unlike all before
     outside_share: Optional[float] = 0.01  # rows whose timestamp lies outside the window, where there is a column
     remember: int = 60  # windows whose rows a new one is compared with
 

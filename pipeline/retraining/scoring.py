@@ -46,7 +46,8 @@ def score(
     folder, _, step = checkpoint.rstrip("/").rpartition("/")
     Checkpointer(folder, assembly.model, None, context).restore(int(step.removeprefix("step_")))
     job.data.reader.shuffle = "none"
-    reader = open_reader(job, dataset, "train", context, every_row=True)
+    batch_size = job.trainer.evaluate_batch_size or job.trainer.global_batch_size
+    reader = open_reader(job, dataset, "train", context, batch_size, every_row=True)
     return _score(assembly.model, reader, context, slices)
 
 
@@ -63,6 +64,10 @@ def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedCont
                 parts["logits"].append(prediction.logits[real.to(context.device)].float().cpu().numpy())
                 parts["labels"].append(prediction.labels[real.to(context.device)].float().cpu().numpy())
                 for name in slices:
+                    if name not in batch.sparse_features.keys():  # noqa: SIM118
+                        raise ValueError(
+                            f"gate.slices names {name!r}, which is no feature whose ids the model reads as they are"
+                        )
                     parts[name].append(_first_ids(batch.sparse_features[name])[real.numpy()])
             wanted = preemption.wanted()
     finally:

@@ -14,7 +14,7 @@ from pipeline.data.synthetic import write_source
 
 BATCH = 128
 FILE = "clicks.tsv"
-# With one click in four, the calibration of 40,000 rows scatters by 0.7 %; so many as non-clicks tell three times as much.
+# The fewer clicks, the more rows it takes to tell a calibration; windows of 30,000 rows want as many clicks as non-clicks.
 LABEL_RATE = 0.5
 
 
@@ -23,13 +23,17 @@ def window_name(number: int) -> str:
 
 
 def write_window(
-    source: Path, number: int, rows: int, *, drift: float = 0.0, churn: float = 0.0, seed: int = 0, whole: bool = True
+    source: Path, number: int, rows: int, *, drift: float = 0.0, churn: float = 0.0, draw: int = 0, whole: bool = True
 ) -> Path:
-    """Window `number` of the stream with this seed; whole=False leaves _SUCCESS out."""
+    """Window `number` of a stream; another `draw` has other rows of the same kind. whole=False leaves _SUCCESS out."""
     folder = source / window_name(number)
     folder.mkdir(parents=True, exist_ok=True)
     config = SyntheticConfig(
-        num_rows=rows, window=number, drift=drift, churn=churn, seed=seed, positive_rate=LABEL_RATE
+        num_rows=rows,
+        window=number + 1000 * draw if not drift else number,
+        drift=drift,
+        churn=churn,
+        positive_rate=LABEL_RATE,
     )
     write_source(config, str(folder / FILE), 1)
     os.remove(folder / (FILE + TEACHER_SUFFIX))
