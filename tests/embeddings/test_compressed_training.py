@@ -196,12 +196,3 @@ def test_a_resumed_run_goes_on_bit_by_bit(ranks: RankPool, tmp_path: Path) -> No
     losses, resumed, same = ranks.run(2, save_and_resume, make_tables(), str(tmp_path / "steps"))[0]
     assert losses == resumed
     assert same
-
-
-def test_the_product_of_pooled_sums_is_another_number() -> None:
-    """What a multi-hot bag would be, were the parts pooled before they are multiplied."""
-    weights = {"multiply__remainder": torch.randn(10, DIM), "multiply__quotient": torch.randn(6, DIM)}
-    bag = [3, 41, 12]
-    right = references.pool(KINDS["multiply"][1], weights, [bag], "sum", DIM)[0]
-    wrong = weights["multiply__remainder"][[3, 1, 2]].sum(0) * weights["multiply__quotient"][[0, 4, 1]].sum(0)
-    assert (right - wrong).abs().max() > 0.1
