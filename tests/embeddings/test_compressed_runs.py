@@ -113,15 +113,11 @@ def test_a_run_does_not_go_on_with_another_hash(ranks: RankPool, run: Path, prep
 def test_a_new_run_takes_the_compressed_tables_that_mean_the_same(
     ranks: RankPool, run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:
-    changed = words(
-        prepared_clicks,
-        tmp_path / "new",
-        f"warm_start.run={run}",
-        "tables.cat_25.compression.seed=1",
-        "trainer.max_steps=1",
-    )
-    assert "table 'cat_25' is compressed, and it was hash of" in ranks.run(2, _train, changed)[0]
-    assert ranks.run(2, _train, [*changed, "warm_start.composed_tables=fresh"]) == ["", ""]
+    changed = [f"warm_start.run={run}", "tables.cat_25.compression.seed=1", "trainer.max_steps=1"]
+    refused = ranks.run(2, _train, words(prepared_clicks, tmp_path / "refused", *changed))
+    assert "table 'cat_25' is compressed, and it was hash of" in refused[0]
+    fresh = words(prepared_clicks, tmp_path / "new", *changed, "warm_start.composed_tables=fresh")
+    assert ranks.run(2, _train, fresh) == ["", ""]
     report = json.loads((tmp_path / "new" / "warm_start.json").read_text())
     loaded = {table["table"]: table["rows_loaded"] for table in report["tables"]}
     assert loaded["cat_25__hash"] == 0
