@@ -16,13 +16,14 @@ from launch.kubernetes_pod import CONTAINER, INSTANCE, is_kept, labels_of, pod_t
 from launch.manifest import given, to_yaml
 from launch.volcano import volcano_job
 from launch.workload import Workload
-from pipeline.exit_codes import REQUEUE, USER_ERROR
+from pipeline.exit_codes import FINAL, REQUEUE
 
 AGAIN = {
     "job": "start a pod again, uncounted",
     "jobset": "start a pod again, uncounted",
     "volcano": "start all pods again, which Volcano counts",
 }
+STAYS_SO = sorted(FINAL - {REQUEUE})  # another start would end the same way
 QUEUE = "kueue.x-k8s.io/queue-name"
 NODES = "node"  # the one replicated job of a JobSet
 
@@ -121,18 +122,18 @@ KINDS: dict[str, Callable[[Workload, KubernetesOptions], list[dict[str, Any]]]] 
 def _failure_policy() -> dict[str, Any]:
     """The exit codes of pipeline.agent; what no rule names counts towards the retries."""
 
-    def on_code(action: str, code: int) -> dict[str, Any]:
-        return {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [code]}}
+    def on_codes(action: str, codes: list[int]) -> dict[str, Any]:
+        return {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}}
 
     evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    return {"rules": [on_code("FailJob", USER_ERROR), on_code("Ignore", REQUEUE), evicted]}
+    return {"rules": [on_codes("FailJob", STAYS_SO), on_codes("Ignore", [REQUEUE]), evicted]}
 
 
 def _comment(workload: Workload, options: KubernetesOptions) -> str:
     where = "." if workload.nodes == 1 else f", {workload.nodes} pods that meet at the first."
     lines = [
         f"{workload.verb}: {workload.nodes} x {workload.ranks_per_node} rank(s){where}",
-        f"Exit code {USER_ERROR} (config, data) fails the job at once; {REQUEUE} (asked to stop) and evictions {AGAIN[options.kind]}.",
+        f"Exit codes {', '.join(map(str, STAYS_SO))} (mistakes) fail the job at once; {REQUEUE} (asked to stop) and evictions {AGAIN[options.kind]}.",
     ]
     if workload.log_dir and is_kept(workload, options):
         lines.append(f"A log file a rank lies in {workload.log_dir}; rank 0's is what kubectl logs shows.")

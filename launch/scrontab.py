@@ -41,5 +41,5 @@ def render_scrontab(workload: Workload, cron: str, options: ScrontabOptions) -> 
 def _steps(workload: Workload, options: ScrontabOptions) -> list[str]:
     """The commands of the script that launch.slurm writes, up to srun, which takes the shell's place."""
     script = "\n".join([*environment(workload, options), *meeting_lines(workload)]).splitlines()
-    steps = [line for line in script if not line.startswith("#")]
+    steps = [line.partition("  # ")[0] for line in script]
     return [*steps, "exec " + " ".join(srun_words(workload))]

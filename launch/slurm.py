@@ -131,8 +131,7 @@ def meeting_lines(workload: Workload) -> list[str]:
         return []
     return [
         'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "# Jobs that share a node must not share it.",
-        "port=$(( 20000 + SLURM_JOB_ID % 10000 ))",
+        "port=$(( 20000 + SLURM_JOB_ID % 10000 ))  # jobs that share a node must not share it",
     ]
 
 

@@ -11,7 +11,7 @@ from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import labels_of, pod_template
 from launch.manifest import given
 from launch.workload import Workload
-from pipeline.exit_codes import REQUEUE, USER_ERROR
+from pipeline.exit_codes import FINAL, REQUEUE
 
 LONGEST_HOST_NAME = 63
 # For jobs without retries of their own: Volcano takes 0 for 3, and counts evictions as retries.
@@ -58,7 +58,7 @@ def _task(workload: Workload, options: KubernetesOptions, node: int) -> dict[str
 def _policies(workload: Workload) -> list[dict[str, Any]]:
     """What the agents' exit codes mean; the first that fits counts. All pods start again together."""
     return [
-        {"exitCode": USER_ERROR, "action": "TerminateJob"},
+        *({"exitCode": code, "action": "TerminateJob"} for code in sorted(FINAL - {REQUEUE})),
         {"exitCode": REQUEUE, "action": "RestartJob"},
         {"event": "PodEvicted", "action": "RestartJob"},
         {"event": "PodFailed", "action": "RestartJob" if workload.max_retries else "TerminateJob"},
