@@ -81,7 +81,7 @@ $(VENV)/installed: setup.cfg pyproject.toml
 			"Install it (apt install python3.11 python3.11-venv), or say where it is: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@echo "installing the $(STACK) set into $(VENV), once"
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) -e '.[$(STACK)]'
+	@$(PIP_INSTALL) -e '.[$(STACK),serve]'
 	@$(PIP_INSTALL) --no-deps $(TORCHREC)
 	@$(PY) -m pipeline.precompile
 	@touch $@

@@ -6,7 +6,8 @@ One run: each server is a process of its own on loopback, asked by the same load
 of 64 numbers with weights that nobody trained; 16 rows a request as JSON in the first part, 64 as Arrow in the second.
 
 1. The same rows by fp32 eager (torch modules and an EmbeddingBagCollection), and by artifacts: fp32, int8 and int4 tables
-   with dense.pt2, int8 with AOTInductor. First as fast as it goes, then at half of eager's rate for all.
+   with dense.pt2, int8 with AOTInductor. As fast as it goes, and at half of eager's rate for all; medians of four rounds in which
+   the servers take turns.
 2. Tables larger than the memory of the server's cgroup, ids Zipf-distributed: memory=ram without the bound, memory=ssd with
    100 % of the rows cached and no bound, then 25, 10 and 5 % under it, and memory=ram under it, which is expected to die.
 
@@ -20,11 +21,12 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,8 @@ from pipeline.serving.request_rows import ARROW_TYPE, JSON_TYPE
 from pipeline.serving.ssd_lookup import forget_pages, read_latency_us
 
 CONNECTIONS = 4
+ROUNDS = 4
+MEASURED = ("qps", "p50_ms", "p99_ms", "cpu_ms", "rss_mb", "anonymous_mb")
 NUM_BODIES = 200
 VARIANTS = [  # name, kind of server, artifact
     ("fp32 eager", "eager", "fp32"),
@@ -70,19 +74,19 @@ def server(kind: str, rows: int, artifact: Path, *overrides: str, cgroup: str = 
     command = [sys.executable, "-m", "benchmarks.serving_server", kind, str(rows), *([cgroup] if cgroup else []), "--"]
     options = [f"artifact={artifact}", "server.port=0", "server.watch_s=3600", "threads=1", *overrides]
     process = subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
         if "http://" not in line:
-            raise ConnectionError(f"it ended with {process.wait()}")
+            said = process.communicate()[1].strip().splitlines()
+            raise ConnectionError(f"it ended with {process.returncode}{': ' + said[-1] if said else ''}")
         yield process.pid, int(line.split("127.0.0.1:")[1].split(",")[0])
     finally:
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.communicate()
 
 
 def measure(
@@ -153,18 +157,31 @@ def _arrow(columns: dict[str, np.ndarray]) -> bytes:
 
 
 def precisions(folder: Path, rows: int, seconds: float) -> list[Figure]:
+    """All servers run at once and take turns under load: what else the machine does then falls on all of them alike."""
     artifacts = {
         name: write_artifact(folder / name, Shape(rows), name, compiled=name == "int8")
         for name in ("fp32", "int8", "int4")
     }
-    bodies, figures, rate = bodies_of(rows, 16, as_ids=False), [], 0.0
-    for name, kind, artifact in VARIANTS:
-        with server(kind, rows, artifacts[artifact]) as (pid, port):
-            figures.append(measure(name, pid, port, bodies, JSON_TYPE, seconds))
-            rate = rate or figures[0].qps / 2
-            figures.append(measure(name, pid, port, bodies, JSON_TYPE, seconds, rate))
-        _show(figures[-2:])
+    bodies, rounds, rate = bodies_of(rows, 16, as_ids=False), [], 0.0
+    with contextlib.ExitStack() as stack:
+        servers = [
+            (name, *stack.enter_context(server(kind, rows, artifacts[artifact]))) for name, kind, artifact in VARIANTS
+        ]
+        for _ in range(ROUNDS):
+            turn = []
+            for name, pid, port in servers:
+                turn.append(measure(name, pid, port, bodies, JSON_TYPE, seconds / ROUNDS))
+                rate = rate or turn[0].qps / 2
+                turn.append(measure(name, pid, port, bodies, JSON_TYPE, seconds / ROUNDS, rate))
+            rounds.append(turn)
+    figures = [_median([turn[place] for turn in rounds]) for place in range(2 * len(VARIANTS))]
+    _show(figures)
     return figures
+
+
+def _median(figures: list[Figure]) -> Figure:
+    values = {name: statistics.median(getattr(one, name) for one in figures) for name in MEASURED}
+    return replace(figures[0], **values, others=sum(one.others for one in figures))
 
 
 def on_disk(folder: Path, rows: int, limit_bytes: int, seconds: float) -> tuple[list[Figure], dict[str, object]]:

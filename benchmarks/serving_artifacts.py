@@ -14,6 +14,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.config import ColumnsConfig
+from pipeline.data.encode import dense_values
 from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
 from pipeline.models.build import build_model
 from pipeline.models.config import DLRMConfig
@@ -21,7 +22,7 @@ from pipeline.serving.dense_export import compile_layers, export_layers, program
 from pipeline.serving.manifest import COMPILED_FILE, DENSE_FILE, Manifest, TableFiles
 from pipeline.serving.package import library_versions
 from pipeline.serving.quantize import dequantize_rows, quantize_rows, row_bytes
-from pipeline.serving.raw_rows import RawFeature, RawSchema, RowEncoder
+from pipeline.serving.raw_rows import EncodedRows, RawFeature, RawSchema, RowEncoder
 from pipeline.serving.table_files import write_bytes, write_rows
 
 NUM_DENSE, NUM_FEATURES, DIM = 13, 26, 64
@@ -122,9 +123,12 @@ class IdEncoder(RowEncoder):
     def __init__(self, schema: RawSchema) -> None:
         super().__init__(schema, {})
 
-    def _bags(self, feature: RawFeature, column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-        ids = column.combine_chunks().cast(pa.int64()).to_numpy()
-        return ids, np.ones(len(ids), np.int64)
+    def encode(self, rows: pa.Table) -> EncodedRows:
+        table = rows.combine_chunks()
+        dense = np.stack([dense_values(table[name], "log1p") for name in DENSE], axis=1)
+        ids = np.concatenate([table[name].cast(pa.int64()).to_numpy() for name in SPARSE])
+        offsets = torch.arange(len(ids) + 1)
+        return EncodedRows(torch.from_numpy(dense), torch.from_numpy(ids), offsets, np.arange(len(table)), [])
 
 
 def table_bytes(shape: Shape, precision: str) -> int:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 
 def main() -> None:
+    if len(sys.argv) < 4:
+        print(__doc__)
+        return
     kind, rows, *rest = sys.argv[1:]
     cgroup = rest[0] if rest[0] != "--" else ""
     overrides = rest[rest.index("--") + 1 :]

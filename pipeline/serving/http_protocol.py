@@ -13,7 +13,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pipeline.serving.server_config import LimitsConfig
 
 READ_AT_ONCE = 1 << 18  # asyncio hands over at most this many bytes, of header and body together
-REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -29,9 +34,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Beyond the limit a request is answered with 503; far beyond it not even that is worth a file descriptor.
-        if len(self.connections) > 2 * self.limits.connections:
-            transport.close()
+        if len(self.connections) > self.limits.connections:
+            self._refuse(
+                503, f"{self.limits.connections} connections are open, and no more are taken", "retry-after: 1"
+            )
             return
         self._start_timer()
 
@@ -79,13 +85,16 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._refuse(400, "this is not an HTTP request")
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, message: str, header: str = "cache-control: no-store") -> None:
         """Answer and hang up; nothing is answered where an earlier request's answer is still being sent."""
         self._stop_timer()
         if not self.transport.is_closing():
             if self.cycle is None or self.cycle.response_complete:
                 body = b'{"error":"%s"}' % message.encode()
-                head = f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+                head = (
+                    f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n"
+                    f"content-length: {len(body)}\r\n{header}\r\nconnection: close\r\n\r\n"
+                )
                 self.transport.write(head.encode() + body)
             self.transport.close()
 

@@ -17,7 +17,7 @@ from pipeline.serving.score_parts import StagedScores
 from pipeline.serving.scorer import Scorer, refused_rows
 
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20  # the least that a part can be
 FILE, ROW, SCORE = "file", "row", "score"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import httpx
 import pyarrow as pa
 import pytest
 
+from benchmarks import serving_load
 from tests.serving.servers import LIMITS, REPOSITORY, ROW, Server, server_of, write_artifact
 from tests.serving.stand_in import REFUSED_CITY, score_of
 
@@ -214,6 +216,26 @@ def test_many_idle_connections_do_not_keep_others_out(server: Server) -> None:
             client.close()
 
 
+def test_a_connection_too_many_is_told_so_and_the_others_go_on(tmp_path: Path) -> None:
+    with server_of(write_artifact(tmp_path, "v1"), "limits.connections=3") as server:
+        assert post(server, [ROW]).status_code == 200  # on a connection that stays open
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            assert client.recv(100).startswith(b"HTTP/1.1 503 ")
+        assert post(server, [ROW]).status_code == 200
+        idle.pop().close()
+        time.sleep(0.2)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_the_benchmarks_load_generator_counts_answers(server: Server) -> None:
+    body = json.dumps({"rows": [ROW]}).encode()
+    found = serving_load.post(server.port, [body, b"no JSON"], "application/json", 2, 0.5)
+    assert found.others > 0 and len(found.seconds) > 0 and found.percentile_ms(50) <= found.percentile_ms(99)
+    slow = serving_load.post(server.port, [body], "application/json", 1, 0.5, rate=10.0)
+    assert 3 <= len(slow.seconds) <= 7
+
+
 def test_mutated_arrow_streams_are_refused_and_nothing_crashes(server: Server) -> None:
     chance = random.Random(0)
     whole = stream_of([ROW] * 20)
@@ -405,13 +427,14 @@ def test_readiness_ends_before_the_server_does(tmp_path: Path) -> None:
         assert server.process.wait(20) == 0
 
 
-def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+def run(*overrides: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tests.serving.servers", *overrides],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=60,
+        env=env,
     )
 
 
@@ -426,3 +449,6 @@ def test_what_keeps_a_server_from_starting_is_one_line(tmp_path: Path, server: S
         done = run(*overrides)
         assert done.returncode == 2, done.stderr
         assert message in done.stderr and len(done.stderr.splitlines()) == 1
+    (tmp_path / "uvicorn.py").write_text("raise ImportError('not here')")
+    done = run(f"artifact={good}", "server.port=0", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2 and "pip install 'torchrec-pipeline[serve]'" in done.stderr
