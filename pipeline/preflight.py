@@ -38,6 +38,11 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     tables = used_tables(job.model, tables)
     _check_batches(job, dataset, world_size)
     plain = physical_tables(tables)
+    if not plain:
+        raise ValueError(
+            f"all {len(tables)} tables are tensor trains, and nothing is left to shard; keep one that is none, e.g. "
+            f"tables.{min(tables, key=lambda table: table.num_embeddings).name}.compression.kind=none"
+        )
     check_widths(plain)
     for size in (job.trainer.micro_batch_size, job.trainer.evaluate_batch_size or job.trainer.global_batch_size):
         check_batch_fits_comms(job.comms, size // world_size, plain)

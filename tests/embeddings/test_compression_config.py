@@ -158,6 +158,12 @@ def test_a_job_says_compression_by_its_config_lines(tmp_path: Path) -> None:
         job_of(tmp_path, "tables.item.compression.basis=[80]")
 
 
+def test_a_model_of_tensor_trains_alone_is_refused(tmp_path: Path) -> None:
+    words = [f"tables.{name}.compression={{kind: tensor_train, rank: 2}}" for name in ("user", "item", "context")]
+    with pytest.raises(ValueError, match=r"all 3 tables are tensor trains.*tables.context.compression.kind=none"):
+        validate_job(job_of(tmp_path, *words), 2)
+
+
 def test_a_bad_compression_stops_a_job_before_torch_is_there(tmp_path: Path) -> None:
     job_of(tmp_path)
     words = ["experiment=quickstart", f"data.path={tmp_path}", "tables.item.compression.kind=hash"]
