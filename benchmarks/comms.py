@@ -90,8 +90,8 @@ def measure(rank: int, sharding: str, pairs: list[str], rounds: int, steps: int,
         for run, mine in zip(runs, times, strict=True):
             dist.barrier()
             before = time.process_time()
-            seconds = run(steps)
-            mine.append((1e3 * seconds, 1e3 * (time.process_time() - before) / (steps + 1)))
+            timed = run(steps)
+            mine.append((1e3 * timed.seconds_a_step, 1e3 * (time.process_time() - before) / timed.num_steps))
     for figure, mine in zip(figures, times, strict=True):
         clock = [one for one, _ in mine]
         figure.ms_a_step, figure.least, figure.most = statistics.median(clock), min(clock), max(clock)
@@ -115,7 +115,7 @@ def join(rank: int, store: str) -> Any:
     return DistributedContext(rank, RANKS, rank, RANKS, torch.device("cpu"), "gloo")
 
 
-def count(pair: str, assembly: Any, run: Callable[[int], float]) -> Figure:
+def count(pair: str, assembly: Any, run: Callable[[int], Any]) -> Figure:
     """Of COUNTED_STEPS and the first one; float64 and single numbers are metrics and memory, not the step's."""
     from benchmarks.wiretap import count_buckets, wiretap
 
