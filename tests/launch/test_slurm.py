@@ -51,15 +51,13 @@ def test_a_rendered_script_saves_when_its_time_is_up_goes_on_and_ends(launch: La
 
 
 def test_a_mistake_is_not_tried_again(launch: Launch) -> None:
-    script = launch.render(
-        "train", "-j", "2x1", "--max-retries", "3", "--no-check-data",
-        "--", *launch.overrides, "data.path=/nowhere",
-    )  # fmt: skip
-    job_id = launch.sbatch(script)
+    job_id = launch.sbatch(
+        launch.render("plan", "--max-retries", "3", "--no-check-data", "--", *launch.overrides, "data.path=/nowhere")
+    )
     launch.cluster.wait_for_state(job_id, "FAILED", timeout_s=START_S)
     job = launch.cluster.job(job_id)
     assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0")
-    assert len(re.findall(r"(?m)^\S*error: .*/nowhere", launch.output(job_id))) == 1
+    assert len(re.findall(r"(?m)^error: .*/nowhere", launch.output(job_id))) == 1
 
 
 def test_what_slurm_refuses_is_one_line(launch: Launch) -> None:
