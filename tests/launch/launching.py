@@ -11,6 +11,7 @@ from tests.launch.slurm_cluster import Cluster, wait_until
 
 START_S = 180  # until the first steps of two ranks, on a machine that has other work
 SAVED = re.compile(r"step (\d+)\s+saved")
+SECRET = "never-to-be-seen-anywhere"  # in the environment of whoever submits
 STEP = re.compile(r"step (\d+)/")
 
 
@@ -19,7 +20,7 @@ class Launch:
 
     def __init__(self, cluster: Cluster, folder: Path, installed: dict[str, str], data: str) -> None:
         self.cluster, self.folder = cluster, folder
-        self.env = {**installed, "OMP_NUM_THREADS": "1"}
+        self.env = {**installed, "OMP_NUM_THREADS": "1", "AWS_SECRET_ACCESS_KEY": SECRET}
         self.overrides = [
             "experiment=quickstart", "hardware=cpu", "planner=torchrec", f"data.path={data}", f"run_dir={folder}/run",
             "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512", "trainer.evaluate_max_batches=2",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.launch.launching import SAVED, START_S, STEP, Launch
+from tests.launch.launching import SAVED, SECRET, START_S, STEP, Launch
 
 
 def test_a_job_of_torchx_is_followed_requeued_resumed_and_cancelled(launch: Launch) -> None:
@@ -34,6 +34,8 @@ def test_a_job_of_torchx_is_followed_requeued_resumed_and_cancelled(launch: Laun
     assert (logs / "rank_0.stderr.log").read_text() != (logs / "rank_1.stderr.log").read_text()
     script = launch.cluster.ask("scontrol", "write", "batch_script", job_id, "-")
     assert "export A=1,2\n" in script
+    assert SECRET not in script + launch.output(job_id)
+    assert not [file for file in launch.folder.rglob("*.log") if SECRET in file.read_text(errors="replace")]
 
 
 def test_a_rendered_script_saves_when_its_time_is_up_goes_on_and_ends(launch: Launch) -> None:

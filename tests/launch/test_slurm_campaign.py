@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.launching import SAVED, START_S, STEP, Launch
+from tests.launch.slurm_cluster import cluster, wait_until, why_not
 
 pytestmark = pytest.mark.campaign
 LONG = ("trainer.max_steps=100000",)
@@ -93,3 +94,23 @@ def test_every_component_runs_on_slurm(launch: Launch, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "set" / "dataset.json").read_text())
     assert list((tmp_path / "small").glob("evaluation.test.*.json"))
     assert list((tmp_path / "small" / "artifacts").glob("*/manifest.json"))
+
+
+def test_a_job_that_slurmctld_has_forgotten_is_asked_of_accounting(
+    tmp_path: Path, installed: dict[str, str], prepared_clicks: str
+) -> None:
+    if reason := why_not(accounting=True):
+        pytest.skip(reason)
+    with cluster(num_nodes=1, accounting=True) as accounted:
+        launch = Launch(accounted, tmp_path, installed, prepared_clicks)
+        words = ["--", *launch.overrides, "data.path=/nowhere"]
+        failed = launch.torchx("run", "-s", "slurm", "pipeline.plan", "--check_data", "False", *words).split()[-1]
+        job_id = failed.rpartition("/")[2]
+        wait_until(
+            lambda: "Invalid job id" in accounted.run(["scontrol", "show", "job", job_id]).stderr,
+            "forgotten job",
+            START_S,
+        )
+        assert "State: FAILED" in launch.torchx("status", failed)
+        assert re.search(rf"{failed}\s+FAILED", launch.torchx("list", "-s", "slurm"))
+        assert "error: " in launch.torchx("log", failed)
