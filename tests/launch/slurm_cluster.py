@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 NETWORK = "10.77.0"
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "unshare", "nsenter", "ip")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "unshare", "nsenter", "setpriv", "ip")
 
 CONF = """
 ClusterName=test
@@ -101,11 +101,10 @@ class Host:
             f"touch {base}/up-{name} && trap : TERM && while :; do sleep 1000 & wait; done"
         )
         (base / f"up-{name}").unlink(missing_ok=True)
-        flags = ["-m", "-n", "-u", "-p", "--fork", "--kill-child", "--mount-proc"]
+        # Nothing outlives the tests, however they end: the kernel kills the holder with them, and its child with it.
+        hold = ["setpriv", "--pdeathsig", "KILL", "unshare", "-m", "-n", "-u", "-p", "--fork", "--kill-child", "--mount-proc"]  # fmt: skip
         with open(base / f"{name}.err", "w") as errors:
-            self._holder = subprocess.Popen(
-                ["unshare", *flags, "bash", "-c", setup], stderr=errors, start_new_session=True
-            )
+            self._holder = subprocess.Popen([*hold, "bash", "-c", setup], stderr=errors, start_new_session=True)
         wait_until(lambda: (base / f"up-{name}").exists(), f"the namespaces of {name}", 10)
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
         self.pid = int(children.read_text().split()[0])
