@@ -25,6 +25,8 @@ COMPONENTS = {
     "plan": [*NO_DATA, "experiment=mlperf_dlrmv2", "hardware=h200", "world_size=8"],
     "train": ["-j", "2x8", "--gpu", "8", *NO_DATA, "experiment=mlperf_dlrmv2", "data.path=/data"],
     "evaluate": ["-j", "1x8", *NO_DATA, "run=/workspace/runs/mlperf", "split=validation"],
+    "export": [*NO_DATA, "run=/workspace/runs/mlperf"],
+    "retrain": ["-j", "1x8", *NO_DATA, "experiment=criteo_kaggle_dlrm", "source=clicks"],
 }
 
 
