@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="small tables and short loads: that it works, not how fast"
     )
+    parser.add_argument("--only", choices=("precisions", "disk"), help="the first or the second part alone")
     parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--table-gb", type=float, default=None, help="of the tables of the second part")
     parser.add_argument("--limit-gb", type=float, default=None, help="of the cgroup")
@@ -240,13 +241,19 @@ def main() -> None:
         options.table_gb or (0.9 if options.quick else 2.5),
         options.limit_gb or (0.85 if options.quick else 1.5),
     )
+    rows = int(table_gb * 2**30 / table_bytes(Shape(1), "int8"))
+    result: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        figures = precisions(Path(folder), 2_000 if options.quick else 50_000, seconds)
-        rows = int(table_gb * 2**30 / table_bytes(Shape(1), "int8"))
-        print(f"tables of {table_gb:g} GiB, {100 * limit_gb / table_gb:.0f} % of that for the server's whole memory")
-        disk, about = on_disk(Path(folder), rows, int(limit_gb * 2**30), seconds)
-    print("disk: " + ", ".join(f"{name} {value}" for name, value in about.items()))
-    result = {"precisions": [asdict(one) for one in figures], "disk": [asdict(one) for one in disk], **about}
+        if options.only != "disk":
+            figures = precisions(Path(folder), 2_000 if options.quick else 50_000, seconds)
+            result["precisions"] = [asdict(one) for one in figures]
+        if options.only != "precisions":
+            print(
+                f"tables of {table_gb:g} GiB, {100 * limit_gb / table_gb:.0f} % of that for the server's whole memory"
+            )
+            figures, about = on_disk(Path(folder), rows, int(limit_gb * 2**30), seconds)
+            print("disk: " + ", ".join(f"{name} {value}" for name, value in about.items()))
+            result |= {"disk": [asdict(one) for one in figures], **about}
     if options.output:
         Path(options.output).write_text(json.dumps(result, indent=1))
 

@@ -5,6 +5,7 @@ A killed run goes on where it was when the same command is given again.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import time
@@ -55,6 +56,7 @@ def predict(job: PredictJob, load: Callable[[PredictJob], Scorer] | None = None)
         from pipeline.serving.load import load_artifact
         from pipeline.serving.score_parts import StagedScores
 
+    check_apart(job)
     sources = find_sources(job.source)
     scorer = load(job) if load else load_artifact(find_artifact(job.artifact).path, job.memory, job.ssd, job.threads)
     subject = _subject(job, scorer, sources)
@@ -68,6 +70,15 @@ def predict(job: PredictJob, load: Callable[[PredictJob], Scorer] | None = None)
         summary = _score(job, scorer, sources, staged)
         storage.remove(staging)
     return PredictSummary(**{**summary, "num_scored_before": scored_before, "seconds": time.monotonic() - started})
+
+
+def check_apart(job: PredictJob) -> None:
+    """Raise ValueError where the output would be one of the sources, the next time that they are looked for."""
+    folder = storage.dirname(job.output)
+    by_pattern = any(sign in job.source for sign in "*?[") and fnmatch.fnmatch(job.output, job.source)
+    local = storage.is_local(job.output) and storage.is_local(job.source)
+    if by_pattern or job.output == job.source or (local and os.path.realpath(folder) == os.path.realpath(job.source)):
+        raise ValueError(f"output={job.output} is among the files of source={job.source}: write it to another folder")
 
 
 def staging_folder(job: PredictJob) -> str:

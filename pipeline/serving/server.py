@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ async def _serve(
         uvicorn.Config(
             app.asgi, http=limited_by(settings.limits), ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(settings.server.drain_s),
+            timeout_graceful_shutdown=math.ceil(settings.server.drain_s),
         ),
         lambda: _announce(settings, listener, scorer),
     )  # fmt: skip

@@ -188,7 +188,7 @@ def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
     options = ["artifact=stand-in", f"source={source}", "rows_per_part=400", "id_columns=[user]"]
     whole, killed = [*options, f"output={tmp_path}/whole.parquet"], [*options, f"output={tmp_path}/killed.parquet"]
     staging, seen = tmp_path / "killed.parquet.partial", []
-    for _ in range(3):
+    for _ in range(2):
         worker = start(killed)
         before = scored_rows(staging)
         while worker.poll() is None and scored_rows(staging) <= before:
@@ -196,7 +196,7 @@ def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
         worker.send_signal(signal.SIGKILL)
         worker.wait()
         seen.append(scored_rows(staging))
-    assert 0 < seen[0] < seen[1] < seen[2] < 6000  # each went on, none was allowed to finish
+    assert 0 < seen[0] < seen[1] < 6000  # each went on, none was allowed to finish
     assert not (tmp_path / "killed.parquet").exists()
     for job in (killed, whole):
         assert start(job).wait(60) == 0
@@ -270,6 +270,14 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
         )
         used.append(int(done.stdout.split()[-1]))
     assert used[1] < used[0] + 100, f"{used} MiB for 200,000 and 2,000,000 rows"
+
+
+@pytest.mark.parametrize("source", ["", "/*.parquet", "/rows.parquet"])
+def test_an_output_among_its_own_sources_is_refused(tmp_path: Path, source: str) -> None:
+    write(tmp_path / "rows.parquet", rows_of(5))
+    output = tmp_path / ("rows.parquet" if source == "/rows.parquet" else "scores.parquet")
+    with pytest.raises(ValueError, match="is among the files of source"):
+        predict(job_of(f"{tmp_path}{source}", output), lambda _: StandIn())
 
 
 def test_a_column_that_is_missing_is_named_with_the_nearest(tmp_path: Path) -> None:
