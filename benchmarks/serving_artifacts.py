@@ -126,7 +126,7 @@ class IdEncoder(RowEncoder):
     def encode(self, rows: pa.Table) -> EncodedRows:
         table = rows.combine_chunks()
         dense = np.stack([dense_values(table[name], "log1p") for name in DENSE], axis=1)
-        ids = np.concatenate([table[name].cast(pa.int64()).to_numpy() for name in SPARSE])
+        ids = np.concatenate([table[name].cast(pa.int64()).fill_null(0).to_numpy() for name in SPARSE])
         offsets = torch.arange(len(ids) + 1)
         return EncodedRows(torch.from_numpy(dense), torch.from_numpy(ids), offsets, np.arange(len(table)), [])
 
