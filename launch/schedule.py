@@ -70,6 +70,9 @@ def main() -> None:
     if argv[:1] and argv[0] in TARGETS:
         print(schedule(argv[0], argv[1:]), end="")
         return
+    if argv[:1] and not argv[0].startswith("-"):
+        with print_user_errors():
+            check_choice("the scheduler", argv[0], TARGETS)
     asked = argv[:1] in (["-h"], ["--help"])
     print((__doc__ or "").strip(), file=sys.stdout if asked else sys.stderr)
     sys.exit(0 if asked else 2)

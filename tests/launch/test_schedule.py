@@ -13,7 +13,7 @@ import pytest
 
 from launch.crontab import CrontabOptions, render_crontab
 from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
-from launch.schedule import schedule
+from launch.schedule import main, schedule
 from launch.scrontab import ScrontabOptions, render_scrontab
 from launch.workload import Where, Workload, make_workload
 from tests.launch.manifests import expand, pod_templates, read, validate
@@ -97,6 +97,16 @@ def test_what_no_scheduler_could_run_is_said_here(
     captured = capsys.readouterr()
     assert (stop.value.code, captured.out) == (2, "")
     assert message in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_scheduler_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["launch.schedule", "kubernets", "--cron", HOURLY])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith("cron, kubernetes, slurm; did you mean 'kubernetes'?\n")
 
 
 def _as_cron_reads(line: str) -> tuple[str, str]:
