@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.launch.slurm_cluster import Cluster, wait_until
 
-START_S = 180  # until the first steps of two ranks, on a machine that has other work
+START_S = 300  # until the first steps of two ranks, on a machine that has other work
 SAVED = re.compile(r"step (\d+)\s+saved")
 SECRET = "never-to-be-seen-anywhere"  # in the environment of whoever submits
 STEP = re.compile(r"step (\d+)/")

@@ -82,12 +82,24 @@ def test_every_component_runs_on_slurm(launch: Launch, tmp_path: Path) -> None:
     )
     data, run = f"data.path={tmp_path}/set", f"run_dir={tmp_path}/small"
     train = ["experiment=quickstart", "hardware=cpu", "hardware.ranks_per_host=1", data, run, *launch.overrides[5:8], "trainer.max_steps=10"]  # fmt: skip
+    (tmp_path / "windows" / "dt=2099-01-01").mkdir(parents=True)
+    (tmp_path / "windows" / "dt=2099-01-01" / "part.tsv").touch()
+    retrained = [
+        f"source={tmp_path}/windows",
+        f"run_dir={tmp_path}/retrained",
+        f"registry.path={tmp_path}/registry",
+        data,
+    ]
     for verb, words in (
         ("prepare", ["data=quickstart", f"source={raw}", data]),
         ("plan", [*train, "world_size=2"]),
         ("train", ["-j", "2x1", "--", *train, "planner=file"]),
         ("evaluate", ["-j", "2x1", "--", f"run={tmp_path}/small", "max_batches=2"]),
         ("export", [f"run={tmp_path}/small"]),
+        (
+            "retrain",
+            ["-j", "2x1", "--", "experiment=quickstart", "hardware=cpu", *retrained],
+        ),  # a tick that waits for its window
     ):
         words = words if "--" in words else ["--", *words]
         launch.torchx("run", "-s", "slurm", "--wait", f"pipeline.{verb}", *words)
