@@ -205,8 +205,10 @@ def report(rows: list[Row]) -> str:
         ]
         at = [row for row in rows if row.ratio == ratio and row.kind != FULL]
         hashed = {row.seed: row.auc for row in at if row.kind == "hash"}
-        for kind in dict.fromkeys(row.kind for row in at):
+        for kind in KINDS:
             mine = [row for row in at if row.kind == kind and not row.problem]
+            if not any(row.kind == kind for row in at):
+                continue
             if not mine:
                 lines.append(f"| {kind} | cannot be so small | | | | | |")
                 continue
@@ -229,12 +231,12 @@ def draw(rows: list[Row], path: str) -> None:
 
     rows = [row for row in rows if row.num_rows == max(each.num_rows for each in rows) and not row.problem]
     full = [row.auc for row in rows if row.kind == FULL]
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot.subplots(figsize=(9.5, 5))
     axes.axhspan(min(full), max(full), color="0.85")
     axes.axhline(statistics.fmean(full), color="0.4", linestyle="--", linewidth=1)
-    axes.annotate("full tables", (64, statistics.fmean(full)), ha="left", va="bottom", color="0.3")
+    axes.annotate("full tables", (32, max(full)), ha="center", va="bottom", color="0.3")
     ratios = sorted({row.ratio for row in rows if row.kind != FULL})
-    kinds = [kind for kind in dict.fromkeys(row.kind for row in rows) if kind != FULL]
+    kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]
     for number, kind in enumerate(kinds):
         points = {ratio: [row.auc for row in rows if row.kind == kind and row.ratio == ratio] for ratio in ratios}
         found = {ratio: values for ratio, values in points.items() if values}
@@ -250,10 +252,10 @@ def draw(rows: list[Row], path: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ratios, [f"1/{ratio:g}" for ratio in ratios])
     axes.invert_xaxis()
-    axes.set_xlabel("memory of the large tables, of the full ones'")
+    axes.set_xlabel("memory of the large tables, as a part of the full ones'")
     axes.set_ylabel("AUC, validation")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Date": None} if path.endswith("svg") else None)
 
