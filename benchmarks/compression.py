@@ -42,7 +42,8 @@ KINDS: dict[str, list[str]] = {
     "quotient_remainder add": ["kind=quotient_remainder", "operation=add"],
     "quotient_remainder multiply": ["kind=quotient_remainder", "operation=multiply"],
     "quotient_remainder concatenate": ["kind=quotient_remainder", "operation=concatenate"],
-    "path_based": ["kind=path_based", "hidden_size=4"],
+    "path_based, 16 hidden": ["kind=path_based", "hidden_size=16"],
+    "path_based, 4 hidden": ["kind=path_based", "hidden_size=4"],
     "mixed_dimension": ["kind=mixed_dimension"],
     "tensor_train": ["kind=tensor_train"],
     "frequency_split + hash": [],  # words_of says it table by table

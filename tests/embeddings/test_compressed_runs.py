@@ -25,7 +25,7 @@ from pipeline.jobs import ExportJob
 from pipeline.serving.predictor import Predictor
 from pipeline.train import train
 from tests.datasets import described_dataset
-from tests.embeddings.compressed import PooledModel, as_features, table_of
+from tests.embeddings.compressed import PooledModel, as_features, draw_bags, table_of
 from tests.ranks import RankPool
 
 MULTI_HOT = {"cat_24": 3, "cat_21": 4, "cat_23": 2}
@@ -163,3 +163,19 @@ def test_ids_are_composed_before_a_bag_is_pooled() -> None:
     wrong = remainder[[id_ % 10 for id_ in bag]].sum(0) * quotient[[id_ // 10 for id_ in bag]].sum(0)
     np.testing.assert_allclose(pooled.detach(), right, atol=1e-6)
     assert (pooled - wrong).abs().max() > 0.1
+
+
+def test_rows_are_composed_in_fp32_under_bf16() -> None:
+    configs = {
+        "multiply": CompressionConfig("quotient_remainder", operation="multiply"),
+        "path": CompressionConfig("path_based", num_rows=12),
+        "mixed": CompressionConfig("mixed_dimension", dims=[16, 8, 4]),
+        "cores": CompressionConfig("tensor_train", rank=3),
+    }
+    tables = [table_of(name, config) for name, config in configs.items()]
+    embeddings = PooledModel(tables, torch.device("cpu")).embeddings
+    features = IdSplitter(tables)(as_features(draw_bags(tables, 0)[0], slice(None)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_bf16 = embeddings(features).values()
+    assert under_bf16.dtype == torch.float32
+    assert torch.equal(under_bf16, embeddings(features).values())
