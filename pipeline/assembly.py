@@ -25,6 +25,7 @@ from pipeline.planner.hardware import resolve_hardware, room_for_tables
 from pipeline.planner.planner import load_or_search_plan
 from pipeline.planner.record import PlanRecord
 from pipeline.training.comms import check_batch_fits_comms
+from pipeline.training.embedding_sync import replicates
 from pipeline.training.sharding import make_sharders, shard_model
 from pipeline.training.sparse_optimizer import apply_sparse_optimizer
 
@@ -39,6 +40,7 @@ class Assembly:
     task: Task
     model: DistributedModelParallel
     plan: PlanRecord
+    replicated: bool = False  # each host has tables of its own, by a plan for its ranks
 
 
 def build_task(job: TrainJob, tables: list[Table], dataset: Dataset) -> Task:
@@ -66,6 +68,7 @@ def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> As
     tables = with_notes(tables, reports)
     _warn_of_mixed_vocabularies(tables, dataset)
     plain = physical_tables(tables)
+    replicated = replicates(job.parallel, context)
     batch_size = job.trainer.micro_batch_size // context.world_size
     check_batch_fits_comms(job.comms, batch_size, plain)
     task = build_task(job, tables, dataset)
@@ -80,9 +83,12 @@ def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> As
         optimizer=TableOptimizer(sparse.name, sparse.weight_decay),
         batch_size=batch_size,
         context=context,
+        num_ranks=context.local_world_size if replicated else None,
     )
-    model = shard_model(task, record.plan, job.comms, context, seed=job.trainer.seed, tables=plain)
-    return Assembly(tables, task, model, record)
+    model = shard_model(
+        task, record.plan, job.comms, context, seed=job.trainer.seed, tables=plain, replicated=replicated
+    )
+    return Assembly(tables, task, model, record, replicated)
 
 
 def settle_heads(

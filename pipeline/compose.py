@@ -53,7 +53,9 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     folders = config_folders(config_dir)
     config_name = CONFIG_NAMES[job_type]
     groups = group_options(folders)
-    own_groups = {group: options for group, options in groups.items() if group in _first_words(job_type)}
+    # A verb's own field may bear a group's name and hold a word: evaluate's tables=own.
+    words = {name for name, kind in get_type_hints(job_type).items() if kind is str}
+    own_groups = {group: options for group, options in groups.items() if group in _first_words(job_type) - words}
     choices, values = _split_overrides(_parse(overrides), own_groups)
     _register_schemas(job_type)
     try:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline import storage, watchdog
 from pipeline.config import EvaluateJob, TrainJob, load_saved_job, run_verb
 from pipeline.garbage import none_while_importing
 from pipeline.train import SUMMARY, checkpoint_folder, describe_quality, describe_run
+from pipeline.training.config import ParallelConfig
 
 CLICK_METRICS = ("ne", "logloss", "auc", "auprc", "calibration", "label_rate")  # in this order on the terminal
 
@@ -27,6 +29,7 @@ class EvaluateSummary:
     bayes_auc: float | None = None
     path: str = ""
     throughput: dict[str, float] = field(default_factory=dict)  # of the training, where it is known
+    tables: str = ""  # whose, where hosts trained tables of their own
 
 
 def evaluate(job: EvaluateJob) -> EvaluateSummary:
@@ -43,6 +46,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.data.dataset import load_dataset
         from pipeline.distributed import init_distributed
         from pipeline.logs import to_json
+        from pipeline.training.embedding_sync import TableReplicas
         from pipeline.training.evaluation import evaluate_model
         from pipeline.training.input_watch import on_all_ranks
 
@@ -55,12 +59,16 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         lambda: open_reader(trained, dataset, job.split, context, job.global_batch_size, every_row=True), context
     )
     assembly = assemble(trained, dataset, context)
-    checkpointer = Checkpointer(checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context)
+    replicas = TableReplicas(assembly.model, None, trained.parallel, context) if assembly.replicated else None
+    checkpointer = Checkpointer(
+        checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context, replicas=replicas
+    )
     restored = checkpointer.restore_latest() if job.step is None else checkpointer.restore(job.step)
     if restored is None:
         raise ValueError(
             f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train run_dir={job.run} ..."
         )
+    tables = describe_tables(job, restored, context.world_size // context.local_world_size)
     is_other_data = restored["data_order"]["dataset"] != dataset.fingerprint()
     if is_other_data and not job.other_data:
         raise ValueError(
@@ -71,11 +79,13 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     step = restored["step"]
     checkpoint = step_path(checkpointer.folder, step)
     summary = EvaluateSummary(job.run, job.split, step, checkpoint, metrics, dataset.bayes_auc.get(job.split))
+    summary.tables = tables
     summary.path = storage.join(job.run, file_name(job, step, dataset.fingerprint() if is_other_data else ""))
     if storage.exists(trained_summary := storage.join(job.run, SUMMARY)):
         summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
     if context.is_main:
-        storage.publish_text(summary.path, to_json({"split": job.split, "step": summary.step, **metrics}, indent=1))
+        said = {"split": job.split, "step": summary.step, **({"tables": tables} if tables else {}), **metrics}
+        storage.publish_text(summary.path, to_json(said, indent=1))
     return summary
 
 
@@ -83,7 +93,29 @@ def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
     """A part of a split, or other data, does not take the place of the whole evaluation."""
     part = f".first_{job.max_batches}_batches" if job.max_batches is not None else ""
     data = f".data_{other_data[:8]}" if other_data else ""
-    return f"evaluation.{job.split}.step_{step}{part}{data}.json"
+    tables = ".own_tables" if job.tables == "own" else ""
+    return f"evaluation.{job.split}.step_{step}{part}{data}{tables}.json"
+
+
+def describe_tables(job: EvaluateJob, restored: dict[str, Any], num_hosts: int) -> str:
+    """Whose tables were evaluated; empty for a run whose tables were one model all along.
+
+    Raises:
+        ValueError: tables=own, and the step does not hold tables of each of `num_hosts` hosts.
+    """
+    stored = restored.get("replicas")
+    if job.tables == "own" and (not stored or not stored["apart"] or stored["num_hosts"] != num_hosts):
+        held = f"tables of each of {stored['num_hosts']} hosts" if stored and stored["apart"] else "one model's tables"
+        raise ValueError(
+            f"tables=own, but step {restored['step']} of {job.run} holds {held} and this evaluation runs on {num_hosts} "
+            "host(s); run it on as many hosts as the training, or leave out tables=own"
+        )
+    if not stored:
+        return ""
+    if not stored["apart"]:
+        return f"of all {stored['num_hosts']} hosts, just averaged ({stored['embedding_sync']})"
+    whose = "each host's own" if job.tables == "own" else "averaged"
+    return f"{whose}, of {stored['num_hosts']} hosts ({stored['embedding_sync']})"
 
 
 def load_trained_job(job: EvaluateJob) -> TrainJob:
@@ -93,6 +125,8 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
         raise ValueError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")
     trained = load_saved_job(TrainJob, path)
     trained.planner.kind = "search"  # its plan file may be for other ranks
+    if job.tables == "averaged":
+        trained.parallel = ParallelConfig()
     trained.world_size = job.world_size
     trained.run_dir = job.run  # it may have been moved
     if job.data_path is not None:
@@ -107,6 +141,8 @@ def describe(summary: EvaluateSummary) -> str:
     for name in [*first, *(name for name in summary.metrics if name not in first)]:
         value = summary.metrics[name]
         lines.append(f"  {name:<{width}}" + (f"{value:,}" if isinstance(value, int) else f"{value:.6g}"))
+    if summary.tables:
+        lines.append(f"tables      {summary.tables}")
     lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")
     lines += describe_run(summary.run, summary.checkpoint, summary.throughput)
     lines.append(f"written to  {summary.path}")

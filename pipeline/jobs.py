@@ -25,6 +25,7 @@ from pipeline.training.config import (
     CheckpointConfig,
     CommsConfig,
     OptimizerConfig,
+    ParallelConfig,
     ScheduleConfig,
     TrainerConfig,
     profiled_steps,
@@ -82,6 +83,7 @@ class TrainJob:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     comms: CommsConfig = field(default_factory=CommsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: WarmStartConfig | None = None  # first weights from another run
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -174,6 +176,9 @@ class RegistryJob:
             check_given("run", self.run)
 
 
+EVALUATED_TABLES = ("averaged", "own")
+
+
 @dataclass
 class EvaluateJob:
     """run: a run folder; step None takes its newest checkpoint; batch size None takes the training one."""
@@ -186,9 +191,11 @@ class EvaluateJob:
     world_size: int = 1
     data_path: str | None = None  # None: the data set the run was trained on
     other_data: bool = False  # evaluate though data_path holds another data set
+    tables: str = "averaged"  # own: where hosts trained tables of their own, each host's on the rows of its ranks
 
     def __post_init__(self) -> None:
         check_choice("split", self.split, SPLITS)
+        check_choice("tables", self.tables, EVALUATED_TABLES)
         check_at_least("global_batch_size", self.global_batch_size, 1, allow_none=True)
         check_at_least("max_batches", self.max_batches, 1, allow_none=True)
 

@@ -105,6 +105,9 @@ def build_request(job: PlanJob, tables: list[Table] | None = None) -> PlanReques
             len(dataset.sparse_features),
             lookups,
         )
+    hardware = resolve_hardware(job.hardware, job.world_size)
+    if job.parallel.has_replicas:  # a host's ranks hold all tables
+        hardware = resolve_hardware(job.hardware, hardware.local_world_size)
     return PlanRequest(
         tables=physical_tables(tables),
         model=build_task(job, tables, dataset),

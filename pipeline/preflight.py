@@ -37,6 +37,7 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     job.model.check_tables(tables, len(dataset.dense_features))
     tables = used_tables(job.model, tables)
     _check_batches(job, dataset, world_size)
+    _check_replicas(job, tables)
     plain = physical_tables(tables)
     if not plain:
         raise ValueError(
@@ -68,6 +69,16 @@ def load_or_describe(job: TrainJob) -> Dataset:
         f"there is no {FILE_NAME} in {path!r}: prepare the data set with "
         f"`python -m pipeline.prepare data={job.data.name} source=<file, folder or glob>`, or set data.path"
     )
+
+
+def _check_replicas(job: TrainJob, tables: list[Table]) -> None:
+    managed = [table.name for table in tables if table.compression and table.compression.kind == "managed_collision"]
+    if job.parallel.has_replicas and managed:
+        raise ValueError(
+            f"parallel.embedding_sync={job.parallel.embedding_sync}, but the rows of tables.{managed[0]} belong to whatever ids "
+            "each host has seen (compression.kind=managed_collision), and their average would mix ids; use "
+            "parallel.embedding_sync=every_step, or another kind for that table"
+        )
 
 
 def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from pipeline.assembly import Assembly
     from pipeline.checkpoint.checkpointer import Checkpointer
+    from pipeline.checkpoint.replicas import Replicas
     from pipeline.data.dataset import Dataset
     from pipeline.distributed import DistributedContext
     from pipeline.training.trainer import FitResult
@@ -76,6 +77,7 @@ def train(job: TrainJob) -> TrainSummary:
         from pipeline.training.allocator import keep_freed_memory
         from pipeline.training.compiled import DenseCompiler
         from pipeline.training.config import profiled_steps
+        from pipeline.training.embedding_sync import TableReplicas
         from pipeline.training.input_watch import on_all_ranks
         from pipeline.training.memory import MemoryWatch
         from pipeline.training.optimizer import build_optimizer
@@ -109,7 +111,9 @@ def train(job: TrainJob) -> TrainSummary:
     data_order = describe_data_order(job, dataset.fingerprint())
     about = describe_job(job, dataset, data_order, json.loads(encode_record(assembly.plan)))
     about["compression"] = signatures(assembly.tables)
-    checkpointer = open_checkpoints(job, assembly.model, optimizer, context, about, lease.check if lease else None)
+    replicas = TableReplicas(assembly.model, optimizer, job.parallel, context) if assembly.replicated else None
+    fence = lease.check if lease else None
+    checkpointer = open_checkpoints(job, assembly.model, optimizer, context, about, fence, replicas)
     restored = resume(job, checkpointer, data_order, about["compression"])
     if restored is None and job.warm_start is not None:
         start_warm(job, job.warm_start, assembly, optimizer, context, dataset)
@@ -131,6 +135,7 @@ def train(job: TrainJob) -> TrainSummary:
         writer=writer,
         context=context,
         after_first_step=lambda: memory.report(assembly.plan),
+        replicas=replicas,
         profiler=StepProfiler(*profiled_steps(job.profile), f"{job.run_dir}/profile", context) if job.profile else None,
     )
     result = trainer.fit(restored)
@@ -162,6 +167,7 @@ def open_checkpoints(
     context: DistributedContext,
     about: dict[str, Any],
     fence: Callable[[], None] | None,
+    replicas: Replicas | None = None,
 ) -> Checkpointer:
     """The run's checkpoints by checkpoint.*; `fence` raises where the run has lost its folder to another."""
     from pipeline.checkpoint.checkpointer import Checkpointer
@@ -179,6 +185,7 @@ def open_checkpoints(
         average_row_state=job.checkpoint.row_state_across_columns == "average",
         about=about,
         fence=fence,
+        replicas=replicas,
     )
 
 

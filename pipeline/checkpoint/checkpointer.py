@@ -31,6 +31,7 @@ from pipeline.checkpoint.errors import DamagedError, StepTakenError
 from pipeline.checkpoint.free_space import shortage
 from pipeline.checkpoint.in_flight import InFlight
 from pipeline.checkpoint.metadata import TensorsOnlyReader
+from pipeline.checkpoint.replicas import Replicas, describe_replicas, holds_own_tables, state_to_load, state_to_save
 from pipeline.checkpoint.reshard import check_fit, fill_row_states, without
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.shards import HostCopy, ShardPlan, ShardPlanner
@@ -51,7 +52,7 @@ class Checkpointer:
     `about` goes into every manifest: resolved config, plan, data set fingerprint. `optimizer` None restores the model
     alone (evaluation, export). `asynchronous` writes in a thread, over a process group of its own. `staging` is the
     local folder that files for an object store are written to first. `fence` raises OSError on rank 0 when this run must
-    commit no more.
+    commit no more. `replicas`: hosts train tables of their own, of which steps hold the mean and, where they differ, each.
     """
 
     def __init__(
@@ -69,11 +70,13 @@ class Checkpointer:
         asynchronous: bool = False,
         staging: str = ".staging",
         fence: Callable[[], None] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.folder, self.asynchronous = folder, asynchronous
         self._model, self._optimizer, self._context = model, optimizer, context
         self._about, self._staging = about or {}, staging
         self._average_row_state = average_row_state
+        self._replicas = replicas
         self._is_local = storage.is_local(folder)
         self._retention = Retention(keep_last_n, keep_best_n, best_metric)
         self._ranks = Ranks(context)
@@ -94,7 +97,8 @@ class Checkpointer:
         """
         self.wait()
         path = step_path(self.folder, step)
-        plan = self._planner.plan(self._state())
+        state = self._state()
+        plan = self._planner.plan(state_to_save(state, self._replicas) if self._replicas else state)
         if self._ranks.from_main(lambda: step in list_steps(self.folder)):
             raise StepTakenError(
                 f"{path} is already committed: does another run write to this folder? Choose another run_dir"
@@ -131,7 +135,8 @@ class Checkpointer:
 
         `num_saves` are the saves to come, if they are fewer than the steps to be kept.
         """
-        plan = self._planner.plan(self._state())
+        state = self._state()
+        plan = self._planner.plan(state_to_save(state, self._replicas, average=False) if self._replicas else state)
         kept = self._retention.most_steps if num_saves is None else min(self._retention.most_steps, num_saves)
         copies = kept + 1 if self._is_local else 1
         held = self._ranks.from_main(self._held_bytes)
@@ -210,6 +215,7 @@ class Checkpointer:
             "step": step,
             "world_size": self._context.world_size,
             "libraries": _library_versions(),
+            **({"replicas": describe_replicas(self._replicas)} if self._replicas else {}),
             **values,
             **self._about,
         }
@@ -277,8 +283,17 @@ class Checkpointer:
             with_optimizer=self._optimizer is not None,
             average_row_state=self._average_row_state,
         )
+        own = self._replicas is not None and holds_own_tables(manifest, self._replicas)
+        if own and recut:
+            raise CheckpointError(
+                f"checkpoint {path} holds each host's own tables, and the plan cuts their columns elsewhere: keep the plan "
+                "(planner=file planner.plan_file=<run>/plan.json), or start from their mean: run_dir=<another> "
+                f"warm_start.run={storage.dirname(self.folder)}"
+            )
+        keyed = state_to_load(state, self._replicas) if own and self._replicas else state
+        self._say_whose_tables(manifest, own)
         try:
-            dcp.load(without(state, recut), storage_reader=reader, process_group=self._ranks.group)
+            dcp.load(without(keyed, recut), storage_reader=reader, process_group=self._ranks.group)
         except CheckpointException as error:
             for cause, _ in error.failures.values():
                 if isinstance(cause, DamagedError) or (isinstance(cause, OSError) and self._is_local):
@@ -292,7 +307,24 @@ class Checkpointer:
             self._optimizer.load_state_dict(state.get("optimizer", {"state": {}}))
             if random is not None:
                 random_state.restore_random_state(random, self._context.device)
+        if self._replicas:
+            self._replicas.equal = not own
         self._writer.mark_verified(step)
+
+    def _say_whose_tables(self, manifest: dict[str, Any], own: bool) -> None:
+        stored = manifest.get("replicas") or {}
+        if not stored.get("apart") or not self._context.is_main:
+            return
+        if own:
+            logger.info(
+                "step %d holds tables of each of %d hosts: each goes on with its own",
+                manifest["step"],
+                stored["num_hosts"],
+            )
+        else:
+            logger.warning(
+                "step %d holds tables of each of %d hosts: their mean is loaded", manifest["step"], stored["num_hosts"]
+            )
 
     def _read_random_state(self, path: str, manifest: dict[str, Any]) -> bytes | None:
         """This rank's; None where another number of ranks saved: nobody's generators go on then."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from pipeline.checkpoint.replicas import is_replica_key
 from pipeline.checkpoint.tensors import StepTensors
 
 MODEL, STATE = "model.", "optimizer.state."
@@ -80,7 +81,9 @@ class Inventory:
 
 
 def inventory_of_step(tensors: StepTensors) -> Inventory:
-    shapes = {key: (tensors.shape(key), tensors.dtype(key)) for key in tensors.entries}
+    # Hosts' own tables beside their mean are for training to go on with, and no part of the model.
+    keys = [key for key in tensors.entries if not is_replica_key(key)]
+    shapes = {key: (tensors.shape(key), tensors.dtype(key)) for key in keys}
     return _inventory(shapes, lambda key: [(chunk.offsets, chunk.sizes) for chunk in tensors.chunks(key)])
 
 

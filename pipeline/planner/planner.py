@@ -82,8 +82,11 @@ def load_or_search_plan(
     optimizer: TableOptimizer,
     batch_size: int,
     context: DistributedContext,
+    num_ranks: int | None = None,
 ) -> PlanRecord:
     """Collective: rank 0 reads or searches the plan, and every rank gets the same one, or the same ValueError.
+
+    `num_ranks`: how many the plan is for; None: all.
 
     Raises:
         ValueError: no plan holds the tables, or the plan file is missing, damaged or for something else.
@@ -93,7 +96,7 @@ def load_or_search_plan(
         try:
             here = resolve_hardware(
                 hardware,
-                context.world_size,
+                num_ranks or context.world_size,
                 local_world_size=context.local_world_size,
                 device_type=context.device.type,
             )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Optional
 
-from pipeline.checks import check_above, check_at_least, check_below_one, check_choice, check_within
+from pipeline.checks import check_above, check_at_least, check_below_one, check_choice, check_within, did_you_mean
 from pipeline.watchdog import Limits
 
 SPARSE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
@@ -115,6 +116,39 @@ class CommsConfig:
         check_choice("comms.backward_precision", self.backward_precision, COMM_PRECISIONS)
         check_choice("comms.backend", self.backend, BACKENDS)
         check_at_least("comms.timeout_s", self.timeout_s, 1)  # the process groups count whole seconds
+
+
+EMBEDDING_SYNCS = ("every_step", "every_<n>_steps", "never")
+
+
+@dataclass
+class ParallelConfig:
+    """embedding_sync: every_step shards the tables over all ranks, so that they are one model at every step.
+
+    every_100_steps and the like, and never: each host trains tables of its own on the rows of its ranks, sharded over them,
+    and they are averaged over the hosts that often, optimizer state included. Dense layers and data_parallel tables are
+    all-reduced over all ranks at every step whatever this says.
+    """
+
+    embedding_sync: str = "every_step"
+
+    def __post_init__(self) -> None:
+        match = re.fullmatch(r"every_([1-9]\d*)_steps?", self.embedding_sync)
+        if not match and self.embedding_sync not in EMBEDDING_SYNCS:
+            raise ValueError(
+                f"parallel.embedding_sync={self.embedding_sync!r} is not one of {', '.join(EMBEDDING_SYNCS)}"
+                f"{did_you_mean(self.embedding_sync, ('every_step', 'never', 'every_100_steps'))}"
+            )
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.embedding_sync != "every_step"
+
+    @property
+    def sync_every_steps(self) -> int:
+        """0: never. Raises AssertionError where there are no replicas."""
+        assert self.has_replicas
+        return 0 if self.embedding_sync == "never" else int(self.embedding_sync.split("_")[1])
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 
 import psutil
 import torch
@@ -44,7 +45,9 @@ class MemoryWatch:
 def describe_memory(plan: PlanDescription, measured_bytes: list[int], device_type: str) -> list[str]:
     """`measured_bytes` by rank. What was not predicted is activations, workspace and libraries: the plan's reserve."""
     what = "max_memory_allocated" if device_type == "cuda" else "growth of the resident set since before the tables"
-    ranks = sorted(zip(plan.ranks, measured_bytes, strict=True), key=lambda pair: -pair[1])
+    # A plan for the ranks of one host holds for those of every other.
+    loads = [replace(plan.ranks[rank % len(plan.ranks)], rank=rank) for rank in range(len(measured_bytes))]
+    ranks = sorted(zip(loads, measured_bytes, strict=True), key=lambda pair: -pair[1])
     more = len(ranks) - MAX_RANKS
     lines = [f"peak memory after the first step, a rank (measured: {what})"]
     lines += [

@@ -13,6 +13,7 @@ from pipeline.embeddings.config import Table
 from pipeline.logs import get_logger
 from pipeline.training.comms import describe_comms, make_codecs
 from pipeline.training.config import CommsConfig
+from pipeline.training.embedding_sync import host_environment, plan_for_host
 from pipeline.training.sharder import TableSharder
 from pipeline.training.sharding_checks import (
     check_dense_layers_can_be_drawn,
@@ -36,11 +37,13 @@ def shard_model(
     *,
     seed: int = 0,
     tables: list[Table] | None = None,
+    replicated: bool = False,
 ) -> DistributedModelParallel:
     """Collective: place tables by `plan`, replicate the dense layers, draw what is on meta from `seed`.
 
     Every rank passes the same seed; the first weights do not depend on plan or world size. With `tables`, column
-    shards under a row-wise optimizer are refused unless the table's config names them. The caller's random state is kept.
+    shards under a row-wise optimizer are refused unless the table's config names them. `replicated`: the plan is for the
+    ranks of one host, and every host has its tables by it (training.embedding_sync). The caller's random state is kept.
 
     Raises:
         ValueError: the plan does not fit the model, or asks for what would silently go wrong.
@@ -51,12 +54,13 @@ def shard_model(
         check_plan_is_exact(model, plan, tables)
     world = dist.GroupMember.WORLD
     assert world is not None, "init_distributed comes first"
+    environment = host_environment(context) if replicated else ShardingEnv.from_process_group(world)
     with torch.random.fork_rng(devices=[context.device] if context.device.type == "cuda" else []):
         sharded = DistributedModelParallel(
             model,
-            env=ShardingEnv.from_process_group(world),
+            env=environment,
             device=context.device,
-            plan=plan,
+            plan=plan_for_host(plan, context) if replicated else plan,
             sharders=make_sharders(comms, seed),
             init_data_parallel=False,
             init_parameters=False,
@@ -77,7 +81,7 @@ class _AverageOverRanks(DefaultDataParallelWrapper):
     def _ddp_wrap(
         self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device, ddp_ignore_param_names: set[str]
     ) -> None:
-        if env.world_size == 1:
+        if dist.get_world_size() == 1:  # the environment's may be that of a host
             dmp._dmp_wrapped_module.to(device)
         else:
             super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)

@@ -26,6 +26,7 @@ from pipeline.models.task import NonFiniteLossError
 from pipeline.models.tasks import Task
 from pipeline.training.config import CheckpointConfig, EarlyStopConfig, ScheduleConfig, TrainerConfig
 from pipeline.training.cpu_tables import fast_lookups
+from pipeline.training.embedding_sync import TableReplicas
 from pipeline.training.evaluation import evaluate_model
 from pipeline.training.input_watch import InputWatch
 from pipeline.training.lr_schedule import apply_schedule
@@ -133,7 +134,9 @@ class Trainer:
         context: DistributedContext,
         after_first_step: Callable[[], None] | None = None,
         profiler: StepProfiler | None = None,
+        replicas: TableReplicas | None = None,
     ) -> None:
+        self._replicas = replicas
         self._after_first_step, self._profiler = after_first_step, profiler
         self._config, self._save_every = config, checkpoint.save_every_steps
         self._model, self._task, self._context = model, task, context
@@ -200,6 +203,8 @@ class Trainer:
                 first = watchdog.stage("training") if step == start_step else nullcontext()
                 recorded = self._profiler.step(step + 1) if self._profiler else nullcontext()
                 with recorded, log.timed_step(), first:
+                    if self._replicas:
+                        self._replicas.equal = False
                     for _ in range(self._accumulation):
                         # Any rank's wish is heard by all in this step's loss.
                         self._task.loss.stop_wanted |= preemption.wanted()
@@ -213,6 +218,8 @@ class Trainer:
             if problem := self._input.problem((step + 1) * self._config.global_batch_size):
                 self._end_on(problem, step, saved_step)
             step += 1
+            if self._replicas:
+                self._replicas.after_step(step)
             bar.advance(1)
             watchdog.beat(step)
             if step == start_step + 1 and self._after_first_step:
@@ -224,7 +231,7 @@ class Trainer:
             if _due(step, self._config.log_every_steps) or is_last:
                 loss = self._task.loss
                 log.write(step, {**self._learning_rates(), "num_skipped_steps": loss.num_skipped,
-                                 "num_bad_rows": loss.num_bad_rows})  # fmt: skip
+                                 "num_bad_rows": loss.num_bad_rows, **self._syncs(step)})  # fmt: skip
                 self._input.log(step, step * self._config.global_batch_size)
             if _due(step, self._config.evaluate_every_steps) or is_last:
                 try:
@@ -272,6 +279,8 @@ class Trainer:
         """Collective: save the last whole step, where it can be told from the one that met the problem; raise."""
         done = step if self._task.loss.input_failure_agreed else step + 1  # a failed reader's step updates nothing
         if done > saved_step and (done > step or self._accumulation == 1):
+            if self._replicas and done > step:
+                self._replicas.after_step(done)
             try:
                 self._save(done)
                 self._saving.finish()
@@ -314,7 +323,8 @@ class Trainer:
         except preemption.Preempted:  # the step is saved without; a resumed run makes up for it
             self._is_preempted = True
             return
-        logger.info("step %d  validation  %s", step, _described(metrics))
+        whose = "  (each host's own tables)" if self._replicas and not self._replicas.equal else ""
+        logger.info("step %d  validation  %s%s", step, _described(metrics), whose)
         if self._writer:
             self._writer.write("validation", step, metrics)
         self._last_metrics, self._metrics_step = metrics, step
@@ -333,6 +343,19 @@ class Trainer:
         }  # fmt: skip
         with watchdog.saving():
             self._saving.save(step, values)
+
+    def _syncs(self, step: int) -> dict[str, float]:
+        """How often, and with how many bytes, tables were averaged over the hosts since the last line."""
+        if self._replicas is None:
+            return {}
+        values = self._replicas.report()
+        if values["embedding_syncs"]:
+            logger.info(
+                "step %d  tables averaged %d time(s) over %d hosts, %.1f MiB on the wire a rank, %.2f s", step,
+                values["embedding_syncs"], self._replicas.num_hosts, values["embedding_sync_bytes"] / 2**20,
+                values["embedding_sync_s"],
+            )  # fmt: skip
+        return values
 
     def _learning_rates(self) -> dict[str, float]:
         groups = self._train_optimizer.param_groups
