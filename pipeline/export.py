@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import __version__, storage
 from pipeline.config import ExportJob, TrainJob, run_verb
 from pipeline.garbage import none_while_importing
 from pipeline.logs import get_logger
-from pipeline.serving.config import AUTO, PRECISIONS
+from pipeline.serving.config import AUTO
 from pipeline.train import config_of, folder_of
 
 if TYPE_CHECKING:
     from pipeline.data.dataset import Dataset
     from pipeline.serving.attempt import Attempt
-    from pipeline.serving.certificate import Parity
     from pipeline.serving.kept_rows import KeptRows
     from pipeline.serving.manifest import Manifest
-    from pipeline.serving.package import Packed
     from pipeline.serving.reference import Reference
     from pipeline.serving.trained_model import TrainedModel
 
@@ -107,6 +105,7 @@ def _open_source(job: ExportJob) -> _Source:
     from pipeline.embeddings.config import resolve_tables
     from pipeline.embeddings.physical import physical_tables
     from pipeline.models.build import build_model
+    from pipeline.models.model_config import used_tables
     from pipeline.serving.trained_model import load_trained
 
     trained_job = config_of(job.run)
@@ -118,7 +117,9 @@ def _open_source(job: ExportJob) -> _Source:
         raise ValueError(
             f"{where}: the artifact needs its vocabularies and validation rows; set data_path=<its folder>"
         )
-    tables = resolve_tables(trained_job.tables, dataset, trained_job.data.synthetic_multi_hot)
+    tables = used_tables(
+        trained_job.model, resolve_tables(trained_job.tables, dataset, trained_job.data.synthetic_multi_hot)
+    )
     known = {name for part in physical_tables(tables) for name in (part.name, part.config_name)}
     if unknown := [name for name in job.tables if name not in known]:
         from pipeline.checks import did_you_mean
@@ -144,10 +145,11 @@ def _make(job: ExportJob, source: _Source, at: Attempt) -> Manifest:
         pack_vocabularies,
         schema_of,
     )
+    from pipeline.serving.precisions import choose_precisions
 
     trained, packed = source.trained, Packed()
     reference = _make_reference(job, source, at)
-    precisions = _choose_precisions(job, reference)
+    precisions = choose_precisions(reference, job.precision, job.tables, job.ne_budget)
     kept = _prune(job, trained)
     pack_tables(packed, at, trained, precisions, kept)
     logger.info("layers     %s, by torch.export%s", job.dense, ", then AOTInductor" if job.compiled else "")
@@ -159,21 +161,23 @@ def _make(job: ExportJob, source: _Source, at: Attempt) -> Manifest:
         for table, rows in zip(trained.tables, kept, strict=True)
         if rows is not None and len(table.feature_names) == 1
     }
-    pack_vocabularies(packed, at, source.dataset, source.data_path, alone)
+    pack_vocabularies(packed, at, source.dataset, trained.keys, source.data_path, alone)
     manifest = Manifest(
         lineage=_lineage(job, source),
-        schema=schema_of(source.dataset, source.job.data.columns.list_separator, source.job.data.synthetic_multi_hot),
+        schema=schema_of(
+            source.dataset, trained.keys, source.job.data.columns.list_separator, source.job.data.synthetic_multi_hot
+        ),
         tables=packed.tables,
         features=[(feature.name, feature.table) for feature in trained.features],
         dense=packed.dense,
         files=packed.files,
         vocabularies=packed.vocabularies,
         lookups=lookups_of(source.dataset, source.job.data.synthetic_multi_hot),
-        sizes=_sizes(trained, packed),
+        sizes=packed.sizes(trained),
         versions=library_versions(),
         settings=settings_of(job),
     )
-    return _certified(job, reference, manifest, at, precisions, kept)
+    return _certified(job, reference, manifest, at, kept)
 
 
 def _make_reference(job: ExportJob, source: _Source, at: Attempt) -> Reference:
@@ -195,6 +199,7 @@ def _make_reference(job: ExportJob, source: _Source, at: Attempt) -> Reference:
             job.parity.max_rows,
             data.reader,
             data.synthetic_multi_hot,
+            source.trained.keys,
             source.trained.composed,
         )
         for split in splits
@@ -204,31 +209,6 @@ def _make_reference(job: ExportJob, source: _Source, at: Attempt) -> Reference:
         rows = len(reference.scores[split])
         logger.info("model      %s: NE %.5f, AUC %.5f on %s rows", split, found.ne, found.auc, f"{rows:,}")
     return reference
-
-
-def _choose_precisions(job: ExportJob, reference: Reference) -> list[str]:
-    """One a table."""
-    from pipeline.serving.quantize import row_bytes
-    from pipeline.serving.reference import nearest
-    from pipeline.serving.sensitivity import find_mix
-
-    trained = reference.trained
-    # What is said of a compressed table is said of its parts.
-    asked = {name: job.tables[key] for table in trained.tables
-             for name, key in [(table.name, table.config_name), (table.name, table.name)] if key in job.tables}  # fmt: skip
-    for table in trained.tables:
-        if table.name in asked:
-            row_bytes(table.embedding_dim, asked[table.name])  # raises where there are no such rows
-    if job.precision == AUTO:
-        found = find_mix(reference, asked, job.ne_budget)
-    else:
-        found = [asked.get(table.name) or nearest(table.embedding_dim, job.precision) for table in trained.tables]
-        other = [table.name for table, name in zip(trained.tables, found, strict=True) if name != job.precision]
-        if missed := [name for name in other if name not in asked]:
-            logger.info("%d table(s) have no %s rows of their width and get the next larger: %s", len(missed), job.precision, ", ".join(missed[:8]))  # fmt: skip
-    counts = {name: found.count(name) for name in PRECISIONS if name in found}
-    logger.info("precision  %s", ", ".join(f"{count} table(s) {name}" for name, count in counts.items()))
-    return found
 
 
 def _prune(job: ExportJob, trained: TrainedModel) -> list[KeptRows | None]:
@@ -258,16 +238,14 @@ def _certified(
     reference: Reference,
     manifest: Manifest,
     at: Attempt,
-    precisions: list[str],
     kept: list[KeptRows | None],
 ) -> Manifest:
     """The manifest with its certificate. Raises ValueError where a limit is passed."""
-    from dataclasses import replace
-
     from pipeline.serving.certificate import excesses
+    from pipeline.serving.certify import check, costs, refusal
 
-    certificate = _certificate(job, reference, kept)
-    found = _check(reference, manifest, at)
+    certificate = costs(reference, kept, job.parity)
+    found = check(reference, manifest, at.path)
     certificate["splits"] = {split: parity.as_dict() for split, parity in found.items()}
     for split, parity in found.items():
         logger.info(
@@ -275,61 +253,11 @@ def _certified(
             split, parity.ne_delta, parity.auc_delta, parity.max_score_difference, parity.mean_score_difference,
         )  # fmt: skip
     if lines := excesses(found, job.parity):
-        raise ValueError(_refusal(job, lines, certificate))
+        ways = ["precision=auto finds the smallest mix within ne_budget"] if job.precision != AUTO else []
+        ways += ["prune less"] if job.pruning.kind != "none" else []
+        ways += ["dense=fp32"] if job.dense != "fp32" else []
+        raise ValueError(refusal(lines, certificate, ways))
     return replace(manifest, certificate=certificate)
-
-
-def _certificate(job: ExportJob, reference: Reference, kept: list[KeptRows | None]) -> dict[str, Any]:
-    """What each precision of all tables would cost on the validation split, and what pruning costs, each by itself."""
-    from pipeline.serving.reference import bytes_of, nearest
-
-    trained, precisions = reference.trained, {}
-    for name in PRECISIONS:
-        mix = [nearest(stored.dim, name) for stored in trained.stored]
-        parity = reference.parity_of("validation", mix)
-        precisions[name] = {**parity.as_dict(), "table_bytes": bytes_of(trained, mix)}
-    pruning = None
-    if any(rows is not None for rows in kept):
-        pruning = {
-            **reference.parity_of_pruned("validation", kept).as_dict(),
-            "rows_before": sum(stored.rows for stored in trained.stored),
-            "rows_after": sum(
-                stored.rows if rows is None else rows.num_kept
-                for stored, rows in zip(trained.stored, kept, strict=True)
-            ),
-        }
-    return {
-        "model": {split: asdict(found) for split, found in reference.qualities.items()},
-        "model_precision": "bf16" if trained.is_bf16 else "fp32",
-        "precisions": precisions,
-        "pruning": pruning,
-        "limits": asdict(job.parity),
-    }
-
-
-def _check(reference: Reference, manifest: Manifest, at: Attempt) -> dict[str, Parity]:
-    """By split: what is written, loaded as a server would load it, beside the trained model."""
-    from pipeline.serving.predictor import load_parts
-
-    lookup, program = load_parts(at.path, manifest)
-    return {
-        split: reference.compare(split, sample.score(program, lambda batch: lookup.pooled(batch.values, batch.offsets)))
-        for split, sample in reference.samples.items()
-    }
-
-
-def _refusal(job: ExportJob, lines: list[str], certificate: dict[str, Any]) -> str:
-    fits = [
-        name
-        for name, one in certificate["precisions"].items()
-        if one["ne_delta"] <= job.parity.max_ne_increase and -one["auc_delta"] <= job.parity.max_auc_decrease
-        and one["max_score_difference"] <= job.parity.max_score_difference
-    ]  # fmt: skip
-    ways = [f"precision={fits[-1]} keeps within the limits on validation"] if fits else []
-    ways += ["precision=auto finds the smallest mix within ne_budget"] if job.precision != AUTO else []
-    ways += ["prune less"] if job.pruning.kind != "none" else []
-    ways += ["dense=fp32"] if job.dense != "fp32" else []
-    return f"nothing is written, the artifact is too far from the model: {'; '.join(lines)}. {'; '.join(ways)}; or raise the limit"
 
 
 def _lineage(job: ExportJob, source: _Source) -> dict[str, Any]:
@@ -344,22 +272,6 @@ def _lineage(job: ExportJob, source: _Source) -> dict[str, Any]:
         "dataset_sha256": source.dataset.fingerprint(),
         "code_version": __version__,
         "exported_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def _sizes(trained: TrainedModel, packed: Packed) -> dict[str, Any]:
-    """Bytes before and after."""
-
-    def total(*beginnings: str) -> int:
-        return sum(int(entry["size_bytes"]) for name, entry in packed.files.items() if name.startswith(beginnings))
-
-    return {
-        "tables_before": trained.table_bytes,
-        "tables_after": total("tables/"),
-        "layers_before": trained.layer_bytes,
-        "layers_after": total("dense.pt2"),
-        "vocabularies": total("vocabulary/"),
-        "artifact": total(""),
     }
 
 

@@ -42,7 +42,12 @@ class Layers(nn.Module):
         self.model, self._dtype = model.to(dtype), dtype
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(dense.to(self._dtype), pooled.to(self._dtype))
+        logits = self.model(dense.to(self._dtype), pooled.to(self._dtype))
+        if not isinstance(logits, torch.Tensor):
+            raise ValueError(
+                f"the model gives a {type(logits).__name__}, not one logit a row: there is nothing to score rows by "
+                "(two towers give vectors of users and items)"
+            )
         return logits.float().reshape(-1)
 
 

@@ -78,6 +78,18 @@ class TableLookup(Protocol):
         """
 
 
+def select_features(
+    values: torch.Tensor, offsets: torch.Tensor, num_features: int, places: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, offsets) of some of the features, in the order of `places`; those of all as they are."""
+    if list(places) == list(range(num_features)):
+        return values, offsets
+    batch = (len(offsets) - 1) // num_features
+    lengths = offsets.diff().view(num_features, batch)[list(places)].reshape(-1)
+    chosen = torch.cat([values[offsets[i * batch] : offsets[(i + 1) * batch]] for i in places])
+    return chosen, torch.cat([offsets.new_zeros(1), lengths.cumsum(0)])
+
+
 def stored_rows_of(
     tables: Sequence[ServedTable], features: Sequence[ServedFeature], values: torch.Tensor, offsets: torch.Tensor
 ) -> NDArray[np.int64]:
@@ -130,9 +142,7 @@ class RowPooler:
             return self._of_group(0, buffer, begins, rows, offsets)
         result = torch.empty(batch, self._ends[-1])
         for number, (_, places, _) in enumerate(self._groups):
-            lengths = offsets.diff().view(num_features, batch)[places].reshape(-1)
-            mine = torch.cat([rows[offsets[i * batch] : offsets[(i + 1) * batch]] for i in places])
-            ends = torch.cat([offsets.new_zeros(1), lengths.cumsum(0)])
+            mine, ends = select_features(rows, offsets, num_features, places)
             pooled, begin = self._of_group(number, buffer, begins, mine, ends), 0
             for i in places:
                 width = self._ends[i + 1] - self._ends[i]

@@ -37,6 +37,21 @@ class Packed:
     vocabularies: dict[str, str] = field(default_factory=dict)
     dense: dict[str, Any] = field(default_factory=dict)
 
+    def sizes(self, trained: TrainedModel) -> dict[str, int]:
+        """Bytes before and after."""
+
+        def total(beginning: str) -> int:
+            return sum(int(entry["size_bytes"]) for name, entry in self.files.items() if name.startswith(beginning))
+
+        return {
+            "tables_before": trained.table_bytes,
+            "tables_after": total("tables/"),
+            "layers_before": trained.layer_bytes,
+            "layers_after": total("dense.pt2"),
+            "vocabularies": total("vocabulary/"),
+            "artifact": total(""),
+        }
+
 
 def pack_tables(
     packed: Packed, attempt: Attempt, trained: TrainedModel, precisions: list[str], kept: list[KeptRows | None]
@@ -68,10 +83,15 @@ def pack_composed(packed: Packed, attempt: Attempt, composed: ComposedTables) ->
 
 
 def pack_vocabularies(
-    packed: Packed, attempt: Attempt, dataset: Dataset, data_path: str, kept: Mapping[str, KeptRows]
+    packed: Packed,
+    attempt: Attempt,
+    dataset: Dataset,
+    keys: list[str],
+    data_path: str,
+    kept: Mapping[str, KeptRows],
 ) -> None:
-    """`kept`: feature -> rows of the table that it alone looks up; values of other rows are unknown ones."""
-    features = [feature for feature in dataset.sparse_features if feature.hash_size is None]
+    """Of the features `keys`. `kept`: feature -> rows of the table that it alone looks up; values of other rows are unknown ones."""
+    features = [dataset.sparse_feature(key) for key in keys if dataset.sparse_feature(key).hash_size is None]
     with progress("writing vocabularies", sum(feature.cardinality for feature in features)) as bar:
         for feature in features:
             packed.vocabularies[feature.name] = name = f"vocabulary/{len(packed.vocabularies):05d}.arrow"
@@ -109,10 +129,10 @@ def pack_layers(packed: Packed, attempt: Attempt, trained: TrainedModel, precisi
             packed.files[COMPILED_FILE] = write_bytes(os.path.join(attempt.path, COMPILED_FILE), file.read())
 
 
-def schema_of(dataset: Dataset, list_separator: str, multi_hot: dict[str, int]) -> RawSchema:
+def schema_of(dataset: Dataset, keys: list[str], list_separator: str, multi_hot: dict[str, int]) -> RawSchema:
     features = [
         RawFeature(one.name, one.cardinality, one.multi_hot, multi_hot.get(one.name, 1), one.hash_size, one.hash_seed)
-        for one in dataset.sparse_features
+        for one in map(dataset.sparse_feature, keys)
     ]
     return RawSchema(list(dataset.dense_features), features, dataset.dense_transform, list_separator)
 

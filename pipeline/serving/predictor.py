@@ -22,7 +22,7 @@ from pipeline.data.rows import QuarantinedRow
 from pipeline.data.value_index import ValueIndex
 from pipeline.serving.dense_program import Program, load_compiled, load_program
 from pipeline.serving.kept_rows import KeptRows
-from pipeline.serving.lookup import MappedLookup, RamLookup, ServedFeature, ServedTable, TableLookup
+from pipeline.serving.lookup import MappedLookup, RamLookup, ServedFeature, ServedTable, TableLookup, select_features
 from pipeline.serving.manifest import (
     COMPILED_FILE,
     COMPOSED_FILE,
@@ -122,14 +122,18 @@ class Predictor:
         return Scored(scores, bad)
 
     def score_batch(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """[batch] float32 of prepared rows: dense [batch, num_dense], ids by the data set's features.
+        """[batch] float32 of prepared rows: dense [batch, num_dense], ids by the features that the model reads, among others.
 
         Raises:
-            ValueError: other features, or an id outside its table.
+            ValueError: a feature is missing, or an id outside its table.
         """
-        if list(sparse.keys()) != self._keys:
-            raise ValueError(f"the features are {list(sparse.keys())[:5]}..., the artifact's are {self._keys[:5]}...")
-        return torch.from_numpy(self._score(dense, sparse.values(), sparse.offsets().long()))
+        keys = list(sparse.keys())
+        if lacking := [key for key in self._keys if key not in keys]:
+            raise ValueError(f"the features are {keys[:5]}..., and the artifact wants {lacking[0]!r} too")
+        ids = select_features(
+            sparse.values(), sparse.offsets().long(), len(keys), [keys.index(key) for key in self._keys]
+        )
+        return torch.from_numpy(self._score(dense, *ids))
 
     @torch.no_grad()
     def _score(self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> NDArray[np.float32]:

@@ -23,11 +23,13 @@ BUCKETS = 1 << 16
 
 
 def rows_to_keep(tensors: StepTensors, stored: StoredTable, table: Table, config: PruningConfig) -> KeptRows | None:
-    """None: all of them.
+    """None: all of them, as of every part of a compressed table, whose rows stand for many ids each.
 
     Raises:
         ValueError: the optimizer keeps no state that says which rows were trained.
     """
+    if table.part_of is not None:
+        return None
     if config.kind == "untrained":
         kept = _trained(tensors, stored, config)
     elif config.kind == "frequency" and table.frequencies is not None and table.frequencies.by_row:

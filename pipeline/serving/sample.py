@@ -58,9 +58,10 @@ def read_sample(
     max_rows: int,
     config: ReaderConfig,
     multi_hot: dict[str, int],
+    keys: list[str],
     composed: ComposedTables | None,
 ) -> Sample:
-    """`composed` makes of the data set's features those that the collection looks up; None: they are."""
+    """`keys`: the features that the model reads. `composed` makes of them those that the collection looks up; None: they are."""
     in_order = replace(config, shuffle="none", num_streams=1, decode_threads=1)
     rows = min(BATCH_ROWS, max_rows)
     reader = ShardReader(
@@ -72,6 +73,8 @@ def read_sample(
         for batch in source:
             real = (batch.sample_weights > 0) & (torch.arange(batch.batch_size) < left)
             sparse = batch.sparse_features
+            if sparse.keys() != keys:
+                sparse = sparse.permute([sparse.keys().index(key) for key in keys])
             if composed is None:
                 ids = sparse.values(), sparse.offsets().long()
                 batches.append(SampleBatch(batch.dense_features, *ids, batch.labels, real))

@@ -13,6 +13,7 @@ from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.tables import MODEL, StoredTable, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.embeddings.config import Table
+from pipeline.embeddings.physical import physical_tables
 from pipeline.serving.composed import ComposedTables, composed_in
 from pipeline.serving.dense_export import Layers, take_collection
 from pipeline.serving.lookup import ServedFeature
@@ -37,6 +38,7 @@ class TrainedModel:
     num_dense: int
     is_bf16: bool
     model_dims: list[int]
+    keys: list[str]  # the data set's features that the model reads, in the batch's order
     composed: ComposedTables | None = None
 
     @property
@@ -66,11 +68,19 @@ class TrainedModel:
 def load_trained(
     model: nn.Module, tables: list[Table], keys: list[str], tensors: StepTensors, num_dense: int, is_bf16: bool
 ) -> TrainedModel:
-    """`model` was built for `tables`, on meta; `keys` are the batch's features, in its order.
+    """`model` was built for `tables`, on meta; `keys` are the data set's features, in the batch's order.
 
     Raises:
         CheckpointError: the step holds other tables or layers than the run's config says.
+        ValueError: a table's rows are given to ids by state that an artifact does not have.
     """
+    if managed := [part.config_name for part in physical_tables(tables) if part.managed is not None]:
+        raise ValueError(
+            f"tables.{managed[0]}.compression.kind=managed_collision: which id has which row is state of the training, and "
+            "artifacts do not hold it; export a run whose tables are of other kinds (kind=hash takes unbounded ids too)"
+        )
+    read = {feature for table in tables for feature in table.feature_names}
+    own = keys = [key for key in keys if key in read]
     inventory = inventory_of_step(tensors)
     composed = _load_composed(model, tables, keys, tensors)
     model_dims = dims_of = take_collection(model, keys)
@@ -89,7 +99,7 @@ def load_trained(
     owner = {feature: number for number, table in enumerate(tables) for feature in table.feature_names}
     features = [ServedFeature(key, owner[key]) for key in keys]
     return TrainedModel(
-        model.eval(), tables, stored, tensors, features, dims_of, num_dense, is_bf16, model_dims, composed
+        model.eval(), tables, stored, tensors, features, dims_of, num_dense, is_bf16, model_dims, own, composed
     )
 
 

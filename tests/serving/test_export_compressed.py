@@ -1,0 +1,55 @@
+"""Compressed tables are exported by their parts, and score as the trainer evaluates them, from raw rows too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import EvaluateJob, TrainJob, load_config
+from pipeline.evaluate import evaluate
+from pipeline.serving.manifest import read_manifest
+from pipeline.train import train
+from tests.ranks import RankPool
+from tests.serving.test_export import run_export
+from tests.serving.test_raw_rows import assert_raw_rows_are_prepared_rows
+
+KINDS = {
+    "cat_25": "{kind: quotient_remainder, ratio: 8, operation: multiply}",
+    "cat_24": "{kind: hash, ratio: 4}",
+    "cat_23": "{kind: mixed_dimension, dims: [16, 4]}",
+    "cat_22": "{kind: path_based, ratio: 2}",
+    "cat_21": "{kind: tensor_train, rank: 4}",
+    "cat_20": "{kind: frequency_split, head_rows: 40}",
+}
+
+
+def _train(rank: int, overrides: list[str]) -> None:
+    train(load_config(TrainJob, overrides))
+
+
+def _evaluate(rank: int, run: str) -> dict[str, float]:
+    return evaluate(load_config(EvaluateJob, [f"run={run}", "split=validation"])).metrics
+
+
+def test_every_kind_of_compressed_table_scores_as_the_trainer_evaluates_it(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    overrides = [
+        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.max_steps=3",
+        f"data.path={prepared_clicks}", f"run_dir={tmp_path / 'run'}", "trainer.evaluate_max_batches=1",
+        "data.synthetic_multi_hot={cat_22: 3, cat_21: 2}",
+        *(f"tables.{name}.compression={what}" for name, what in KINDS.items()),
+    ]  # fmt: skip
+    ranks.run(1, _train, overrides)
+    words = ["precision=int8", "tables.cat_25=fp32"]
+    summary = run_export(tmp_path / "run", tmp_path / "artifact", *words)
+    measured = ranks.run(1, _evaluate, str(tmp_path / "run"))[0]
+    model, artifact = summary.certificate["model"]["validation"], summary.parity["validation"]
+    assert model["ne"] == pytest.approx(measured["ne"], abs=1e-6)
+    assert abs(artifact["ne_delta"]) < 1e-3
+    precisions = {table.name: table.precision for table in read_manifest(summary.artifact).tables}
+    assert {precisions[name] for name in precisions if name.startswith("cat_25__")} == {"fp32"}
+    assert any(name.startswith("cat_20__") for name in precisions) and precisions["cat_0"] == "int8"
+    source = Path(prepared_clicks).parent / "clicks.tsv"
+    assert_raw_rows_are_prepared_rows(summary.artifact, load_config(TrainJob, overrides), str(source))

@@ -1,0 +1,86 @@
+"""Every model's layers become a program with plain tensors that gives the model's logits at any batch size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
+from pipeline.models.build import build_model
+from pipeline.models.config import MODEL_CONFIGS
+from pipeline.models.model_config import used_tables
+from pipeline.serving.dense_export import Layers, export_layers, program_bytes, take_collection
+from pipeline.serving.dense_program import load_program
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "dlrm": {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]},
+    "dlrm_dcn": {
+        "dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1], "dcn_num_layers": 2, "dcn_low_rank_dim": 16,
+    },
+    "ncf": {"user_feature": "f0", "item_feature": "f1"},
+    "matrix_factorization": {"user_feature": "f0", "item_feature": "f1"},
+}  # fmt: skip
+LARGEST = {"fp32": 1e-6, "bf16": 0.05, "int8": 0.1}
+SCORING = [kind for kind in MODEL_CONFIGS if kind != "two_tower"]
+CASES = [(kind, "fp32") for kind in SCORING] + [("dlrm_dcn", "bf16"), ("dlrm", "int8"), ("dlrm_dcn", "int8")]
+
+
+def _built(kind: str) -> tuple[torch.nn.Module, int]:
+    """The model without its collection, and how many columns it takes."""
+    tables = [
+        Table(f"t{i}", 20, 8, [f"f{i}"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0]) for i in range(4)
+    ]
+    config = MODEL_CONFIGS[kind](**SETTINGS.get(kind, {}))  # type: ignore[arg-type]
+    model = build_model(config, tables, 5)
+    keys = [feature for table in used_tables(config, tables) for feature in table.feature_names]
+    return model.eval(), sum(take_collection(model, keys))
+
+
+@pytest.mark.parametrize(("kind", "precision"), CASES)
+def test_a_program_gives_the_models_logits(kind: str, precision: str) -> None:
+    model, columns = _built(kind)
+    torch.manual_seed(0)
+    program = load_program(program_bytes(export_layers(model, precision, 5, columns)), "dense.pt2")
+    for batch in (1, 7, 300):
+        dense, pooled = torch.rand(batch, 5), torch.randn(batch, columns)
+        with torch.no_grad():
+            wanted, found = Layers(model)(dense, pooled), program(dense, pooled)
+        assert found.shape == (batch,) and found.dtype == torch.float32
+        assert (found - wanted).norm() <= LARGEST[precision] * wanted.norm()
+        if precision == "int8":
+            assert not torch.equal(found, wanted), "nothing was quantized"
+
+
+@pytest.mark.campaign
+def test_layers_compiled_ahead_of_time_give_the_models_logits(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from pipeline.serving.dense_export import compile_layers
+    from pipeline.serving.dense_program import load_compiled
+
+    model, columns = _built("dlrm")
+    compile_layers(export_layers(model, "fp32", 5, columns), str(tmp_path / "dense.compiled.pt2"))
+    program = load_compiled(str(tmp_path / "dense.compiled.pt2"))
+    dense, pooled = torch.rand(9, 5), torch.randn(9, columns)
+    with torch.no_grad():
+        torch.testing.assert_close(program(dense, pooled), Layers(model)(dense, pooled), rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_compiler_the_error_says_what_to_do(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    from pipeline.serving import dense_export
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail)
+    with pytest.raises(ValueError, match=r"No working C\+\+ compiler.*install them, or leave out compiled=true"):
+        dense_export.compile_layers(None, str(tmp_path / "x.pt2"))  # type: ignore[arg-type]
+
+
+def test_a_model_without_one_logit_a_row_is_refused() -> None:
+    tables = [
+        Table(f"t{i}", 20, 8, [f"f{i}"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0]) for i in range(2)
+    ]
+    config = MODEL_CONFIGS["two_tower"](user_features=["f0"], item_features=["f1"], log_q_correction=False)  # type: ignore[call-arg]
+    model = build_model(config, tables, 5).eval()
+    columns = sum(take_collection(model, ["f0", "f1"]))
+    with pytest.raises(ValueError, match="not one logit a row"):
+        export_layers(model, "fp32", 5, columns)

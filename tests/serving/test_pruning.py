@@ -1,0 +1,99 @@
+"""Rows that were hardly trained, or are hardly looked up, are left out; what that costs stands in the certificate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.checkpoint.survey import open_step
+from pipeline.checkpoint.tables import inventory_of_step
+from pipeline.config import ExportJob, TrainJob, load_config
+from pipeline.serving.config import PruningConfig
+from pipeline.serving.manifest import read_manifest
+from pipeline.serving.predictor import Predictor
+from tests.serving.test_export import run_export
+from tests.serving.test_raw_rows import assert_raw_rows_are_prepared_rows
+
+
+def _states(small_run: Path, table: str) -> np.ndarray:
+    _, _, tensors = open_step(str(small_run / "checkpoints"), 30)
+    stored = inventory_of_step(tensors).tables[table]
+    return tensors.read(stored.states["momentum1"].key, [0], [stored.rows]).numpy()
+
+
+def test_rows_that_were_never_trained_are_the_unknown_row_and_all_others_stay(small_run: Path, tmp_path: Path) -> None:
+    summary = run_export(small_run, tmp_path / "artifact", "precision=fp32", "pruning.kind=untrained")
+    pruning = summary.certificate["pruning"]
+    # Never trained: validation rows that look them up see first, random weights in the place of the unknown row's.
+    assert pruning["rows_after"] < 0.6 * pruning["rows_before"] and abs(pruning["ne_delta"]) < 1e-3
+    assert summary.parity["validation"]["ne_delta"] == pytest.approx(pruning["ne_delta"], abs=1e-7)
+    assert summary.parity["train"]["max_score_difference"] > 0
+    assert summary.sizes["tables_after"] < 0.65 * summary.sizes["tables_before"]
+    predictor, states = Predictor.load(summary.artifact), _states(small_run, "cat_25")
+    number = [table.name for table in read_manifest(summary.artifact).tables].index("cat_25")
+    rows = torch.arange(len(states))
+    features = len(predictor.lookup.features)
+    ends = torch.tensor([0] * (number * len(rows)) + list(range(len(rows) + 1)) + [len(rows)] * ((features - number - 1) * len(rows)))  # fmt: skip
+    found = predictor.lookup.pooled(rows, ends)[:, 16 * number : 16 * (number + 1)]
+    _, _, tensors = open_step(str(small_run / "checkpoints"), 30)
+    stored = inventory_of_step(tensors).tables["cat_25"]
+    weights = tensors.read(stored.key, [0, 0], [stored.rows, stored.dim])
+    stays = torch.from_numpy(states > 0)
+    stays[0] = True
+    assert torch.equal(found, torch.where(stays[:, None], weights, weights[0]))
+
+
+def test_the_rarest_half_of_each_table_is_left_out(small_run: Path, prepared_clicks: str, tmp_path: Path) -> None:
+    words = ["precision=int8", "pruning.kind=frequency", "pruning.fraction=0.5"]
+    summary = run_export(small_run, tmp_path / "artifact", *words)
+    for table in read_manifest(summary.artifact).tables:
+        assert table.stored_rows == table.rows - int(0.5 * table.rows)
+    assert summary.sizes["tables_after"] < 0.2 * summary.sizes["tables_before"]
+    job = load_config(TrainJob, ["experiment=quickstart", f"data.path={prepared_clicks}"])
+    source = Path(prepared_clicks).parent / "clicks.tsv"
+    assert_raw_rows_are_prepared_rows(summary.artifact, job, str(source), same_ids=False)
+
+
+def test_the_least_trained_share_is_found_by_a_histogram(small_run: Path, tmp_path: Path) -> None:
+    words = ["precision=int8", "pruning.kind=untrained", "pruning.fraction=0.9"]
+    summary = run_export(small_run, tmp_path / "artifact", *words, "parity.max_ne_increase=1", "parity.max_auc_decrease=1")  # fmt: skip
+    tables = {table.name: table for table in read_manifest(summary.artifact).tables}
+    states = _states(small_run, "cat_25")
+    kept = tables["cat_25"].stored_rows
+    assert kept <= max(1 + 0.12 * len(states), 1 + np.count_nonzero(states))
+    assert kept >= 0.08 * min(len(states), np.count_nonzero(states))
+
+
+def test_settings_that_do_not_go_together_are_refused(small_run: Path) -> None:
+    for words, message in (
+        (["pruning.kind=frequency"], "wants one of pruning.fraction and pruning.keep_lookups"),
+        (["pruning.fraction=0.5"], "prunes nothing under pruning.kind=none"),
+        (["pruning.kind=untraned"], "did you mean 'untrained'"),
+        (["precision=int5"], "did you mean 'int8'|did you mean 'int"),
+        (["tables.cat_3=int5"], "tables.cat_3='int5' is not one of"),
+        (["parity.splits=[test]"], "must hold validation"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_config(ExportJob, [f"run={small_run}", *words])
+    assert PruningConfig(kind="frequency", keep_lookups=0.99).keep_lookups == 0.99
+
+
+def test_auto_finds_a_smaller_mix_than_int8_within_its_budget(small_run: Path, tmp_path: Path) -> None:
+    words = ["precision=auto", "ne_budget=0.0005", "tables.cat_25=fp16", "parity.max_rows=3000"]
+    summary = run_export(small_run, tmp_path / "artifact", *words)
+    chosen = {table.name: table.precision for table in read_manifest(summary.artifact).tables}
+    assert chosen["cat_25"] == "fp16" and len(set(chosen.values())) > 1
+    assert summary.parity["validation"]["ne_delta"] <= 0.0005 + 1e-7
+    assert summary.sizes["tables_after"] < summary.certificate["precisions"]["fp16"]["table_bytes"]
+
+
+def test_an_unknown_table_and_a_run_that_is_none_are_named(small_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tables\.cat_99: the run has no such table among 26; did you mean 'cat_9'"):
+        run_export(small_run, tmp_path / "artifact", "tables.cat_99=fp32")
+    with pytest.raises(ValueError, match="is no run folder"):
+        run_export(tmp_path, tmp_path / "artifact")
+    with pytest.raises(ValueError, match=r"there is no step 7 in .*; there are \[10, 20, 30\]"):
+        run_export(small_run, tmp_path / "artifact", "step=7")
