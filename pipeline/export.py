@@ -214,10 +214,7 @@ def _make_reference(job: ExportJob, source: _Source, at: Attempt) -> Reference:
 def _prune(job: ExportJob, trained: TrainedModel) -> list[KeptRows | None]:
     from pipeline.serving.prune import rows_to_keep
 
-    kept = [
-        rows_to_keep(trained.tensors, stored, table, job.pruning)
-        for table, stored in zip(trained.tables, trained.stored, strict=True)
-    ]
+    kept = rows_to_keep(trained.tensors, trained.stored, trained.tables, job.pruning)
     if job.pruning.kind != "none":
         before = sum(stored.rows for stored in trained.stored)
         after = sum(

@@ -19,9 +19,9 @@ class PruningConfig:
     """Which rows of a table the artifact leaves out; the unknown row (0) stands in for each of them.
 
     untrained: rows whose optimizer state is `state_at_most` or less (0: never trained); with `fraction`, the least
-    trained rows besides, up to that share of each table's rows.
-    frequency: the rarest `fraction` of each table's rows, or those behind the most frequent ones that `keep_lookups`
-    of all training lookups fall on. Hashed ids are in no order of frequency: their tables stay whole.
+    trained rows besides, up to that share of all tables' rows.
+    frequency: the rarest `fraction` of all tables' rows, or of each table those behind the most frequent ones that
+    `keep_lookups` of its training lookups fall on. Hashed ids are in no order of frequency: their tables stay whole.
     """
 
     kind: str = "none"

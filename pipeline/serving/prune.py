@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,55 +23,61 @@ STATES = ("sum", "exp_avg_sq", "momentum2", "momentum1")
 BUCKETS = 1 << 16
 
 
-def rows_to_keep(tensors: StepTensors, stored: StoredTable, table: Table, config: PruningConfig) -> KeptRows | None:
-    """None: all of them, as of every part of a compressed table, whose rows stand for many ids each.
+def rows_to_keep(
+    tensors: StepTensors, stored: Sequence[StoredTable], tables: Sequence[Table], config: PruningConfig
+) -> list[KeptRows | None]:
+    """Of each table; None: all of them, as of every part of a compressed table, whose rows stand for many ids each.
+
+    A `fraction` is of the rows of all tables that may be pruned: small tables have hot rows alone.
 
     Raises:
         ValueError: the optimizer keeps no state that says which rows were trained.
     """
-    if table.part_of is not None:
-        return None
+    whole = [one for one, table in zip(stored, tables, strict=True) if table.part_of is None]
     if config.kind == "untrained":
-        kept = _trained(tensors, stored, config)
-    elif config.kind == "frequency" and table.frequencies is not None and table.frequencies.by_row:
-        kept = _first_rows(stored.rows, _num_frequent(stored.rows, table.frequencies, config))
+        limit = config.state_at_most
+        if config.fraction is not None:
+            limit = max(limit, _limit_of(tensors, whole, config.fraction))
+        chosen = {one.name: _trained(tensors, one, limit) for one in whole}
+    elif config.kind == "frequency":
+        chosen = {name: _first_rows(rows, kept) for name, (rows, kept) in _num_frequent(tables, config).items()}
     else:
-        return None
-    return None if kept.num_kept == stored.rows else kept
+        chosen = {}
+    kept = [chosen.get(one.name) for one in stored]
+    return [None if rows is None or rows.num_kept == rows.num_rows else rows for rows in kept]
 
 
-def _trained(tensors: StepTensors, stored: StoredTable, config: PruningConfig) -> KeptRows:
+def _trained(tensors: StepTensors, stored: StoredTable, limit: float) -> KeptRows:
+    """The rows whose state is above `limit`."""
+    mask, first = RowMask(stored.rows), 0
+    for values in _state_blocks(tensors, stored):
+        mask.set_block(first, (values > limit).numpy())
+        first += len(values)
+    return mask.finish()
+
+
+def _limit_of(tensors: StepTensors, stored: Sequence[StoredTable], fraction: float) -> float:
+    """The largest state that at most `fraction` of all rows do not pass, by a histogram of 65,536 buckets.
+
+    The upper 16 bits of a float32 that is not negative ascend with it.
+    """
+    counts = np.zeros(BUCKETS, np.int64)
+    for one in stored:
+        for values in _state_blocks(tensors, one):
+            counts += np.bincount(values.numpy().view(np.uint32) >> 16, minlength=BUCKETS)
+    upto = int(np.searchsorted(np.cumsum(counts), fraction * counts.sum(), side="right"))
+    edge = np.array([max(upto << 16, 1) - 1], np.uint32).view(np.float32)[0]
+    return float(edge) if upto else -1.0
+
+
+def _state_blocks(tensors: StepTensors, stored: StoredTable) -> Iterator[torch.Tensor]:
+    """[n] float32, not negative: the state of successive rows, the largest of a row where it has one an element."""
     state = next((name for name in STATES if name in stored.states), None)
     if state is None:
         raise ValueError(
             f"pruning.kind=untrained wants optimizer state that says which rows of {stored.name!r} were trained, and this "
             "run's optimizer keeps none (it has it with adagrad, rowwise_adagrad and adam); use pruning.kind=frequency"
         )
-    limit = config.state_at_most
-    if config.fraction is not None:
-        limit = max(limit, _limit_of(tensors, stored, state, config.fraction))
-    mask, first = RowMask(stored.rows), 0
-    for values in _state_blocks(tensors, stored, state):
-        mask.set_block(first, (values > limit).numpy())
-        first += len(values)
-    return mask.finish()
-
-
-def _limit_of(tensors: StepTensors, stored: StoredTable, state: str, fraction: float) -> float:
-    """The largest state that at most `fraction` of the rows do not pass, by a histogram of 65,536 buckets.
-
-    The upper 16 bits of a float32 that is not negative ascend with it.
-    """
-    counts = np.zeros(BUCKETS, np.int64)
-    for values in _state_blocks(tensors, stored, state):
-        counts += np.bincount(values.numpy().view(np.uint32) >> 16, minlength=BUCKETS)
-    upto = int(np.searchsorted(np.cumsum(counts), fraction * stored.rows, side="right"))
-    edge = np.array([max(upto << 16, 1) - 1], np.uint32).view(np.float32)[0]
-    return float(edge) if upto else -1.0
-
-
-def _state_blocks(tensors: StepTensors, stored: StoredTable, state: str) -> Iterator[torch.Tensor]:
-    """[n] float32, not negative: the state of successive rows, the largest of a row where it has one an element."""
     rows_at_once = block_rows(4 if stored.is_row_wise(state) else 4 * stored.dim)
     for first in range(0, stored.rows, rows_at_once):
         count = min(rows_at_once, stored.rows - first)
@@ -81,16 +88,43 @@ def _state_blocks(tensors: StepTensors, stored: StoredTable, state: str) -> Iter
         yield values.float().clamp_min(0.0) + 0.0  # + 0.0: no -0.0, whose bits are those of a large number
 
 
-def _num_frequent(num_rows: int, frequencies: RowFrequencies, config: PruningConfig) -> int:
-    """How many of the first rows stay."""
-    if config.fraction is not None:
-        return num_rows - int(config.fraction * num_rows)
-    wanted = config.keep_lookups or 0.0
-    after = next((i for i, share in enumerate(frequencies.shares) if share >= wanted), len(frequencies.shares) - 1)
-    if after == 0:
-        return frequencies.rows[0]
-    (left, low), (right, high) = ((frequencies.rows[i], frequencies.shares[i]) for i in (after - 1, after))
-    return left + int(np.ceil((right - left) * (wanted - low) / max(high - low, 1e-12)))
+def _num_frequent(tables: Sequence[Table], config: PruningConfig) -> dict[str, tuple[int, int]]:
+    """Table -> (rows, how many of the first ones stay), of those whose rows are in the order of their frequency."""
+    ordered = [
+        (table, table.frequencies)
+        for table in tables
+        if table.part_of is None and table.frequencies is not None and table.frequencies.by_row
+    ]
+    if config.keep_lookups is not None:
+        wanted = config.keep_lookups
+        return {table.name: (table.num_embeddings, _rows_of_share(curve, wanted)) for table, curve in ordered}
+    # Stretches of the curves, each with its lookups a row; the coldest go first.
+    stretches = [stretch for table, curve in ordered for stretch in _stretches(table, curve)]
+    kept = {table.name: table.num_embeddings for table, _ in ordered}
+    left_over = int((config.fraction or 0.0) * sum(kept.values()))
+    for _, rows, name in sorted(stretches):
+        gone = min(rows, left_over)
+        kept[name] -= gone
+        left_over -= gone
+    return {table.name: (table.num_embeddings, kept[table.name]) for table, _ in ordered}
+
+
+def _stretches(table: Table, curve: RowFrequencies) -> Iterator[tuple[float, int, str]]:
+    """(lookups a row, rows, table) of successive rows. One row is left out of the last: the unknown row stays, and where
+    nothing is unknown the curve counts it there."""
+    factor = sum(table.pooling_factors)
+    for (left, right), (low, high) in zip(pairwise(curve.rows), pairwise(curve.shares), strict=True):
+        yield factor * (high - low) / (right - left), right - left - (right == curve.rows[-1]), table.name
+    if (beyond := table.num_embeddings - curve.rows[-1]) > 0:
+        yield 0.0, beyond, table.name
+
+
+def _rows_of_share(curve: RowFrequencies, share: float) -> int:
+    """How many of the first rows take that share of the lookups."""
+    for (left, right), (low, high) in zip(pairwise(curve.rows), pairwise(curve.shares), strict=True):
+        if high >= share:
+            return left + int(np.ceil((right - left) * max(0.0, share - low) / max(high - low, 1e-12)))
+    return curve.rows[-1]
 
 
 def _first_rows(num_rows: int, num_kept: int) -> KeptRows:

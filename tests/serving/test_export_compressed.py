@@ -32,6 +32,7 @@ def _evaluate(rank: int, run: str) -> dict[str, float]:
     return evaluate(load_config(EvaluateJob, [f"run={run}", "split=validation"])).metrics
 
 
+@pytest.mark.campaign
 def test_every_kind_of_compressed_table_scores_as_the_trainer_evaluates_it(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pipeline.config import TrainJob, load_config
 from pipeline.train import train
 from tests.ranks import RankPool
@@ -19,6 +21,7 @@ def _train(rank: int, overrides: list[str]) -> None:
     train(load_config(TrainJob, overrides))
 
 
+@pytest.mark.campaign
 def test_a_table_larger_than_the_memory_it_may_take_is_exported(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:

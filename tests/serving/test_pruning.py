@@ -17,6 +17,9 @@ from pipeline.serving.predictor import Predictor
 from tests.serving.test_export import run_export
 from tests.serving.test_raw_rows import assert_raw_rows_are_prepared_rows
 
+# Of 3,000 rows and a model after 30 steps: not what a limit of 0.001 is for.
+LOOSE = ["parity.max_ne_increase=0.5", "parity.max_auc_decrease=0.2", "parity.max_score_difference=1"]
+
 
 def _states(small_run: Path, table: str) -> np.ndarray:
     _, _, tensors = open_step(str(small_run / "checkpoints"), 30)
@@ -25,7 +28,7 @@ def _states(small_run: Path, table: str) -> np.ndarray:
 
 
 def test_rows_that_were_never_trained_are_the_unknown_row_and_all_others_stay(small_run: Path, tmp_path: Path) -> None:
-    summary = run_export(small_run, tmp_path / "artifact", "precision=fp32", "pruning.kind=untrained")
+    summary = run_export(small_run, tmp_path / "artifact", "precision=fp32", "pruning.kind=untrained", *LOOSE)
     pruning = summary.certificate["pruning"]
     # Never trained: validation rows that look them up see first, random weights in the place of the unknown row's.
     assert pruning["rows_after"] < 0.6 * pruning["rows_before"] and abs(pruning["ne_delta"]) < 1e-3
@@ -46,11 +49,13 @@ def test_rows_that_were_never_trained_are_the_unknown_row_and_all_others_stay(sm
     assert torch.equal(found, torch.where(stays[:, None], weights, weights[0]))
 
 
-def test_the_rarest_half_of_each_table_is_left_out(small_run: Path, prepared_clicks: str, tmp_path: Path) -> None:
-    words = ["precision=int8", "pruning.kind=frequency", "pruning.fraction=0.5"]
+def test_the_rarest_half_of_all_rows_is_left_out(small_run: Path, prepared_clicks: str, tmp_path: Path) -> None:
+    words = ["precision=int8", "pruning.kind=frequency", "pruning.fraction=0.5", *LOOSE]
     summary = run_export(small_run, tmp_path / "artifact", *words)
-    for table in read_manifest(summary.artifact).tables:
-        assert table.stored_rows == table.rows - int(0.5 * table.rows)
+    tables = read_manifest(summary.artifact).tables
+    rows = sum(table.rows for table in tables)
+    assert sum(table.stored_rows for table in tables) == rows - int(0.5 * rows)
+    assert all(table.stored_rows == table.rows for table in tables if table.rows < 30), "small tables are hot"
     assert summary.sizes["tables_after"] < 0.2 * summary.sizes["tables_before"]
     job = load_config(TrainJob, ["experiment=quickstart", f"data.path={prepared_clicks}"])
     source = Path(prepared_clicks).parent / "clicks.tsv"
@@ -58,13 +63,14 @@ def test_the_rarest_half_of_each_table_is_left_out(small_run: Path, prepared_cli
 
 
 def test_the_least_trained_share_is_found_by_a_histogram(small_run: Path, tmp_path: Path) -> None:
-    words = ["precision=int8", "pruning.kind=untrained", "pruning.fraction=0.9"]
-    summary = run_export(small_run, tmp_path / "artifact", *words, "parity.max_ne_increase=1", "parity.max_auc_decrease=1")  # fmt: skip
-    tables = {table.name: table for table in read_manifest(summary.artifact).tables}
-    states = _states(small_run, "cat_25")
-    kept = tables["cat_25"].stored_rows
-    assert kept <= max(1 + 0.12 * len(states), 1 + np.count_nonzero(states))
-    assert kept >= 0.08 * min(len(states), np.count_nonzero(states))
+    words = ["precision=int8", "pruning.kind=untrained", "pruning.fraction=0.9", *LOOSE]
+    tables = read_manifest(run_export(small_run, tmp_path / "artifact", *words).artifact).tables
+    states = {table.name: _states(small_run, table.name) for table in tables}
+    ranked = np.sort(np.concatenate(list(states.values())))
+    low, high = (ranked[int(share * len(ranked))] for share in (0.85, 0.91))  # a bucket is not one state
+    for table in tables:
+        of_table = states[table.name]
+        assert np.count_nonzero(of_table > high) <= table.stored_rows <= 1 + np.count_nonzero(of_table > low)
 
 
 def test_settings_that_do_not_go_together_are_refused(small_run: Path) -> None:
@@ -82,7 +88,7 @@ def test_settings_that_do_not_go_together_are_refused(small_run: Path) -> None:
 
 
 def test_auto_finds_a_smaller_mix_than_int8_within_its_budget(small_run: Path, tmp_path: Path) -> None:
-    words = ["precision=auto", "ne_budget=0.0005", "tables.cat_25=fp16", "parity.max_rows=3000"]
+    words = ["precision=auto", "ne_budget=0.0005", "tables.cat_25=fp16", "parity.max_rows=3000", *LOOSE]
     summary = run_export(small_run, tmp_path / "artifact", *words)
     chosen = {table.name: table.precision for table in read_manifest(summary.artifact).tables}
     assert chosen["cat_25"] == "fp16" and len(set(chosen.values())) > 1

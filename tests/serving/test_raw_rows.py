@@ -133,7 +133,12 @@ def test_raw_criteo_rows_score_as_prepared(small_artifact: ExportSummary, prepar
 @pytest.mark.parametrize(
     ("data", "pattern", "extra"),
     [
-        ("criteo_kaggle", "criteo_kaggle_head10k.txt", ["data.synthetic_multi_hot={cat_0: 3, cat_7: 2}"]),
+        pytest.param(
+            "criteo_kaggle",
+            "criteo_kaggle_head10k.txt",
+            ["data.synthetic_multi_hot={cat_0: 3, cat_7: 2}"],
+            marks=pytest.mark.campaign,
+        ),
         pytest.param("criteo_1tb", "criteo_1tb_day*.tsv", [], marks=pytest.mark.campaign),
         pytest.param("open_bandit", "open_bandit_random_men.csv", [], marks=pytest.mark.campaign),
     ],
