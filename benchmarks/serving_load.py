@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from dataclasses import dataclass, field
 
@@ -53,7 +54,7 @@ async def _post(
 
 async def _connection(port: int, requests: list[bytes], until: float, pause_s: float, found: Latencies) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    next_at, number = time.perf_counter(), 0
+    next_at, number = time.perf_counter(), random.randrange(len(requests))
     while time.perf_counter() < until:
         if pause_s:
             await asyncio.sleep(max(0.0, next_at - time.perf_counter()))
