@@ -1,6 +1,6 @@
 """Bytes and time of a step against the number of rows that every rank has a copy of (arXiv 2411.01611):
 
-    python -m benchmarks.frequency_split [--ranks 2 4] [--links 0 200 50] [--workloads ...] [--output split.json]
+    python -m benchmarks.frequency_split [--ranks 2 4] [--links 0 200 50] [--workloads ...] [--heads ...] [--output split.json]
 
 Ranks run in network namespaces of their own, joined by links of --links Mbit/s (0: as fast as the machine); that wants root
 and iproute2. A compute step here takes hundreds of times as long as on a GPU, so links hundreds of times slower than a data
@@ -53,6 +53,7 @@ from pipeline.training.sharder import ShardedTables
 NUM_DENSE = 13
 NUM_BATCHES = 8
 PORT = 29577
+HEADS = ("whole", "fewer", "auto", "more", "all")
 
 
 @dataclass(frozen=True)
@@ -208,12 +209,13 @@ def load_split(job: TrainJob) -> TrainJob:
     return replace(job, tables={name: replace(each, compression=split) for name, each in job.tables.items()})
 
 
-def heads_of(load: Workload, auto: int) -> list[str]:
-    around = [auto // 8, auto * 8]
-    return ["whole", *(str(rows) for rows in around if 0 < rows < load.num_rows), "auto", str(load.num_rows)]
+def heads_of(load: Workload, auto: int, heads: list[str]) -> list[str]:
+    """`fewer` and `more` are an eighth and eight times as many rows as auto."""
+    rows = {"fewer": auto // 8, "more": auto * 8, "all": load.num_rows}
+    return [str(rows.get(head, head)) for head in heads if 0 < rows.get(head, 1) <= load.num_rows]
 
 
-def measure_on_rank(names: list[str], links: list[float], steps: int) -> list[Figure]:
+def measure_on_rank(names: list[str], heads: list[str], links: list[float], steps: int) -> list[Figure]:
     """Collective, in a namespace of this rank's own where `links` are given."""
     context = _join()
     figures = []
@@ -221,7 +223,7 @@ def measure_on_rank(names: list[str], links: list[float], steps: int) -> list[Fi
         load = WORKLOADS[name]
         job, _, _ = build(context, load, "auto")
         auto = int(job.tables[load.names[0]].compression.head_rows)  # type: ignore[union-attr]
-        for head in heads_of(load, auto):
+        for head in heads_of(load, auto, heads):
             figures.append(_measure(context, name, load, head, links, steps))
             if context.is_main:
                 print(show_line(figures[-1], links), flush=True)
@@ -233,7 +235,7 @@ def _measure(
 ) -> Figure:
     job, dataset, assembly = build(context, load, head)
     run = stepper(assembly, job, draw(load, assembly, context))
-    counted = counted_bytes(assembly, run, context, NUM_BATCHES)
+    counted = counted_bytes(assembly, run, context, NUM_BATCHES // 2)
     reports = head_reports(job, assembly.tables, dataset, context.world_size)
     rows = reports[0].head_rows if reports else 0
     figure = Figure(
@@ -270,11 +272,11 @@ def _sent() -> int:
     return int(Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes").read_text())
 
 
-def compare(ranks: int, names: list[str], links: list[float], steps: int) -> list[Figure]:
+def compare(ranks: int, names: list[str], heads: list[str], links: list[float], steps: int) -> list[Figure]:
     """Start `ranks` hosts with a rank each; the figures of rank 0."""
     with linked_hosts(ranks) as hosts, tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/figures.json"
-        request = json.dumps({"names": names, "links": links, "steps": steps, "output": output})
+        request = json.dumps({"names": names, "heads": heads, "links": links, "steps": steps, "output": output})
         running = []
         for rank, host in enumerate(hosts):
             environment = {
@@ -331,13 +333,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--links", type=float, nargs="+", default=[0, 200, 50], metavar="MBIT")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--steps", type=int, default=NUM_BATCHES)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         request = json.loads(options.rank)
-        figures = measure_on_rank(request["names"], request["links"], request["steps"])
+        figures = measure_on_rank(request["names"], request["heads"], request["links"], request["steps"])
         if int(os.environ["RANK"]) == 0:
             Path(request["output"]).write_text(json.dumps([asdict(figure) for figure in figures]))
         dist.barrier()
@@ -347,7 +350,7 @@ def main() -> None:
     print(headings(options.links))
     figures = []
     for ranks in options.ranks:
-        figures += compare(ranks, options.workloads, options.links, options.steps)
+        figures += compare(ranks, options.workloads, options.heads, options.links, options.steps)
     print(f"\n{show_gains(figures, options.links)}")
     if options.output:
         options.output.write_text(json.dumps([asdict(figure) for figure in figures], indent=1))

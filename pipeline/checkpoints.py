@@ -12,6 +12,7 @@ RUN may also be told as run=RUN, STEP as step=300. No ranks are needed, and memo
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from pipeline.checks import did_you_mean
 from pipeline.config import CheckpointsJob, main, print_user_errors
@@ -86,7 +87,10 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
     folder = folder_of(job.run)
     step, manifest, tensors = open_step(folder, job.step)
     tables = inventory_of_step(tensors).tables
-    if job.table not in tables:
+    # A table that is split by frequency is one table still: its head's rows, then its tail's.
+    parts = [tables[name] for name in (f"{job.table}__hot", f"{job.table}__cold") if name in tables]
+    found = [replace(one, name=job.table) for one in ([tables[job.table]] if job.table in tables else parts)]
+    if not found:
         raise ValueError(f"step {step} has no table {job.table!r} among {len(tables)}{did_you_mean(job.table, tables)}")
     if problem := verify_step(folder, step):
         raise ValueError(f"step {step} is damaged: {problem}; export another: python -m pipeline.checkpoints {job.run}")
@@ -96,9 +100,9 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
         ids = id_space(dataset, where, features_of(manifest["config"], job.table))
         vocabulary = ids.vocabulary
         without_values = "its ids are hashes of values" if ids.hashed else ids.reason
-    size = export_table(tensors, tables[job.table], job.output, with_state=job.optimizer_state, vocabulary=vocabulary)
-    table = tables[job.table]
-    lines = [f"table {job.table!r} of step {step}: {table.rows:,} rows x {table.dim} in {job.output} ({_size(size)})"]
+    size = export_table(tensors, found, job.output, with_state=job.optimizer_state, vocabulary=vocabulary)
+    num_rows = sum(table.rows for table in found)
+    lines = [f"table {job.table!r} of step {step}: {num_rows:,} rows x {found[0].dim} in {job.output} ({_size(size)})"]
     return lines if vocabulary else [*lines, f"without raw values: {without_values}"]
 
 

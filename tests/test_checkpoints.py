@@ -145,7 +145,7 @@ def export(folder, output):
     step, _, tensors = open_step(folder, None)
     assert verify_step(folder, step) == ""
     (table,) = inventory_of_step(tensors).tables.values()
-    export_table(tensors, table, output, with_state=True)
+    export_table(tensors, [table], output, with_state=True)
 export(small, output + ".small")  # what libraries load on first use
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 export(folder, output)
@@ -184,7 +184,7 @@ def test_a_table_cut_by_rows_and_columns_is_exported_whole(ranks: RankPool, tmp_
     from pipeline.checkpoint.export import export_table
 
     _, _, tensors = open_step(str(tmp_path / "run/checkpoints"), 1)
-    export_table(tensors, inventory_of_step(tensors).tables["t0"], output, with_state=True)
+    export_table(tensors, [inventory_of_step(tensors).tables["t0"]], output, with_state=True)
     exported = pq.read_table(output)
     weight, state = (values[key].numpy() for key in values if ".t0." in key)
     np.testing.assert_array_equal(np.stack(exported["vector"].to_numpy()), weight)

@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.frequency_split import Workload, build, counted_bytes, draw, expected_bytes, stepper
-from pipeline.config import TrainJob, load_config, load_saved_job
+from pipeline.checkpoints import export_checkpoint
+from pipeline.config import CheckpointsJob, TrainJob, load_config, load_saved_job
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.distributed import init_distributed
 from pipeline.embeddings.config import resolve_tables
@@ -136,6 +139,13 @@ def test_a_run_over_split_tables_learns_what_one_over_whole_tables_does(
     split = ranks.run(2, trained, [*words, "trainer.max_steps=6"])[0]
     assert split["ne"] == pytest.approx(whole["ne"], abs=1e-5)
     assert split["auc"] == pytest.approx(whole["auc"], abs=1e-4)
+    for name in ("whole", "split"):
+        words = [f"run={tmp_path / name}", "command=export", "table=cat_25", f"output={tmp_path / name}.parquet"]
+        export_checkpoint(load_config(CheckpointsJob, [*words, "optimizer_state=true"]))
+    one, other = (pq.read_table(f"{tmp_path / name}.parquet") for name in ("whole", "split"))
+    assert one["row"] == other["row"] and one["value"] == other["value"] and one.schema == other.schema
+    left, right = (np.stack(table["vector"].to_numpy()) for table in (one, other))
+    np.testing.assert_allclose(right, left, atol=1e-4)
     plan = json.loads((tmp_path / "split" / "plan.json").read_text())
     reasons = {table["name"]: table["reason"] for table in plan["tables"]}
     assert "a step sends" in reasons["cat_25__hot"]

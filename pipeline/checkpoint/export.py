@@ -21,9 +21,16 @@ ARROW_TYPES = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.f
 
 
 def export_table(
-    tensors: StepTensors, table: StoredTable, output: str, *, with_state: bool = False, vocabulary: str | None = None
+    tensors: StepTensors,
+    tables: list[StoredTable],
+    output: str,
+    *,
+    with_state: bool = False,
+    vocabulary: str | None = None,
 ) -> int:
     """Write `output`, which appears whole, and return its bytes. A row group is one block of about 8 MiB.
+
+    Several `tables` of equal columns are one, their rows below each other.
 
     Columns: row (int64), value (string, of the vocabulary; null for row 0 and rows without one), vector
     (fixed-size list of embedding_dim), and with_state each state: a number a row, or a list of one a column block
@@ -34,17 +41,20 @@ def export_table(
     handle, staged = tempfile.mkstemp(suffix=".parquet.tmp", dir=folder)
     os.close(handle)
     try:
-        schema = _schema(table, with_state, vocabulary is not None)
+        schema = _schema(tables[0], with_state, vocabulary is not None)
         values = _Values(vocabulary) if vocabulary else None
-        with pq.ParquetWriter(staged, schema, compression="lz4") as writer, progress("exporting", table.rows) as bar:
-            for first, rows in tensors.row_blocks(table.key):
-                columns: list[pa.Array] = [pa.array(np.arange(first, first + len(rows)))]
+        num_rows = sum(table.rows for table in tables)
+        with pq.ParquetWriter(staged, schema, compression="lz4") as writer, progress("exporting", num_rows) as bar:
+            done = 0
+            for table, (first, rows) in ((one, block) for one in tables for block in tensors.row_blocks(one.key)):
+                columns: list[pa.Array] = [pa.array(np.arange(done, done + len(rows)))]
                 if values:
-                    columns.append(pa.array(values.of_rows(first, len(rows)), pa.string()))
+                    columns.append(pa.array(values.of_rows(done, len(rows)), pa.string()))
                 columns.append(_as_arrow(rows))
                 for state in sorted(table.states) if with_state else ():
                     columns.append(_as_arrow(_state_rows(tensors, table, state, first, len(rows))))
                 writer.write_table(pa.table(columns, schema=schema), row_group_size=len(rows))
+                done += len(rows)
                 bar.advance(len(rows))
         size = os.path.getsize(staged)
         storage.move_file(staged, output)

@@ -35,6 +35,11 @@ class ComposedTables:
     def __init__(self, tables: Sequence[Table], keys: Sequence[str], composition: Composition | None = None) -> None:
         self.tables, self.keys = list(tables), list(keys)
         self.parts = physical_tables(self.tables)
+        if managed := [part.config_name for part in self.parts if part.managed is not None]:
+            raise ValueError(
+                f"table {managed[0]!r} is of kind managed_collision, whose map from ids to rows an artifact does not hold in this "
+                "release; score by pipeline.evaluate, or train it by kind=hash"
+            )
         self.composition = (composition or Composition(self.tables)).eval().requires_grad_(False)
         self._split = IdSplitter(self.tables)
         dims = {feature: part.embedding_dim for part in self.parts for feature in part.feature_names}

@@ -8,6 +8,7 @@ one of their bucket. All of it, the history too, is in the checkpoint, a shard o
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,7 +27,8 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.embeddings.collection import Managed
-from pipeline.embeddings.managed_collision import IDS_A_BUCKET, ManagedRows
+from pipeline.embeddings.managed_collision import IDS_A_BUCKET, MANAGED
+from pipeline.embeddings.table import ManagedRows
 
 POLICIES: dict[str, Callable[[], Any]] = {
     "lfu": LFU_EvictionPolicy,
@@ -276,10 +278,16 @@ def deal_hashed_ids(input_dist: Any, features: list[str], managed: ManagedTables
             sizes[position] = num_ids // world_size
 
 
+def _is_no_hash(record: logging.LogRecord) -> bool:
+    """TorchRec warns of ids that are no rows; hashed ones are none until they arrive."""
+    return f"__{MANAGED} has range" not in record.getMessage()
+
+
 def add_managed_tables(sharded: Any, configs: list[EmbeddingBagConfig], env: Any, seed: int) -> ManagedTables:
     """Collective. The maps of `sharded`'s managed tables, in its state_dict beside its weights."""
     managed = ManagedTables(sharded, configs, env, seed)
     if managed:
+        logging.getLogger("torchrec.sparse.jagged_tensor_validator").addFilter(_is_no_hash)
         state = managed.state()
 
         def save(module: nn.Module, destination: dict[str, Any], prefix: str, _: Any) -> None:
