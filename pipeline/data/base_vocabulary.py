@@ -66,7 +66,7 @@ class BaseVocabulary:
         merged = os.path.join(os.path.dirname(counts), "merged_counts.parquet")
         factor = 1.0 if self.frozen else self.count_decay
         carried = " UNION ALL ".join(
-            f"SELECT {number} AS feature, value, round(count * {factor})::BIGINT AS count, id FROM read_parquet({_text(self.files[name])})"
+            f"SELECT {number} AS feature, value, floor(count * {factor})::BIGINT AS count, id FROM read_parquet({_text(self.files[name])})"
             for number, name in enumerate(features.sparse)
             if name in self.files
         )

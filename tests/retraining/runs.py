@@ -1,0 +1,37 @@
+"""A finished run without a training: files that a registry takes for a step, its vocabularies and its config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.checkpoint.steps import seal_manifest
+from pipeline.retraining.ledger import PROMOTED, Record
+from pipeline.retraining.promotion import Candidate, FinishedRun
+from pipeline.retraining.registry import Pointer, checksums_of
+from tests.datasets import described_dataset
+
+
+def finished(folder: Path, content: bytes = b"weights" * 1000) -> FinishedRun:
+    step, data = folder / "checkpoints" / "step_00000007", folder / "data"
+    for made in (step, data):
+        made.mkdir(parents=True)
+    dataset = described_dataset({"cat_0": 10})
+    (data / "dataset.json").write_text(dataset.to_json())
+    (folder / "config.yaml").write_text("name: planted\n")
+    (step / "__0_0.distcp").write_bytes(content)
+    (step / ".metadata").write_bytes(b"metadata")
+    files = {name: checksums_of(str(step / name)) for name in ("__0_0.distcp", ".metadata")}
+    manifest = {
+        "format_version": 2,
+        "step": 7,
+        "attempt": "",
+        "files": files,
+        "data_order": {"dataset": dataset.fingerprint()},
+    }
+    (step / "manifest.json").write_text(seal_manifest(manifest))
+    return FinishedRun(str(folder), str(step), str(data), manifest)
+
+
+def candidate(run: FinishedRun, window: str, parent: str, expected: Pointer | None) -> Candidate:
+    record = Record(PROMOTED, window, parent=parent, metrics={"challenger_ne": 0.7, "champion_ne": 0.8})
+    return Candidate(run, f"{window}|{parent}", record, expected, {})

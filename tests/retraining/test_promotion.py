@@ -1,0 +1,153 @@
+"""A promotion that is killed between any two of its operations leaves the old champion or the new one, and is completed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import storage
+from pipeline.checkpoint.checksums import ChecksummedWriter
+from pipeline.checkpoint.errors import DamagedError
+from pipeline.retraining.ledger import PROMOTED, Ledger
+from pipeline.retraining.promotion import FinishedRun, complete, promote
+from pipeline.retraining.registry import PinnedError, Registry
+from tests.retraining.runs import candidate, finished
+
+KEEP = 2
+CHANGING = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "fcntl.flock"}
+
+
+def _promote(path: str, run: FinishedRun) -> None:
+    """The promotion of window w3 by a tick: first what an earlier one has left, then its own."""
+    registry, ledger = Registry(path), Ledger(path)
+    complete(registry, ledger)
+    pointer = registry.pointer()
+    assert pointer is not None
+    if registry.version(pointer.version).lineage["window"] != "w3":
+        promote(registry, ledger, candidate(run, "w3", pointer.version, pointer), KEEP, lambda: None)
+    registry.prune(KEEP)
+
+
+def _two_versions(path: str, folder: Path) -> None:
+    registry, ledger, pointer = Registry(path), Ledger(path), None
+    for number, window in enumerate(("w1", "w2")):
+        parent = pointer.version if pointer else ""
+        run = finished(folder / window, b"%d" % number * 5000)
+        promote(registry, ledger, candidate(run, window, parent, pointer), KEEP, lambda: None)
+        pointer = registry.pointer()
+
+
+def _killed_at(number: int, arm: Callable[[Callable[[], None]], None], work: Callable[[], None]) -> bool:
+    """Whether a child process that does the work was killed right before its operation `number`."""
+    child = os.fork()
+    if child == 0:
+        left = [number]
+
+        def operation() -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            arm(operation)
+            work()
+            os._exit(0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def _before_each_change_of_files(operation: Callable[[], None]) -> None:
+    """Opening for writing, writing a part of a shard, fsync, rename, link, removal, folder, lock."""
+
+    def hear(event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if event in CHANGING or writes:
+            operation()
+
+    sys.addaudithook(hear)
+    _call_before(os, "fsync", operation)
+    _call_before(ChecksummedWriter, "write", operation)
+
+
+def _call_before(owner: Any, name: str, operation: Callable[[], None]) -> None:
+    function = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        operation()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, called)
+
+
+def _check_and_complete(path: str, run: FinishedRun) -> str:
+    """The champion that the killed process left; the registry is as after an undisturbed promotion then."""
+    registry, ledger = Registry(path), Ledger(path)
+    champion = registry.champion()
+    assert champion is not None and registry.verify(champion)[0] == ""
+    _promote(path, run)
+    after = registry.champion()
+    assert after is not None and (after.lineage["window"], after.lineage["parent"]) == ("w3", "v000002")
+    assert registry.verify(after)[0] == ""
+    assert [record.window for record in ledger.newest() if record.state == PROMOTED] == ["w3", "w2", "w1"]
+    assert registry.names() == ["v000002", after.name]
+    assert set(storage.list_folder(storage.join(path, "versions"))) == {"v000002", after.name}
+    return str(champion.lineage["window"])
+
+
+@pytest.mark.parametrize("stride", [pytest.param(4, id="some"), pytest.param(1, id="all", marks=pytest.mark.campaign)])
+def test_a_kill_between_any_two_changes_of_files_leaves_the_old_or_the_new_champion(
+    tmp_path: Path, stride: int
+) -> None:
+    clean = tmp_path / "clean"
+    _two_versions(str(clean), tmp_path)
+    run = finished(tmp_path / "w3")
+    left: dict[str, int] = {"w2": 0, "w3": 0}
+    number = 1
+    while True:
+        path = tmp_path / str(number)
+        shutil.copytree(clean, path)
+        if not _killed_at(number, _before_each_change_of_files, lambda path=path: _promote(str(path), run)):
+            break
+        left[_check_and_complete(str(path), run)] += 1
+        shutil.rmtree(path)
+        number += stride
+    assert left["w2"] > 20 / stride and left["w3"] > 5 / stride, left
+
+
+def test_a_promotion_does_not_overrun_a_rollback(tmp_path: Path) -> None:
+    path = str(tmp_path / "registry")
+    _two_versions(path, tmp_path)
+    registry, ledger = Registry(path), Ledger(path)
+    pointer = registry.pointer()
+    run = finished(tmp_path / "w3")
+
+    def person() -> None:
+        if registry.pointer() == pointer:
+            registry.pin("v000001", "by hand")
+
+    with pytest.raises(PinnedError, match=r"v000001 is pinned \(by hand\)"):
+        promote(registry, ledger, candidate(run, "w3", "v000002", pointer), KEEP, person)
+    champion = registry.champion()
+    assert champion is not None and champion.name == "v000001"
+
+
+def test_what_changed_after_training_is_not_promoted(tmp_path: Path) -> None:
+    path = str(tmp_path / "registry")
+    run = finished(tmp_path / "run")
+    (Path(run.checkpoint) / "__0_0.distcp").write_bytes(b"weightz" * 1000)
+    with pytest.raises(DamagedError, match=r"__0_0.distcp has changed since it was saved: v000001 is not promoted"):
+        promote(Registry(path), Ledger(path), candidate(run, "w1", "", None), KEEP, lambda: None)
+    assert Registry(path).pointer() is None

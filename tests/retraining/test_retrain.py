@@ -1,0 +1,73 @@
+"""A tick that has nothing to do, or finds another one at work, says so and does nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.lease import take_lease
+from pipeline.retrain import describe, retrain
+from pipeline.retraining.ledger import SKIPPED
+from pipeline.retraining.registry import Registry
+from tests.retraining.runs import candidate, finished
+from tests.retraining.streams import job
+
+
+def _partition(folder: Path, name: str, whole: bool) -> None:
+    (folder / "source" / name).mkdir(parents=True)
+    (folder / "source" / name / "rows.tsv").write_text("1\t2\n")
+    if whole:
+        (folder / "source" / name / "_SUCCESS").touch()
+
+
+@pytest.mark.parametrize("held", ["work", "registry"])
+def test_of_two_ticks_at_once_one_works_and_the_other_says_so(tmp_path: Path, held: str) -> None:
+    _partition(tmp_path, "dt=2026-11-01", whole=True)
+    lease = take_lease(str(tmp_path / held), 60.0)
+    summary = retrain(job(tmp_path))
+    assert summary.records == [] and summary.note.startswith("nothing done: another tick is at work")
+    lease.release()
+    assert (
+        retrain(job(tmp_path)).note == "window dt=2026-11-01 waits for the next one, on which its challenger is judged"
+    )
+
+
+def test_a_tick_without_work_is_quick_ends_with_0_and_loads_no_torch(tmp_path: Path) -> None:
+    _partition(tmp_path, "dt=2026-11-01", whole=True)
+    code = (
+        "import sys; from tests.retraining.streams import job; from pipeline.retrain import describe, retrain\n"
+        f"from pathlib import Path; print(describe(retrain(job(Path({str(tmp_path)!r})))))\n"
+        "assert not {'torch', 'duckdb'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "champion    none"
+
+
+def test_a_window_that_came_too_late_is_skipped_once(tmp_path: Path) -> None:
+    _partition(tmp_path, "dt=2025-11-01", whole=False)
+    _partition(tmp_path, "dt=2025-11-02", whole=True)
+    late = job(tmp_path, "windows.lateness_hours=24")
+    (record,) = retrain(late).records
+    assert (record.state, record.window) == (SKIPPED, "dt=2025-11-01")
+    assert record.reasons == ["no _SUCCESS 24 h after its end"]
+    again = retrain(late)
+    assert again.records == [] and "dt=2025-11-02 waits for the next one" in describe(again)
+
+
+def test_windows_wait_while_a_version_is_pinned(tmp_path: Path) -> None:
+    from pipeline.retraining.ledger import Ledger
+    from pipeline.retraining.promotion import promote
+
+    registry = Registry(str(tmp_path / "registry"))
+    chosen = candidate(finished(tmp_path / "run"), "dt=2026-10-31", "", None)
+    promote(registry, Ledger(registry.path), chosen, 5, lambda: None)
+    registry.pin("v000001", "calibration fell")
+    for name in ("dt=2026-11-01", "dt=2026-11-02"):
+        _partition(tmp_path, name, whole=True)
+    summary = retrain(job(tmp_path))
+    assert summary.records == [] and summary.note.startswith("v000001 is pinned (calibration fell)")
