@@ -20,7 +20,7 @@ class DenseTerm(nn.Module):
 
     def forward(self, dense_features: torch.Tensor) -> torch.Tensor:
         if self.weights is None:
-            return self.bias.expand(len(dense_features), 1)
+            return self.bias.expand(dense_features.shape[0], 1)  # len() would fix the batch size under torch.export
         return dense_features @ self.weights + self.bias
 
 
