@@ -5,9 +5,12 @@ Nothing here changes the registry. What comes out is a record, and with it a can
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipeline.checkpoint.errors import DamagedError
+from pipeline.export import ExportSummary
 from pipeline.jobs import RetrainJob
 from pipeline.logs import get_logger
 from pipeline.models.task import NonFiniteLossError
@@ -15,7 +18,7 @@ from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Finding, Scores, judge
 from pipeline.retraining.history import accepted_statistics, windows_since
 from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record
-from pipeline.retraining.promotion import Candidate, FinishedRun
+from pipeline.retraining.promotion import Candidate, FinishedRun, files_of_artifact
 from pipeline.retraining.registry import Pointer, Version
 from pipeline.retraining.statistics import WindowStatistics
 from pipeline.retraining.windows import Window, file_name
@@ -117,9 +120,19 @@ class Challenge:
         metrics: dict[str, Any] = {**verdict.metrics, "judged_on": self.judged_on.name}
         if not verdict.passed:
             return self._rejected(self.window, verdict.reasons, trained_on, metrics=metrics)
+        extra: dict[str, str] = {}
+        if self.job.gate.export.enabled:
+            try:
+                exported = self.shop.export(run)
+            except DamagedError:  # what was trained is not what lies there: no verdict on the window
+                raise
+            except ValueError as error:
+                return self._rejected(self.window, [f"gate.export: {error}"], trained_on, metrics=metrics)
+            metrics |= parity_metrics(exported)
+            extra = files_of_artifact(exported.artifact)
         record = self._record(PROMOTED, self.window, trained_on, metrics=metrics)
         key = "|".join((self.window.name, trained_on.place.digest, self.parent, record.config_hash))
-        return Outcome(self.window, record, Candidate(run, key, record, self.pointer, {}))
+        return Outcome(self.window, record, Candidate(run, key, record, self.pointer, extra))
 
     def _rejected(
         self, window: Window, reasons: list[str], examined: Examined | None = None, accepted: bool = True, **more: Any
@@ -141,6 +154,16 @@ class Challenge:
             **self.about,
             **more,
         )
+
+
+def parity_metrics(exported: ExportSummary) -> dict[str, Any]:
+    """The artifact's version, and of each figure the worst of all splits; none where labels are of one kind."""
+    found = {
+        "export_ne_delta": max(one["ne_delta"] for one in exported.parity.values()),
+        "export_auc_delta": min(one["auc_delta"] for one in exported.parity.values()),
+        "export_max_score_difference": max(one["max_score_difference"] for one in exported.parity.values()),
+    }
+    return {"artifact": exported.version, **{name: value for name, value in found.items() if math.isfinite(value)}}
 
 
 def log_findings(what: str, findings: list[Finding]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Dict, Optional
 
 from pipeline.checks import check_above, check_at_least, check_choice, check_within
+from pipeline.serving.config import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
 
 WINDOW_KINDS = ("partitions", "timestamps")
 LATE_POLICIES = ("skip", "use")
@@ -104,6 +105,28 @@ class DataChecksConfig:
 
 
 @dataclass
+class ExportGateConfig:
+    """The artifact that a challenger's version holds, as `export` takes it; past `parity`'s limits nothing is promoted.
+
+    Not enabled: versions hold no artifact, and nothing compares one with the trained model.
+    """
+
+    enabled: bool = True
+    precision: str = "int8"
+    tables: Dict[str, str] = field(default_factory=dict)
+    ne_budget: float = 0.0005
+    dense: str = "fp32"
+    compiled: bool = False
+    pruning: PruningConfig = field(default_factory=PruningConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
+
+    def __post_init__(self) -> None:
+        check_precisions(self.precision, self.tables)
+        check_choice("gate.export.dense", self.dense, DENSE_PRECISIONS)
+        check_at_least("gate.export.ne_budget", self.ne_budget, 0.0)
+
+
+@dataclass
 class GateConfig:
     """What a challenger must show on the next window, on the same rows as the champion.
 
@@ -122,6 +145,7 @@ class GateConfig:
     slice_min_rows: int = 1000
     min_rows: int = 1000
     max_ne: float = 1.0
+    export: ExportGateConfig = field(default_factory=ExportGateConfig)
 
     def __post_init__(self) -> None:
         check_at_least("gate.ne_tolerance", self.ne_tolerance, 0.0)

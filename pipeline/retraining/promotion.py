@@ -14,10 +14,11 @@ from typing import Any
 
 from pipeline import storage
 from pipeline.checkpoint.errors import DamagedError
-from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
+from pipeline.checkpoint.steps import MANIFEST as ARTIFACT_MANIFEST
+from pipeline.checkpoint.steps import list_steps, read_manifest, read_sealed, step_path
 from pipeline.data.dataset import FILE_NAME, load_dataset
 from pipeline.retraining.ledger import ADDED, PROMOTED, Ledger, Record
-from pipeline.retraining.registry import Pointer, Registry, RegistryError, Version, timestamp
+from pipeline.retraining.registry import ARTIFACT, Pointer, Registry, RegistryError, Version, timestamp
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,27 @@ def finished_run(folder: str) -> FinishedRun:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run that has passed. `key` tells it from every other; `extra` are further files, as those of an artifact."""
+    """A run that has passed. `key` tells it from every other; `extra` are further files: path in the version -> local."""
 
     run: FinishedRun
     key: str
     record: Record
     expected: Pointer | None
     extra: dict[str, str]
+
+    def check(self, version: Version) -> None:
+        """Raises DamagedError where what was copied is not what the training and the export had written."""
+        self.run.check(version)
+        manifest = self.extra.get(f"{ARTIFACT}/{ARTIFACT_MANIFEST}")
+        for name, entry in read_sealed(manifest)["files"].items() if manifest else ():
+            if version.manifest["files"].get(f"{ARTIFACT}/{name}") != entry:
+                raise DamagedError(f"{name} has changed since it was exported: {version.name} is not promoted")
+
+
+def files_of_artifact(folder: str) -> dict[str, str]:
+    """Path in a version -> local file, of a whole artifact."""
+    found = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
+    return {f"{ARTIFACT}/{os.path.relpath(path, folder)}": path for path in sorted(found)}
 
 
 def lineage_of(candidate: Candidate) -> dict[str, Any]:
@@ -103,7 +118,7 @@ def promote(registry: Registry, ledger: Ledger, candidate: Candidate, keep: int,
         fence()
         files = candidate.run.files() | candidate.extra
         version = registry.publish(registry.next_name(), files, lineage_of(candidate))
-    candidate.run.check(version)
+    candidate.check(version)
     fence()
     registry.promote(version, candidate.expected)
     record = complete(registry, ledger)

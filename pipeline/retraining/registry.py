@@ -31,6 +31,7 @@ from pipeline.checks import did_you_mean
 
 MANIFEST = "manifest.json"
 POINTER = "champion.json"
+ARTIFACT = "artifact"
 FORMAT_VERSION = 1
 VERSION_NAME = re.compile(r"v(\d{6,})")
 ATTEMPT, PURGED = ".attempt-", ".purged-"
@@ -79,8 +80,8 @@ class Version:
     @property
     def artifact(self) -> str | None:
         """The folder that `serve` loads, where one was exported."""
-        has_one = any(name.startswith("artifact/") for name in self.manifest["files"])
-        return storage.join(self.path, "artifact") if has_one else None
+        has_one = any(name.startswith(f"{ARTIFACT}/") for name in self.manifest["files"])
+        return storage.join(self.path, ARTIFACT) if has_one else None
 
     @property
     def size_bytes(self) -> int:

@@ -21,7 +21,8 @@ from pipeline.checkpoint.config import WarmStartConfig
 from pipeline.data.config import BaseVocabularyConfig, SplitConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.streams import num_steps
-from pipeline.jobs import PrepareJob, RetrainJob, TrainJob
+from pipeline.export import ExportSummary, default_output, export
+from pipeline.jobs import ExportJob, PrepareJob, RetrainJob, TrainJob
 from pipeline.logs import get_logger
 from pipeline.prepare import prepare
 from pipeline.retraining.crew import Crew
@@ -116,6 +117,21 @@ class Workshop:
         return self._crew.run(
             score_window, config, checkpoint, data, sorted(self.job.gate.slices), self.job.world_size, limits
         )
+
+    def export(self, run: FinishedRun) -> ExportSummary:
+        """The challenger's artifact, compared with it. Not collective: the other ranks wait.
+
+        Raises:
+            ValueError: it lies too far from the model, or there is none of such a model.
+        """
+        wanted = self.job.gate.export
+        options = {
+            one.name: copy.deepcopy(getattr(wanted, one.name)) for one in fields(wanted) if one.name != "enabled"
+        }
+        job = ExportJob(run.folder, data_path=run.data, **options)
+        # Another release does not take up what this one has left.
+        folder, name = os.path.split(default_output(job, run.manifest["step"]))
+        return export(replace(job, output=os.path.join(folder, pipeline.__version__, name)))
 
     def statistics(self, place: Place, data: str, history: list[tuple[str, WindowStatistics]]) -> WindowStatistics:
         """Of the window prepared in `data`; `history` are (name, statistics) of accepted windows, newest first."""

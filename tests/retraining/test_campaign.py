@@ -13,15 +13,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import csv
 
+from pipeline.artifacts import find_artifact
+from pipeline.data.criteo import NUM_DENSE, NUM_SPARSE
 from pipeline.retrain import retrain
 from pipeline.retraining.crew import Crew
+from pipeline.retraining.gate import binary_entropy
 from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.windows import find_windows
 from pipeline.retraining.work import Workshop
-from tests.retraining.streams import job, plant, window_name, write_window
+from pipeline.serving.predictor import Predictor
+from tests.retraining.streams import FILE, job, plant, window_name, write_window
 
 FAULTS = ["flipped", "zeroed 0", "zeroed 7", "zeroed 15", "zeroed 38", "stale", "stale shuffled", "half"]
 NO_CHECKS = [f"checks.{name}=null" for name in ("row_count_change", "label_rate_change", "unknown_share_rise",
@@ -98,6 +105,46 @@ def test_retraining_from_window_to_window_beats_the_stale_champion(history: tupl
     assert stream is SMALL or gains[-1] > gains[0]  # the stale champion falls back further and further
 
 
+@pytest.mark.parametrize("history", [pytest.param(SMALL, id="small")], indirect=True)
+def test_the_champions_artifact_scores_raw_rows_as_its_model_does(history: tuple[Path, Stream]) -> None:
+    folder, _ = history
+    registry = Registry(str(folder / "registry"))
+    champion = registry.champion()
+    assert champion is not None and champion.artifact is not None
+    assert registry.verify(champion) == ("", champion.size_bytes)
+    found = find_artifact(registry.path)  # as serve artifact=REGISTRY does
+    assert (found.path, champion.lineage["metrics"]["artifact"]) == (
+        champion.artifact,
+        Predictor.load(found.path).version,
+    )
+    window = folder / "source" / champion.lineage["metrics"]["judged_on"]
+    names = ["label", *(f"int_{i}" for i in range(NUM_DENSE)), *(f"cat_{i}" for i in range(NUM_SPARSE))]
+    text = {name: pa.string() for name in names[1 + NUM_DENSE :]}
+    rows = csv.read_csv(
+        window / FILE,
+        read_options=csv.ReadOptions(column_names=names),
+        parse_options=csv.ParseOptions(delimiter="\t"),
+        convert_options=csv.ConvertOptions(column_types=text),
+    )
+    scored = Predictor.load(found.path).score(rows.drop_columns("label"))
+    p, labels = scored.scores.astype(float), rows["label"].to_numpy()
+    logloss = -np.mean(labels * np.log(p) + (1 - labels) * np.log1p(-p))
+    ne = logloss / binary_entropy(float(labels.mean()))
+    assert not scored.bad_rows and ne == pytest.approx(champion.lineage["metrics"]["challenger_ne"], abs=1e-3)
+
+
+@pytest.mark.parametrize("history", [pytest.param(SMALL, id="small")], indirect=True)
+def test_an_artifact_that_is_too_far_from_its_model_rejects_the_window(
+    history: tuple[Path, Stream], tmp_path: Path
+) -> None:
+    limits = ["gate.export.precision=int2", "gate.export.parity.max_score_difference=0.0001"]
+    reasons: list[str] = []
+    assert _next_window(history, tmp_path, "", 1, limits, reasons) == REJECTED
+    (reason,) = reasons
+    assert reason.startswith("gate.export: nothing is written, the artifact is too far from the model: train: ")
+    assert "a score moves by 0." in reason and "parity.max_score_difference allows 0.0001" in reason
+
+
 def loose(rows: int) -> list[str]:
     """What so few rows tell of a calibration is not within 3 %."""
     return [] if rows >= 30_000 else ["gate.calibration_min=0.85", "gate.calibration_max=1.15"]
@@ -134,8 +181,18 @@ def test_planted_faults_are_rejected_every_time(
             _next_window(history, tmp_path, fault, seed, NO_CHECKS)
 
 
-def _next_window(history: tuple[Path, Stream], tmp_path: Path, fault: str, seed: int, options: list[str]) -> str:
-    """What becomes of the history's next window, with a fault or none; the one that judges its challenger is clean."""
+def _next_window(
+    history: tuple[Path, Stream],
+    tmp_path: Path,
+    fault: str,
+    seed: int,
+    options: list[str],
+    reasons: list[str] | None = None,
+) -> str:
+    """What becomes of the history's next window, with a fault or none; the one that judges its challenger is clean.
+
+    reasons: takes those of the record.
+    """
     made, stream = history
     folder, last = tmp_path / "stream", stream.windows
     shutil.copytree(made, folder)
@@ -150,5 +207,7 @@ def _next_window(history: tuple[Path, Stream], tmp_path: Path, fault: str, seed:
     by = "the gate alone" if options == NO_CHECKS else "checks and gate"
     note(test=fault or "a/a", seed=seed, by=by, state=record.state, reasons=record.reasons, **record.metrics)
     shutil.rmtree(folder)
+    if reasons is not None:
+        reasons += record.reasons
     assert champion is not None and (champion.lineage["window"] == window_name(last)) == (record.state == PROMOTED)
     return record.state

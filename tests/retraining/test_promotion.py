@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 from pipeline import storage
 from pipeline.checkpoint.checksums import ChecksummedWriter
 from pipeline.checkpoint.errors import DamagedError
+from pipeline.checkpoint.steps import seal_manifest
 from pipeline.retraining.ledger import PROMOTED, Ledger
-from pipeline.retraining.promotion import FinishedRun, complete, promote
-from pipeline.retraining.registry import PinnedError, Registry
+from pipeline.retraining.promotion import FinishedRun, complete, files_of_artifact, promote
+from pipeline.retraining.registry import PinnedError, Registry, checksums_of
 from tests.retraining.runs import candidate, finished
 
 KEEP = 2
@@ -150,4 +152,21 @@ def test_what_changed_after_training_is_not_promoted(tmp_path: Path) -> None:
     (Path(run.checkpoint) / "__0_0.distcp").write_bytes(b"weightz" * 1000)
     with pytest.raises(DamagedError, match=r"__0_0.distcp has changed since it was saved: v000001 is not promoted"):
         promote(Registry(path), Ledger(path), candidate(run, "w1", "", None), KEEP, lambda: None)
+    assert Registry(path).pointer() is None
+
+
+def test_an_artifact_that_changed_after_its_export_is_not_promoted(tmp_path: Path) -> None:
+    path, artifact = str(tmp_path / "registry"), tmp_path / "artifact"
+    (artifact / "tables").mkdir(parents=True)
+    rows = artifact / "tables" / "00000.rows"
+    rows.write_bytes(b"rows")
+    (artifact / "manifest.json").write_text(
+        seal_manifest({"files": {"tables/00000.rows": checksums_of(str(rows))}, "format_version": 1})
+    )
+    found = files_of_artifact(str(artifact))
+    assert sorted(found) == ["artifact/manifest.json", "artifact/tables/00000.rows"]
+    chosen = replace(candidate(finished(tmp_path / "run"), "w1", "", None), extra=found)
+    rows.write_bytes(b"rowz")
+    with pytest.raises(DamagedError, match=r"tables/00000.rows has changed since it was exported: v000001 is not"):
+        promote(Registry(path), Ledger(path), chosen, 5, lambda: None)
     assert Registry(path).pointer() is None

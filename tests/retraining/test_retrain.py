@@ -71,3 +71,10 @@ def test_windows_wait_while_a_version_is_pinned(tmp_path: Path) -> None:
         _partition(tmp_path, name, whole=True)
     summary = retrain(job(tmp_path))
     assert summary.records == [] and summary.note.startswith("v000001 is pinned (calibration fell)")
+
+
+def test_tables_that_cannot_be_exported_are_told_of_before_anything_is_done(tmp_path: Path) -> None:
+    managed = "tables.cat_3={compression:{kind:managed_collision,num_rows:100}}"
+    with pytest.raises(ValueError, match=r"tables.cat_3.*cannot be exported; gate.export.enabled=false"):
+        job(tmp_path, managed)
+    assert not job(tmp_path, managed, "gate.export.enabled=false").gate.export.enabled
