@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,7 +46,10 @@ class Crew:
     def end(self) -> None:
         if not self._is_over:
             self._is_over = True
-            self._tell(None)
+            with suppress(
+                RuntimeError
+            ):  # others have ended themselves: SIGTERM has reached all ranks, or one tells why
+                self._tell(None)
 
     def follow(self) -> None:
         """Raises what the tasks raise, but for a loss that is not finite, of which rank 0 makes a rejection."""

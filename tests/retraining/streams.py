@@ -16,6 +16,12 @@ BATCH = 128
 FILE = "clicks.tsv"
 # The fewer clicks, the more rows it takes to tell a calibration; windows of 30,000 rows want as many clicks as non-clicks.
 LABEL_RATE = 0.5
+JOB_WORDS = [
+    "experiment=quickstart", "hardware=cpu", f"trainer.global_batch_size={BATCH}", "trainer.evaluate_batch_size=1024",
+    "tables.default.embedding_dim=4", "model.dense_arch_layer_sizes=[16,4]", "model.over_arch_layer_sizes=[16,1]",
+    "optimizer.sparse.lr=0.2", "optimizer.dense.lr=0.01", "data.ids.min_frequency=50", "data.rows_per_row_group=1024",
+    "threads=1", "windows.lateness_hours=0",
+]  # fmt: skip
 
 
 def window_name(number: int) -> str:
@@ -44,13 +50,12 @@ def write_window(
 
 def job(folder: Path, *overrides: str, source: Path | None = None) -> RetrainJob:
     """Everything below `folder`, but for a source elsewhere."""
-    words = [
-        "experiment=quickstart", "hardware=cpu", f"source={source or folder / 'source'}", f"run_dir={folder / 'work'}",
-        f"registry.path={folder / 'registry'}", f"trainer.global_batch_size={BATCH}", "trainer.evaluate_batch_size=1024",
-        "tables.default.embedding_dim=4", "model.dense_arch_layer_sizes=[16,4]", "model.over_arch_layer_sizes=[16,1]",
-        "optimizer.sparse.lr=0.2", "optimizer.dense.lr=0.01", "data.ids.min_frequency=50", "data.rows_per_row_group=1024",
-        "threads=1", "windows.lateness_hours=0", *overrides,
-    ]  # fmt: skip
+    places = [
+        f"source={source or folder / 'source'}",
+        f"run_dir={folder / 'work'}",
+        f"registry.path={folder / 'registry'}",
+    ]
+    words = [*places, *JOB_WORDS, *overrides]
     return load_config(RetrainJob, words)
 
 
