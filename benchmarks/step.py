@@ -5,8 +5,8 @@
 Both sides train the same model on the same batches, drawn beforehand, with row-wise Adagrad for the tables and Adam for
 the layers. TorchRec's side is the loop of its documentation: default planner and sharders, DistributedModelParallel,
 TrainPipelineSparseDist, fp32. Ours is the product's Trainer, its metrics, guards and log lines included, under the
-overrides named in each row. Each side has processes of its own, one a rank, for settings of a process (the allocator's)
-are part of what is compared; `torchrec, our allocator` is TorchRec's loop with that setting. The sides run in turns,
+overrides named in each row. Each side has processes of its own, one a rank, for settings of a process (allocator, OpenMP)
+are part of what is compared; `torchrec, our settings` is TorchRec's loop with ours. The sides run in turns,
 A B C A B C; those whose turn it is not wait. `cpu` is CPU-seconds a step of all ranks: it tells more than the clock on
 a machine that others use too.
 """
@@ -34,6 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.reader import cpu_name
+from pipeline.threads import wait_briefly
 
 VARIANTS = {
     "ours fp32": [],
@@ -42,7 +43,7 @@ VARIANTS = {
 }
 
 
-TORCHREC, TORCHREC_KEPT = "torchrec", "torchrec, our allocator"
+TORCHREC, TORCHREC_KEPT = "torchrec", "torchrec, our settings"
 SIDES = (TORCHREC, TORCHREC_KEPT, *VARIANTS)
 
 
@@ -98,6 +99,8 @@ class Side:
         self._pipes: list[Connection] = []
         context = multiprocessing.get_context("spawn")
         store = f"{folder}/{SIDES.index(name)}"
+        if name != TORCHREC:
+            wait_briefly()  # as train does, before torch is imported; the processes inherit it
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=run_side, args=(rank, ranks, threads, preset, name, store, theirs))
@@ -107,6 +110,8 @@ class Side:
             self._stack.callback(process.join)
             self._stack.callback(ours.close)  # which ends the rank's wait
             self._pipes.append(ours)
+        if name != TORCHREC:
+            del os.environ["GOMP_SPINCOUNT"]
 
     def __enter__(self) -> Side:
         return self

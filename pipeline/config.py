@@ -42,6 +42,7 @@ from pipeline.masking import find_secret, mask
 from pipeline.models.config import MODEL_CONFIGS
 from pipeline.preflight import validate_evaluation, validate_job
 from pipeline.processes import die_with_parent
+from pipeline.threads import wait_briefly
 
 __all__ = [
     "CheckpointsJob",
@@ -95,6 +96,7 @@ def run_verb(
     """A verb's command line: compose the job, run it, and print on rank 0 what came of it."""
     is_group = job_type in (TrainJob, EvaluateJob, RetrainJob)  # what runs on many ranks, and for long
     if is_group or job_type is ExportJob:  # what has something to put away when it is ended
+        wait_briefly()
         _obey_the_launcher()
     elif job_type is PredictJob:
         preemption.listen()

@@ -182,7 +182,7 @@ def test_a_plan_needs_no_local_run_folder() -> None:
         (EvaluateJob, ["run=r1", "trainer.global_batch_size=8"], "unknown key 'trainer'; did you mean 'global_batch_size'?"),
         (
             EvaluateJob, ["run=r1", "trainer.precision=bf16"],
-            "unknown key 'trainer'; a job has data_path, global_batch_size, max_batches, other_data, run, split, step, world_size",
+            "unknown key 'trainer'; a job has data_path, global_batch_size, max_batches, other_data, run, split, step, tables, world_size",
         ),
         (EvaluateJob, ["run=r1", "model=dlrm"], "unknown key 'model'; a job has data_path, global_batch_size,"),
         (PrepareJob, ["data=quickstart", QUICKSTART], "unknown key 'experiment'; a job has data, memory_limit_gb,"),

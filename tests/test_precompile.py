@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from pipeline.threads import wait_briefly
+
 TRAIN = """
 import os, warnings
 warnings.simplefilter("ignore")
@@ -35,3 +39,12 @@ def test_training_compiles_nothing_after_it(prepared_clicks: str, tmp_path: Path
     code = TRAIN.format(overrides=overrides)
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, timeout=120)
     assert _compiled(cache) == before
+
+
+def test_openmps_threads_wait_briefly_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    wait_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    wait_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"

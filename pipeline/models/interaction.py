@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from pipeline.threads import thread_pool
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+WIDEST_FOR_KERNELS = 32  # numbers a row: wider ones are as quick by torch's product
 LEAST_SHARE = 256  # samples: fewer are not worth a thread
 
 
@@ -109,7 +110,8 @@ def _fits_kernels(rows: torch.Tensor, dtype: torch.dtype) -> bool:
     """Not while torch.export or torch.compile traces: numpy sees no tensors there."""
     if torch.compiler.is_compiling() or type(rows) is not torch.Tensor:
         return False
-    return rows.device.type == "cpu" and rows.dtype == torch.float32 and dtype in KERNEL_DTYPES
+    is_narrow = rows.shape[2] <= WIDEST_FOR_KERNELS
+    return is_narrow and rows.device.type == "cpu" and rows.dtype == torch.float32 and dtype in KERNEL_DTYPES
 
 
 @cache

@@ -14,6 +14,7 @@ import sys
 import time
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,7 @@ def test_an_export_that_is_stopped_puts_its_folder_away(
     process = subprocess.Popen(
         [sys.executable, "-m", "pipeline.export", f"run={small_run}", f"output={tmp_path / 'artifact'}"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
     )  # fmt: skip
     until = time.monotonic() + 120
     while not any(path.is_dir() for path in tmp_path.glob(".export-*/tables/..")) and time.monotonic() < until:
