@@ -20,6 +20,7 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pipeline import storage
@@ -79,9 +80,9 @@ class Manifest:
     settings: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
-    @property
+    @cached_property
     def version(self) -> str:
-        """16 hex digits of the hash of what scores depend on."""
+        """16 hex digits of the hash of what scores depend on; worked out once, for every answer names it."""
         about = asdict(self)
         content = {key: about[key] for key in ("files", "schema", "tables", "features", "dense", "vocabularies", "format_version")}  # fmt: skip
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -98,6 +98,13 @@ def test_a_manifest_that_asks_for_too_much_or_for_other_files_is_refused(artifac
             raise AssertionError(what)
 
 
+def test_naming_the_version_in_every_answer_costs_nothing(artifact: Path) -> None:
+    predictor = Predictor.load(str(artifact))
+    assert predictor.version is predictor.version == read_manifest(str(artifact)).version
+    changed = replace(predictor.manifest, features=predictor.manifest.features[:-1])
+    assert changed.version != predictor.version
+
+
 def test_layers_that_hold_a_pickle_are_refused_before_torch_reads_them(small_artifact: ExportSummary) -> None:
     content = (Path(small_artifact.artifact) / "dense.pt2").read_bytes()
     check_archive(content, "dense.pt2")
