@@ -17,6 +17,7 @@ def precompile() -> bool:
     except ImportError:
         return False
     _tables()
+    _replicated_tables()
     _dot_products()
     return True
 
@@ -40,6 +41,19 @@ def _tables() -> None:
         )
         speed_up_cpu_tables([lookup])
         lookup(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2])).sum().backward()
+
+
+def _replicated_tables() -> None:
+    import torch
+    from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+
+    from pipeline.training.config import SparseOptimizerConfig
+    from pipeline.training.sparse_optimizer import ReplicatedTablesOptimizer
+
+    flat = torch.nn.Parameter(torch.zeros(16))
+    flat.grad = torch.ones(16)
+    tables: dict[str, torch.nn.Parameter] = {"bags.table.weight": TableBatchedEmbeddingSlice(flat, 0, 16, 4, 4)}
+    ReplicatedTablesOptimizer(tables, SparseOptimizerConfig("rowwise_adagrad")).step()
 
 
 def _dot_products() -> None:

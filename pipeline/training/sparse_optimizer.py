@@ -17,6 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.training.config import SparseOptimizerConfig
+from pipeline.training.flat_update import flat_update
 
 FUSED_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": optim.SGD,
@@ -101,6 +102,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
     def __init__(self, params: dict[str, nn.Parameter], config: SparseOptimizerConfig) -> None:
         self._optimizer = _make_replicated(list(params.values()), config)
         materialize_state(self._optimizer)
+        self._flat = flat_update(params, self._optimizer)
         state = {}
         for key, weight in params.items():
             table = key.split(".")[-2]
@@ -115,7 +117,10 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Any = None) -> None:
-        self._optimizer.step(closure=closure)
+        if self._flat and closure is None:
+            self._flat.step()
+        else:
+            self._optimizer.step(closure=closure)
 
     @property
     def num_steps(self) -> int:
