@@ -18,7 +18,7 @@ from pipeline.checks import did_you_mean
 from pipeline.config import CheckpointsJob, main, print_user_errors
 from pipeline.jobs import CHECKPOINT_COMMANDS
 from pipeline.logs import configure_logging, get_logger
-from pipeline.train import config_of, folder_of
+from pipeline.run_checkpoints import config_of, folder_of
 from pipeline.training.config import CheckpointConfig
 
 DAMAGED = 1  # exit code of verify

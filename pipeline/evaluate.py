@@ -13,7 +13,8 @@ from typing import Any
 from pipeline import storage, watchdog
 from pipeline.config import EvaluateJob, TrainJob, load_saved_job, run_verb
 from pipeline.garbage import none_while_importing
-from pipeline.train import SUMMARY, checkpoint_folder, describe_quality, describe_run
+from pipeline.run_checkpoints import checkpoint_folder
+from pipeline.train import SUMMARY, describe_quality, describe_run
 from pipeline.training.config import ParallelConfig
 
 CLICK_METRICS = ("ne", "logloss", "auc", "auprc", "calibration", "label_rate")  # in this order on the terminal

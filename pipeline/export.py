@@ -17,8 +17,8 @@ from pipeline import __version__, storage
 from pipeline.config import ExportJob, TrainJob, run_verb
 from pipeline.garbage import none_while_importing
 from pipeline.logs import get_logger
+from pipeline.run_checkpoints import config_of, folder_of
 from pipeline.serving.config import AUTO
-from pipeline.train import config_of, folder_of
 
 if TYPE_CHECKING:
     from pipeline.data.dataset import Dataset

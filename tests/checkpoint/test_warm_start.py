@@ -23,7 +23,7 @@ from pipeline.checkpoint.vocabularies import IdSpace
 from pipeline.config import TrainJob, load_config
 from pipeline.data.dataset import load_dataset
 from pipeline.distributed import init_distributed
-from pipeline.train import start_warm
+from pipeline.run_checkpoints import start_warm
 from pipeline.training.optimizer import build_optimizer
 from tests.checkpoint.resharding import whole
 from tests.ranks import RankPool

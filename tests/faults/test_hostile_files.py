@@ -22,7 +22,7 @@ from pipeline.evaluate import load_trained_job
 from pipeline.plan import check, diff, plan, show
 from pipeline.planner.planfile import read_plan
 from pipeline.preflight import validate_job
-from pipeline.train import folder_of
+from pipeline.run_checkpoints import folder_of
 from tests.faults.conftest import FaultRecorder
 from tests.faults.hostile import Call, calling, change_json
 
