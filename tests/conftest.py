@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from pipeline.config import ExportJob, GenerateJob, PrepareJob, TrainJob, load_config
 from pipeline.export import ExportSummary, export
 from pipeline.generate import generate
 from pipeline.prepare import prepare
 from pipeline.train import train
+from tests.process_state import own_process_state
 from tests.ranks import RankPool
 
 SAMPLES = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-@pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
-    """What a verb that runs within a test sets up for the process ends with the test."""
-    loggers = [logging.getLogger(), logging.getLogger("pipeline")]
-    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
-    yield
-    for logger, level, handlers in before:
-        logger.setLevel(level)
-        logger.handlers[:] = handlers
+# A landing is not to be refused for what was drawn today; `--hypothesis-profile=default` draws anew.
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[object]:
+    """What a test or the fixtures that it sets up change for the whole process ends with the test."""
+    with own_process_state():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

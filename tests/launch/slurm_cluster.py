@@ -75,17 +75,23 @@ LogFile={base}/slurmdbd.log
 """
 
 
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": PATH}
+
+
 def why_not(accounting: bool = False) -> str:
     """Why there can be no cluster here; empty where there can."""
-    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     needed = [*PROGRAMS, *(["slurmdbd", "mariadbd", "mariadb-install-db"] if accounting else [])]
-    if missing := [name for name in needed if shutil.which(name) is None]:
+    if missing := [name for name in needed if shutil.which(name, path=PATH) is None]:
         return f"Slurm is not installed: no {', '.join(missing)} (Debian: apt-get install slurm-wlm munge iproute2)"
     if os.geteuid() != 0:
         return "a Slurm cluster of namespaces needs root"
     tried = subprocess.run(
         ["unshare", "-m", "-n", "-u", "-p", "--fork", "--mount-proc", "ip", "link", "add", "br0", "type", "bridge"],
-        capture_output=True, text=True,
+        capture_output=True, text=True, env=_environment(),
     )  # fmt: skip
     return f"namespaces are refused here: {tried.stderr.strip()}" if tried.returncode else ""
 
@@ -104,8 +110,10 @@ class Host:
         # Nothing outlives the tests, however they end: the kernel kills the holder with them, and its child with it.
         hold = ["setpriv", "--pdeathsig", "KILL", "unshare", "-m", "-n", "-u", "-p", "--fork", "--kill-child", "--mount-proc"]  # fmt: skip
         with open(base / f"{name}.err", "w") as errors:
-            self._holder = subprocess.Popen([*hold, "bash", "-c", setup], stderr=errors, start_new_session=True)
-        wait_until(lambda: (base / f"up-{name}").exists(), f"the namespaces of {name}", 10)
+            self._holder = subprocess.Popen(
+                [*hold, "bash", "-c", setup], stderr=errors, start_new_session=True, env=_environment()
+            )
+        wait_until(lambda: (base / f"up-{name}").exists(), f"the namespaces of {name}", 60)
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
         self.pid = int(children.read_text().split()[0])
 
@@ -113,7 +121,7 @@ class Host:
         return ["nsenter", "-t", str(self.pid), "-m", "-n", "-u", "-p", *words]
 
     def run(self, *words: str) -> None:
-        done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=30)
+        done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=120, env=_environment())
         if done.returncode:
             raise RuntimeError(f"{self.name}: {' '.join(words)}: {done.stdout}{done.stderr}")
 
@@ -172,7 +180,7 @@ class Cluster:
         ctl.run("env", f"SLURM_CONF={base}/slurm.conf", "slurmctld", "-c")
         for name in self.names:
             self.start_node(name)
-        wait_until(lambda: self.num_idle() == len(self.names), "all nodes idle", 30)
+        wait_until(lambda: self.num_idle() == len(self.names), "all nodes idle", 120)
 
     def _start_accounting(self, ctl: Host) -> None:
         base = self.base
@@ -202,20 +210,26 @@ class Cluster:
             "link",
         ]  # process ids are this machine's here
         subprocess.run(
-            [*in_ctl, "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(node.pid)], check=True
+            [*in_ctl, "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(node.pid)],
+            check=True,
+            env=_environment(),
         )
-        subprocess.run([*in_ctl, "set", link, "master", "br0", "up"], check=True)
+        subprocess.run([*in_ctl, "set", link, "master", "br0", "up"], check=True, env=_environment())
         node.run("ip", "addr", "add", f"{NETWORK}.{10 + index}/24", "dev", "eth0")
         node.run("ip", "link", "set", "eth0", "up")
         (self.base / f"spool-{name}").mkdir(exist_ok=True)
         node.run("env", f"SLURM_CONF={self.base}/slurm.conf", "slurmd", "-N", name)
 
     def run(
-        self, words: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 60
+        self,
+        words: Sequence[str],
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 120,
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.hosts["ctl"].command("bash", "-c", 'cd "$0" && exec "$@"', str(cwd or self.base), *words),
-            env={**os.environ, **self.env, **(env or {})}, capture_output=True, text=True, timeout=timeout_s,
+            env={**_environment(), **self.env, **(env or {})}, capture_output=True, text=True, timeout=timeout_s,
         )  # fmt: skip
 
     @property
@@ -241,7 +255,7 @@ class Cluster:
     def state(self, job_id: str) -> str:
         return self.job(job_id)["JobState"]
 
-    def wait_for_state(self, job_id: str, *states: str, timeout_s: float = 60) -> str:
+    def wait_for_state(self, job_id: str, *states: str, timeout_s: float = 180) -> str:
         found = wait_until(
             lambda: self.state(job_id) in states and self.state(job_id), f"job {job_id} {states}", timeout_s
         )
