@@ -17,7 +17,7 @@ from pipeline.planner.search.shortfall import least_shortfall
 from tests.planner.problems import DLRMV2_ROWS, DLRMV2_SIZES, make_tables, on, request
 from tests.planner.test_planner import assert_capacity_kept
 
-SEARCH = PlannerConfig(kind="search", plan_file="unused.json", timeout_s=20.0)
+SEARCH = PlannerConfig(kind="search", plan_file="unused.json", timeout_s=600.0)  # on a busy machine too
 GIB = 1 << 30
 
 
@@ -41,9 +41,9 @@ def too_large_for_one_rank() -> PlanRequest:
 
 
 def without_room_beside_state() -> PlanRequest:
-    return request(
-        make_tables(DLRMV2_ROWS, 128, DLRMV2_SIZES), on("a100_40gb", 4, hbm_cap_gb=30.0, ddr_cap_gb=1.0), "adagrad"
-    )
+    largest = sorted(zip(DLRMV2_ROWS, DLRMV2_SIZES, strict=True), reverse=True)[:8]
+    tables = make_tables([rows for rows, _ in largest], 128, [size for _, size in largest])
+    return request(tables, on("a100_40gb", 4, hbm_cap_gb=30.0, ddr_cap_gb=1.0), "adagrad")
 
 
 def too_many_rows_for_the_host() -> PlanRequest:
@@ -95,7 +95,7 @@ CASES: list[tuple[Callable[[], PlanRequest], list[str], list[str]]] = [
     ),
     (
         without_room_beside_state,
-        ["with their adagrad state they take 194.73 GiB", "best attempt:", "of HBM"],
+        ["with their adagrad state they take 194.61 GiB", "best attempt:", "of HBM"],
         ["optimizer.sparse.name=rowwise_adagrad", "optimizer.sparse.name=rowwise_adagrad tables.default.data_type=fp16"],
     ),
     (
@@ -118,7 +118,7 @@ def test_ways_out_are_those_that_hold(make: Callable[[], PlanRequest], told: lis
     assert [line for line in offered if line not in found] == [], text
     for line in found:
         changed, config = changed_as(line, asked, SEARCH)
-        record = make_plan(replace(config, timeout_s=5.0), changed)
+        record = make_plan(replace(config, gap_tolerance=1.0), changed)  # any plan will do
         if config is SEARCH:
             assert_capacity_kept(record, changed)
 

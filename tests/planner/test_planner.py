@@ -271,7 +271,7 @@ def test_the_plan_does_not_depend_on_pythonhashseed() -> None:
         )
         for seed in ("1", "3")
     ]  # fmt: skip
-    hashes = {process.communicate(timeout=100)[0].strip().splitlines()[-1] for process in processes}
+    hashes = {process.communicate(timeout=300)[0].strip().splitlines()[-1] for process in processes}
     assert hashes == {hashlib.sha256(here.encode()).hexdigest()}
 
 
