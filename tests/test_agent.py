@@ -63,7 +63,7 @@ def test_the_first_node_hosts_the_meeting_whatever_names_say(flags: list[str], c
 )  # fmt: skip
 def test_the_launch_ends_as_its_ranks_do(tmp_path: Path, codes: str, expected: int, num_starts: int, said: str) -> None:
     process = _launch(tmp_path, codes)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == expected, err
     assert f"start {num_starts - 1} of rank" in out and f"start {num_starts} of rank" not in out
     assert said in err and "Traceback" not in err
@@ -74,7 +74,7 @@ def test_the_launch_ends_as_its_ranks_do(tmp_path: Path, codes: str, expected: i
 def test_a_rank_told_to_end_because_another_died_does_not_make_it_a_requeue(tmp_path: Path) -> None:
     codes = "preemption.listen(); os.kill(os.getpid(), 9) if rank == 1 and not time.sleep(1) else time.sleep(30)"
     process = _launch(tmp_path, codes, max_restarts=0)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "was ended by SIGKILL" in err
 
@@ -96,5 +96,5 @@ time.sleep(60)
     for _ in range(2):
         process.terminate()
         time.sleep(0.5)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (75, "saved\n", "")

@@ -165,7 +165,7 @@ def test_exporting_a_table_takes_a_fraction_of_its_size_in_memory(ranks: RankPoo
     ranks.run(1, _save_small, small)
     output = str(tmp_path / "large.parquet")
     finished = subprocess.run(
-        [sys.executable, "-c", EXPORT, large, small, output], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", EXPORT, large, small, output], capture_output=True, text=True, timeout=300, check=True
     )
     assert float(finished.stdout) < 100, f"{finished.stdout} MiB"
     assert pq.ParquetFile(output).metadata.num_rows == 800_000

@@ -77,7 +77,7 @@ def test_lasting_faults_are_errors_with_path_and_bytes_and_403_at_once(
         with pytest.raises(OSError, match=FOLDER):
             action()
         if fault == "403":
-            assert store.counts[fault] == planted + 1 and time.monotonic() - began < 2
+            assert store.counts[fault] == planted + 1 and time.monotonic() - began < 10
     with pytest.raises(OSError, match="upload of 12,345 bytes to s3://bucket/runs/a/x failed"):
         storage.move_file(str(tmp_path / "x"), PATH)
     store.faults = lambda method, path: ""

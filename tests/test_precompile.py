@@ -37,7 +37,7 @@ def test_training_compiles_nothing_after_it(prepared_clicks: str, tmp_path: Path
         "tables.cat_3.data_type=fp16", "tables.cat_3.sharding.sharding_types=[table_wise]",
     ]  # fmt: skip
     code = TRAIN.format(overrides=overrides)
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, timeout=300)
     assert _compiled(cache) == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ preemption.listen()
 """
 
 
-def _run(code: str, timeout: float = 30) -> tuple[int, str, float]:
+def _run(code: str, timeout: float = 120) -> tuple[int, str, float]:
     """(exit code, stderr, seconds) of a process without torch."""
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", START + code], stderr=subprocess.PIPE, text=True, timeout=timeout)
@@ -38,24 +39,24 @@ with watchdog.stepping("training"):
     read_from_a_dead_disk()
 """)
     assert code == HANG
-    assert "rank 3 at step 17, waiting for input" in text and "no progress for 1." in text
+    assert "rank 3 at step 17, waiting for input" in text and re.search(r"no progress for \d", text)
     assert "read_from_a_dead_disk" in text
-    assert seconds < 1 + 5
+    assert seconds < 30  # of the 60 that it would have slept
 
 
 def test_phases_that_may_take_long_are_no_hangs() -> None:
     code, text, _ = _run("""
-watchdog.start(0, Limits(step_s=0.5))
+watchdog.start(0, Limits(step_s=1.5))
 with watchdog.stepping("training"):
-    for step in range(4):
-        time.sleep(0.3)
+    for step in range(18):
+        time.sleep(0.1)  # other work on the machine may make it longer
         watchdog.beat(step)
     with watchdog.saving():
-        time.sleep(1.2)
+        time.sleep(1.8)
     with watchdog.stage("training"):
-        time.sleep(1.2)
+        time.sleep(1.8)
 watchdog.end()
-time.sleep(1.2)
+time.sleep(1.8)
 """)
     assert (code, text) == (0, "")
 
@@ -79,7 +80,7 @@ with watchdog.stepping("training"):
     process.send_signal(signal.SIGSTOP)
     time.sleep(4.0)
     process.send_signal(signal.SIGCONT)
-    _, text = process.communicate(timeout=30)
+    _, text = process.communicate(timeout=120)
     assert (process.returncode, text) == (0, "")
 
 

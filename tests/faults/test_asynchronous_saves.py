@@ -18,7 +18,7 @@ from tests.faults.conftest import FaultRecorder
 from tests.ranks import RankPool
 from tests.sharded_models import build_sharded, digest, draw_batches, train_steps
 
-SLOW_S = 0.4
+SLOW_S = 0.7
 
 
 def _slow_saves(rank: int, folder: str, num_steps: int) -> tuple[dict[int, str], list[float], list[str]]:

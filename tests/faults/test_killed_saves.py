@@ -30,7 +30,7 @@ def _die(folder: Path, phase: str, victim: int, asynchronous: bool) -> None:
     try:
         processes[victim].join(120)
         assert processes[victim].exitcode == SIGKILLED, (phase, victim)  # the phase was reached
-        processes[1 - victim].join(60)
+        processes[1 - victim].join(120)
         assert processes[1 - victim].exitcode is not None, (
             f"rank {1 - victim} hangs after the death of {victim}: {phase}"
         )

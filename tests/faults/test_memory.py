@@ -15,7 +15,7 @@ def _measure(*words: str) -> dict[str, int]:
         [sys.executable, "-m", "tests.faults.memory_worker", *words],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -82,11 +82,11 @@ def test_a_save_slower_than_the_grace_leaves_the_earlier_step_and_a_run_to_go_on
         time.sleep(0.05)
     began = time.monotonic()
     process.terminate()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     seconds = time.monotonic() - began
     assert process.returncode == REQUEUE, output
     assert "nothing is saved yet, and trainer.grace_s=10 is nearly over" in output
-    assert 4 < seconds < 9
+    assert 4 < seconds < 10
     assert _steps(run) == [10]
     code, output = run.finish()
     assert code == DONE and _steps(run)[-1] == STEPS, output

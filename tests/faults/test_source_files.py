@@ -151,12 +151,12 @@ def _limit_file_size() -> None:
 def test_a_full_disk_ends_in_one_line_and_a_second_run_finishes(tmp_path: Path, fault: FaultRecorder) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(20_000))
     command = _prepare_command(source, f"{tmp_path}/ds")
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=_limit_file_size, timeout=120)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=_limit_file_size, timeout=300)
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and str(tmp_path / "ds") in last and "Traceback" not in ended.stderr
     assert not (tmp_path / "ds" / "dataset.json").exists()
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120).returncode == 0
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300).returncode == 0
     fault(
         19,
         "a limit on file sizes while preparing: one line with the path, no data set; run again, it finishes",
@@ -167,6 +167,6 @@ def test_a_full_disk_ends_in_one_line_and_a_second_run_finishes(tmp_path: Path, 
 def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(50))
     command = _prepare_command(source, f"{source}/ds")
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.startswith("error: ") and f"{source}/ds" in ended.stderr

@@ -24,7 +24,7 @@ class Launch:
         self.overrides = [
             "experiment=quickstart", "hardware=cpu", "planner=torchrec", f"data.path={data}", f"run_dir={folder}/run",
             "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512", "trainer.evaluate_max_batches=2",
-            "trainer.grace_s=10", "trainer.epochs=1000",
+            "trainer.grace_s=18", "trainer.epochs=1000",
         ]  # fmt: skip
 
     def says(self, *words: str, code: int = 0) -> str:

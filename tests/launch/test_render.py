@@ -63,7 +63,7 @@ def test_words_and_variables_arrive_as_they_were_typed(data: str, tmp_path: Path
     )
     runnable = re.sub(r"(?m)^srun ", f"{show} ", script)
     env = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "4"}
-    subprocess.run(["bash"], input=runnable, text=True, env={**os.environ, **env}, capture_output=True, timeout=30)
+    subprocess.run(["bash"], input=runnable, text=True, env={**os.environ, **env}, capture_output=True, timeout=120)
     words, environment = json.loads(shown.read_text())
     assert words[-4:] == ["experiment=quickstart", data, odd, "run_dir='a b/${name}'"]
     assert (environment["A"], environment["B"]) == ("1,2", "$HOME 'x' \"y\"")
@@ -137,7 +137,7 @@ def test_torchrun_lines_train(prepared_clicks: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     lines = render("torchrun", ["train", "-j", "1x1", "--env", "NOTE=it's", "--", *overrides])
     assert ["export", "NOTE=it's"] in [shlex.split(line) for line in lines.splitlines()]
-    done = subprocess.run(["bash", "-c", lines], cwd=REPOSITORY, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(["bash", "-c", lines], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (log,) = (tmp_path / "a run" / "logs").glob("rank_0.stdout.log")
     assert "trained to step 3" in log.read_text() and log.is_symlink()

@@ -40,10 +40,10 @@ def test_a_job_of_torchx_is_followed_requeued_resumed_and_cancelled(launch: Laun
 
 def test_a_rendered_script_saves_when_its_time_is_up_goes_on_and_ends(launch: Launch) -> None:
     script = launch.render("train", "-j", "2x1", "--time", "30", "--", *launch.overrides, "trainer.max_steps=400")  # fmt: skip
-    assert "#SBATCH --signal=TERM@40\n" in script
+    assert "#SBATCH --signal=TERM@48\n" in script
     job_id = launch.sbatch(script)
     launch.wait_for(job_id, STEP.pattern)
-    # What --signal=TERM@40 does 40 s before the limit: SIGTERM for the steps, none for the script.
+    # What --signal=TERM@48 does 48 s before the limit: SIGTERM for the steps, none for the script.
     launch.cluster.ask("scancel", "--signal=TERM", job_id)
     launch.wait_for(job_id, "the ranks ended with code", times=2)
     assert launch.cluster.wait_for_state(job_id, "COMPLETED") == "COMPLETED"

@@ -14,7 +14,7 @@ from pipeline.models.task import GuardedLoss
 from pipeline.training.comms_wait import CommsWait
 from tests.ranks import RankPool
 
-DELAY_S = 0.4
+DELAY_S = 0.6
 
 
 def _sleep(*_: Any) -> None:
