@@ -7,6 +7,7 @@ rows each attempt read for which step goes to <folder>/rows.<rank>.jsonl.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -75,7 +76,7 @@ def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
     watchdog.beat = _before(watchdog.beat, at_beat)
     LocalFolder.commit = _before(LocalFolder.commit, lambda _, attempt, __: plant(faults, "save", attempt.step))
     ShardReader.batches = _read_with_faults(ShardReader.batches, faults)  # type: ignore[method-assign]
-    Trainer._micro_batches = _recorded(Trainer._micro_batches, folder)  # type: ignore[method-assign]
+    Trainer._micro_batches = recorded(Trainer._micro_batches, folder)  # type: ignore[method-assign]
 
 
 def _read_with_faults(batches: Any, faults: list[dict[str, Any]]) -> Any:
@@ -87,18 +88,22 @@ def _read_with_faults(batches: Any, faults: list[dict[str, Any]]) -> Any:
     return read
 
 
-def _recorded(micro_batches: Any, folder: str) -> Any:
+def _hash(row: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(row, digest_size=8).digest())
+
+
+def recorded(micro_batches: Any, folder: str) -> Any:
     """The same batches; each one's rows are written down, by a hash of their values, before it is used."""
 
-    def recorded(trainer: Any, start_step: int) -> Iterator[Any]:
+    def with_record(trainer: Any, start_step: int) -> Iterator[Any]:
         with open(f"{folder}/rows.{RANK}.jsonl", "a") as file:
             for step, batch in enumerate(micro_batches(trainer, start_step), start=start_step):
-                rows = [hash(row.tobytes()) for row in batch.dense_features.numpy()]
+                rows = [_hash(row.tobytes()) for row in batch.dense_features.numpy()]
                 file.write(json.dumps({"attempt": ATTEMPT, "step": step, "rows": rows}) + "\n")
                 file.flush()
                 yield batch
 
-    return recorded
+    return with_record
 
 
 if __name__ == "__main__":

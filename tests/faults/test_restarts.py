@@ -7,12 +7,18 @@ import re
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from pipeline.config import TrainJob, load_config
 from pipeline.exit_codes import DONE
+from pipeline.train import train
+from pipeline.training.trainer import Trainer
+from tests.faults import planted
 from tests.faults.conftest import FaultRecorder
 from tests.faults.runs import Run, processes_of
+from tests.ranks import RankPool
 
 STEPS, RANKS, HANG_S = 60, 2, 10  # on a machine with other work a rank may stand still for seconds and be well
 LIMITS = (f"trainer.hang_timeout_s={HANG_S}", "trainer.startup_timeout_s=120")
@@ -20,11 +26,18 @@ PATIENT = ("trainer.hang_timeout_s=120", "trainer.startup_timeout_s=120")
 KILLED = re.compile(r"rank \d \(pid \d+\) was ended by SIGKILL")
 
 
+def _train_and_record(rank: int, run: Run) -> None:
+    with patch.object(planted, "RANK", rank), patch.object(
+        Trainer, "_micro_batches", planted.recorded(Trainer._micro_batches, str(run.folder))
+    ):  # fmt: skip
+        train(load_config(TrainJob, run.words))
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(prepared_clicks: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def uninterrupted(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run(prepared_clicks, tmp_path_factory.mktemp("faults") / "uninterrupted", PATIENT)
-    code, output = run.finish(ranks=RANKS)
-    assert code == DONE, output
+    run.folder.mkdir()
+    ranks.run(RANKS, _train_and_record, run)
     return run
 
 
@@ -51,35 +64,49 @@ def _same_as(run: Run, uninterrupted: Run) -> None:
     assert len(set(lineage)) == len(lineage) == STEPS * 256
 
 
+@pytest.mark.parametrize(
+    ("places", "num_kills"),
+    [
+        pytest.param(("import", "load"), 1, id="some"),
+        pytest.param(("import", "rendezvous", "load"), 3, id="more", marks=pytest.mark.campaign),
+    ],
+)
 def test_ranks_that_die_or_hang_anywhere_leave_no_trace_in_the_result(
-    uninterrupted: Run, prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
+    uninterrupted: Run,
+    prepared_clicks: str,
+    tmp_path: Path,
+    fault: FaultRecorder,
+    places: tuple[str, ...],
+    num_kills: int,
 ) -> None:
     """One launch, so that every restart is also one after other faults."""
     chance = random.Random(1)
     starts = [
         {"attempt": attempt, "rank": chance.randrange(RANKS), "at": at, "do": "kill"}
-        for attempt, at in enumerate(("import", "rendezvous", "load"))
+        for attempt, at in enumerate(places)
     ]
-    kills = _kills_at_steps(3, 3, chance)
-    stop = {"attempt": 6, "rank": 1, "at": "step", "step": 57, "do": "stop"}
-    block = {"attempt": 7, "rank": 1, "at": "input", "step": 58, "do": "block"}
+    kills = _kills_at_steps(num_kills, len(starts), chance)
+    hang = len(starts) + len(kills)
+    stop = {"attempt": hang, "rank": 1, "at": "step", "step": 57, "do": "stop"}
+    block = {"attempt": hang + 1, "rank": 1, "at": "input", "step": 58, "do": "block"}
     run = Run(prepared_clicks, tmp_path, LIMITS)
     code, output = run.finish(*starts, *kills, stop, block, ranks=RANKS, max_restarts=9)
     assert code == DONE, output
-    assert "starting all ranks again, 8 of 9 times" in output
-    assert len(KILLED.findall(output)) >= 6
+    assert f"starting all ranks again, {hang + 2} of 9 times" in output
+    assert len(KILLED.findall(output)) >= hang
     _same_as(run, uninterrupted)
     assert processes_of(run) == []
     fault(
         1,
-        "3 of 3: weights, optimizer and random state, validation metrics bitwise equal to the uninterrupted run, each row once",
-        count=3,
+        f"{num_kills} of {num_kills}: weights, optimizer and random state, validation metrics bitwise equal to the uninterrupted run, each row once",
+        count=num_kills,
         seed=1,
     )
-    fault(3, "3 of 3 (import, rendezvous, load): the ranks came back by themselves and ended the same", count=3, seed=1)
-    found_s = [_check_hang(run, 6, "gives no sign; its process is stopped by a signal, killed", rank_that_tells=0)]
-    found_s.append(_check_hang(run, 7, "waiting for input", rank_that_tells=1))
-    assert "_read_from_a_disk_that_does_not_answer" in run.log(7, 1)
+    where = f"{len(places)} of {len(places)} ({', '.join(places)})"
+    fault(3, f"{where}: the ranks came back by themselves and ended the same", count=len(places), seed=1)
+    found_s = [_check_hang(run, hang, "gives no sign; its process is stopped by a signal, killed", rank_that_tells=0)]
+    found_s.append(_check_hang(run, hang + 1, "waiting for input", rank_that_tells=1))
+    assert "_read_from_a_disk_that_does_not_answer" in run.log(hang + 1, 1)
     fault(
         21,
         f"2 of 2 found, the later after {max(found_s):.1f} s of {HANG_S} s allowed + 5 s; rank, step and stack named",
@@ -126,7 +153,7 @@ def test_an_agent_that_is_killed_leaves_no_orphan_and_its_folder_free(
         time.sleep(0.05)
     assert len(processes_of(run)) == 1 + RANKS
     agent.kill()
-    agent.communicate(timeout=60)
+    agent.communicate(timeout=300)
     deadline = time.monotonic() + 10
     while processes_of(run) and time.monotonic() < deadline:
         time.sleep(0.05)
