@@ -23,7 +23,9 @@ def prepare(job: PrepareJob) -> PrepareSummary:
     """Raises ValueError where the source cannot become a data set, or job.data.path holds another one."""
     # Here, so that a typo in the command fails before pyarrow and DuckDB are imported.
     from pipeline.data.base_vocabulary import load_base
-    from pipeline.data.preparation import Resources, find_prepared, prepare_dataset
+    from pipeline.data.preparation import prepare_dataset
+    from pipeline.data.recipe import find_prepared
+    from pipeline.data.resources import Resources
     from pipeline.data.source import find_sources
 
     started = time.monotonic()

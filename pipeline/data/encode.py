@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pipeline.checks import did_you_mean
 from pipeline.data.config import DataConfig, IdsConfig
 from pipeline.data.hashing import hash_ids
-from pipeline.data.rows import Layout
+from pipeline.data.layout import Layout
 
 # Staged beside the features; no feature has these names.
 TIMESTAMP_COLUMN = "\0timestamp"

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -24,12 +23,14 @@ import pyarrow as pa
 from pipeline import storage
 from pipeline.data.base_vocabulary import BUCKETS_FILE, BaseVocabulary
 from pipeline.data.config import DataConfig, IdsConfig
-from pipeline.data.dataset import FILE_NAME, SPLITS, Dataset, SparseFeature, Split, load_dataset
+from pipeline.data.dataset import FILE_NAME, SPLITS, Dataset, SparseFeature, Split
 from pipeline.data.encode import Features, features_of
+from pipeline.data.layout import Layout, layout_of
 from pipeline.data.parallel import map_ordered
-from pipeline.data.rows import Layout, layout_of
+from pipeline.data.recipe import recipe_of
+from pipeline.data.resources import Resources
 from pipeline.data.shards import ShardWriter, WrittenShard, plan_shards
-from pipeline.data.source import MAX_BLOCK_ROWS, Source
+from pipeline.data.source import Source
 from pipeline.data.source_schemas import check_sources
 from pipeline.data.splits import BlockRows, Boundaries, TrainingCounts, blocks_of, count_training, find_boundaries
 from pipeline.data.staging import StagedFile, stage_source
@@ -40,41 +41,7 @@ from pipeline.processes import only_one_run
 
 QUARANTINE_FILE = "quarantine.jsonl"
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
-BYTES_A_TEXT_BYTE = 10  # memory that a block takes while it is parsed and encoded, beside its text
-PROCESS_BYTES = 300 << 20  # Python, numpy, pyarrow and DuckDB loaded, and what they keep for reuse
-BYTES_AN_ENGINE_THREAD = 128 << 20
-MAX_BLOCK_BYTES = 8 << 20
-MIN_BLOCK_BYTES = 1 << 18
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What preparation may use; the sum of its parts stays within `memory_bytes`."""
-
-    memory_bytes: int
-    threads: int
-    staging: str
-
-    @property
-    def engine_bytes(self) -> int:
-        """What the process does not take for itself; DuckDB goes a tenth over its limit (measured up to 30M values)."""
-        return max(BYTES_AN_ENGINE_THREAD, (self.memory_bytes - PROCESS_BYTES) * 7 // 10)
-
-    @property
-    def engine_threads(self) -> int:
-        """Each thread of DuckDB wants room of its own before it spills."""
-        return max(1, min(self.threads, self.engine_bytes // BYTES_AN_ENGINE_THREAD))
-
-    def shard_threads(self, row_group_rows: int, num_columns: int) -> int:
-        """How many shards may be written at once: each holds a row group and a block, in a few forms."""
-        a_shard = (row_group_rows + MAX_BLOCK_ROWS) * num_columns * 4 * 4
-        return max(1, min(self.threads, self.memory_bytes // 2 // a_shard))
-
-    @property
-    def block_bytes(self) -> int:
-        share = self.memory_bytes // 3 // (BYTES_A_TEXT_BYTE * (self.threads + 1))
-        return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, share))
 
 
 def prepare_dataset(
@@ -103,56 +70,6 @@ def prepare_dataset(
         storage.publish_text(storage.join(config.path, FILE_NAME), dataset.to_json())
         storage.remove(resources.staging)
     return dataset
-
-
-def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabulary | None = None) -> Dataset | None:
-    """The finished data set of the same sources and recipe. Raises ValueError where config.path holds another one."""
-    path = storage.join(config.path, FILE_NAME)
-    if not storage.is_file(path):
-        return None
-    way_out = f"choose another data.path, or remove {config.path} to prepare it anew"
-    try:
-        dataset = load_dataset(config.path)
-    except ValueError as error:
-        raise ValueError(f"{path} is of another release: {way_out}") from error
-    wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
-    differing = [f"{key} was {found.get(key)}, is {wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
-    here = {source.name: (source.size_bytes, source.digest) for source in sources}
-    there = {source["path"]: (source["size_bytes"], source["digest"]) for source in dataset.sources}
-    differing += [f"{name} is another file" for name in here.keys() & there.keys() if here[name] != there[name]]
-    differing += [f"{name} is new" for name in here.keys() - there.keys()]
-    differing += [f"{name} is missing" for name in there.keys() - here.keys()]
-    if differing:
-        raise ValueError(f"{config.path} was prepared from other input ({'; '.join(sorted(differing)[:5])}): {way_out}")
-    for shard in (shard for split in dataset.splits.values() for shard in split.files):
-        shard_path = storage.join(config.path, shard.path)
-        if not storage.is_file(shard_path) or storage.size_bytes(shard_path) != shard.size_bytes:
-            raise ValueError(f"{shard_path} is not the {shard.size_bytes:,} bytes that {FILE_NAME} names: {way_out}")
-    return dataset
-
-
-def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[str, Any]:
-    """What beside the sources the data set's bytes depend on."""
-    keys = (
-        "format",
-        "columns",
-        "dense_transform",
-        "ids",
-        "feature_ids",
-        "split",
-        "rows_per_shard",
-        "rows_per_row_group",
-    )
-    recipe = {key: value for key, value in asdict(config).items() if key in keys}
-    return recipe if base is None else recipe | {"vocabularies": base.describe()}
-
-
-def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(f"{prefix}.{key}", value) if isinstance(value, dict) else {f"{prefix}.{key}": value}
-    return flat
 
 
 def stage_sources(

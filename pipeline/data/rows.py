@@ -6,87 +6,20 @@ The fast path lets pyarrow read the whole block. Only a block with something wro
 from __future__ import annotations
 
 import csv
-import math
-import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from pipeline.checks import did_you_mean
-from pipeline.data.config import ColumnsConfig, DataConfig
-from pipeline.data.criteo import criteo_columns
+from pipeline.data.cells import LARGEST_FLOAT32, is_number, is_time, parse_timestamps
+from pipeline.data.layout import Layout, check_columns
 from pipeline.data.parquet_text import not_text, with_text
 from pipeline.data.source import MAX_LINE_BYTES, Block, ParquetReader, Source, TextReader
 
 MAX_TEXT_CHARACTERS = 500
-PLAIN_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?", re.ASCII)
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
-TIMESTAMP_TYPES = (pa.int64(), pa.timestamp("us", "UTC"), pa.timestamp("us"))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a source's rows are written. `header` is None where the file's first line, or its schema, names the columns.
-
-    columns.label is empty for rows that are to be scored: they have none. Columns that are `carried` are read and left
-    as they are (text in text files).
-    """
-
-    columns: ColumnsConfig
-    delimiter: str = "\t"
-    quoted: bool = False
-    header: tuple[str, ...] | None = None
-    parquet: bool = False
-    carried: tuple[str, ...] = ()
-
-    @property
-    def numbers(self) -> list[str]:
-        return [*([self.columns.label] if self.columns.label else []), *self.columns.dense]
-
-    @property
-    def needed(self) -> list[str]:
-        columns = self.columns
-        times = [columns.timestamp] if columns.timestamp else []
-        names = [*self.numbers, *columns.sparse, *columns.multi_hot, *times]
-        return [*names, *(name for name in self.carried if name not in names)]
-
-
-def layout_of(config: DataConfig) -> Layout:
-    """Raises ValueError where a column has two roles, or none is left to learn from."""
-    if config.format == "criteo_tsv":
-        columns = criteo_columns()
-        return Layout(columns, header=(columns.label, *columns.dense, *columns.sparse))
-    timestamp = config.columns.timestamp if config.split.kind == "time" else None
-    layout = Layout(
-        replace(config.columns, timestamp=timestamp),
-        delimiter="," if config.format == "csv" else "\t",
-        quoted=config.format == "csv",
-        parquet=config.format == "parquet",
-    )
-    twice = sorted({name for name in layout.needed if layout.needed.count(name) > 1})
-    if twice:
-        raise ValueError(f"data.columns gives {', '.join(map(repr, twice))} two roles: name each column once")
-    if not config.columns.sparse and not config.columns.multi_hot:
-        raise ValueError("data.columns names no categorical column: list some under data.columns.sparse or multi_hot")
-    return layout
-
-
-def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
-    """Raises ValueError where a needed column is missing, naming the nearest one that is there."""
-    missing = [name for name in layout.needed if name not in names]
-    if missing:
-        listed = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in missing[:5])
-        raise ValueError(
-            f"{path} lacks {len(missing)} of {len(layout.needed)} columns: {listed}. "
-            f"It has {', '.join(names[:60])}; mend data.columns"
-        )
-    doubled = sorted({name for name in layout.needed if names.count(name) > 1})
-    if doubled:
-        raise ValueError(f"{path} names column {doubled[0]!r} {names.count(doubled[0])} times: rename one")
 
 
 def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[TextReader | ParquetReader, tuple[str, ...]]:
@@ -202,20 +135,6 @@ def _with_timestamps(layout: Layout, table: pa.Table) -> pa.Table:
     return table.set_column(table.schema.get_field_index(name), name, times)
 
 
-def parse_timestamps(values: pa.Array) -> pa.Array:
-    """Whole numbers as they are; dates and times as microseconds since 1970 (UTC where no zone is given)."""
-    if pa.types.is_date(values.type):
-        values = values.cast(pa.timestamp("us"))
-    if pa.types.is_timestamp(values.type):
-        return values.cast(pa.timestamp("us", values.type.tz), safe=False).cast(pa.int64())
-    for kind in TIMESTAMP_TYPES:
-        try:
-            return values.cast(kind).cast(pa.int64())
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            continue
-    raise pa.ArrowInvalid(f"neither whole numbers nor ISO 8601 times: {values[:3]}")
-
-
 def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
     """Row -> reason, of what types alone do not catch."""
     reasons: dict[int, str] = {}
@@ -253,12 +172,12 @@ def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str
     values = dict(zip(header, cells, strict=True))
     if layout.columns.label:
         label = values[layout.columns.label]
-        if label not in ("0", "1") and not (_is_number(label) and float(label) in (0.0, 1.0)):
+        if label not in ("0", "1") and not (is_number(label) and float(label) in (0.0, 1.0)):
             return f"{layout.columns.label} is {label!r}, not 0 or 1"
     for name in layout.columns.dense:
-        if values[name] and not _is_number(values[name]):
+        if values[name] and not is_number(values[name]):
             return f"{name} is {values[name]!r}, not a finite 32-bit number"
-    if layout.columns.timestamp and not _is_time(values[layout.columns.timestamp]):
+    if layout.columns.timestamp and not is_time(values[layout.columns.timestamp]):
         return f"{layout.columns.timestamp} is {values[layout.columns.timestamp]!r}, not a time"
     return ""
 
@@ -273,24 +192,6 @@ def _cells(layout: Layout, text: str) -> list[str]:
     except csv.Error:  # a carriage return inside the row
         return []
     return cells if reader.line_num == 1 else []
-
-
-def _is_number(cell: str) -> bool:
-    """As pyarrow reads it, so that the slow path keeps what the fast path keeps."""
-    if PLAIN_NUMBER.fullmatch(cell):
-        return True
-    try:
-        value = pa.scalar(cell.strip()).cast(pa.float64()).as_py()
-    except pa.ArrowInvalid:
-        return False
-    return math.isnan(value) or abs(value) <= LARGEST_FLOAT32
-
-
-def _is_time(cell: str) -> bool:
-    try:
-        return bool(cell) and parse_timestamps(pa.array([cell])).null_count == 0
-    except pa.ArrowInvalid:
-        return False
 
 
 def _parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:

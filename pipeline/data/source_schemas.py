@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from pipeline.data.rows import Layout, open_source
+from pipeline.data.layout import Layout
+from pipeline.data.rows import open_source
 from pipeline.data.source import ParquetReader, Source
 
 

@@ -22,8 +22,9 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.data.criteo import TEACHER_COLUMN, TEACHER_SUFFIX
 from pipeline.data.encode import EncodedBlock, Features, encode_block
+from pipeline.data.layout import Layout
 from pipeline.data.parallel import map_ordered
-from pipeline.data.rows import Layout, ParsedRows, open_source, parse_block
+from pipeline.data.rows import ParsedRows, open_source, parse_block
 from pipeline.data.source import Block, Source
 from pipeline.data.vocabulary import ENTRIES_SCHEMA
 

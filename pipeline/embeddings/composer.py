@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -15,16 +16,16 @@ from pipeline.embeddings.table import Table
 Pooled = Mapping[str, torch.Tensor]  # physical feature -> [batch, its part's columns]
 
 
-class Composer(nn.Module):
-    """Makes one table's pooled rows of its parts'. Subclasses say how, by `compose`."""
+class Composer(nn.Module, ABC):
+    """Makes one table's pooled rows of its parts'; subclasses say how."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
         self.table = table
 
+    @abstractmethod
     def forward(self, pooled: Pooled, features: KeyedJaggedTensor, index: int) -> torch.Tensor:
         """[batch, embedding_dim] of the table's feature number `index`; `features` are what the ids were split into."""
-        raise NotImplementedError
 
 
 def mean_if_asked(table: Table, summed: torch.Tensor, num_ids: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pipeline.data.config import ColumnsConfig
 from pipeline.data.criteo import criteo_columns
-from pipeline.data.rows import Layout
+from pipeline.data.layout import Layout
 from pipeline.data.source import Source, TextReader
 
 FORMAT_OF_SUFFIX = {"parquet": "parquet", "pq": "parquet", "csv": "csv", "tsv": "tsv"}

@@ -18,8 +18,9 @@ from pipeline.checks import did_you_mean
 from pipeline.data.config import ColumnsConfig, IdsConfig
 from pipeline.data.encode import Features, dense_values, encode_values
 from pipeline.data.hashing import hash_ids
+from pipeline.data.layout import Layout
 from pipeline.data.multi_hot import draw_bags
-from pipeline.data.rows import Layout, QuarantinedRow, parse_block
+from pipeline.data.rows import QuarantinedRow, parse_block
 from pipeline.data.source import Block
 from pipeline.data.value_index import ValueIndex, hashes_of
 

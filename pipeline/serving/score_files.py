@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.data.config import ColumnsConfig
+from pipeline.data.layout import Layout
 from pipeline.data.parallel import map_ordered
-from pipeline.data.rows import Layout, ParsedRows, open_source, parse_block
+from pipeline.data.rows import ParsedRows, open_source, parse_block
 from pipeline.data.source import Block, ParquetReader, Source, TextReader
 from pipeline.serving.score_parts import StagedScores
 from pipeline.serving.scorer import Scorer, refused_rows

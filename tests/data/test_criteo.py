@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data import source as source_module
+from pipeline.data.cells import parse_timestamps
 from pipeline.data.config import ColumnsConfig, DataConfig, IdsConfig, SplitConfig
-from pipeline.data.rows import ParsedRows, layout_of, open_source, parse_block, parse_timestamps
+from pipeline.data.layout import layout_of
+from pipeline.data.rows import ParsedRows, open_source, parse_block
 from pipeline.data.source import Block, find_sources
 from tests.data.criteo_rows import random_lines, write_lines
 

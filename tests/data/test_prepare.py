@@ -16,10 +16,10 @@ import pytest
 
 from pipeline import storage
 from pipeline.config import load_config
-from pipeline.data import preparation, staging
+from pipeline.data import preparation, resources, staging
 from pipeline.data.config import IdsConfig, SplitConfig
 from pipeline.data.dataset import SPLITS, load_dataset
-from pipeline.data.rows import Layout
+from pipeline.data.layout import Layout
 from pipeline.data.source import Source
 from pipeline.jobs import PrepareJob
 from pipeline.prepare import describe, prepare
@@ -54,8 +54,8 @@ def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows a block, so that small files have many, and splits and shards cut through them."""
-    monkeypatch.setattr(preparation, "MIN_BLOCK_BYTES", 3_000)
-    monkeypatch.setattr(preparation, "MAX_BLOCK_BYTES", 3_000)
+    monkeypatch.setattr(resources, "MIN_BLOCK_BYTES", 3_000)
+    monkeypatch.setattr(resources, "MAX_BLOCK_BYTES", 3_000)
 
 
 def test_rows_and_ids_equal_those_worked_out_in_plain_python(tmp_path: Path, small_blocks: None) -> None:
@@ -83,8 +83,8 @@ def test_blocks_threads_and_compression_leave_no_trace_in_the_data_set(
 ) -> None:
     lines = random_lines(500)
     for i, block_bytes in enumerate((2_000, 9_000, 1 << 20)):
-        monkeypatch.setattr(preparation, "MIN_BLOCK_BYTES", block_bytes)
-        monkeypatch.setattr(preparation, "MAX_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(resources, "MIN_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(resources, "MAX_BLOCK_BYTES", block_bytes)
         source = write_lines(tmp_path / str(i) / "day_0", lines[:300])
         write_lines(tmp_path / str(i) / "day_1", lines[300:])
         run_prepare(str(Path(source).parent), tmp_path / f"ds{i}", threads=i + 1)
@@ -207,17 +207,17 @@ def test_no_rows_and_too_little_memory_say_the_way_out(tmp_path: Path, monkeypat
         monkeypatch.context() as patch,
         pytest.raises(ValueError, match=r"memory_limit_gb=1 is too little for 1 threads"),
     ):
-        patch.setattr(preparation.Resources, "engine_bytes", 1 << 20)
+        patch.setattr(resources.Resources, "engine_bytes", 1 << 20)
         run_prepare(source, tmp_path / "ds", memory_limit_gb=1.0, threads=1)
     assert run_prepare(source, tmp_path / "ds").accepted_rows == 50
 
 
 def test_threads_share_the_memory_that_there_is() -> None:
-    few, many = preparation.Resources(2 << 30, 2, "unused"), preparation.Resources(2 << 30, 96, "unused")
-    assert (few.engine_threads, few.shard_threads(16_384, 40), few.block_bytes) == (2, 2, preparation.MAX_BLOCK_BYTES)
-    assert many.engine_threads == 9 and many.engine_bytes * 1.15 + preparation.PROCESS_BYTES < many.memory_bytes
+    few, many = resources.Resources(2 << 30, 2, "unused"), resources.Resources(2 << 30, 96, "unused")
+    assert (few.engine_threads, few.shard_threads(16_384, 40), few.block_bytes) == (2, 2, resources.MAX_BLOCK_BYTES)
+    assert many.engine_threads == 9 and many.engine_bytes * 1.15 + resources.PROCESS_BYTES < many.memory_bytes
     assert many.shard_threads(16_384, 40) * (16_384 + 65_535) * 40 * 16 <= many.memory_bytes // 2
-    assert many.block_bytes * preparation.BYTES_A_TEXT_BYTE * 97 <= many.memory_bytes // 3
+    assert many.block_bytes * resources.BYTES_A_TEXT_BYTE * 97 <= many.memory_bytes // 3
 
 
 def test_second_process_in_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data import preparation
+from pipeline.data import resources
 from pipeline.data.config import ColumnsConfig, IdsConfig, SplitConfig
 from pipeline.data.dataset import SPLITS
 from pipeline.data.shards import in_row_groups, plan_shards
@@ -97,8 +97,8 @@ OWN = ColumnsConfig(label="y", dense=["x"], sparse=["a"], multi_hot=["tags"], ti
 def test_time_split_keeps_one_moment_together_and_counts_training_rows_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
-    monkeypatch.setattr(preparation, "MIN_BLOCK_BYTES", 400)
-    monkeypatch.setattr(preparation, "MAX_BLOCK_BYTES", 400)
+    monkeypatch.setattr(resources, "MIN_BLOCK_BYTES", 400)
+    monkeypatch.setattr(resources, "MAX_BLOCK_BYTES", 400)
     draw = np.random.default_rng(0)
     times = np.sort(draw.integers(0, 60, 500)) if order == "sorted" else draw.integers(0, 60, 500)
     tags = ["|".join(f"t{v}" for v in draw.integers(0, 9, draw.integers(0, 4))) for _ in times]

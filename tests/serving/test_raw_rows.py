@@ -16,8 +16,9 @@ from pipeline.config import PrepareJob, TrainJob, load_config
 from pipeline.data import value_index
 from pipeline.data.config import DataConfig, ReaderConfig
 from pipeline.data.dataset import SPLITS, load_dataset
+from pipeline.data.layout import layout_of
 from pipeline.data.reader import ShardReader
-from pipeline.data.rows import layout_of, open_source, parse_block
+from pipeline.data.rows import open_source, parse_block
 from pipeline.data.source import find_sources
 from pipeline.data.value_index import ValueIndex, hashes_of, index_values
 from pipeline.export import ExportSummary
