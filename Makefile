@@ -46,7 +46,7 @@ doctor: $(VENV)/installed  ## check versions, operations, GPU, shared memory and
 
 .PHONY: test
 test: $(VENV)/installed-dev  ## the default test suite, no GPU needed
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign" -n $(JOBS) --dist loadfile
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: campaigns
 campaigns: $(VENV)/installed-dev  ## the tests that take minutes each

@@ -24,6 +24,24 @@ settings.register_profile("repeatable", derandomize=True, database=None)
 settings.load_profile("repeatable")
 
 
+# Those that take long begin first, or the last of them would run alone beside an idle process.
+LONGEST = [
+    "faults/test_restarts.py", "test_train.py", "launch/test_slurm.py", "faults/test_signals.py",
+    "serving/test_artifact_faults.py", "training/test_compiled.py", "retraining/test_campaign.py",
+    "planner/test_searched_plans.py", "models/test_learns.py", "faults/test_object_store.py", "test_embedding_sync.py",
+    "test_checkpoints.py", "serving/test_serve.py", "test_quickstart.py", "planner/test_planner.py",
+    "checkpoint/test_warm_start.py", "planner/test_search.py", "faults/test_mistakes.py", "faults/test_hostile_files.py",
+    "serving/test_predict.py", "test_agent.py", "embeddings/test_compressed_runs.py", "serving/test_export.py",
+    "test_watchdog.py", "training/test_sharding.py", "serving/test_pruning.py",
+]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    places = {tests / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[object]:
     """What a test or the fixtures that it sets up change for the whole process ends with the test."""

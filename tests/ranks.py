@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 
 from tests.process_state import own_process_state
 
-TIMEOUT_S = 180
+TIMEOUT_S = 900  # compilers and four ranks on a busy machine too
 ENVIRONMENT = dict(os.environ)  # not that of the test which happens to start a process
 
 

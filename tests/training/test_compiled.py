@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,12 @@ NUM_STEPS = 6
 TOLERANCE = 1e-5  # of losses of about 0.7: compiled layers add up in another order
 
 
-def _losses(rank: int, compiled: bool) -> tuple[list[float], list[str], list[str], int]:
+def _losses(rank: int, cache: str, compiled: bool) -> tuple[list[float], list[str], list[str], int]:
     """Through TorchRec's pipeline: losses, compiled children, the state's names, graphs compiled."""
-    import torch._inductor.config as inductor
     from torch._dynamo.utils import counters
 
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # a fresh one, so that it is compiled here, and by one rank for both
     counters.clear()
-    inductor.force_disable_caches = True
     task, model, optimizer, context = build_sharded(KINDS)
     compiler = DenseCompiler()
     names = compiler.compile(task.model) if compiled else []
@@ -38,9 +38,10 @@ def _losses(rank: int, compiled: bool) -> tuple[list[float], list[str], list[str
     return losses, names, list(model.state_dict()), 0 if compiler.failure else counters["stats"]["unique_graphs"]
 
 
-def test_compiled_layers_train_to_the_same_losses_under_torchrecs_pipeline(ranks: RankPool) -> None:
-    plain = ranks.run(2, _losses, False)
-    compiled = ranks.run(2, _losses, True)
+def test_compiled_layers_train_to_the_same_losses_under_torchrecs_pipeline(ranks: RankPool, tmp_path: Path) -> None:
+    plain = ranks.run(2, _losses, str(tmp_path), False)
+    compiled = ranks.run(2, _losses, str(tmp_path), True)
+    assert list(tmp_path.rglob("*.so")), "nothing was compiled"
     for (expected, _, names, _), (losses, layers, compiled_names, num_graphs) in zip(plain, compiled, strict=True):
         assert num_graphs == len(layers)
         assert layers == ["dense_arch", "over_arch"]
