@@ -5,8 +5,9 @@
 One run: each server is a process of its own on loopback, asked by the same load generator. The model is a DLRM of 26 tables
 of 64 numbers with weights that nobody trained; 16 rows a request as JSON in the first part, 64 as Arrow in the second.
 
-1. The same rows by fp32 eager (torch modules and an EmbeddingBagCollection), and by artifacts: fp32, int8 and int4 tables
-   with dense.pt2, int8 with AOTInductor. As fast as it goes, and at half of eager's rate for all; medians of four rounds in which
+1. The same rows by fp32 eager (torch modules and an EmbeddingBagCollection), with the artifact's encoder of rows and with
+   plain dictionaries ("own rows"), and by artifacts: fp32, int8 and int4 tables with dense.pt2, int8 with AOTInductor. All have
+   the same HTTP server, JSON reader and batches, and categories of vocabularies. As fast as it goes, and at half of eager's rate for all; medians of four rounds in which
    the servers take turns.
 2. Tables larger than the memory of the server's cgroup, ids Zipf-distributed: memory=ram without the bound, memory=ssd with
    100 % of the rows cached and no bound, then 25, 10 and 5 % under it, and memory=ram under it, which is expected to die.
@@ -44,6 +45,7 @@ MEASURED = ("qps", "p50_ms", "p99_ms", "cpu_ms", "rss_mb", "anonymous_mb")
 NUM_BODIES, NUM_LARGE_BODIES = 200, 2000  # the second is more than a turn asks: its rows are not all in the page cache
 VARIANTS = [  # name, kind of server, artifact
     ("fp32 eager", "eager", "fp32"),
+    ("fp32 eager, own rows", "dictionaries", "fp32"),
     ("fp32 .pt2", "pt2", "fp32"),
     ("int8 .pt2", "pt2", "int8"),
     ("int4 .pt2", "pt2", "int4"),
@@ -159,7 +161,7 @@ def _arrow(columns: dict[str, np.ndarray]) -> bytes:
 def precisions(folder: Path, rows: int, seconds: float) -> list[Figure]:
     """All servers run at once and take turns under load: what else the machine does then falls on all of them alike."""
     artifacts = {
-        name: write_artifact(folder / name, Shape(rows), name, compiled=name == "int8")
+        name: write_artifact(folder / name, Shape(rows), name, compiled=name == "int8", vocabularies=True)
         for name in ("fp32", "int8", "int4")
     }
     bodies, rounds, rate = bodies_of(rows, 16, as_ids=False), [], 0.0

@@ -15,14 +15,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.config import ColumnsConfig
 from pipeline.data.encode import dense_values
+from pipeline.data.value_index import index_values
 from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
 from pipeline.models.build import build_model
 from pipeline.models.config import DLRMConfig
+from pipeline.serving.column_lists import ColumnLists, Rows, as_table
 from pipeline.serving.dense_export import compile_layers, export_layers, program_bytes, take_collection
 from pipeline.serving.manifest import COMPILED_FILE, DENSE_FILE, Manifest, TableFiles
 from pipeline.serving.package import library_versions
 from pipeline.serving.quantize import dequantize_rows, quantize_rows, row_bytes
-from pipeline.serving.raw_rows import EncodedRows, RawFeature, RawSchema, RowEncoder
+from pipeline.serving.raw_rows import EncodedRows, RowEncoder
+from pipeline.serving.raw_schema import RawFeature, RawSchema
 from pipeline.serving.table_files import write_bytes, write_rows
 
 NUM_DENSE, NUM_FEATURES, DIM = 13, 26, 64
@@ -45,8 +48,10 @@ class Shape:
         ]
 
 
-def write_artifact(folder: Path, shape: Shape, precision: str, compiled: bool = False) -> Path:
-    """Hashed ids, so that there are no vocabularies to make."""
+def write_artifact(
+    folder: Path, shape: Shape, precision: str, compiled: bool = False, vocabularies: bool = False
+) -> Path:
+    """`vocabularies`: of the numbers from 1 on, in decimal, each its own id; else ids are hashed, for large tables."""
     for name in ("tables", "vocabulary"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     files, tables = {}, []
@@ -60,16 +65,30 @@ def write_artifact(folder: Path, shape: Shape, precision: str, compiled: bool = 
         compile_layers(program, str(folder / "staged.pt2"))
         files[COMPILED_FILE] = write_bytes(str(folder / COMPILED_FILE), (folder / "staged.pt2").read_bytes())
         os.remove(folder / "staged.pt2")
+    listed = {}
+    if vocabularies:
+        table = index_values([(1, values_of(shape.rows))])
+        for number, name in enumerate(SPARSE):
+            listed[name] = file = f"vocabulary/{number:05d}.arrow"
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+            files[file] = write_bytes(str(folder / file), sink.getvalue().to_pybytes())
+    hash_size = None if vocabularies else shape.rows
     schema = RawSchema(
-        DENSE, [RawFeature(name, shape.rows, False, hash_size=shape.rows) for name in SPARSE], "log1p", "|"
+        DENSE, [RawFeature(name, shape.rows, False, hash_size=hash_size) for name in SPARSE], "log1p", "|"
     )
     manifest = Manifest(
         lineage={}, schema=schema, tables=tables, features=[(name, number) for number, name in enumerate(SPARSE)],
-        dense={"precision": "fp32", "compiled": compiled}, files=files, versions=library_versions(),
+        dense={"precision": "fp32", "compiled": compiled}, files=files, versions=library_versions(), vocabularies=listed,
         lookups={name: zipf_lookups(shape.rows) for name in SPARSE},
     )  # fmt: skip
     (folder / "manifest.json").write_text(manifest.to_text())
     return folder
+
+
+def values_of(rows: int) -> list[str]:
+    return [str(number) for number in range(1, rows)]
 
 
 def _blocks(rows: int, seed: int) -> Iterator[torch.Tensor]:
@@ -117,14 +136,28 @@ class Eager(nn.Module):
         return torch.sigmoid(self.model(dense, KeyedJaggedTensor(SPARSE, values, offsets=offsets)).reshape(-1))
 
 
+class DictEncoder:
+    """The least that turns raw values into ids: a dictionary a feature, missing and unknown values 0, and log1p."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._ids = [{value: number for number, value in enumerate(values_of(shape.rows), 1)} for _ in SPARSE]
+
+    def encode(self, rows: ColumnLists) -> EncodedRows:
+        dense = np.array(rows.columns[:NUM_DENSE], np.float64)
+        dense = np.log1p(np.maximum(np.nan_to_num(dense), 0.0)).astype(np.float32).T.copy()
+        ids = [known.get(value, 0) for known, column in zip(self._ids, rows.columns[NUM_DENSE:], strict=True) for value in column]  # fmt: skip
+        ends = torch.arange(len(ids) + 1)
+        return EncodedRows(torch.from_numpy(dense), torch.tensor(ids), ends, np.arange(rows.num_rows), [])
+
+
 class IdEncoder(RowEncoder):
     """Takes the categories for ids: hashing would spread hot rows over a table."""
 
     def __init__(self, schema: RawSchema) -> None:
         super().__init__(schema, {})
 
-    def encode(self, rows: pa.Table) -> EncodedRows:
-        table = rows.combine_chunks()
+    def encode(self, rows: Rows) -> EncodedRows:
+        table = as_table(rows).combine_chunks()
         dense = np.stack([dense_values(table[name], "log1p") for name in DENSE], axis=1)
         ids = np.concatenate([table[name].cast(pa.int64()).fill_null(0).to_numpy() for name in SPARSE])
         offsets = torch.arange(len(ids) + 1)

@@ -1,6 +1,7 @@
 """One server of benchmarks/serving.py:  python -m benchmarks.serving_server KIND ROWS [cgroup] -- OVERRIDE ...
 
-KIND: eager (no artifact), pt2, compiled, or ids (pt2 on categories that are ids). In `cgroup`, where one is given, from the
+KIND: eager (no artifact but its encoder of rows), dictionaries (eager, rows by plain dictionaries), pt2, compiled, or ids
+(pt2 on categories that are ids). In `cgroup`, where one is given, from the
 first allocation on.
 """
 
@@ -28,22 +29,28 @@ def main() -> None:
 
 
 def _load(kind: str, rows: int, path: str, job):  # type: ignore[no-untyped-def]
+    import pyarrow as pa
     import torch
 
-    from benchmarks.serving_artifacts import COLUMNS, Eager, IdEncoder, Shape
+    from benchmarks.serving_artifacts import COLUMNS, DictEncoder, Eager, IdEncoder, Shape
+    from pipeline.serving.column_lists import ColumnLists
     from pipeline.serving.manifest import read_manifest
     from pipeline.serving.predictor import Predictor, Scored
     from pipeline.serving.raw_rows import RowEncoder
 
     torch.set_num_threads(job.threads or 1)
-    if kind == "eager":
-        model, encoder = Eager(Shape(rows)), RowEncoder(read_manifest(path).schema, {})
+    if kind in ("eager", "dictionaries"):
+        manifest = read_manifest(path)
+        listed = {name: pa.ipc.open_file(f"{path}/{file}").read_all() for name, file in manifest.vocabularies.items()}
+        model, encoder = Eager(Shape(rows)), RowEncoder(manifest.schema, listed)
+        by_dictionaries = DictEncoder(Shape(rows)) if kind == "dictionaries" else encoder
 
         class EagerScorer:
             version, columns = "eager", COLUMNS
 
-            def score(self, table):  # type: ignore[no-untyped-def]
-                encoded = encoder.encode(table)
+            def score(self, asked):  # type: ignore[no-untyped-def]
+                is_json = isinstance(asked, ColumnLists)  # all but the rows that the server tries a model by
+                encoded = (by_dictionaries if is_json else encoder).encode(asked)
                 return Scored(model(encoded.dense, encoded.values, encoded.offsets).numpy(), encoded.bad_rows)
 
         return EagerScorer()

@@ -10,26 +10,21 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline import __version__, storage
-from pipeline.config import ExportJob, TrainJob, run_verb
+from pipeline import storage
+from pipeline.config import ExportJob, run_verb
 from pipeline.garbage import none_while_importing
 from pipeline.logs import get_logger
 from pipeline.run_checkpoints import config_of, folder_of
-from pipeline.serving.config import AUTO
 
 if TYPE_CHECKING:
-    from pipeline.data.dataset import Dataset
-    from pipeline.serving.attempt import Attempt
-    from pipeline.serving.kept_rows import KeptRows
+    from pipeline.exporting import Source
     from pipeline.serving.manifest import Manifest
-    from pipeline.serving.reference import Reference
     from pipeline.serving.trained_model import TrainedModel
 
 logger = get_logger("pipeline.export")
-OF_NO_INTEREST = ("run", "step", "output", "data_path")  # to whether two exports of a step are the same
 
 
 @dataclass
@@ -47,18 +42,6 @@ class ExportSummary:
     parity: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The step that is exported, and the data set that it was trained on."""
-
-    job: TrainJob
-    step: int
-    manifest: dict[str, Any]
-    trained: TrainedModel
-    dataset: Dataset
-    data_path: str
-
-
 def export(job: ExportJob) -> ExportSummary:
     """Write the artifact, or find that it is there already.
 
@@ -67,6 +50,7 @@ def export(job: ExportJob) -> ExportSummary:
             artifact's scores lie further from the model's than job.parity allows, with the numbers.
     """
     with none_while_importing():  # here, for a typo in the command line must fail before torch is loaded
+        from pipeline.exporting import make_artifact
         from pipeline.serving.attempt import attempt
 
     started = time.monotonic()
@@ -76,21 +60,18 @@ def export(job: ExportJob) -> ExportSummary:
         return _already_there(job, source, output)
     logger.info("step %d of %s: %s", source.step, job.run, _describe_tables(source.trained))
     with attempt(output) as at:
-        manifest = _make(job, source, at)
+        manifest = make_artifact(job, source, at)
         at.commit(manifest.to_text())
     return _summary(job, source.step, output, manifest, time.monotonic() - started)
 
 
 def default_output(job: ExportJob, step: int) -> str:
     """<run>/artifacts/step_00000300.int8, with a hash of what else was asked for, where anything was."""
+    from pipeline.exporting import settings_of
+
     asked, usual = settings_of(job), settings_of(ExportJob(run=job.run, precision=job.precision))
     digest = "" if asked == usual else f".{_hash(asked)[:8]}"
     return f"{job.run.rstrip('/')}/artifacts/step_{step:08d}.{job.precision}{digest}"
-
-
-def settings_of(job: ExportJob) -> dict[str, Any]:
-    """What of a job decides on the artifact's bytes."""
-    return {key: value for key, value in asdict(job).items() if key not in OF_NO_INTEREST}
 
 
 def _hash(content: Any) -> str:
@@ -99,11 +80,12 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _open_source(job: ExportJob) -> _Source:
+def _open_source(job: ExportJob) -> Source:
     from pipeline.checkpoint.survey import open_step
     from pipeline.checkpoint.vocabularies import trained_dataset
     from pipeline.embeddings.config import resolve_tables
     from pipeline.embeddings.physical import physical_tables
+    from pipeline.exporting import Source
     from pipeline.models.build import build_model
     from pipeline.models.model_config import used_tables
     from pipeline.serving.trained_model import load_trained
@@ -129,151 +111,12 @@ def _open_source(job: ExportJob) -> _Source:
     model = build_model(trained_job.model, tables, len(dataset.dense_features), seed=trained_job.trainer.seed)
     is_bf16 = trained_job.trainer.precision == "bf16"
     trained = load_trained(model, tables, dataset.sparse_feature_names, tensors, len(dataset.dense_features), is_bf16)
-    return _Source(trained_job, step, manifest, trained, dataset, where)
+    return Source(trained_job, step, manifest, trained, dataset, where)
 
 
-def _make(job: ExportJob, source: _Source, at: Attempt) -> Manifest:
-    """Everything but the commit."""
-    from pipeline.serving.manifest import Manifest
-    from pipeline.serving.package import (
-        Packed,
-        library_versions,
-        lookups_of,
-        pack_composed,
-        pack_layers,
-        pack_tables,
-        pack_vocabularies,
-        schema_of,
-    )
-    from pipeline.serving.precisions import choose_precisions
-
-    trained, packed = source.trained, Packed()
-    reference = _make_reference(job, source, at)
-    precisions = choose_precisions(reference, job.precision, job.tables, job.ne_budget)
-    kept = _prune(job, trained)
-    pack_tables(packed, at, trained, precisions, kept)
-    logger.info("layers     %s, by torch.export%s", job.dense, ", then AOTInductor" if job.compiled else "")
-    pack_layers(packed, at, trained, job.dense, job.compiled)
-    if trained.composed is not None:
-        pack_composed(packed, at, trained.composed)
-    alone = {
-        table.feature_names[0]: rows
-        for table, rows in zip(trained.tables, kept, strict=True)
-        if rows is not None and len(table.feature_names) == 1
-    }
-    pack_vocabularies(packed, at, source.dataset, trained.keys, source.data_path, alone)
-    manifest = Manifest(
-        lineage=_lineage(job, source),
-        schema=schema_of(
-            source.dataset, trained.keys, source.job.data.columns.list_separator, source.job.data.synthetic_multi_hot
-        ),
-        tables=packed.tables,
-        features=[(feature.name, feature.table) for feature in trained.features],
-        dense=packed.dense,
-        files=packed.files,
-        vocabularies=packed.vocabularies,
-        lookups=lookups_of(source.dataset, source.job.data.synthetic_multi_hot),
-        sizes=packed.sizes(trained),
-        versions=library_versions(),
-        settings=settings_of(job),
-    )
-    return _certified(job, reference, manifest, at, kept)
-
-
-def _make_reference(job: ExportJob, source: _Source, at: Attempt) -> Reference:
-    from pipeline.serving.reference import make_reference
-    from pipeline.serving.sample import read_sample
-
-    data, dataset = source.job.data, source.dataset
-    splits = [name for name in job.parity.splits if dataset.splits[name].num_rows]
-    if "validation" not in splits:
-        raise ValueError(
-            f"data set {dataset.name!r} has no validation rows to certify an artifact by: prepare it again with "
-            "data.split.validation_fraction above 0"
-        )
-    samples = {
-        split: read_sample(
-            source.data_path,
-            dataset,
-            split,
-            job.parity.max_rows,
-            data.reader,
-            data.synthetic_multi_hot,
-            source.trained.keys,
-            source.trained.composed,
-        )
-        for split in splits
-    }
-    reference = make_reference(source.trained, samples, at.scratch)
-    for split, found in reference.qualities.items():
-        rows = len(reference.scores[split])
-        logger.info("model      %s: NE %.5f, AUC %.5f on %s rows", split, found.ne, found.auc, f"{rows:,}")
-    return reference
-
-
-def _prune(job: ExportJob, trained: TrainedModel) -> list[KeptRows | None]:
-    from pipeline.serving.prune import rows_to_keep
-
-    kept = rows_to_keep(trained.tensors, trained.stored, trained.tables, job.pruning)
-    if job.pruning.kind != "none":
-        before = sum(stored.rows for stored in trained.stored)
-        after = sum(
-            stored.rows if rows is None else rows.num_kept for stored, rows in zip(trained.stored, kept, strict=True)
-        )
-        logger.info(
-            "pruning    %s: %s of %s rows stay (%.1f %%)",
-            job.pruning.kind,
-            f"{after:,}",
-            f"{before:,}",
-            100 * after / before,
-        )
-    return kept
-
-
-def _certified(
-    job: ExportJob,
-    reference: Reference,
-    manifest: Manifest,
-    at: Attempt,
-    kept: list[KeptRows | None],
-) -> Manifest:
-    """The manifest with its certificate. Raises ValueError where a limit is passed."""
-    from pipeline.serving.certificate import excesses
-    from pipeline.serving.certify import check, costs, refusal
-
-    certificate = costs(reference, kept, job.parity)
-    found = check(reference, manifest, at.path)
-    certificate["splits"] = {split: parity.as_dict() for split, parity in found.items()}
-    for split, parity in found.items():
-        logger.info(
-            "artifact   %s: NE %+.6f, AUC %+.6f, scores differ by %.2g at most, %.2g on average",
-            split, parity.ne_delta, parity.auc_delta, parity.max_score_difference, parity.mean_score_difference,
-        )  # fmt: skip
-    if lines := excesses(found, job.parity):
-        ways = ["precision=auto finds the smallest mix within ne_budget"] if job.precision != AUTO else []
-        ways += ["prune less"] if job.pruning.kind != "none" else []
-        ways += ["dense=fp32"] if job.dense != "fp32" else []
-        raise ValueError(refusal(lines, certificate, ways))
-    return replace(manifest, certificate=certificate)
-
-
-def _lineage(job: ExportJob, source: _Source) -> dict[str, Any]:
-    hashes = source.manifest.get("hashes", {})
-    return {
-        "run": job.run,
-        "name": source.job.name,
-        "step": source.step,
-        "config_sha256": hashes.get("config", ""),
-        "schema_sha256": hashes.get("schema", ""),
-        "dataset": source.dataset.name,
-        "dataset_sha256": source.dataset.fingerprint(),
-        "code_version": __version__,
-        "exported_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def _already_there(job: ExportJob, source: _Source, output: str) -> ExportSummary:
+def _already_there(job: ExportJob, source: Source, output: str) -> ExportSummary:
     """Raises ValueError where what is there is something else."""
+    from pipeline.exporting import lineage_of, settings_of
     from pipeline.serving.manifest import read_manifest
 
     way_out = f"choose another output=<folder>, or remove {output}"
@@ -281,7 +124,7 @@ def _already_there(job: ExportJob, source: _Source, output: str) -> ExportSummar
         manifest = read_manifest(output)
     except ValueError as error:
         raise ValueError(f"{output} is there already, and is no artifact ({error}): {way_out}") from None
-    wanted = {**_lineage(job, source), "exported_at": manifest.lineage["exported_at"], "run": manifest.lineage["run"]}
+    wanted = {**lineage_of(job, source), "exported_at": manifest.lineage["exported_at"], "run": manifest.lineage["run"]}
     if manifest.lineage != wanted or manifest.settings != json.loads(json.dumps(settings_of(job))):
         raise ValueError(f"{output} is there already, of another step, run or setting: {way_out}")
     return _summary(job, source.step, output, manifest, 0.0, already_exported=True)

@@ -124,7 +124,11 @@ def dense_values(column: pa.ChunkedArray, transform: str) -> np.ndarray:
 
     https://github.com/facebookresearch/dlrm/blob/main/data_utils.py: X_int[X_int < 0] = 0, then log(X_int + 1).
     """
-    values = column.to_numpy()  # missing values become NaN
+    return transformed(column.to_numpy(), transform)  # missing values become NaN
+
+
+def transformed(values: np.ndarray, transform: str) -> np.ndarray:
+    """float64 -> float32, one by one, as dense_values says; NaN is a missing value."""
     if transform == "log1p":
         return np.log1p(np.fmax(values, 0.0)).astype(np.float32)  # fmax takes the number where the other is NaN
     return np.where(np.isnan(values), 0.0, values).astype(np.float32)

@@ -1,7 +1,8 @@
-"""Turn categorical values into the ids of a prepared vocabulary, many at a time, with no process but ours.
+"""Turn categorical values into the ids of prepared vocabularies, many at a time, with no process but ours.
 
-A feature's values lie in the order of their 64-bit hashes, each with its id. A value is looked for by its hash and then
-compared, so that another value of the same hash is another value.
+A vocabulary's values lie in the order of their 64-bit hashes, each with its id. All vocabularies of a data set are searched
+at once: a value's key is the number of its vocabulary, then its hash. It is looked for by its key and then compared, so that
+another value of the same hash is another value.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.data.hashing import hash_text
+from pipeline.data.hashing import hash_text, hash_texts
+from pipeline.data.texts import WORD_BYTES, Texts, texts_of
 
 HASH_SEED = 0
 NAMES = ["id", "value"]
@@ -41,47 +42,66 @@ def index_values(
 
 
 class ValueIndex:
-    """The ids of a feature's values. Raises ValueError for a table that index_values has not made."""
+    """The ids of the values of several vocabularies, which are numbered as they are given.
 
-    def __init__(self, table: pa.Table) -> None:
-        if table.column_names != NAMES or table["id"].null_count or table["value"].null_count:
-            raise ValueError(
-                f"a vocabulary has the columns {NAMES} and a value for each id, this one {table.schema.names}"
-            )
-        table = table.combine_chunks()
-        self._ids = table["id"].to_numpy()
-        self._values = pa.concat_arrays(table["value"].chunks) if table.num_rows else pa.array([], pa.string())
-        self._hashes = hash_text(self._values, HASH_SEED)
-        if (self._hashes[1:] < self._hashes[:-1]).any():
-            raise ValueError("a vocabulary's values are in the order of their hashes, these are not")
-        # Values of one hash lie side by side; more than one is a matter of billions of values.
-        self._longest_run = _longest_run(self._hashes[1:] == self._hashes[:-1]) + 1
+    Raises ValueError for a table that index_values has not made.
+    """
+
+    def __init__(self, vocabularies: Iterable[pa.Table]) -> None:
+        hashes, ids, values = [], [np.zeros(0, np.int32)], []
+        for table in vocabularies:
+            ids.append(_checked(table)["id"].to_numpy())
+            values.append(table["value"].combine_chunks())
+            hashes.append(hash_text(values[-1], HASH_SEED))
+            if (hashes[-1][1:] < hashes[-1][:-1]).any():
+                raise ValueError("a vocabulary's values are in the order of their hashes, these are not")
+        self._number_bits = max(1, (len(hashes) - 1).bit_length())
+        numbers = np.repeat(np.arange(len(hashes)), [len(one) for one in hashes])
+        self._keys = self._keys_of(numbers, np.concatenate([np.zeros(0, np.uint64), *hashes]))
+        self._ids = np.concatenate(ids)
+        del hashes, ids, numbers
+        self._texts = texts_of(values)
+        # Values of one key lie side by side; more than one is a matter of billions of values.
+        self._longest_run = _longest_run(self._keys[1:] == self._keys[:-1]) + 1
 
     def __len__(self) -> int:
+        """The values of all vocabularies."""
         return len(self._ids)
 
-    def ids(self, values: pa.Array, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """[len(values)]; 0 for values that the vocabulary lacks. `values` are text, none missing; `hashes` are hashes_of them."""
+    def _keys_of(self, vocabularies: NDArray[np.integer], hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        bits = np.uint64(self._number_bits)
+        return vocabularies.astype(np.uint64) << (np.uint64(64) - bits) | hashes >> bits
+
+    def ids(self, vocabularies: NDArray[np.integer], values: pa.Array) -> NDArray[np.int64]:
+        """[len(values)]: of each value, text, its id in the vocabulary of that number; 0 where that lacks it."""
         found = np.zeros(len(values), np.int64)
         if not len(values) or not len(self):
             return found
-        first = np.searchsorted(self._hashes, hashes)
+        texts = texts_of([values])
+        keys = self._keys_of(vocabularies, hash_texts(texts, HASH_SEED))
+        first = np.searchsorted(self._keys, keys)
         for step in range(self._longest_run):
-            place = np.minimum(first + step, len(self) - 1)
-            alike = np.flatnonzero(self._hashes[place] == hashes)
-            text = values.take(pa.array(alike)).cast(self._values.type)
-            same = pc.equal(self._values.take(pa.array(place[alike])), text)
-            chosen = alike[same.to_numpy(zero_copy_only=False)]
-            found[chosen] = self._ids[place[chosen]]
+            places = np.minimum(first + step, len(self) - 1)
+            which = np.flatnonzero(self._keys[places] == keys)
+            same = _are_same(texts, which, self._texts, places[which])
+            found[which[same]] = self._ids[places[which[same]]]
         return found
 
 
-def hashes_of(columns: list[pa.Array]) -> list[NDArray[np.uint64]]:
-    """Of the values of each column, text: at once, for a call costs more than a few values do."""
-    if not columns:
-        return []
-    whole = hash_text(pa.concat_arrays([column.cast(pa.large_string()) for column in columns]), HASH_SEED)
-    return np.split(whole, np.cumsum([len(column) for column in columns])[:-1])
+def _checked(table: pa.Table) -> pa.Table:
+    if table.column_names != NAMES or table["id"].null_count or table["value"].null_count:
+        raise ValueError(f"a vocabulary has the columns {NAMES} and a value for each id, this one {table.schema.names}")
+    return table
+
+
+def _are_same(left: Texts, which: NDArray[np.int64], right: Texts, others: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[len(which)]: whether left[which[i]] is right[others[i]], byte for byte."""
+    lengths = left.lengths(which)
+    same = lengths == right.lengths(others)
+    for begin in range(0, int(lengths[same].max(initial=0)), WORD_BYTES):
+        left_to_see = np.flatnonzero(same & (lengths > begin))
+        same[left_to_see] = left.words(which[left_to_see], begin) == right.words(others[left_to_see], begin)
+    return same
 
 
 def _longest_run(flags: NDArray[np.bool_]) -> int:

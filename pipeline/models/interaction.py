@@ -62,7 +62,7 @@ class DotInteraction(nn.Module):
 
     def __init__(self, num_sparse_features: int) -> None:
         super().__init__()
-        self._num_rows = num_sparse_features + 1
+        self.num_sparse_features = num_sparse_features
 
     def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         device_type = dense.device.type

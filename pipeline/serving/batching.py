@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow as pa
 
 from pipeline.logs import get_logger
+from pipeline.serving.column_lists import Rows, concat_rows
 from pipeline.serving.scorer import RefusedRow, Scorer, refused_rows
 from pipeline.serving.server_config import BatchingConfig
 from pipeline.serving.server_metrics import ServerMetrics
@@ -43,7 +43,7 @@ class Scores:
 
 @dataclass
 class _Item:
-    rows: pa.Table
+    rows: Rows
     answer: asyncio.Future[Scores]
     arrived: float = field(default_factory=time.monotonic)
 
@@ -56,11 +56,12 @@ class Batcher:
         self._waiting: deque[_Item] = deque()
         self._queued_rows = self._rows_under_way = 0
         self._rows_per_s = 0.0  # unknown before the first batch
+        self._last_batch, self._idle_since = 1, 0.0  # its requests, and when they were answered
         self._arrival = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
         self._task = asyncio.create_task(self._run())
 
-    async def score(self, rows: pa.Table) -> Scores:
+    async def score(self, rows: Rows) -> Scores:
         """Raises Overloaded, or what the scorer raises for these rows alone."""
         if not rows.num_rows:
             return Scores(np.zeros(0, np.float32), [])
@@ -102,12 +103,20 @@ class Batcher:
             batch = await self._gather()
             if batch:
                 await self._answer(batch)
+                self._last_batch, self._idle_since = len(batch), time.monotonic()
 
     async def _gather(self) -> list[_Item]:
-        """What waits, held back until it fills a batch or its first row has waited max_delay_ms."""
-        config = self._config
-        until = self._waiting[0].arrived + config.max_delay_ms / 1000 if self._waiting else 0.0
-        while self._queued_rows < config.max_rows and (left := until - time.monotonic()) > 0:
+        """What waits. Right behind a batch of several requests, their clients are given max_delay_ms to ask again; a
+        request that finds nothing to do here is scored at once."""
+        config, delay_s = self._config, self._config.max_delay_ms / 1000
+        now = time.monotonic()
+        until = self._waiting[0].arrived + delay_s if self._waiting else now
+        wanted = self._last_batch if now - self._idle_since < delay_s else 1
+        while (
+            len(self._waiting) < wanted
+            and self._queued_rows < config.max_rows
+            and (left := until - time.monotonic()) > 0
+        ):
             self._arrival.clear()
             try:
                 await asyncio.wait_for(self._arrival.wait(), left)
@@ -136,7 +145,7 @@ class Batcher:
     async def _answer(self, batch: list[_Item]) -> None:
         self._rows_under_way = sum(item.rows.num_rows for item in batch)
         try:
-            scored = await self._score(pa.concat_tables([item.rows for item in batch]))
+            scored = await self._score(concat_rows([item.rows for item in batch]))
         except Exception as error:
             if len(batch) == 1:
                 _fail(batch[0], error)
@@ -157,7 +166,7 @@ class Batcher:
                 item.answer.set_result(Scores(scored.scores[begin:end], mine))
             begin = end
 
-    async def _score(self, rows: pa.Table) -> Scores:
+    async def _score(self, rows: Rows) -> Scores:
         def work() -> tuple[Scores, float]:
             started = time.monotonic()
             scored = self._scorer.score(rows)

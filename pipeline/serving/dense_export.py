@@ -17,6 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from pipeline.embeddings.collection import ComposedEmbeddings
+from pipeline.models.interaction import DotInteraction
 
 EXAMPLE_ROWS = 16
 MAX_BATCH = 1 << 20
@@ -32,6 +33,31 @@ class PooledInput(nn.Module):
 
     def forward(self, pooled: torch.Tensor) -> KeyedTensor:
         return KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled)
+
+
+class GatheredDots(nn.Module):
+    """DotInteraction's numbers by one gather of the products of all pairs: its slices are an operation a row each."""
+
+    pairs: torch.Tensor
+
+    def __init__(self, num_sparse_features: int) -> None:
+        super().__init__()
+        num_rows = num_sparse_features + 1
+        first, second = torch.triu_indices(num_rows, num_rows, offset=1)
+        self.register_buffer("pairs", first * num_rows + second)
+
+    def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        combined = torch.cat([dense.unsqueeze(1), rows], dim=1)
+        products = torch.bmm(combined, combined.transpose(1, 2)).flatten(1)
+        return torch.cat([dense, products.index_select(1, self.pairs)], dim=1)
+
+
+def with_gathered_pairs(model: nn.Module) -> nn.Module:
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, DotInteraction):
+                setattr(parent, name, GatheredDots(child.num_sparse_features))
+    return model
 
 
 class Layers(nn.Module):
@@ -79,7 +105,8 @@ def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
 
 def export_layers(model: nn.Module, precision: str, num_dense: int, pooled_dim: int) -> torch.export.ExportedProgram:
     """`model` with its collection taken, in fp32, on the CPU; it is left as it is."""
-    layers = Layers(copy.deepcopy(model), torch.bfloat16 if precision == "bf16" else torch.float32).eval()
+    copied = with_gathered_pairs(copy.deepcopy(model))
+    layers = Layers(copied, torch.bfloat16 if precision == "bf16" else torch.float32).eval()
     program = _export(layers, num_dense, pooled_dim)
     if precision == "int8":
         program = _export(with_int8_linears(program.module()), num_dense, pooled_dim)

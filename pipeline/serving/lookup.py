@@ -94,27 +94,37 @@ def stored_rows_of(
     tables: Sequence[ServedTable], features: Sequence[ServedFeature], values: torch.Tensor, offsets: torch.Tensor
 ) -> NDArray[np.int64]:
     """[n]: where in its table's file the row of each id lies. Raises ValueError for ids outside their table."""
-    ids = values.numpy()
+    ids = values.long().contiguous().numpy()
     batch = (len(offsets) - 1) // max(1, len(features))
     ends = offsets[::batch].tolist() if batch else [0] * (len(features) + 1)
+    rows = np.array([tables[feature.table].rows for feature in features], np.uint64)
+    # As unsigned numbers, negative ids are past every table's end.
+    is_outside = ids.view(np.uint64) >= np.repeat(rows, np.diff(ends))
+    if is_outside.any():
+        place = int(np.argmax(is_outside))
+        feature = features[int(np.searchsorted(ends, place, side="right")) - 1]
+        raise ValueError(
+            f"feature {feature.name!r} has id {ids[place]}, not one within [0, {tables[feature.table].rows})"
+        )
     result = ids
     for feature, begin, end in zip(features, ends, ends[1:], strict=False):
-        table, part = tables[feature.table], ids[begin:end]
-        if not len(part):
-            continue
-        if part.min() < 0 or part.max() >= table.rows:
-            wrong = int(part[(part < 0) | (part >= table.rows)][0])
-            raise ValueError(f"feature {feature.name!r} has id {wrong}, not one within [0, {table.rows})")
-        if table.kept is not None:
+        kept = tables[feature.table].kept
+        if kept is not None and begin < end:
             result = ids.copy() if result is ids else result
-            result[begin:end] = table.kept.remap(part)
+            result[begin:end] = kept.remap(ids[begin:end])
     return result
 
 
 class RowPooler:
-    """FBGEMM's lookup of `features` over rows that lie in one uint8 buffer, table after table."""
+    """FBGEMM's lookup of `features` over rows that lie in one uint8 buffer: those of table t from begins[t] on."""
 
-    def __init__(self, tables: Sequence[ServedTable], features: Sequence[ServedFeature]) -> None:
+    def __init__(
+        self,
+        tables: Sequence[ServedTable],
+        features: Sequence[ServedFeature],
+        buffer: torch.Tensor,
+        begins: Sequence[int],
+    ) -> None:
         self._groups = []  # one a kind of pooling, for FBGEMM has one for all its tables
         self._ends = [0, *accumulate(tables[feature.table].dim for feature in features)]
         for pooling in sorted({tables[feature.table].pooling for feature in features}):
@@ -130,34 +140,24 @@ class RowPooler:
                 output_dtype=SparseType.FP32,
             )
             tbe.initialize_weights()
-            self._groups.append((tbe, places, [features[i].table for i in places]))
+            tbe.weights_host = buffer
+            tbe.weights_offsets = torch.tensor([begins[features[i].table] for i in places], dtype=torch.int64)
+            self._groups.append((tbe, places))
 
-    def pool(
-        self, buffer: torch.Tensor, begins: Sequence[int], rows: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
-        """The rows of table t lie from begins[t] on in `buffer`. rows [n] int64, offsets [num_features * batch + 1]."""
+    def pool(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """rows [n] int64, of their tables; offsets [num_features * batch + 1]."""
         num_features = len(self._ends) - 1
-        batch = (len(offsets) - 1) // num_features
         if len(self._groups) == 1:
-            return self._of_group(0, buffer, begins, rows, offsets)
-        result = torch.empty(batch, self._ends[-1])
-        for number, (_, places, _) in enumerate(self._groups):
-            mine, ends = select_features(rows, offsets, num_features, places)
-            pooled, begin = self._of_group(number, buffer, begins, mine, ends), 0
+            pooled: torch.Tensor = self._groups[0][0](rows, offsets)
+            return pooled
+        result = torch.empty((len(offsets) - 1) // num_features, self._ends[-1])
+        for tbe, places in self._groups:
+            pooled, begin = tbe(*select_features(rows, offsets, num_features, places)), 0
             for i in places:
                 width = self._ends[i + 1] - self._ends[i]
                 result[:, self._ends[i] : self._ends[i + 1]] = pooled[:, begin : begin + width]
                 begin += width
         return result
-
-    def _of_group(
-        self, number: int, buffer: torch.Tensor, begins: Sequence[int], rows: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
-        tbe, _, tables = self._groups[number]
-        tbe.weights_host = buffer
-        tbe.weights_offsets = torch.tensor([begins[t] for t in tables], dtype=torch.int64)
-        pooled: torch.Tensor = tbe(rows, offsets)
-        return pooled
 
 
 class BufferLookup:
@@ -167,12 +167,11 @@ class BufferLookup:
         self, tables: list[ServedTable], features: list[ServedFeature], buffer: torch.Tensor, begins: list[int]
     ) -> None:
         self.tables, self.features = tables, features
-        self._buffer, self._begins = buffer, begins
-        self._pooler = RowPooler(tables, features)
+        self._pooler = RowPooler(tables, features, buffer, begins)
 
     def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         rows = torch.from_numpy(stored_rows_of(self.tables, self.features, values, offsets))
-        return self._pooler.pool(self._buffer, self._begins, rows, offsets)
+        return self._pooler.pool(rows, offsets)
 
 
 class RamLookup(BufferLookup):
@@ -211,13 +210,16 @@ class MappedLookup:
         self._files = [
             torch.from_file(table.path, shared=False, size=table.size_bytes, dtype=torch.uint8) for table in tables
         ]
-        self._poolers = [RowPooler([tables[feature.table]], [ServedFeature(feature.name, 0)]) for feature in features]
+        self._poolers = [
+            RowPooler([tables[feature.table]], [ServedFeature(feature.name, 0)], self._files[feature.table], [0])
+            for feature in features
+        ]
 
     def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         rows = torch.from_numpy(stored_rows_of(self.tables, self.features, values, offsets))
         batch = (len(offsets) - 1) // len(self.features)
         parts = []
-        for place, (feature, pooler) in enumerate(zip(self.features, self._poolers, strict=True)):
+        for place, pooler in enumerate(self._poolers):
             ends = offsets[place * batch : (place + 1) * batch + 1]
-            parts.append(pooler.pool(self._files[feature.table], [0], rows[ends[0] : ends[-1]], ends - ends[0]))
+            parts.append(pooler.pool(rows[ends[0] : ends[-1]], ends - ends[0]))
         return torch.cat(parts, dim=1)

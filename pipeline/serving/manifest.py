@@ -30,7 +30,7 @@ from pipeline.checkpoint.steps import MANIFEST, read_sealed, seal_manifest
 from pipeline.serving.config import DENSE_PRECISIONS, PRECISIONS
 from pipeline.serving.kept_rows import WORD_BITS
 from pipeline.serving.quantize import fits, row_bytes
-from pipeline.serving.raw_rows import RawFeature, RawSchema
+from pipeline.serving.raw_schema import RawFeature, RawSchema
 
 FORMAT_VERSION = 1
 DENSE_FILE, COMPILED_FILE, COMPOSED_FILE = "dense.pt2", "dense.compiled.pt2", "composed.bin"

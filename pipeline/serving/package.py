@@ -21,7 +21,7 @@ from pipeline.serving.composed import ComposedTables
 from pipeline.serving.dense_export import compile_layers, export_layers, program_bytes
 from pipeline.serving.kept_rows import KeptRows
 from pipeline.serving.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, TableFiles
-from pipeline.serving.raw_rows import RawFeature, RawSchema
+from pipeline.serving.raw_schema import RawFeature, RawSchema
 from pipeline.serving.table_files import checkpoint_rows, write_bytes, write_rows
 from pipeline.serving.trained_model import TrainedModel
 

@@ -19,7 +19,7 @@ from pipeline.checkpoint.checksums import FileEntry, damage, read_verified
 from pipeline.checks import check_choice
 from pipeline.data.config import ColumnsConfig
 from pipeline.data.rows import QuarantinedRow
-from pipeline.data.value_index import ValueIndex
+from pipeline.serving.column_lists import Rows
 from pipeline.serving.dense_program import Program, load_compiled, load_program
 from pipeline.serving.kept_rows import KeptRows
 from pipeline.serving.lookup import MappedLookup, RamLookup, ServedFeature, ServedTable, TableLookup, select_features
@@ -92,9 +92,9 @@ class Predictor:
         if compiled and not manifest.dense.get("compiled"):
             raise ArtifactError(f"{artifact} has no compiled layers; export with compiled=true, or load dense.pt2")
         lookup = open_lookup(files, memory, cache_bytes, ssd)
-        indices = {name: files.vocabulary(file) for name, file in manifest.vocabularies.items()}
+        vocabularies = {name: files.vocabulary(file) for name, file in manifest.vocabularies.items()}
         program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()
-        return cls(manifest, RowEncoder(manifest.schema, indices), lookup, program, files.composed())
+        return cls(manifest, RowEncoder(manifest.schema, vocabularies), lookup, program, files.composed())
 
     @property
     def version(self) -> str:
@@ -106,8 +106,8 @@ class Predictor:
         """What raw rows have, without a label."""
         return self.encoder.layout.columns
 
-    def score(self, rows: pa.Table) -> Scored:
-        """Raw columns, as prepare reads them, without a label.
+    def score(self, rows: Rows) -> Scored:
+        """Raw columns, as prepare reads them, without a label; a table, or lists of schema_of(self.columns).
 
         Raises:
             ValueError: a column is missing, or of a type that cannot be what it should.
@@ -125,17 +125,19 @@ class Predictor:
         """[batch] float32 of prepared rows: dense [batch, num_dense], ids by the features that the model reads, among others.
 
         Raises:
-            ValueError: a feature is missing, or an id outside its table.
+            ValueError: a feature is missing, an id outside its table, or the dense values are of another number.
         """
         keys = list(sparse.keys())
         if lacking := [key for key in self._keys if key not in keys]:
             raise ValueError(f"the features are {keys[:5]}..., and the artifact wants {lacking[0]!r} too")
-        ids = select_features(
-            sparse.values(), sparse.offsets().long(), len(keys), [keys.index(key) for key in self._keys]
-        )
+        offsets = sparse.offsets().long()
+        wanted = [(len(offsets) - 1) // len(keys), len(self.encoder.schema.dense)]
+        if list(dense.shape) != wanted:
+            raise ValueError(f"dense is {list(dense.shape)}, and {wanted} goes with the ids")
+        ids = select_features(sparse.values(), offsets, len(keys), [keys.index(key) for key in self._keys])
         return torch.from_numpy(self._score(dense, *ids))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _score(self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> NDArray[np.float32]:
         if self._composed is None:
             pooled = self.lookup.pooled(values, offsets)
@@ -202,10 +204,10 @@ class _Files:
             table.name, table.rows, table.stored_rows, table.dim, table.precision, table.pooling, path, kept, entry
         )
 
-    def vocabulary(self, name: str) -> ValueIndex:
+    def vocabulary(self, name: str) -> pa.Table:
         try:
             with pa.ipc.open_file(pa.BufferReader(self.content(name))) as file:
-                return ValueIndex(file.read_all().combine_chunks())
+                return file.read_all()
         except (pa.ArrowInvalid, OSError) as error:
             raise ArtifactError(f"{name} is no vocabulary: {error}") from None
 

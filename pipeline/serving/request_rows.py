@@ -7,6 +7,7 @@ Arrow   an IPC stream of record batches with every column; without compression, 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -14,6 +15,7 @@ import pyarrow as pa
 
 from pipeline.checks import did_you_mean
 from pipeline.data.config import ColumnsConfig
+from pipeline.serving.column_lists import ColumnLists, Rows
 from pipeline.serving.scorer import schema_of
 from pipeline.serving.server_config import LimitsConfig
 
@@ -35,8 +37,9 @@ class RequestReader:
     def __init__(self, columns: ColumnsConfig, limits: LimitsConfig) -> None:
         self.columns, self.schema, self._limits = columns, schema_of(columns), limits
         self._decoder = msgspec.json.Decoder(_body_type(columns, limits))
+        self._readers = [_reader_of(field.type) for field in self.schema]
 
-    def read(self, body: bytes, content_type: str) -> pa.Table:
+    def read(self, body: bytes, content_type: str) -> Rows:
         """Rows of self.schema. Raises BadRequest."""
         if content_type == JSON_TYPE:
             return self.read_json(body)
@@ -45,7 +48,7 @@ class RequestReader:
         found = f"Content-Type {content_type!r}" if content_type else "a body without a Content-Type"
         raise BadRequest(415, f"{found} is not read: send {JSON_TYPE} or {ARROW_TYPE}")
 
-    def read_json(self, body: bytes) -> pa.Table:
+    def read_json(self, body: bytes) -> ColumnLists:
         try:
             rows = self._decoder.decode(body).rows
         except msgspec.ValidationError as error:
@@ -54,13 +57,10 @@ class RequestReader:
             raise BadRequest(400, f"the body is not JSON: {_plain(error)}") from None
         values = list(zip(*map(msgspec.structs.astuple, rows), strict=True)) if rows else [()] * len(self.schema)
         try:
-            arrays = [
-                pa.array(_as_text(field.type, column), field.type)
-                for field, column in zip(self.schema, values, strict=True)
-            ]
-        except (pa.ArrowInvalid, UnicodeEncodeError, ValueError) as error:
+            columns = [read(column) for read, column in zip(self._readers, values, strict=True)]
+        except ValueError as error:  # a whole number of thousands of digits
             raise BadRequest(422, f"a value cannot be read: {_plain(error)}") from None
-        return pa.table(arrays, schema=self.schema)
+        return ColumnLists(self.schema, columns, len(rows))
 
     def _near_column(self, message: str) -> str:
         """A hint for `Object contains unknown field `cat_O``."""
@@ -129,13 +129,13 @@ def _body_type(columns: ColumnsConfig, limits: LimitsConfig) -> Any:
     return msgspec.defstruct("Body", [("rows", rows)], forbid_unknown_fields=True)
 
 
-def _as_text(kind: pa.DataType, column: tuple[Any, ...]) -> Any:
-    """Whole numbers are categories too, in the spelling that prepare gives them."""
+def _reader_of(kind: pa.DataType) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Of a column's values. Whole numbers are categories too, in the spelling that prepare gives them."""
     if pa.types.is_string(kind):
-        return [str(value) if type(value) is int else value for value in column]
+        return lambda column: [str(value) if type(value) is int else value for value in column]
     if pa.types.is_list(kind):
-        return [None if value is None else [str(one) for one in value] for value in column]
-    return column
+        return lambda column: [None if value is None else [str(one) for one in value] for value in column]
+    return lambda column: column
 
 
 def _check_type(name: str, kind: pa.DataType, wanted: pa.DataType) -> None:

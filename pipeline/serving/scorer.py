@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from pipeline.data.config import ColumnsConfig
 from pipeline.data.rows import QuarantinedRow
+from pipeline.serving.column_lists import Rows
 
 
 class ScoredRows(Protocol):
@@ -32,7 +33,9 @@ class Scorer(Protocol):
     @property
     def columns(self) -> ColumnsConfig: ...
 
-    def score(self, rows: pa.Table) -> ScoredRows: ...
+    def score(self, rows: Rows) -> ScoredRows:
+        """Of schema_of(self.columns)."""
+        ...
 
 
 @dataclass(frozen=True)

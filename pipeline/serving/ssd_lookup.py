@@ -52,7 +52,6 @@ class SsdLookup:
         self.tables, self.features = tables, features
         self.heads = [min(head, table.stored_rows) for head, table in zip(heads, tables, strict=True)]
         self.counts = CacheCounts()
-        self._pooler = RowPooler(tables, features)
         self._begins, size = [], 0
         for number, table in enumerate(tables):
             self._begins.append(size)
@@ -63,6 +62,7 @@ class SsdLookup:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = mmap.mmap(-1, max(size, 1), flags=flags)
         self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._pooler = RowPooler(tables, features, self._buffer, self._begins)
         self._files = [_map(table) for table in tables]
         self._regions = [self._region(number, table) for number, table in enumerate(tables)]
         for number, table in enumerate(tables):
@@ -89,7 +89,7 @@ class SsdLookup:
         ends = offsets[::batch].tolist() if batch else [0] * (len(self.features) + 1)
         placed, reads = self._place_misses(rows, ends)
         self._read(reads)
-        result = self._pooler.pool(self._buffer, self._begins, torch.from_numpy(placed), offsets)
+        result = self._pooler.pool(torch.from_numpy(placed), offsets)
         self._give_back_room(reads)
         return result
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pipeline import export as verb
-from pipeline import storage
+from pipeline import exporting, storage
 from pipeline.config import ExportJob, load_config
 from pipeline.serving import attempt, package, predictor, reference, table_files
 from tests.faults.kill_worker import arm
@@ -16,11 +16,11 @@ from tests.faults.kill_worker import arm
 STAGES: dict[str, tuple[Any, str, str, int]] = {
     "before the folder": (attempt.os, "mkdir", "before", 1),
     "after the folder": (attempt.os, "mkdir", "after", 1),
-    "before the reference": (reference, "make_reference", "before", 1),
+    "before the reference": (exporting, "make_reference", "before", 1),
     "in the reference": (reference, "write_rows", "after", 3),
-    "before the tables": (package, "pack_tables", "before", 1),
+    "before the tables": (exporting, "pack_tables", "before", 1),
     "in a table": (table_files.ChecksummedWriter, "write", "after", 40),
-    "after the tables": (package, "pack_tables", "after", 1),
+    "after the tables": (exporting, "pack_tables", "after", 1),
     "in the layers": (package, "program_bytes", "before", 1),
     "in the vocabularies": (package, "index_values", "after", 5),
     "before the check": (predictor, "load_parts", "before", 1),

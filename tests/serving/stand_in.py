@@ -8,10 +8,10 @@ import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow as pa
 
 from pipeline.data.config import ColumnsConfig
 from pipeline.data.rows import QuarantinedRow
+from pipeline.serving.column_lists import Rows, as_table
 
 COLUMNS = ColumnsConfig(label="label", dense=["price", "age"], sparse=["city", "device"], multi_hot=["tags"])
 REFUSED_CITY = "nowhere"
@@ -39,11 +39,11 @@ class StandIn:
     delay_s: float = 0.0
     batches: list[int] = field(default_factory=list)
 
-    def score(self, rows: pa.Table) -> Scored:
+    def score(self, rows: Rows) -> Scored:
         if self.delay_s:
             time.sleep(self.delay_s)
         self.batches.append(rows.num_rows)
-        values = rows.to_pylist()
+        values = as_table(rows).to_pylist()
         bad = [
             QuarantinedRow(number, f"city is {REFUSED_CITY!r}", "")
             for number, row in enumerate(values, start=1)

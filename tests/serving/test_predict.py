@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -203,6 +204,47 @@ def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
     for suffix in ("", ".quarantine.jsonl"):
         assert (tmp_path / f"killed.parquet{suffix}").read_bytes() == (tmp_path / f"whole.parquet{suffix}").read_bytes()
     assert pq.read_table(tmp_path / "whole.parquet")["row"].to_pylist() == list(range(6000))
+
+
+VERB = """
+from pipeline.config import PredictJob, run_verb
+from pipeline.predict import describe, predict
+from pipeline.serving import score_files
+from tests.serving.stand_in import StandIn
+score_files.BLOCK_BYTES = 10_000
+run_verb(PredictJob, lambda job: predict(job, lambda _: StandIn(delay_s=0.02)), "", describe)
+"""
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_prediction_that_is_stopped_keeps_its_parts_and_goes_on(
+    tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    source = write(tmp_path / "rows.csv", rows_of(3000))
+    options = [f"source={source}", "artifact=stand-in", "rows_per_part=200", f"output={tmp_path}/scores.parquet"]
+    staging = tmp_path / "scores.parquet.partial"
+    worker = subprocess.Popen(
+        [sys.executable, "-c", VERB, *options], cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
+    )  # fmt: skip
+    while worker.poll() is None and not scored_rows(staging):
+        time.sleep(0.02)
+    worker.send_signal(sent)
+    said, _ = worker.communicate(timeout=60)
+    assert worker.returncode == code, said
+    assert "Traceback" not in said and not (tmp_path / "scores.parquet").exists()
+    assert 0 < scored_rows(staging) < 3000
+    again = subprocess.run(
+        [sys.executable, "-c", VERB, *options],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert again.returncode == 0 and "going on after" in again.stderr + again.stdout, again
+    assert pq.read_table(tmp_path / "scores.parquet")["score"].to_pylist() == expected(rows_of(3000))
+    assert not staging.exists()
 
 
 @pytest.mark.parametrize("changed", ["artifact", "source", "part"])

@@ -13,18 +13,17 @@ import pytest
 import torch
 
 from pipeline.config import PrepareJob, TrainJob, load_config
-from pipeline.data import value_index
 from pipeline.data.config import DataConfig, ReaderConfig
 from pipeline.data.dataset import SPLITS, load_dataset
 from pipeline.data.layout import layout_of
 from pipeline.data.reader import ShardReader
 from pipeline.data.rows import open_source, parse_block
 from pipeline.data.source import find_sources
-from pipeline.data.value_index import ValueIndex, hashes_of, index_values
 from pipeline.export import ExportSummary
 from pipeline.prepare import prepare
+from pipeline.serving.column_lists import ColumnLists
 from pipeline.serving.predictor import Predictor
-from pipeline.serving.raw_rows import RawFeature, RawSchema, RowEncoder
+from pipeline.serving.scorer import schema_of
 from pipeline.train import train
 from tests.ranks import RankPool
 from tests.serving.test_export import run_export
@@ -190,23 +189,31 @@ def test_bad_rows_get_no_score_and_a_reason_and_missing_columns_are_named(mixed:
             predictor.score(pa.Table.from_pylist([{**row, column: value}]))
 
 
-def test_values_of_one_hash_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = [f"value {i}" for i in range(100)]
-    monkeypatch.setattr(
-        value_index, "hash_text",
-        lambda column, seed: np.array([int(str(value)[6:]) % 3 for value in column], dtype=np.uint64),
-    )  # fmt: skip
-    index = ValueIndex(index_values(iter([(1, values[:60]), (61, values[60:])])))
-    asked = pa.array([*reversed(values), "value 103"])
-    (hashes,) = hashes_of([asked])
-    assert index.ids(asked, hashes).tolist() == [*range(100, 0, -1), 0]
-
-
-def test_a_vocabulary_keeps_the_values_whose_rows_are_kept() -> None:
-    values = [f"v{i}" for i in range(10)]
-    index = ValueIndex(index_values([(1, values)], keep=lambda ids: ids % 2 == 0))
-    asked = pa.array(values)
-    assert index.ids(asked, hashes_of([asked])[0]).tolist() == [0, 2, 0, 4, 0, 6, 0, 8, 0, 10]
-    schema = RawSchema([], [RawFeature("f", 11, False)], "none", "|")
-    rows = pa.table({"f": pa.array(["v1", None, "v0", ""])})
-    assert RowEncoder(schema, {"f": index}).encode(rows).values.tolist() == [2, 0, 0, 0]
+def test_rows_as_lists_are_encoded_as_rows_of_a_table(mixed: tuple[str, TrainJob, str]) -> None:
+    """What JSON brings, a few rows at a time, by the short way; the table, whole, by prepare's."""
+    artifact, job, source = mixed
+    encoder, rows = Predictor.load(artifact).encoder, raw_blocks(job.data, source)
+    wanted = encoder._encode_table(rows)
+    lists = ColumnLists(
+        schema_of(encoder.layout.columns),
+        [
+            [tags and tags.split(job.data.columns.list_separator) for tags in rows[name].to_pylist()]
+            if name == "tags"
+            else rows[name].to_pylist()
+            for name in schema_of(encoder.layout.columns).names
+        ],
+        rows.num_rows,
+    )
+    for _ in range(2):  # what the first round looked up, the second one knows
+        parts = [encoder.encode(lists.slice(begin, 50)) for begin in range(0, rows.num_rows, 50)]
+        assert torch.cat([part.dense for part in parts]).numpy().tobytes() == wanted.dense.numpy().tobytes()
+        num_features = len(encoder.schema.features)
+        for feature in range(num_features):
+            ids = []
+            for part in parts:
+                count = (len(part.offsets) - 1) // num_features
+                ids.append(part.values[part.offsets[feature * count] : part.offsets[(feature + 1) * count]])
+            ends = wanted.offsets[feature * rows.num_rows], wanted.offsets[(feature + 1) * rows.num_rows]
+            assert torch.equal(torch.cat(ids), wanted.values[ends[0] : ends[1]])
+    table = lists.slice(0, 100).to_table()
+    assert torch.equal(encoder.encode(table).values, encoder._encode_table(table).values)

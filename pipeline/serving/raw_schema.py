@@ -1,0 +1,36 @@
+"""Say what an artifact's raw rows are, and what becomes of their columns (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DENSE, SPARSE, MULTI_HOT = "dense", "sparse", "multi_hot"
+
+
+@dataclass(frozen=True)
+class RawFeature:
+    """A categorical column. `hash_size` None: its values are in the vocabulary. `bag_size` > 1: ids that are drawn from
+    a one-hot id (data.multi_hot)."""
+
+    name: str
+    cardinality: int
+    multi_hot: bool
+    bag_size: int = 1
+    hash_size: int | None = None
+    hash_seed: int = 0
+
+
+@dataclass(frozen=True)
+class RawSchema:
+    """What raw rows are and become; `features` are in the order of the batch's keys."""
+
+    dense: list[str]
+    features: list[RawFeature]
+    dense_transform: str
+    list_separator: str
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Column -> dense, sparse or multi_hot."""
+        kinds = dict.fromkeys(self.dense, DENSE)
+        return kinds | {one.name: MULTI_HOT if one.multi_hot else SPARSE for one in self.features}
