@@ -29,7 +29,7 @@ class TensorTrainEmbedding(Composer):
         super().__init__(table)
         train = tensor_train_of(table)
         (n1, n2, n3), (d1, d2, d3), rank = train.rows, train.dims, train.rank
-        self._rows, self._dim = train.rows, table.embedding_dim
+        self._rows, self._dim, self._inner_dim = train.rows, table.embedding_dim, d1 * d2
         # The product of a row's cores is a sum of rank^2 terms, each of three numbers.
         std = (row_std(table) / rank) ** (1 / 3)
         self.first = nn.Parameter(away_from_zero(n1, d1, rank) * std)
@@ -51,7 +51,8 @@ class TensorTrainEmbedding(Composer):
         """[ids] of (i1, i2) -> [ids, d1 d2, r]."""
         _, n2, _ = self._rows
         first, second = self.first.index_select(0, pairs // n2), self.second.index_select(0, pairs % n2)
-        return torch.bmm(first, second).reshape(first.shape[0], -1, first.shape[2])
+        # Said in full, for what a batch without ids leaves out cannot be inferred.
+        return torch.bmm(first, second).reshape(first.shape[0], self._inner_dim, first.shape[2])
 
     def _products_of_all(self, pairs: torch.Tensor) -> torch.Tensor:
         n1, n2, _ = self._rows
@@ -59,7 +60,7 @@ class TensorTrainEmbedding(Composer):
         # [n1 d1, r] times [r, n2 d2 r]
         products = self.first.reshape(n1 * d1, rank) @ self.second.transpose(0, 1).reshape(rank, -1)
         each = products.view(n1, d1, n2, -1).transpose(1, 2).reshape(n1 * n2, -1)
-        return each.index_select(0, pairs).view(pairs.shape[0], -1, rank)
+        return each.index_select(0, pairs).view(pairs.shape[0], self._inner_dim, rank)
 
 
 def away_from_zero(*shape: int) -> torch.Tensor:

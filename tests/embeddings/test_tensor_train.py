@@ -46,6 +46,16 @@ def test_rows_and_gradients_are_those_of_the_materialised_product(
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("max_pairs", [0, 4096])
+def test_a_batch_without_ids_has_no_rows_and_no_gradients(max_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_train, "MAX_PAIRS", max_pairs)
+    train = make(200, 24, InitConfig("normal", 0.3), rank=5)
+    rows = train.rows_of(torch.zeros(0, dtype=torch.int64))
+    assert rows.shape == (0, 24)
+    rows.sum().backward()
+    assert all(core.grad is not None and not core.grad.any() for core in train.parameters())
+
+
 @pytest.mark.parametrize(
     ("init", "std"), [(InitConfig("uniform"), 5000**-0.5 / 3**0.5), (InitConfig("normal", 0.2), 0.2)]
 )
