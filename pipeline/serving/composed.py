@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.data.batch import keyed_jagged_tensor
@@ -25,6 +26,7 @@ from pipeline.embeddings.partitions import Given, partitions_of
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.serving.lookup import TableLookup
+from pipeline.serving.row_maps import RowMap
 
 MAX_HEADER_BYTES = 256 << 20
 
@@ -32,14 +34,22 @@ MAX_HEADER_BYTES = 256 << 20
 class ComposedTables:
     """`tables` are logical, `keys` the batch's features in its order; `parts` and `looked_up` what the collection holds."""
 
-    def __init__(self, tables: Sequence[Table], keys: Sequence[str], composition: Composition | None = None) -> None:
-        self.tables, self.keys = list(tables), list(keys)
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        keys: Sequence[str],
+        composition: Composition | None = None,
+        row_maps: Mapping[str, RowMap] | None = None,
+    ) -> None:
+        """`row_maps`: of the parts with managed collision. Raises ValueError where one is missing."""
+        self.tables, self.keys, self.row_maps = list(tables), list(keys), dict(row_maps or {})
         self.parts = physical_tables(self.tables)
-        if managed := [part.config_name for part in self.parts if part.managed is not None]:
+        managed = [part for part in self.parts if part.managed is not None]
+        if sorted(part.name for part in managed) != sorted(self.row_maps):
             raise ValueError(
-                f"table {managed[0]!r} is of kind managed_collision, whose map from ids to rows an artifact does not hold in this "
-                "release; score by pipeline.evaluate, or train it by kind=hash"
+                f"tables {[part.name for part in managed]} want maps, there are those of {[*self.row_maps]}"
             )
+        self._map_of = {feature: self.row_maps[part.name] for part in managed for feature in part.feature_names}
         self.composition = (composition or Composition(self.tables)).eval().requires_grad_(False)
         self._split = IdSplitter(self.tables)
         dims = {feature: part.embedding_dim for part in self.parts for feature in part.feature_names}
@@ -63,8 +73,11 @@ class ComposedTables:
         ends, keys, batch = split.offset_per_key(), split.keys(), split.stride()
         places = [keys.index(key) for key in self.looked_up]
         lengths = split.lengths().view(len(keys), batch)[places].reshape(-1).long()
-        values = torch.cat([split.values()[ends[place] : ends[place + 1]] for place in places])
-        return values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        parts = [split.values()[ends[place] : ends[place + 1]] for place in places]
+        for number, key in enumerate(self.looked_up):
+            if key in self._map_of:
+                parts[number] = torch.from_numpy(self._map_of[key].rows_of(parts[number].numpy()))
+        return torch.cat(parts), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
     def compose(self, pooled: torch.Tensor, split: KeyedJaggedTensor) -> torch.Tensor:
         """[batch, sum of dims] of `looked_up` -> [batch, sum of the tables' dims] by `keys`."""
@@ -89,9 +102,12 @@ class ComposedTables:
             "tables": [asdict(_without_files(table)) for table in self.tables],
             "parameters": {name: list(value.shape) for name, value in numbers.items()},
             "classes": [list(one.shape) for one in classes],
+            "row_maps": {name: [len(one.ids), one.rows_a_bucket] for name, one in self.row_maps.items()},
         }
+        maps = [numbers.astype("<i8").tobytes() for one in self.row_maps.values() for numbers in (one.ids, one.rows)]
         body = [value.contiguous().numpy().astype("<f4").tobytes() for value in numbers.values()]
-        return b"".join([json.dumps(header).encode(), b"\n", *body, *(one.astype("<i8").tobytes() for one in classes)])
+        given = [one.astype("<i8").tobytes() for one in classes]
+        return b"".join([json.dumps(header).encode(), b"\n", *body, *given, *maps])
 
     @classmethod
     def from_bytes(cls, content: bytes) -> ComposedTables:
@@ -102,8 +118,9 @@ class ComposedTables:
         header = json.loads(line)
         tables = [decode(Table, values) for values in header["tables"]]
         taken = 4 * sum(int(np.prod(shape)) for shape in header["parameters"].values())
-        _fill_classes(tables, header["classes"], body[taken:])
-        found = cls(tables, [str(key) for key in header["keys"]])
+        rest = np.frombuffer(body, "<i8", offset=taken)
+        rest = _fill_classes(tables, header["classes"], rest)
+        found = cls(tables, [str(key) for key in header["keys"]], row_maps=_row_maps(header.get("row_maps", {}), rest))
         own = found.composition.state_dict()
         if {name: list(value.shape) for name, value in own.items()} != header["parameters"]:
             raise ValueError("its parameters are not those of its tables")
@@ -135,16 +152,24 @@ def _without_files(table: Table) -> Table:
     return replace(table, compression=replace(table.compression, assignments_file=None, assignments=[[0]]))
 
 
-def _fill_classes(tables: list[Table], shapes: list[list[int]], body: bytes) -> None:
-    if len(body) != 8 * sum(int(np.prod(shape)) for shape in shapes):
-        raise ValueError("it is shorter or longer than its header says")
-    begin = 0
+def _fill_classes(tables: list[Table], shapes: list[list[int]], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What of `numbers` lies behind the tables' classes."""
     for table, shape in zip(tables, shapes, strict=True):
         if count := int(np.prod(shape)):
             assert table.compression is not None
-            values = np.frombuffer(body, "<i8", count, begin).reshape(shape)
-            table.compression.assignments = values.tolist()
-            begin += 8 * count
+            table.compression.assignments = numbers[:count].reshape(shape).tolist()
+            numbers = numbers[count:]
+    return numbers
+
+
+def _row_maps(sizes: dict[str, list[int]], numbers: NDArray[np.int64]) -> dict[str, RowMap]:
+    if len(numbers) != sum(2 * count for count, _ in sizes.values()):
+        raise ValueError("it is shorter or longer than its header says")
+    found = {}
+    for name, (count, rows_a_bucket) in sizes.items():
+        found[name] = RowMap(numbers[:count].copy(), numbers[count : 2 * count].copy(), rows_a_bucket)
+        numbers = numbers[2 * count :]
+    return found
 
 
 def decode(kind: Any, value: Any) -> Any:

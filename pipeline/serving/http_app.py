@@ -190,7 +190,8 @@ class _Watched:
         try:
             if problem := self._host_problem(scope):
                 await _problem(400, problem)(scope, receive, note)
-            elif scope["path"] == "/score" and scope["method"] == "POST":  # past middleware and routes, which cost as much
+            elif scope["path"] == "/score" and scope["method"] == "POST":
+                # Past middleware and routes, which would cost as much as all else here.
                 response = await self._score(Request(scope, receive))
                 await response(scope, receive, note)
             else:

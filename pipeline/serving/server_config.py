@@ -64,8 +64,9 @@ class ServerConfig:
 class BatchingConfig:
     """Requests that arrive together are scored together.
 
-    A batch takes what waits, at most `max_rows` rows, and is held back for more at most `max_delay_ms`. What would wait
-    longer than `latency_budget_ms`, or does not fit into a queue of `queue_rows` rows, is answered with 503 and Retry-After.
+    A batch takes what waits, at most `max_rows` rows. Right behind a batch of several requests the next one is held back, at
+    most `max_delay_ms`, until as many have come again; a lone request is not. What would wait longer than
+    `latency_budget_ms`, or does not fit into a queue of `queue_rows` rows, is answered with 503 and Retry-After.
     """
 
     max_rows: int = 1024

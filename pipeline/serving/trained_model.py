@@ -17,6 +17,8 @@ from pipeline.embeddings.physical import physical_tables
 from pipeline.serving.composed import ComposedTables, composed_in
 from pipeline.serving.dense_export import Layers, take_collection
 from pipeline.serving.lookup import ServedFeature
+from pipeline.serving.row_maps import RowMap, row_map
+from pipeline.training.managed_rows import STATE
 
 INNER = f"{MODEL}model."  # keys of the model inside the task
 
@@ -72,13 +74,7 @@ def load_trained(
 
     Raises:
         CheckpointError: the step holds other tables or layers than the run's config says.
-        ValueError: a table's rows are given to ids by state that an artifact does not have.
     """
-    if managed := [part.config_name for part in physical_tables(tables) if part.managed is not None]:
-        raise ValueError(
-            f"tables.{managed[0]}.compression.kind=managed_collision: which id has which row is state of the training, and "
-            "artifacts do not hold it; export a run whose tables are of other kinds (kind=hash takes unbounded ids too)"
-        )
     read = {feature for table in tables for feature in table.feature_names}
     own = keys = [key for key in keys if key in read]
     inventory = inventory_of_step(tensors)
@@ -110,7 +106,21 @@ def _load_composed(
         return None
     path, module = found
     _load_layers(module.composition, tensors, f"{path}.composition.")
-    return ComposedTables(tables, keys, module.composition)
+    managed = {part.name: part.managed for part in physical_tables(tables) if part.managed is not None}
+    maps = {name: _row_map(tensors, name, rows.num_buckets) for name, rows in managed.items()}
+    return ComposedTables(tables, keys, module.composition, maps)
+
+
+def _row_map(tensors: StepTensors, table: str, num_buckets: int) -> RowMap:
+    """Of a table with managed collision: which id had which row when the step was saved."""
+    found = []
+    for name in ("sorted_ids", "rows"):
+        ending = f".{STATE}.{table}.{name}"
+        key = next((key for key in tensors.entries if key.startswith(MODEL) and key.endswith(ending)), None)
+        if key is None:
+            raise CheckpointError(f"{tensors.path} has no map of ids for table {table!r}, which the run's config names")
+        found.append(tensors.read(key, [0], tensors.shape(key)).numpy())
+    return row_map(found[0], found[1], num_buckets)
 
 
 def _load_layers(model: nn.Module, tensors: StepTensors, path: str = "") -> None:

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from pipeline.config import EvaluateJob, ExportJob, load_config
+from pipeline.data.batch import Batch
 from pipeline.data.config import ReaderConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.reader import ShardReader
 from pipeline.evaluate import evaluate
 from pipeline.export import ExportSummary, export
+from pipeline.serving.config import AUTO, PRECISIONS
 from pipeline.serving.predictor import Predictor
 from tests.ranks import RankPool
 
@@ -27,14 +29,14 @@ import json, sys
 import numpy as np, torch
 from pipeline.serving.predictor import Predictor
 
-artifact, rows, out = sys.argv[1:]
-predictor = Predictor.load(artifact)
-found = np.load(rows)
+predictor = Predictor.load(sys.argv[1])
 class Features:
     def keys(self): return json.loads(str(found["keys"]))
     def values(self): return torch.from_numpy(found["values"])
     def offsets(self): return torch.from_numpy(found["offsets"])
-np.save(out, predictor.score_batch(torch.from_numpy(found["dense"]), Features()).numpy())
+for rows, out in zip(sys.argv[2::2], sys.argv[3::2]):
+    found = np.load(rows)
+    np.save(out, predictor.score_batch(torch.from_numpy(found["dense"]), Features()).numpy())
 print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("torchrec", "duckdb") or name.startswith(("pipeline.models", "pipeline.training", "pipeline.embeddings"))]))
 """
 
@@ -61,38 +63,73 @@ def test_the_model_that_the_certificate_compares_with_is_the_one_that_the_traine
     assert small_artifact.sizes["tables_after"] < 0.34 * small_artifact.sizes["tables_before"]
 
 
-def test_a_fresh_process_scores_prepared_rows_as_certified_without_the_trainings_code(
-    small_artifact: ExportSummary, small_run: Path, prepared_clicks: str, tmp_path: Path
-) -> None:
-    dataset = load_dataset(prepared_clicks)
-    reader = ShardReader(
-        prepared_clicks, dataset, "validation", global_batch_size=3008, rank=0, world_size=1,
+def rows_of_split(data_path: str, split: str) -> Batch:
+    """All of them in one batch, padded at the end."""
+    (batch,) = ShardReader(
+        data_path, load_dataset(data_path), split, global_batch_size=-(-SPLITS[split] // 16) * 16, rank=0, world_size=1,
         config=ReaderConfig(shuffle="none"), seed=0, drop_last=False,
-    )  # fmt: skip
-    (batch,) = list(reader.batches(epoch=0))
-    sparse = batch.sparse_features
-    rows, out = tmp_path / "rows.npz", tmp_path / "scores.npy"
-    np.savez(
-        rows, dense=batch.dense_features.numpy(), values=sparse.values().numpy(), offsets=sparse.offsets().numpy(),
-        keys=json.dumps(sparse.keys()),
-    )  # fmt: skip
+    ).batches(epoch=0)  # fmt: skip
+    return batch
+
+
+def scored_in_a_fresh_process(artifact: str, batches: dict[str, Batch], folder: Path) -> dict[str, np.ndarray]:
+    """Split -> scores, from a process that has imported nothing of the training."""
+    files = []
+    for split, batch in batches.items():
+        sparse = batch.sparse_features
+        files += [str(folder / f"{split}.npz"), str(folder / f"{split}.npy")]
+        np.savez(
+            files[-2], dense=batch.dense_features.numpy(), values=sparse.values().numpy(),
+            offsets=sparse.offsets().numpy(), keys=json.dumps(sparse.keys()),
+        )  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", SCORE, small_artifact.artifact, rows, out], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", SCORE, artifact, *files], capture_output=True, text=True, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []
-    scores = np.load(out)
-    np.testing.assert_array_equal(
-        scores, Predictor.load(small_artifact.artifact).score_batch(batch.dense_features, sparse).numpy()
-    )
+    return {split: np.load(folder / f"{split}.npy") for split in batches}
+
+
+def ne_of(scores: np.ndarray, batch: Batch) -> float:
     real = batch.sample_weights > 0
-    labels = batch.labels[real].double().numpy()
-    given = scores[real.numpy()].astype(np.float64)
+    labels, given = batch.labels[real].double().numpy(), scores[real.numpy()].astype(np.float64)
     logloss = -np.mean(labels * np.log(given) + (1 - labels) * np.log1p(-given))
     rate = labels.mean()
-    ne = logloss / -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
-    assert ne == pytest.approx(small_artifact.parity["validation"]["ne"], abs=1e-6)
+    return float(logloss / -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
+
+
+def test_a_fresh_process_scores_prepared_rows_as_certified_without_the_trainings_code(
+    small_artifact: ExportSummary, prepared_clicks: str, tmp_path: Path
+) -> None:
+    batch = rows_of_split(prepared_clicks, "validation")
+    scores = scored_in_a_fresh_process(small_artifact.artifact, {"validation": batch}, tmp_path)["validation"]
+    predictor = Predictor.load(small_artifact.artifact)
+    np.testing.assert_array_equal(scores, predictor.score_batch(batch.dense_features, batch.sparse_features).numpy())
+    assert ne_of(scores, batch) == pytest.approx(small_artifact.parity["validation"]["ne"], abs=1e-6)
+    with pytest.raises(ValueError, match=r"dense is \[3008, 12\], and \[3008, 13\] goes with the ids"):
+        predictor.score_batch(batch.dense_features[:, 1:], batch.sparse_features)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("precision", [*PRECISIONS, AUTO])
+def test_a_fresh_process_scores_every_split_as_certified_at_each_precision(
+    small_run: Path, prepared_clicks: str, ranks: RankPool, tmp_path: Path, precision: str
+) -> None:
+    limits = [f"parity.{name}=1" for name in ("max_ne_increase", "max_auc_decrease", "max_score_difference")]
+    summary = run_export(small_run, tmp_path / "artifact", f"precision={precision}", *limits)
+    batches = {split: rows_of_split(prepared_clicks, split) for split in SPLITS}
+    scores = scored_in_a_fresh_process(summary.artifact, batches, tmp_path)
+    exact = run_export(small_run, tmp_path / "exact", "precision=fp32")
+    model = scored_in_a_fresh_process(exact.artifact, batches, tmp_path)
+    for split, batch in batches.items():
+        certified, real = summary.parity[split], (batch.sample_weights > 0).numpy()
+        trained = ranks.run(1, _evaluate, str(small_run), split)[0]["ne"]
+        assert ne_of(scores[split], batch) == pytest.approx(certified["ne"], abs=1e-6)
+        assert ne_of(scores[split], batch) - trained == pytest.approx(certified["ne_delta"], abs=2e-6)
+        apart = np.abs(scores[split] - model[split])[real]
+        assert apart.max() == pytest.approx(certified["max_score_difference"], abs=1e-5)
+        assert apart.mean() == pytest.approx(certified["mean_score_difference"], abs=1e-5)
 
 
 @pytest.mark.parametrize("memory", ["ram", "mapped"])

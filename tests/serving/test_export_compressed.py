@@ -21,6 +21,7 @@ KINDS = {
     "cat_22": "{kind: path_based, ratio: 2}",
     "cat_21": "{kind: tensor_train, rank: 4}",
     "cat_20": "{kind: frequency_split, head_rows: 40}",
+    "cat_19": "{kind: managed_collision, num_rows: 40, buckets: 2, eviction_interval: 1}",
 }
 
 
