@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.steps import list_steps
+from pipeline.config import TrainJob, load_config
 from pipeline.exit_codes import DONE, REQUEUE
+from pipeline.train import train
 from tests.faults.conftest import FaultRecorder
 from tests.faults.runs import TIMEOUT_S, Run, processes_of
+from tests.ranks import RankPool
 
 REQUEUED = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
 STEPS = 60
@@ -50,13 +54,14 @@ def test_sigterm_is_obeyed_in_every_phase(prepared_clicks: str, tmp_path: Path, 
 
 
 def test_sigterm_ends_an_evaluation_that_runs_by_itself(
-    prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
+    small_run: Path, prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
 ) -> None:
-    run = Run(prepared_clicks, tmp_path, ("trainer.max_steps=10",))
-    assert run.finish()[0] == DONE
+    run = Run(prepared_clicks, tmp_path)
+    shutil.copytree(small_run, run.run_dir)
+    before = sorted(run.run_dir.rglob("*"))
     code, output = run.finish({"at": "evaluation", "do": "term"}, verb="evaluate")
     assert (code, "Traceback" in output) == (REQUEUE, False), output
-    assert list(run.run_dir.glob("evaluation.*")) == []
+    assert sorted(run.run_dir.rglob("*")) == before
     fault(5, "pipeline.evaluate: code 75, nothing written", count=1)
 
 
@@ -72,8 +77,12 @@ def test_sigterm_to_the_agent_reaches_the_scheduler_as_a_requeue_and_a_second_on
     fault(5, "two SIGTERMs to the agent of two ranks: saved, code 75 from the agent, no rank left", count=1)
 
 
+def _go_on(rank: int, run: Run) -> int:
+    return train(load_config(TrainJob, run.words)).step
+
+
 def test_a_save_slower_than_the_grace_leaves_the_earlier_step_and_a_run_to_go_on(
-    prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
 ) -> None:
     run = Run(prepared_clicks, tmp_path, ("trainer.grace_s=10",))
     slow = {"at": "save", "step": 20, "do": "slow"}
@@ -88,8 +97,7 @@ def test_a_save_slower_than_the_grace_leaves_the_earlier_step_and_a_run_to_go_on
     assert "nothing is saved yet, and trainer.grace_s=10 is nearly over" in output
     assert 4 < seconds < 10
     assert _steps(run) == [10]
-    code, output = run.finish()
-    assert code == DONE and _steps(run)[-1] == STEPS, output
+    assert ranks.run(1, _go_on, run) == [STEPS]
     fault(
         6,
         f"ended {seconds:.1f} s after SIGTERM with a grace of 10 s, code 75; step 10 intact, the rerun went on from it",
