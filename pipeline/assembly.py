@@ -26,6 +26,7 @@ from pipeline.planner.planner import load_or_search_plan
 from pipeline.planner.record import PlanRecord
 from pipeline.training.comms import check_batch_fits_comms
 from pipeline.training.embedding_sync import replicates
+from pipeline.training.one_rank import look_up_where_products_want_it
 from pipeline.training.sharding import make_sharders, shard_model
 from pipeline.training.sparse_optimizer import apply_sparse_optimizer
 
@@ -88,6 +89,8 @@ def assemble(job: TrainJob, dataset: Dataset, context: DistributedContext) -> As
     model = shard_model(
         task, record.plan, job.comms, context, seed=job.trainer.seed, tables=plain, replicated=replicated
     )
+    if context.world_size == 1 and context.device.type == "cpu":
+        look_up_where_products_want_it(model)
     return Assembly(tables, task, model, record, replicated)
 
 

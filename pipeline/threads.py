@@ -1,15 +1,8 @@
-"""Turn a number of threads into a pool that lives as long as the process, for kernels that let go of Python's lock."""
+"""Turn OpenMP's waiting threads into sleeping ones, before torch is imported."""
 
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-
-
-@cache
-def thread_pool(num_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="kernels")
 
 
 def wait_briefly() -> None:

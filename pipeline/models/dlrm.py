@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.modules.mlp import Perceptron
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.models.interaction import DotInteraction, PooledRows
@@ -21,6 +23,7 @@ class DotDLRM(DLRM):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         names = self.sparse_arch.sparse_feature_names
+        _activate_in_place(self)
         self.pooled_rows = PooledRows(names)
         self.inter_arch = DotInteraction(len(names))
 
@@ -33,10 +36,18 @@ class CrossDLRM(DLRM_DCN):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        _activate_in_place(self)
         self.pooled_rows = PooledRows(self.sparse_arch.sparse_feature_names)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         return _forward(self, dense_features, sparse_features)
+
+
+def _activate_in_place(model: nn.Module) -> None:
+    """A layer's own output is nobody else's, and its backward does not ask for it."""
+    for layer in model.modules():
+        if isinstance(layer, Perceptron) and layer._activation_fn is torch.relu:
+            layer._activation_fn = torch.relu_
 
 
 def _forward(

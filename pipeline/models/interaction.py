@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,10 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from pipeline.threads import thread_pool
+from pipeline.kernel_threads import on_all_threads
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-WIDEST_FOR_KERNELS = 32  # numbers a row: wider ones are as quick by torch's product
-LEAST_SHARE = 256  # samples: fewer are not worth a thread
+AS_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}  # what the kernel moves
+NOWHERE = np.empty(0, np.uint64)
 
 
 class PooledRows(nn.Module):
@@ -63,38 +61,73 @@ class DotInteraction(nn.Module):
     def __init__(self, num_sparse_features: int) -> None:
         super().__init__()
         self.num_sparse_features = num_sparse_features
+        self.rows_have_room = False  # for `dense` ahead of each sample's rows, in one block of memory
 
     def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         device_type = dense.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dense.dtype
-        return _Dots.apply(dense, rows, dtype)  # type: ignore[no-any-return,no-untyped-call]
+        return _Dots.apply(dense, rows, dtype, self.rows_have_room)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Dots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, rows_have_room: bool
+    ) -> torch.Tensor:
         ctx.dtypes = dense.dtype, rows.dtype
-        ctx.kernels = _kernels() if _fits_kernels(rows, dtype) else None
-        if ctx.kernels is not None:
-            exact = dense.float()
-            ctx.save_for_backward(exact, rows)
-            return _by_kernel(ctx.kernels[0], exact, rows, dtype)
-        combined = torch.cat([dense.to(dtype).unsqueeze(1), rows.to(dtype)], dim=1)
+        ctx.take = _kernel() if _fits_kernel(rows, dtype) else None
+        combined = _in_place(dense, rows, dtype) if rows_have_room else None
+        if combined is None:
+            combined = _combined(dense, rows, dtype)
         ctx.save_for_backward(combined)
         products = torch.bmm(combined, combined.transpose(1, 2))
-        num_rows = combined.shape[1]
-        return torch.cat([combined[:, 0], *(products[:, row, row + 1 :] for row in range(num_rows - 1))], dim=1)
+        num_rows, dim = combined.shape[1:]
+        if ctx.take is None:
+            return torch.cat([combined[:, 0], *(products[:, row, row + 1 :] for row in range(num_rows - 1))], dim=1)
+        pairs = _pairs(num_rows)
+        out = combined.new_empty(len(combined), dim + len(pairs))
+        out[:, :dim] = combined[:, 0]
+        _take(ctx.take, products.flatten(1), pairs, out, dim)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
-        if ctx.kernels:
-            exact, rows = ctx.saved_tensors
-            to_dense, to_rows = _back_by_kernel(ctx.kernels[1], exact, rows, gradient)
-            return to_dense.to(ctx.dtypes[0]), to_rows, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
         (combined,) = ctx.saved_tensors
-        both = torch.bmm(symmetric(gradient, combined), combined)
-        first = both[:, 0] + gradient[:, : combined.shape[2]]
-        return first.to(ctx.dtypes[0]), both[:, 1:].to(ctx.dtypes[1]), None
+        num_rows, dim = combined.shape[1:]
+        if ctx.take is None:
+            products = symmetric(gradient, combined)
+        else:
+            products = combined.new_empty(len(combined), num_rows, num_rows)
+            places, diagonal = _pairs_both_ways(num_rows, dim)
+            _take(ctx.take, gradient.contiguous(), places, products.flatten(1), 0, diagonal)
+        both = torch.bmm(products, combined)
+        first = both[:, 0] + gradient[:, :dim]
+        to_rows = both[:, 1:]
+        if to_rows.dtype != ctx.dtypes[1]:
+            to_rows = to_rows.to(ctx.dtypes[1], memory_format=torch.contiguous_format)
+        return first.to(ctx.dtypes[0]), to_rows, None, None
+
+
+def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """`dense` written into the room ahead of `rows`, and the whole [B, F + 1, D]; None where there is no such room."""
+    batch, num_features, dim = rows.shape
+    strides, count = ((num_features + 1) * dim, dim, 1), batch * (num_features + 1) * dim
+    is_slice = rows.stride() == strides and rows.storage_offset() == dim
+    if not is_slice or rows.dtype != dtype or rows.untyped_storage().nbytes() != count * rows.element_size():
+        return None
+    # Not rows itself: autograd would see its memory change.
+    combined = rows.data.as_strided((batch, num_features + 1, dim), strides, 0)
+    combined[:, 0] = dense
+    return combined
+
+
+def _combined(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, D] and [B, F, D] -> [B, F + 1, D], cast on the way."""
+    if torch.compiler.is_compiling() or dense.is_cuda:
+        return torch.cat([dense.to(dtype).unsqueeze(1), rows.to(dtype)], dim=1)
+    combined = dense.new_empty(len(dense), rows.shape[1] + 1, rows.shape[2], dtype=dtype)
+    combined[:, 0], combined[:, 1:] = dense, rows
+    return combined
 
 
 def symmetric(gradient: torch.Tensor, combined: torch.Tensor) -> torch.Tensor:
@@ -106,60 +139,47 @@ def symmetric(gradient: torch.Tensor, combined: torch.Tensor) -> torch.Tensor:
     return products
 
 
-def _fits_kernels(rows: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Not while torch.export or torch.compile traces: numpy sees no tensors there."""
-    if torch.compiler.is_compiling() or type(rows) is not torch.Tensor:
-        return False
-    is_narrow = rows.shape[2] <= WIDEST_FOR_KERNELS
-    return is_narrow and rows.device.type == "cpu" and rows.dtype == torch.float32 and dtype in KERNEL_DTYPES
+@cache
+def _pairs(num_rows: int) -> np.ndarray[Any, Any]:
+    """Where the pairs above the diagonal lie in a flat [n, n], row by row."""
+    first, second = np.triu_indices(num_rows, 1)
+    return (first * num_rows + second).astype(np.uint64)
 
 
 @cache
-def _kernels() -> tuple[Callable[..., None], Callable[..., None]] | None:
+def _pairs_both_ways(num_rows: int, dim: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Where each of a flat [n, n] lies in [D + pairs above the diagonal]; then the diagonal, which lies nowhere."""
+    places = np.zeros((num_rows, num_rows), np.uint64)
+    above = np.triu_indices(num_rows, 1)
+    places[above] = places.T[above] = dim + np.arange(len(above[0]))
+    return places.reshape(-1), np.arange(0, num_rows**2, num_rows + 1, dtype=np.uint64)
+
+
+def _fits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Not while torch.export or torch.compile traces: numpy sees no tensors there."""
+    if torch.compiler.is_compiling() or type(rows) is not torch.Tensor:
+        return False
+    return rows.device.type == "cpu" and dtype in AS_BITS
+
+
+@cache
+def _kernel() -> Callable[..., None] | None:
     try:
-        from pipeline.models.dots_kernels import dots_backward, dots_forward
+        from pipeline.models.dots_kernels import take
     except ImportError:
         return None
-    return dots_forward, dots_backward
+    return take  # type: ignore[no-any-return]
 
 
-def _by_kernel(
-    kernel: Callable[..., None], dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    batch, num_rows, dim = len(rows), rows.shape[1] + 1, rows.shape[2]
-    out = dense.new_empty(batch, dim + num_rows * (num_rows - 1) // 2, dtype=dtype)
-    inputs = _flat(dense), _flat(rows), np.uint64(num_rows), np.uint64(dim)
-    _on_all_threads(batch, lambda begin, end: kernel(*inputs, *_full_or_half(out), begin, end))
-    return out
-
-
-def _back_by_kernel(
-    kernel: Callable[..., None], dense: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, num_rows, dim = len(rows), rows.shape[1] + 1, rows.shape[2]
-    to_dense, to_rows = torch.empty_like(dense), torch.empty_like(rows, memory_format=torch.contiguous_format)
-    inputs = _flat(dense), _flat(rows), *_full_or_half(gradient), np.uint64(num_rows), np.uint64(dim)
-    outputs = _flat(to_dense), _flat(to_rows)
-    _on_all_threads(batch, lambda begin, end: kernel(*inputs, *outputs, begin, end))
-    return to_dense, to_rows
-
-
-def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:
-    return values.detach().contiguous().numpy().reshape(-1)
-
-
-def _full_or_half(values: torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], bool]:
-    """(fp32, bf16 as uint16, which of them): the other one is empty."""
-    if values.dtype == torch.bfloat16:
-        return np.empty(0, np.float32), _flat(values.view(torch.uint16)), True
-    return _flat(values), np.empty(0, np.uint16), False
-
-
-def _on_all_threads(batch: int, work: Callable[[np.uint64, np.uint64], None]) -> None:
-    """work(begin, end) on shares of the samples; each sample is computed by itself, so their number changes no result."""
-    shares = min(torch.get_num_threads(), max(batch // LEAST_SHARE, 1))
-    bounds = [np.uint64(batch * share // shares) for share in range(shares + 1)]
-    later = [thread_pool(shares).submit(work, *bound) for bound in pairwise(bounds[1:])]
-    work(bounds[0], bounds[1])
-    for result in later:
-        result.result()
+def _take(
+    kernel: Callable[..., None],
+    source: torch.Tensor,
+    places: np.ndarray[Any, Any],
+    into: torch.Tensor,
+    first: int,
+    blanks: np.ndarray[Any, Any] = NOWHERE,
+) -> None:
+    """into[:, first:][b, i] = source[b, places[i]], and 0 at the blanks, by as many threads as torch has."""
+    bits = AS_BITS[source.dtype]
+    arguments = source.view(bits).numpy(), places, blanks, into.view(bits).numpy(), np.uint64(first)
+    on_all_threads(kernel, arguments, len(source))

@@ -14,7 +14,7 @@ DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 SCHEDULES = ("constant", "poly", "cosine", "step")
 COMM_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 PRECISIONS = ("fp32", "bf16")
-TRAIN_PIPELINES = ("sparse_dist", "base")
+TRAIN_PIPELINES = ("auto", "sparse_dist", "base")
 NON_FINITE_POLICIES = ("stop", "skip", "rollback")
 ROW_STATE_POLICIES = ("refuse", "average")
 SAVE_FAILURE_POLICIES = ("stop", "continue")
@@ -203,7 +203,7 @@ class TrainerConfig:
     seed: int = 0
     precision: str = "fp32"
     compile: bool = False  # the dense layers by torch.compile; where it fails they run as they are
-    pipeline: str = "sparse_dist"
+    pipeline: str = "auto"  # base on one CPU rank, which has nothing to overlap; sparse_dist else
     gradient_clip_norm: Optional[float] = None
     gradient_accumulation_steps: int = 1
     log_every_steps: int = 50
@@ -218,6 +218,12 @@ class TrainerConfig:
     save_timeout_s: float = 1800.0  # for a save, and for the metrics of a whole evaluation
     lease_ttl_s: float = 120.0  # without a sign for so long, a run on another host counts as dead
     grace_s: float = 30.0  # between the scheduler's SIGTERM and its SIGKILL
+
+    def pipeline_of(self, world_size: int, device_type: str) -> str:
+        """sparse_dist or base."""
+        if self.pipeline != "auto":
+            return self.pipeline
+        return "base" if world_size == 1 and device_type == "cpu" else "sparse_dist"
 
     def limits(self) -> Limits:
         return Limits(self.startup_timeout_s, self.hang_timeout_s, self.save_timeout_s, self.grace_s)

@@ -14,13 +14,20 @@ the other in 1-D arrays. Every index is unsigned: Numba then leaves out its chec
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core.typing.templates import Signature
-from numba.extending import intrinsic
+from numba import njit
+
+from pipeline.training.vectors import (
+    LANES,
+    add_1,
+    add_16,
+    bits,
+    from_bits,
+    narrow,
+    prefetch_to_read,
+    prefetch_to_write,
+    widen,
+)
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD = 0, 1, 2
 U = np.uint64
@@ -28,55 +35,19 @@ HASH = U(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: multiplicative hashing (Kn
 AHEAD = 8  # rows
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _prefetch(_: Any, array: Any, index: Any) -> tuple[Signature, Any]:
-    """Ask for the cache line of array[index]; it will be written to."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        line = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
-        int32 = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [line.type, int32, int32, int32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
-        builder.call(function, [line, int32(1), int32(3), int32(1)])  # to write, to keep, data
-        return context.get_dummy_value()
-
-    return types.void(array, index), generate
-
-
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
-def _add(into, at, gradients, begin, scale, dim):  # type: ignore[no-untyped-def]
-    for k in range(dim):
-        into[at + k] += scale * gradients[begin + k]
+def _add(into, gradients, begin, scale, dim):  # type: ignore[no-untyped-def]
+    whole = dim // U(LANES) * U(LANES)
+    for k in range(U(0), whole, U(LANES)):
+        add_16(into, k, gradients, begin + k, scale)
+    for k in range(whole, dim):
+        add_1(into, k, gradients, begin + k, scale)
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def _subtract(into, at, gradient, scale, dim):  # type: ignore[no-untyped-def]
     for k in range(dim):
         into[at + k] -= scale * gradient[k]
-
-
-def _cast(name: str, from_type: Any, to_type: Any, steps: list[tuple[str, Any]]) -> Any:
-    """An intrinsic of one number: LLVM's casts, one after the other."""
-
-    def typed(_: Any, value: Any) -> tuple[Signature, Any]:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            result = arguments[0]
-            for instruction, to in steps:
-                result = getattr(builder, instruction)(result, to)
-            return result
-
-        return to_type(from_type), generate
-
-    typed.__name__ = name
-    return intrinsic(typed)
-
-
-_FLOAT, _HALF, _INT32, _INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
-_bits = _cast("_bits", types.float32, types.uint32, [("bitcast", _INT32)])
-_from_bits = _cast("_from_bits", types.uint32, types.float32, [("bitcast", _FLOAT)])
-_widen = _cast("_widen", types.uint16, types.float32, [("bitcast", _HALF), ("fpext", _FLOAT)])
-_narrow = _cast("_narrow", types.float32, types.uint16, [("fptrunc", _HALF), ("bitcast", _INT16)])
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -86,15 +57,15 @@ def _rounded(value, key):  # type: ignore[no-untyped-def]
     key *= U(0xFF51AFD7ED558CCD)
     key ^= key >> U(33)
     draw = np.float32(key >> U(40)) * np.float32(2.0**-24) - np.float32(0.5)
-    exponent = max((_bits(value) >> np.uint32(23)) & np.uint32(0xFF), np.uint32(113))  # 113: 2^-14, fp16's least normal
-    step = _from_bits(np.uint32((exponent - np.uint32(10)) << np.uint32(23)))  # between neighbours
-    return _narrow(min(max(value + draw * step, np.float32(-65504)), np.float32(65504)))
+    exponent = max((bits(value) >> np.uint32(23)) & np.uint32(0xFF), np.uint32(113))  # 113: 2^-14, fp16's least normal
+    step = from_bits(np.uint32((exponent - np.uint32(10)) << np.uint32(23)))  # between neighbours
+    return narrow(min(max(value + draw * step, np.float32(-65504)), np.float32(65504)))
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def _subtract_half(into, at, gradient, scale, dim, key):  # type: ignore[no-untyped-def]
     for k in range(dim):
-        into[at + k] = _rounded(_widen(into[at + k]) - scale * gradient[k], key + U(k))
+        into[at + k] = _rounded(widen(into[at + k]) - scale * gradient[k], key + U(k))
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
@@ -103,7 +74,7 @@ def _adagrad_half(weights, at, states, state_at, gradient, lr, eps, dim, key):  
         square = states[state_at + k] + gradient[k] * gradient[k]
         states[state_at + k] = square
         update = lr * gradient[k] / (np.sqrt(square) + eps)
-        weights[at + k] = _rounded(_widen(weights[at + k]) - update, key + U(k))
+        weights[at + k] = _rounded(widen(weights[at + k]) - update, key + U(k))
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
@@ -167,7 +138,7 @@ def update_tables(  # type: ignore[no-untyped-def]
     """Update the tables whose numbers are in `tables`, in `halves` (fp16 as uint16) where `is_half`, else in `weights`.
 
     feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
-    gradients [B * width], width = the features' D in all; columns [F + 1]: where each feature's begin.
+    gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
     """
     longest = U(0)
     for table in tables:
@@ -192,18 +163,20 @@ def update_tables(  # type: ignore[no-untyped-def]
                 coming = U(rows[entry + U(AHEAD)])
                 if is_half:
                     for k in range(U(0), dim, U(32)):
-                        _prefetch(halves, weight_begin + coming * dim + k)
+                        prefetch_to_write(halves, weight_begin + coming * dim + k)
                 else:
                     for k in range(U(0), dim, U(16)):
-                        _prefetch(weights, weight_begin + coming * dim + k)
+                        prefetch_to_write(weights, weight_begin + coming * dim + k)
                 if kind == ROWWISE_ADAGRAD:
-                    _prefetch(states, state_begin + coming)
+                    prefetch_to_write(states, state_begin + coming)
+                source = sources[U(heads[entry + U(AHEAD)])]
+                prefetch_to_read(gradients, source % num_samples * width + U(columns[source // num_samples]))
             gradient[:] = np.float32(0)
             place = heads[entry]
             while place >= 0:
                 bag = sources[U(place)]
                 feature, sample = bag // num_samples, bag % num_samples
-                _add(gradient, U(0), gradients, sample * width + U(columns[feature]), scales[U(place)], dim)
+                _add(gradient, gradients, sample * width + U(columns[feature]), scales[U(place)], dim)
                 place = following[U(place)]
             at = weight_begin + U(rows[entry]) * dim
             scale = lr

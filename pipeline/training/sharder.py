@@ -20,11 +20,12 @@ from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.data.batch import ID_DTYPE, LENGTH_DTYPE
-from pipeline.training.cpu_tables import speed_up_cpu_tables
+from pipeline.training.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables
 from pipeline.training.managed_rows import ManagedTables, add_managed_tables, deal_hashed_ids
+from pipeline.training.one_rank import keep_ids_here
 from pipeline.training.sharding_checks import check_sharding, optimizer_class_of
 from pipeline.training.table_init import initialize_tables
 from pipeline.training.uneven_batches import accept_uneven_batches, check_uneven_batches, in_order_of, sum_uneven_rows
@@ -38,6 +39,21 @@ class ShardedTables(ShardedEmbeddingBagCollection):
 
     tables_without_optimizer: list[str]
     managed: ManagedTables
+    lookup_here: FastLookup | None = None  # of all tables, where one rank has them in one block
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        """Collective: the pooled rows as a KeyedTensor, or what becomes one. Raises ValueError as input_dist does."""
+        lookup = self.lookup_here
+        # The first batch is TorchRec's: it checks names and ids.
+        if lookup is None or self._has_uninitialized_input_dist or not self._fits(features):
+            return super().forward(features)
+        _check_dtypes(features)
+        rows = lookup(features.values(), features.offsets())
+        return KeyedTensor(self._embedding_names, self._embedding_dims, rows)
+
+    def _fits(self, features: KeyedJaggedTensor) -> bool:
+        is_plain = not features.variable_stride_per_key() and features.weights_or_none() is None
+        return is_plain and features.keys() == self._embedding_names
 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Any:
         """Collective.
@@ -45,13 +61,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         Raises:
             ValueError: ids or lengths of another dtype than the one that all ranks have agreed on.
         """
-        dtypes = (features.values().dtype, features.lengths().dtype)
-        if dtypes != (ID_DTYPE, LENGTH_DTYPE):
-            raise ValueError(
-                f"sparse_features have {dtypes[0]} ids and {dtypes[1]} lengths; every rank must send {ID_DTYPE} ids and "
-                f"{LENGTH_DTYPE} lengths, for where dtypes differ between ranks the ids arrive as garbage. "
-                "Build batches with pipeline.data.batch.keyed_jagged_tensor"
-            )
+        _check_dtypes(features)
         if self._device is not None and self._device.type == "cpu":
             # A train pipeline may switch this on; on CPU it would free the caller's batch, not a copy of it.
             self._free_features_storage_early = False
@@ -71,12 +81,24 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         for sharding, one in zip(self._embedding_shardings, self._input_dists, strict=True):
             if isinstance(one, RwSparseFeaturesDist):
                 deal_hashed_ids(one, sharding.feature_names(), self.managed)
+        if self._env.world_size == 1:
+            keep_ids_here(self._input_dists)
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: Any) -> Any:
         """Collective."""
         if self.managed:
             input = KJTList([self.managed.remap(features, self.training) for features in input])
         return super().compute_and_output_dist(ctx, input)
+
+
+def _check_dtypes(features: KeyedJaggedTensor) -> None:
+    dtypes = (features.values().dtype, features.lengths().dtype)
+    if dtypes != (ID_DTYPE, LENGTH_DTYPE):
+        raise ValueError(
+            f"sparse_features have {dtypes[0]} ids and {dtypes[1]} lengths; every rank must send {ID_DTYPE} ids and "
+            f"{LENGTH_DTYPE} lengths, for where dtypes differ between ranks the ids arrive as garbage. "
+            "Build batches with pipeline.data.batch.keyed_jagged_tensor"
+        )
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
@@ -132,7 +154,19 @@ class TableSharder(EmbeddingBagCollectionSharder):
         if device.type == "cpu":
             accept_uneven_batches(sharded._lookups)
             sum_uneven_rows(sharded._output_dists)
+        if device.type == "cpu" and env.world_size == 1:
+            sharded.lookup_here = _lookup_of_all(sharded)
         return sharded
+
+
+def _lookup_of_all(sharded: ShardedTables) -> FastLookup | None:
+    """The lookup that gives what the collection gives; None where there are several, or something is done to it after."""
+    lookups = fast_lookups(sharded)
+    if len(lookups) != 1 or len(sharded._lookups) != 1 or sharded.managed or sharded._has_mean_pooling_callback:
+        return None
+    names = [name for one in sharded._embedding_shardings for name in one.feature_names()]
+    is_all = names == sharded._embedding_names and lookups[0].dims == sharded._embedding_dims
+    return lookups[0] if is_all else None
 
 
 def _give_each_parameter_its_own_kwargs(module: EmbeddingBagCollection) -> None:

@@ -306,7 +306,7 @@ class Trainer:
             position += count
 
     def _make_pipeline(self) -> Any:
-        kind = PIPELINES[self._config.pipeline]
+        kind = PIPELINES[self._config.pipeline_of(self._context.world_size, self._context.device.type)]
         extra = {"execute_all_batches": True} if kind is TrainPipelineSparseDist else {}
         self._model.train()
         return kind(self._model, self._optimizer, self._context.device, **extra)

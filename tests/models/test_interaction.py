@@ -10,9 +10,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from pipeline.models import interaction
 from pipeline.models.dlrm import CrossDLRM, DotDLRM
-from pipeline.models.interaction import DotInteraction, PooledRows, _kernels
+from pipeline.models.interaction import DotInteraction, PooledRows, _kernel
 
 NAMES = ["user", "item", "place"]
 
@@ -44,11 +43,8 @@ def test_the_interaction_equals_torchrecs_forward_and_backward() -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "dim"), [(26, 16), (17, 48), (40, 20), (1, 64), (8, 128)])
-def test_the_cpus_kernels_equal_torchrecs_interaction_at_any_width(
-    num_rows: int, dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert _kernels() is not None, "the CPU set has Numba"
-    monkeypatch.setattr(interaction, "WIDEST_FOR_KERNELS", 128)
+def test_the_cpus_kernels_equal_torchrecs_interaction_at_any_width(num_rows: int, dim: int) -> None:
+    assert _kernel() is not None, "the CPU set has Numba"
     torch.manual_seed(0)
     dense, rows = torch.randn(37, dim), torch.randn(37, num_rows, dim)
     weights = torch.randn(37, dim + num_rows * (num_rows + 1) // 2)

@@ -1,0 +1,30 @@
+"""Turn a number of threads into a pool that lives as long as the process, for kernels that let go of Python's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+LEAST_SHARE = 256  # samples: fewer are not worth a thread
+
+
+@cache
+def thread_pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="kernels")
+
+
+def on_all_threads(kernel: Callable[..., Any], arguments: Sequence[Any], num_samples: int) -> list[Any]:
+    """What kernel(*arguments, begin, end) returns on shares of the samples, on as many threads as torch has.
+
+    Each sample is to be computed by itself; their number then changes no result.
+    """
+    shares = min(torch.get_num_threads(), max(num_samples // LEAST_SHARE, 1))
+    bounds = [np.uint64(num_samples * share // shares) for share in range(shares + 1)]
+    later = [thread_pool(shares).submit(kernel, *arguments, *bound) for bound in pairwise(bounds[1:])]
+    return [kernel(*arguments, bounds[0], bounds[1]), *(result.result() for result in later)]

@@ -1,0 +1,144 @@
+"""What the CPU kernels say in LLVM's own terms: sixteen numbers at a time, casts, and the lines of memory to come.
+
+Numba makes vectors of long loops alone; an embedding's row is a short one. Arrays are flat. An array of uint16 holds bf16
+where it is gradients or pooled rows, and fp16 where it is a table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.typing.templates import Signature
+from numba.extending import intrinsic
+
+LANES = 16
+FLOAT, HALF, INT32, INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
+
+
+def _across(kind: Any, lanes: int) -> Any:
+    return ir.VectorType(kind, lanes) if lanes > 1 else kind
+
+
+def _whole(kind: Any, lanes: int, value: int) -> Any:
+    return ir.Constant(_across(kind, lanes), [value] * lanes if lanes > 1 else value)
+
+
+def _data(context: Any, builder: Any, signature: Any, arguments: Any, position: int) -> Any:
+    return context.make_array(signature.args[position])(context, builder, arguments[position]).data
+
+
+def _place(builder: Any, data: Any, index: Any, kind: Any, lanes: int) -> Any:
+    return builder.bitcast(builder.gep(data, [index]), _across(kind, lanes).as_pointer())
+
+
+def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes: int) -> Any:
+    """fp32, from fp32, fp16 (a table) or bf16."""
+    if dtype == types.float32:
+        return builder.load(_place(builder, data, index, FLOAT, lanes), align=4)
+    bits = builder.load(_place(builder, data, index, INT16, lanes), align=2)
+    if is_table:
+        return builder.fpext(builder.bitcast(bits, _across(HALF, lanes)), _across(FLOAT, lanes))
+    wide = builder.shl(builder.zext(bits, _across(INT32, lanes)), _whole(INT32, lanes, 16))
+    return builder.bitcast(wide, _across(FLOAT, lanes))
+
+
+def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes: int) -> None:
+    """fp32 to fp32, or to bf16: to the nearest, halves to even, NaN stays NaN, as torch rounds."""
+    if dtype == types.float32:
+        builder.store(numbers, _place(builder, data, index, FLOAT, lanes), align=4)
+        return
+    bits = builder.bitcast(numbers, _across(INT32, lanes))
+    sixteen = _whole(INT32, lanes, 16)
+    odd = builder.and_(builder.lshr(bits, sixteen), _whole(INT32, lanes, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _whole(INT32, lanes, 0x7FFF))), sixteen)
+    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+    chosen = builder.select(is_nan, _whole(INT32, lanes, 0x7FC0), rounded)
+    builder.store(builder.trunc(chosen, _across(INT16, lanes)), _place(builder, data, index, INT16, lanes), align=2)
+
+
+def _make_copy(lanes: int) -> Any:
+    def typed(_: Any, table: Any, at: Any, into: Any, place: Any) -> tuple[Signature, Any]:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            source, target = (_data(context, builder, signature, arguments, one) for one in (0, 2))
+            numbers = _load(builder, source, arguments[1], table.dtype, True, lanes)
+            _store(builder, numbers, target, arguments[3], into.dtype, lanes)
+            return context.get_dummy_value()
+
+        return types.void(table, types.uint64, into, types.uint64), generate
+
+    return typed
+
+
+def _make_add(lanes: int) -> Any:
+    def typed(_: Any, into: Any, at: Any, source: Any, begin: Any, scale: Any) -> tuple[Signature, Any]:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            sums, data = (_data(context, builder, signature, arguments, one) for one in (0, 2))
+            factor = arguments[4]
+            if lanes > 1:
+                nothing = ir.Constant(_across(FLOAT, lanes), ir.Undefined)
+                first = builder.insert_element(nothing, factor, INT32(0))
+                factor = builder.shuffle_vector(first, nothing, _whole(INT32, lanes, 0))
+            numbers = _load(builder, data, arguments[3], source.dtype, False, lanes)
+            before = _load(builder, sums, arguments[1], into.dtype, False, lanes)
+            # In one rounding where the CPU can: "contract".
+            total = builder.fadd(before, builder.fmul(numbers, factor, flags=("contract",)), flags=("contract",))
+            _store(builder, total, sums, arguments[1], into.dtype, lanes)
+            return context.get_dummy_value()
+
+        return types.void(into, types.uint64, source, types.uint64, types.float32), generate
+
+    return typed
+
+
+def _named(name: str, typed: Any) -> Any:
+    typed.__name__ = typed.__qualname__ = name
+    return intrinsic(typed)
+
+
+# copy(table, at, into, place): into[place:][:lanes] = table[at:][:lanes], rounded to bf16 where `into` holds that.
+copy_16, copy_1 = _named("copy_16", _make_copy(LANES)), _named("copy_1", _make_copy(1))
+# add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes], `sums` in fp32.
+add_16, add_1 = _named("add_16", _make_add(LANES)), _named("add_1", _make_add(1))
+
+
+def _cast(name: str, from_type: Any, to_type: Any, steps: list[tuple[str, Any]]) -> Any:
+    """An intrinsic of one number: LLVM's casts, one after the other."""
+
+    def typed(_: Any, value: Any) -> tuple[Signature, Any]:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            result = arguments[0]
+            for instruction, to in steps:
+                result = getattr(builder, instruction)(result, to)
+            return result
+
+        return to_type(from_type), generate
+
+    return _named(name, typed)
+
+
+bits = _cast("bits", types.float32, types.uint32, [("bitcast", INT32)])
+from_bits = _cast("from_bits", types.uint32, types.float32, [("bitcast", FLOAT)])
+widen = _cast("widen", types.uint16, types.float32, [("bitcast", HALF), ("fpext", FLOAT)])
+narrow = _cast("narrow", types.float32, types.uint16, [("fptrunc", HALF), ("bitcast", INT16)])
+
+
+def _make_prefetch(to_write: int) -> Any:
+    def typed(_: Any, array: Any, index: Any) -> tuple[Signature, Any]:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            data = _data(context, builder, signature, arguments, 0)
+            line = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+            kind = ir.FunctionType(ir.VoidType(), [line.type, INT32, INT32, INT32])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
+            builder.call(function, [line, INT32(to_write), INT32(3), INT32(1)])  # to keep, data
+            return context.get_dummy_value()
+
+        return types.void(array, index), generate
+
+    return typed
+
+
+# prefetch(array, index): ask for the line of memory that array[index] lies in, to read it or to write to it.
+prefetch_to_read = _named("prefetch_to_read", _make_prefetch(0))
+prefetch_to_write = _named("prefetch_to_write", _make_prefetch(1))
