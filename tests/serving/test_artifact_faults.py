@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from dataclasses import replace
 from functools import partial
@@ -176,11 +175,14 @@ def test_an_export_that_is_stopped_puts_its_folder_away(
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
     )  # fmt: skip
-    until = time.monotonic() + 120
-    while not any(path.is_dir() for path in tmp_path.glob(".export-*/tables/..")) and time.monotonic() < until:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
+    assert process.stdout is not None
+    # What torch does until then holds bare excepts, which now and then swallow a Ctrl-C.
+    said = ""
+    while "layers " not in said:
+        said = process.stdout.readline()
+        assert said, "it ended before its layers were exported"
+    assert list(tmp_path.glob(".export-*/tables"))
     process.send_signal(sent)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == code, output
     assert "Traceback" not in output and list(tmp_path.iterdir()) == []
