@@ -9,11 +9,13 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import patch
 
 import boto3
 import pytest
+from botocore.retries.standard import ExponentialBackoff
 from moto.server import ThreadedMotoServer
 
 from pipeline import object_store, storage
@@ -147,9 +149,14 @@ def use_store(url: str, attempts: int = 4) -> None:
     storage.path_manager().register_handler(object_store.S3Handler(attempts))
 
 
+def quick_retries() -> AbstractContextManager[object]:
+    """As many as ever, without botocore's waits of seconds between them."""
+    return patch.object(ExponentialBackoff, "delay_amount", lambda *_, **__: 0.02)
+
+
 @pytest.fixture
 def store() -> Iterator[FaultyProxy]:
-    with faulty_store() as proxy:
+    with faulty_store() as proxy, quick_retries():
         use_store(proxy.url)
         yield proxy
     storage.path_manager()._path_handlers.pop("s3://", None)

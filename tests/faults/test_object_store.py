@@ -14,7 +14,7 @@ from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.steps import list_steps
 from tests.faults.checkpoints import MIXED, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
-from tests.object_store import FaultyProxy, store, use_store  # noqa: F401
+from tests.object_store import FaultyProxy, quick_retries, store, use_store  # noqa: F401
 from tests.ranks import RankPool
 from tests.sharded_models import build_sharded
 
@@ -23,13 +23,22 @@ PASSING = ("503", "500", "reset", "lost", "slow", "truncated")
 
 
 def _now_and_then(fault: str, seed: int, share: float = 0.15) -> Callable[[str, str], str]:
-    generator = random.Random(seed)
-    return lambda method, path: fault if generator.random() < share else ""
+    """Of the same request three times in a row at most: what passes is never more than the retries outlast."""
+    generator, in_a_row = random.Random(seed), dict[tuple[str, str], int]()
+
+    def plant(method: str, path: str) -> str:
+        before = in_a_row.get((method, path), 0)
+        planted = before < 3 and generator.random() < share
+        in_a_row[method, path] = before + 1 if planted else 0
+        return fault if planted else ""
+
+    return plant
 
 
 def _on_store(rank: int, url: str, function: Callable[..., Any], *args: Any) -> Any:
     use_store(url, attempts=6)
-    return function(rank, *args)
+    with quick_retries():
+        return function(rank, *args)
 
 
 def _error_of(rank: int, action: str, staging: str) -> str:
@@ -83,7 +92,8 @@ def test_lasting_faults_end_a_save_and_are_never_taken_for_an_empty_folder(
 
 def _quick(rank: int, url: str, action: str, staging: str) -> str:
     use_store(url, attempts=2)
-    return _error_of(rank, action, staging)
+    with quick_retries():
+        return _error_of(rank, action, staging)
 
 
 def _purges(rank: int, staging: str) -> list[int]:
