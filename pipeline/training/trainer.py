@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
@@ -17,23 +16,21 @@ from torchrec.optim.keyed import KeyedOptimizer
 from pipeline import preemption, watchdog
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.errors import CheckpointError
-from pipeline.checkpoint.retention import is_higher_better
 from pipeline.data.batch import Batch
 from pipeline.data.reader import ShardReader
 from pipeline.distributed import DistributedContext, true_on_any_rank
 from pipeline.logs import MetricsWriter, Progress, get_logger, progress
 from pipeline.models.task import NonFiniteLossError
 from pipeline.models.tasks import Task
-from pipeline.training.config import CheckpointConfig, EarlyStopConfig, ScheduleConfig, TrainerConfig
-from pipeline.training.cpu_tables import fast_lookups
+from pipeline.training.config import CheckpointConfig, ScheduleConfig, TrainerConfig
+from pipeline.training.early_stop import EarlyStop
 from pipeline.training.embedding_sync import TableReplicas
 from pipeline.training.evaluation import evaluate_model
 from pipeline.training.input_watch import InputWatch
-from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.measures import training_measure
-from pipeline.training.optimizer import clip_dense_gradients
 from pipeline.training.rollback import Rollback
 from pipeline.training.saving import Saving
+from pipeline.training.step_optimizer import StepOptimizer
 from pipeline.training.step_profile import StepProfiler
 from pipeline.training.throughput import StepLog
 
@@ -51,68 +48,6 @@ class FitResult:
     throughput: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     num_bad_rows: int = 0  # quarantined in training, on all ranks
-
-
-class StepOptimizer:
-    """What the train pipeline calls around backward; one step is `accumulation` micro-batches.
-
-    Dense gradients add up over the micro-batches. The fused tables update in each backward, with the loss
-    scaled by 1/accumulation: exactly a larger batch for SGD as long as no row recurs, an approximation else.
-    """
-
-    def __init__(
-        self,
-        model: DistributedModelParallel,
-        optimizer: KeyedOptimizer,
-        schedule: ScheduleConfig,
-        trainer: TrainerConfig,
-    ) -> None:
-        self._model, self._optimizer, self._schedule = model, optimizer, schedule
-        self._clip_norm = trainer.gradient_clip_norm
-        self._accumulation = trainer.gradient_accumulation_steps
-        self._lookups = fast_lookups(model)
-        self.micro_step = 0
-
-    @property
-    def step_count(self) -> int:
-        return self.micro_step // self._accumulation
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for lookup in self._lookups:
-            lookup.step = self.micro_step
-        if self.micro_step % self._accumulation == 0:
-            apply_schedule(self._optimizer, self._schedule, self.step_count)
-            self._optimizer.zero_grad(set_to_none=set_to_none)  # also hands the new rate to the fused tables
-
-    def step(self) -> None:
-        self.micro_step += 1
-        if self.micro_step % self._accumulation == 0:
-            if self._clip_norm is not None:
-                clip_dense_gradients(self._model, self._clip_norm)
-            self._optimizer.step()
-
-
-class EarlyStop:
-    """Counts evaluations in a row without an improvement; all ranks see the same metrics, so all agree."""
-
-    def __init__(self, config: EarlyStopConfig, best: float | None = None, num_worse: int = 0) -> None:
-        self._config = config
-        self.best, self.num_worse = best, num_worse
-
-    @property
-    def is_exhausted(self) -> bool:
-        return 0 < self._config.patience <= self.num_worse
-
-    def update(self, metrics: dict[str, float]) -> None:
-        metric = self._config.metric or "ne"
-        value = metrics[metric]
-        if math.isnan(value):  # a split of one class has no AUC: it says nothing
-            return
-        value = -value if is_higher_better(metric) else value
-        if self.best is None or value < self.best - self._config.min_delta:
-            self.best, self.num_worse = value, 0
-        else:
-            self.num_worse += 1
 
 
 class Trainer:

@@ -28,10 +28,11 @@ from pipeline.training.config import (
     SparseOptimizerConfig,
     TrainerConfig,
 )
+from pipeline.training.early_stop import EarlyStop
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
 from pipeline.training.step_profile import StepProfiler
-from pipeline.training.trainer import EarlyStop, FitResult, Trainer
+from pipeline.training.trainer import FitResult, Trainer
 from tests.ranks import RankPool
 from tests.sharded_models import build_sharded, digest, draw_batches, full_state
 

@@ -1,0 +1,50 @@
+"""Turn micro-batches into optimizer steps: schedules, accumulation and clipping around a train pipeline's backward."""
+
+from __future__ import annotations
+
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
+
+from pipeline.training.config import ScheduleConfig, TrainerConfig
+from pipeline.training.cpu_tables import fast_lookups
+from pipeline.training.lr_schedule import apply_schedule
+from pipeline.training.optimizer import clip_dense_gradients
+
+
+class StepOptimizer:
+    """What the train pipeline calls around backward; one step is `accumulation` micro-batches.
+
+    Dense gradients add up over the micro-batches. The fused tables update in each backward, with the loss
+    scaled by 1/accumulation: exactly a larger batch for SGD as long as no row recurs, an approximation else.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: KeyedOptimizer,
+        schedule: ScheduleConfig,
+        trainer: TrainerConfig,
+    ) -> None:
+        self._model, self._optimizer, self._schedule = model, optimizer, schedule
+        self._clip_norm = trainer.gradient_clip_norm
+        self._accumulation = trainer.gradient_accumulation_steps
+        self._lookups = fast_lookups(model)
+        self.micro_step = 0
+
+    @property
+    def step_count(self) -> int:
+        return self.micro_step // self._accumulation
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for lookup in self._lookups:
+            lookup.step = self.micro_step
+        if self.micro_step % self._accumulation == 0:
+            apply_schedule(self._optimizer, self._schedule, self.step_count)
+            self._optimizer.zero_grad(set_to_none=set_to_none)  # also hands the new rate to the fused tables
+
+    def step(self) -> None:
+        self.micro_step += 1
+        if self.micro_step % self._accumulation == 0:
+            if self._clip_norm is not None:
+                clip_dense_gradients(self._model, self._clip_norm)
+            self._optimizer.step()
