@@ -282,6 +282,7 @@ class PredictJob:
     id_columns: list[str] = field(default_factory=list)
     memory: str = "ram"
     ssd: SsdConfig = field(default_factory=SsdConfig)
+    compiled: bool = False  # run the layers' AOTInductor package, of an artifact exported with compiled=true
     batch_rows: int = 8192  # scored at once
     rows_per_part: int = 1_000_000  # what a killed run loses at most
     max_quarantined_fraction: float = 0.01
@@ -313,6 +314,7 @@ class ServeJob:
     server: ServerConfig = field(default_factory=ServerConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    compiled: bool = False  # run the layers' AOTInductor package, of an artifact exported with compiled=true
     threads: int | None = None  # of torch; None: all cores
 
     def __post_init__(self) -> None:

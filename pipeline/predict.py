@@ -58,7 +58,11 @@ def predict(job: PredictJob, load: Callable[[PredictJob], Scorer] | None = None)
 
     check_apart(job)
     sources = find_sources(job.source)
-    scorer = load(job) if load else load_artifact(find_artifact(job.artifact).path, job.memory, job.ssd, job.threads)
+    if load is None:
+        path = find_artifact(job.artifact).path
+        scorer = load_artifact(path, job.memory, job.ssd, job.threads, job.compiled)
+    else:
+        scorer = load(job)
     subject = _subject(job, scorer, sources)
     if finished := _finished(job, subject):
         return finished
@@ -96,7 +100,7 @@ def _subject(job: PredictJob, scorer: Scorer, sources: list[Source]) -> dict[str
     from pipeline.serving.raw_files import format_of
 
     subject = {
-        "artifact": scorer.version,
+        "artifact": scorer.version + ("+compiled" if job.compiled else ""),
         "source": [[source.name, source.size_bytes, source.digest] for source in sources],
         "format": job.format or format_of(sources, scorer.columns),
         "id_columns": list(job.id_columns),

@@ -42,7 +42,7 @@ def serve(job: ServeJob, load: Callable[[FoundArtifact], Scorer] | None = None) 
         return find_artifact(job.artifact)
 
     def load_found(found: FoundArtifact) -> Scorer:
-        return load_artifact(found.path, job.memory, job.ssd, job.threads)
+        return load_artifact(found.path, job.memory, job.ssd, job.threads, job.compiled)
 
     run_server(Settings(job.server, job.batching, job.limits), listener, find, load or load_found)
 

@@ -192,7 +192,8 @@ def compile_layers(program: torch.export.ExportedProgram, path: str) -> None:
     from torch._inductor.exc import InductorError
 
     try:
-        aoti_compile_and_package(program, package_path=path)
+        # How many threads is for the process that serves to say, not for the one that compiles.
+        aoti_compile_and_package(program, package_path=path, inductor_configs={"cpp.dynamic_threads": True})
     except (InductorError, RuntimeError, OSError) as error:
         raise ValueError(
             f"the layers cannot be compiled ({' '.join(str(error).split())[:300]}); AOTInductor needs a C++ compiler (g++) "

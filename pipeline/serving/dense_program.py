@@ -91,8 +91,16 @@ def _problem(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> str:
 
 
 def load_compiled(path: str) -> Program:
-    """An AOTInductor package: native code, which its file's checksums must vouch for."""
+    """An AOTInductor package: native code, which its file's checksums must vouch for.
+
+    It holds Python's lock while it runs (torch 2.13: boxed_run has no gil_scoped_release).
+    """
     from torch._inductor import aoti_load_package
 
-    program: Program = aoti_load_package(path)
+    run = aoti_load_package(path).loader.boxed_run  # the model's own call reads its signature anew each time
+
+    def program(dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        (logits,) = run([dense, pooled])
+        return logits  # type: ignore[no-any-return]
+
     return program

@@ -9,15 +9,15 @@ from pipeline.serving.scorer import Scorer
 from pipeline.serving.server_config import SsdConfig
 
 
-def load_artifact(artifact: str, memory: str, ssd: SsdConfig, threads: int | None) -> Scorer:
-    """Raises ValueError where the artifact is damaged, or `artifact` names none."""
+def load_artifact(artifact: str, memory: str, ssd: SsdConfig, threads: int | None, compiled: bool) -> Scorer:
+    """Raises ValueError where the artifact is damaged, `artifact` names none, or has no compiled layers that are asked for."""
     import torch
 
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     from pipeline.serving.predictor import Predictor
 
     cache_bytes = None if ssd.cache_gb is None else int(ssd.cache_gb * 2**30)
-    return Predictor.load(artifact, memory=memory, cache_bytes=cache_bytes, ssd=ssd)
+    return Predictor.load(artifact, memory=memory, cache_bytes=cache_bytes, ssd=ssd, compiled=compiled)
 
 
 def cache_counts(scorer: object) -> tuple[int, int, int] | None:

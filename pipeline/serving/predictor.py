@@ -90,7 +90,7 @@ class Predictor:
         manifest = read_manifest(artifact)
         files = _Files(artifact, manifest, verify)
         if compiled and not manifest.dense.get("compiled"):
-            raise ArtifactError(f"{artifact} has no compiled layers; export with compiled=true, or load dense.pt2")
+            raise ArtifactError(f"{artifact} has no compiled layers; export with compiled=true, or leave it out here")
         lookup = open_lookup(files, memory, cache_bytes, ssd)
         vocabularies = {name: files.vocabulary(file) for name, file in manifest.vocabularies.items()}
         program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()

@@ -143,6 +143,39 @@ def test_a_served_artifact_gives_the_predictors_scores(server: Server, artifact:
     assert server.metric("table_cache_bytes") > 0
 
 
+@pytest.mark.campaign
+def test_compiled_layers_are_served_and_predicted_by(small_run: Path, clicks: Path, tmp_path: Path) -> None:
+    options = [f"run={small_run}", f"output={tmp_path / 'artifact'}", "parity.max_rows=500", "compiled=true"]
+    path = export(load_config(ExportJob, options)).artifact
+    rows = raw_rows(clicks, 300)
+    wanted = Predictor.load(path).score(rows).scores
+    np.testing.assert_allclose(Predictor.load(path, compiled=True).score(rows).scores, wanted, atol=1e-6)
+    command = [sys.executable, "-m", "pipeline.serve", f"artifact={path}", "server.port=0", "compiled=true"]
+    with running(command, {"OMP_NUM_THREADS": "1"}) as server:
+        answer = server.client.post(f"{server.url}/score", json={"rows": rows.to_pylist()})
+        assert answer.json()["scores"] == pytest.approx(wanted.tolist(), abs=1e-6)
+    source = tmp_path / "rows.tsv"
+    source.write_text("".join(clicks.read_text().splitlines(keepends=True)[:300]))
+    job = [f"artifact={path}", f"source={source}", f"output={tmp_path}/scores.parquet"]
+    assert not predict(load_config(PredictJob, [*job, "compiled=true"])).already_scored
+    scores = pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy()
+    np.testing.assert_allclose(scores, wanted, atol=1e-6)
+    with pytest.raises(ValueError, match="those of another artifact"):
+        predict(load_config(PredictJob, job))
+
+
+def test_an_artifact_without_compiled_layers_says_so_when_they_are_asked_for(artifact: str, tmp_path: Path) -> None:
+    options = [
+        f"artifact={artifact}",
+        f"source={tmp_path}/none.tsv",
+        f"output={tmp_path}/scores.parquet",
+        "compiled=true",
+    ]
+    (tmp_path / "none.tsv").write_text("")
+    with pytest.raises(ValueError, match="has no compiled layers; export with compiled=true"):
+        predict(load_config(PredictJob, options))
+
+
 def test_hostile_values_reach_the_model_as_unknown_ids(server: Server) -> None:
     rows = [
         {"cat_0": "x" * 5000, "cat_1": "\u0000", "cat_2": "\u202e\U0001f600", "int_0": 1e38},

@@ -111,20 +111,34 @@ def test_a_fresh_process_scores_prepared_rows_as_certified_without_the_trainings
         predictor.score_batch(batch.dense_features[:, 1:], batch.sparse_features)
 
 
+@pytest.fixture(scope="module")
+def trainers_ne(small_run: Path, ranks: RankPool) -> dict[str, float]:
+    return {split: ranks.run(1, _evaluate, str(small_run), split)[0]["ne"] for split in SPLITS}
+
+
+@pytest.fixture(scope="module")
+def exact_artifact(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_export(small_run, tmp_path_factory.mktemp("exact") / "artifact", "precision=fp32").artifact
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("precision", [*PRECISIONS, AUTO])
 def test_a_fresh_process_scores_every_split_as_certified_at_each_precision(
-    small_run: Path, prepared_clicks: str, ranks: RankPool, tmp_path: Path, precision: str
+    small_run: Path,
+    prepared_clicks: str,
+    trainers_ne: dict[str, float],
+    exact_artifact: str,
+    tmp_path: Path,
+    precision: str,
 ) -> None:
     limits = [f"parity.{name}=1" for name in ("max_ne_increase", "max_auc_decrease", "max_score_difference")]
     summary = run_export(small_run, tmp_path / "artifact", f"precision={precision}", *limits)
     batches = {split: rows_of_split(prepared_clicks, split) for split in SPLITS}
     scores = scored_in_a_fresh_process(summary.artifact, batches, tmp_path)
-    exact = run_export(small_run, tmp_path / "exact", "precision=fp32")
-    model = scored_in_a_fresh_process(exact.artifact, batches, tmp_path)
+    model = scored_in_a_fresh_process(exact_artifact, batches, tmp_path)
     for split, batch in batches.items():
         certified, real = summary.parity[split], (batch.sample_weights > 0).numpy()
-        trained = ranks.run(1, _evaluate, str(small_run), split)[0]["ne"]
+        trained = trainers_ne[split]
         assert ne_of(scores[split], batch) == pytest.approx(certified["ne"], abs=1e-6)
         assert ne_of(scores[split], batch) - trained == pytest.approx(certified["ne_delta"], abs=2e-6)
         apart = np.abs(scores[split] - model[split])[real]
