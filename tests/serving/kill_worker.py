@@ -10,7 +10,7 @@ import torch
 from pipeline import export as verb
 from pipeline import exporting, storage
 from pipeline.config import ExportJob, load_config
-from pipeline.serving import attempt, package, predictor, reference, table_files
+from pipeline.serving import attempt, certify, package, reference, table_files
 from tests.faults.kill_worker import arm
 
 STAGES: dict[str, tuple[Any, str, str, int]] = {
@@ -23,8 +23,8 @@ STAGES: dict[str, tuple[Any, str, str, int]] = {
     "after the tables": (exporting, "pack_tables", "after", 1),
     "in the layers": (package, "program_bytes", "before", 1),
     "in the vocabularies": (package, "index_values", "after", 5),
-    "before the check": (predictor, "load_parts", "before", 1),
-    "after the check": (predictor, "load_parts", "after", 1),
+    "before the check": (certify, "load_parts", "before", 1),
+    "after the check": (certify, "load_parts", "after", 1),
     "before the manifest": (storage, "publish_text", "before", 1),
     "after the manifest": (storage, "publish_text", "after", 1),
     "before the rename": (attempt.os.path, "lexists", "after", 1),
