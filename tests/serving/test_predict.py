@@ -1,4 +1,4 @@
-"""Raw files to scores: every row once and in its place, whatever the format, and after a kill."""
+"""Raw files to scores: every row once and in its place, whatever the format, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import gzip
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -159,126 +156,6 @@ def test_the_same_command_again_has_nothing_to_do_and_another_is_refused(tmp_pat
     (tmp_path / "mine.parquet").write_bytes(b"not ours")
     with pytest.raises(ValueError, match=r"mine\.parquet\.json is missing"):
         predict(job_of(source, tmp_path / "mine.parquet"), lambda _: StandIn())
-
-
-WORKER = """
-import sys
-from pipeline.config import PredictJob, load_config
-from pipeline.predict import predict
-from pipeline.serving import score_files
-from tests.serving.stand_in import StandIn
-score_files.BLOCK_BYTES = 10_000
-predict(load_config(PredictJob, sys.argv[1:]), lambda _: StandIn(delay_s=0.02))
-"""
-
-
-def start(job: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", WORKER, *job], cwd=Path(__file__).parents[2])
-
-
-def scored_rows(staging: Path) -> int:
-    path = staging / "progress.json"
-    return sum(part["num_rows"] for part in json.loads(path.read_text())["parts"]) if path.exists() else 0
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.tsv"])
-def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, name: str) -> None:
-    rows = rows_of(6000)
-    rows[4321]["city"] = REFUSED_CITY
-    source = write(tmp_path / name, rows)
-    options = ["artifact=stand-in", f"source={source}", "rows_per_part=400", "id_columns=[user]"]
-    whole, killed = [*options, f"output={tmp_path}/whole.parquet"], [*options, f"output={tmp_path}/killed.parquet"]
-    staging, seen = tmp_path / "killed.parquet.partial", []
-    for _ in range(2):
-        worker = start(killed)
-        before = scored_rows(staging)
-        while worker.poll() is None and scored_rows(staging) <= before:
-            time.sleep(0.02)
-        worker.send_signal(signal.SIGKILL)
-        worker.wait()
-        seen.append(scored_rows(staging))
-    assert 0 < seen[0] < seen[1] < 6000  # each went on, none was allowed to finish
-    assert not (tmp_path / "killed.parquet").exists()
-    for job in (killed, whole):
-        assert start(job).wait(60) == 0
-    for suffix in ("", ".quarantine.jsonl"):
-        assert (tmp_path / f"killed.parquet{suffix}").read_bytes() == (tmp_path / f"whole.parquet{suffix}").read_bytes()
-    assert pq.read_table(tmp_path / "whole.parquet")["row"].to_pylist() == list(range(6000))
-
-
-VERB = """
-from pipeline.config import PredictJob, run_verb
-from pipeline.predict import describe, predict
-from pipeline.serving import score_files
-from tests.serving.stand_in import StandIn
-score_files.BLOCK_BYTES = 10_000
-run_verb(PredictJob, lambda job: predict(job, lambda _: StandIn(delay_s=0.02)), "", describe)
-"""
-
-
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_prediction_that_is_stopped_keeps_its_parts_and_goes_on(
-    tmp_path: Path, sent: signal.Signals, code: int
-) -> None:
-    source = write(tmp_path / "rows.csv", rows_of(3000))
-    options = [f"source={source}", "artifact=stand-in", "rows_per_part=200", f"output={tmp_path}/scores.parquet"]
-    staging = tmp_path / "scores.parquet.partial"
-    worker = subprocess.Popen(
-        [sys.executable, "-c", VERB, *options], cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
-    )  # fmt: skip
-    while worker.poll() is None and not scored_rows(staging):
-        time.sleep(0.02)
-    worker.send_signal(sent)
-    said, _ = worker.communicate(timeout=60)
-    assert worker.returncode == code, said
-    assert "Traceback" not in said and not (tmp_path / "scores.parquet").exists()
-    assert 0 < scored_rows(staging) < 3000
-    again = subprocess.run(
-        [sys.executable, "-c", VERB, *options],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert again.returncode == 0 and "going on after" in again.stderr + again.stdout, again
-    assert pq.read_table(tmp_path / "scores.parquet")["score"].to_pylist() == expected(rows_of(3000))
-    assert not staging.exists()
-
-
-@pytest.mark.parametrize("changed", ["artifact", "source", "part"])
-def test_what_another_artifact_or_source_has_scored_is_not_gone_on_with(
-    tmp_path: Path, changed: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = rows_of(300)
-    rows[299]["city"] = REFUSED_CITY
-    source, output = write(tmp_path / "rows.csv", rows), tmp_path / "scores.parquet"
-    with pytest.raises(ValueError, match="cannot be scored"):  # leaves its parts behind
-        predict(job_of(source, output, "max_quarantined_fraction=0.0"), lambda _: StandIn())
-    scorer = StandIn()
-    if changed == "artifact":
-        scorer.version = "stand-in-2"
-    elif changed == "source":
-        rows[0]["city"] = "Bern"
-        write(source, rows)
-    else:
-        (tmp_path / "scores.parquet.partial" / "00000.arrow").write_bytes(b"torn")
-    predict(job_of(source, output), lambda _: scorer)
-    assert "scoring starts anew" in caplog.text
-    scores = pq.read_table(output)["score"].to_pylist()
-    assert scores == [*(score_of(row, scorer.version) for row in rows[:299]), None]
-
-
-def test_what_was_scored_is_kept_when_too_many_rows_were_bad(tmp_path: Path) -> None:
-    rows = rows_of(300)
-    rows[299]["city"] = REFUSED_CITY
-    source, output = write(tmp_path / "rows.csv", rows), tmp_path / "scores.parquet"
-    with pytest.raises(ValueError, match="what is scored is kept"):
-        predict(job_of(source, output, "max_quarantined_fraction=0.0"), lambda _: StandIn())
-    scorer = StandIn()
-    summary = predict(job_of(source, output, "max_quarantined_fraction=0.5"), lambda _: scorer)
-    assert scorer.batches == [] and summary.num_scored_before == 300
 
 
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
