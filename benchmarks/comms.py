@@ -63,7 +63,12 @@ class Figure:
 
 def words_of(pair: str) -> list[str]:
     forward, backward = pair.split(":")
-    return [f"comms.forward_precision={forward}", f"comms.backward_precision={backward}"]
+    # By gloo whatever the precision: ranks of one host would exchange fp32 through memory.
+    return [
+        f"comms.forward_precision={forward}",
+        f"comms.backward_precision={backward}",
+        "comms.shared_memory=false",
+    ]
 
 
 def promised(pair: str, sharding: str) -> tuple[float, float]:

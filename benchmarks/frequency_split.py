@@ -113,7 +113,7 @@ def build(context: DistributedContext, load: Workload, head: str) -> tuple[Train
     job = load_config(
         TrainJob,
         [
-            "data=quickstart", "model=dlrm", "name=split", "hardware=cpu", f"world_size={context.world_size}",
+            "data=quickstart", "model=dlrm", "name=split", "hardware=cpu", "comms.shared_memory=false", f"world_size={context.world_size}",
             f"tables.default.embedding_dim={load.dim}", f"model.dense_arch_layer_sizes=[64,{load.dim}]",
             "model.over_arch_layer_sizes=[64,1]", f"tables.default.sharding.sharding_types=[{load.sharding}]",
             f"trainer.global_batch_size={load.batch_size * context.world_size}", *split,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline.data.batch import Batch
+from pipeline.host_exchange import all_reduce
 
 MAX_SUSPECTS = 5  # rows named on each rank when the loss is not finite
 
@@ -119,7 +120,7 @@ def _summed(flags: list[torch.Tensor | bool], device: torch.device) -> list[int]
     """Collective: each flag's, or count's, sum over all ranks."""
     sums = torch.stack([torch.as_tensor(flag, dtype=torch.int64, device=device) for flag in flags])
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(sums)
+        all_reduce(sums)
     return [int(value) for value in sums.tolist()]
 
 

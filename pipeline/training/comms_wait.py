@@ -1,6 +1,7 @@
 """Turn a rank's waits for collectives into seconds, for the share of a step that the log tells.
 
-On gloo a rank blocks in two places. TorchRec and our own code wait in Python, in `Work.wait`, which is given a clock.
+A rank blocks in three places. TorchRec and our own code wait in Python, in gloo's `Work.wait`, which is given a clock, and
+for the other ranks of a host in pipeline.host_exchange, which has one.
 DDP waits in C++, at the end of backward: autograd runs what was queued for then in the order in which it was queued,
 so a clock is started by what the loss's gradient queues, before DDP does, and stopped by what that queues in turn.
 DDP's copy of the averaged gradients falls into that time. A rank that waits for a slower one is in a collective too.
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeline.host_exchange import current
+
 MEASURED_BACKENDS = ("gloo",)
 
 
@@ -26,9 +29,13 @@ class CommsWait:
     """`seconds` that this rank has spent blocked in collectives, on the thread that made this object, while clocked."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._clocked = self._on_host = 0.0
         self._thread = threading.get_ident()  # checkpoints and evaluations may have threads, and groups, of their own
-        self._began = 0.0
+        self._began = self._on_host_then = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._clocked + self._on_host
 
     @contextmanager
     def clocked(self, loss: nn.Module) -> Iterator[None]:
@@ -42,8 +49,11 @@ class CommsWait:
             try:
                 return original(work, *arguments, **keywords)
             finally:
-                self.seconds += time.perf_counter() - began
+                self._clocked += time.perf_counter() - began
 
+        exchange = current()
+        if exchange is not None:
+            exchange.on_wait = self._add_on_host
         hook = loss.register_forward_hook(self._clock_backward)
         dist.Work.wait = wait  # type: ignore[assignment,method-assign]
         try:
@@ -51,6 +61,11 @@ class CommsWait:
         finally:
             dist.Work.wait = original  # type: ignore[method-assign]
             hook.remove()
+            if exchange is not None:
+                exchange.on_wait = None
+
+    def _add_on_host(self, seconds: float) -> None:
+        self._on_host += seconds
 
     def _clock_backward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         loss = outputs[0]
@@ -58,11 +73,11 @@ class CommsWait:
             loss.register_hook(lambda gradient: _at_the_end_of_backward(self._begin))
 
     def _begin(self) -> None:
-        self._began = time.perf_counter()
+        self._began, self._on_host_then = time.perf_counter(), self._on_host
         _at_the_end_of_backward(self._end)  # behind DDP's
 
     def _end(self) -> None:
-        self.seconds += time.perf_counter() - self._began
+        self._clocked += time.perf_counter() - self._began - (self._on_host - self._on_host_then)
 
 
 def _at_the_end_of_backward(call: Any) -> None:

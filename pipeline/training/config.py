@@ -104,12 +104,16 @@ class ScheduleConfig:
 
 @dataclass
 class CommsConfig:
-    """Precision of pooled embeddings forward and of their gradients backward; ids are never quantized."""
+    """Precision of pooled embeddings forward and of their gradients backward; ids are never quantized.
+
+    shared_memory: CPU ranks of one host exchange what is not quantized through memory, not by gloo.
+    """
 
     forward_precision: str = "fp32"
     backward_precision: str = "fp32"
     backend: str = "auto"
     timeout_s: float = 300.0
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         check_choice("comms.forward_precision", self.forward_precision, COMM_PRECISIONS)

@@ -37,6 +37,10 @@ class FlatUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer, blocks: list[_Block], update: Callable[..., None]) -> None:
         self._optimizer, self._blocks, self._update = optimizer, blocks, update
 
+    def clear_gradients(self) -> None:
+        for block in self._blocks:
+            block.weights.grad = None  # and with it the slices'
+
     def step(self) -> None:
         """As optimizer.step(), but for its count of steps, on which none of these optimizers' updates depends."""
         (group,) = self._optimizer.param_groups

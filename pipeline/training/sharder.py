@@ -10,12 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionAwaitable,
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -23,7 +27,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.data.batch import ID_DTYPE, LENGTH_DTYPE
+from pipeline.host_exchange import HostExchange
 from pipeline.training.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables
+from pipeline.training.feature_order import FeatureOrder, InOrder
+from pipeline.training.host_dists import exchange_on_host
 from pipeline.training.managed_rows import ManagedTables, add_managed_tables, deal_hashed_ids
 from pipeline.training.one_rank import keep_ids_here
 from pipeline.training.sharding_checks import check_sharding, optimizer_class_of
@@ -40,6 +47,15 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     tables_without_optimizer: list[str]
     managed: ManagedTables
     lookup_here: FastLookup | None = None  # of all tables, where one rank has them in one block
+
+    def __init__(self, *, exchange: HostExchange | None = None, **arguments: Any) -> None:
+        self.exchange = exchange  # first: TorchRec's constructor calls init_data_parallel
+        super().__init__(**arguments)
+        for index, lookup in enumerate(self._lookups):
+            if isinstance(lookup, _Unaveraged):
+                self._lookups[index] = lookup.module
+        order = FeatureOrder(self) if self.exchange is not None else None
+        self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """Collective: the pooled rows as a KeyedTensor, or what becomes one. Raises ValueError as input_dist does."""
@@ -76,6 +92,24 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             ctx.divisor = ctx.divisor.round_().clamp_(min=1)
         return awaitable
 
+    def init_data_parallel(self) -> None:
+        """On one host's CPU ranks training.averaging does what DDP would."""
+        if self.exchange is None:
+            super().init_data_parallel()
+            return
+        for index, sharding in enumerate(self._embedding_shardings):
+            if isinstance(sharding, DpPooledEmbeddingSharding):
+                self._lookups[index] = _Unaveraged(self._lookups[index])
+
+    def replicated_weights(self) -> list[nn.Parameter]:
+        """The flat parameters of the data_parallel tables, where no DDP averages their gradients."""
+        if self.exchange is None:
+            return []
+        pairs = zip(self._embedding_shardings, self._lookups, strict=True)
+        replicated = [lookup for sharding, lookup in pairs if isinstance(sharding, DpPooledEmbeddingSharding)]
+        plain = [lookup for lookup in replicated if not isinstance(lookup, DistributedDataParallel)]
+        return [weight for lookup in plain for weight in lookup.parameters()]
+
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
         super()._create_input_dist(input_feature_names)
         for sharding, one in zip(self._embedding_shardings, self._input_dists, strict=True):
@@ -83,12 +117,25 @@ class ShardedTables(ShardedEmbeddingBagCollection):
                 deal_hashed_ids(one, sharding.feature_names(), self.managed)
         if self._env.world_size == 1:
             keep_ids_here(self._input_dists)
+        if self.exchange is not None:
+            exchange_on_host(self, self.exchange)
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: Any) -> Any:
         """Collective."""
         if self.managed:
             input = KJTList([self.managed.remap(features, self.training) for features in input])
-        return super().compute_and_output_dist(ctx, input)
+        pooled = super().compute_and_output_dist(ctx, input)
+        if self._order is None or type(pooled) is not EmbeddingBagCollectionAwaitable or pooled.callbacks:
+            return pooled  # a divisor of means goes by TorchRec's order
+        return InOrder(pooled, self._order)
+
+
+class _Unaveraged(nn.Module):
+    """Stands in for DDP while TorchRec's constructor looks at what it wraps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
 
 def _check_dtypes(features: KeyedJaggedTensor) -> None:
@@ -104,9 +151,14 @@ def _check_dtypes(features: KeyedJaggedTensor) -> None:
 class TableSharder(EmbeddingBagCollectionSharder):
     """Shards tables by any sharding type on any device, and draws their weights from `seed` alone."""
 
-    def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        seed: int = 0,
+        exchange: HostExchange | None = None,
+    ) -> None:
         super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
-        self._seed = seed
+        self._seed, self._exchange = seed, exchange
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         # On cpu TorchRec leaves out what needs a reduce-scatter, which gloo has had since torch 2.8.
@@ -143,6 +195,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
                 device=device,
                 qcomm_codecs_registry=self.qcomm_codecs_registry,
                 module_fqn=module_fqn,
+                exchange=self._exchange,
             )
         _mend_mean_pooling(sharded, configs, grid_means, params)
         sharded.tables_without_optimizer = [

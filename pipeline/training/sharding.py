@@ -10,11 +10,13 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from pipeline.distributed import DistributedContext
 from pipeline.embeddings.config import Table
+from pipeline.host_exchange import HostExchange, connect
 from pipeline.logs import get_logger
+from pipeline.training.averaging import GradientAverage
 from pipeline.training.comms import describe_comms, make_codecs
 from pipeline.training.config import CommsConfig
 from pipeline.training.embedding_sync import host_environment, plan_for_host
-from pipeline.training.sharder import TableSharder
+from pipeline.training.sharder import ShardedTables, TableSharder
 from pipeline.training.sharding_checks import (
     check_dense_layers_can_be_drawn,
     check_plan_covers_tables,
@@ -24,9 +26,11 @@ from pipeline.training.sharding_checks import (
 logger = get_logger(__name__)
 
 
-def make_sharders(comms: CommsConfig, seed: int = 0) -> list[ModuleSharder[nn.Module]]:
+def make_sharders(
+    comms: CommsConfig, seed: int = 0, exchange: HostExchange | None = None
+) -> list[ModuleSharder[nn.Module]]:
     """What a planner enumerates sharding types with, and shard_model shards with."""
-    return [TableSharder(make_codecs(comms), seed)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
+    return [TableSharder(make_codecs(comms), seed, exchange)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
 
 
 def shard_model(
@@ -54,6 +58,7 @@ def shard_model(
         check_plan_is_exact(model, plan, tables)
     world = dist.GroupMember.WORLD
     assert world is not None, "init_distributed comes first"
+    exchange = connect(context, comms.timeout_s) if comms.shared_memory else None
     environment = host_environment(context) if replicated else ShardingEnv.from_process_group(world)
     with torch.random.fork_rng(devices=[context.device] if context.device.type == "cuda" else []):
         sharded = DistributedModelParallel(
@@ -61,31 +66,44 @@ def shard_model(
             env=environment,
             device=context.device,
             plan=plan_for_host(plan, context) if replicated else plan,
-            sharders=make_sharders(comms, seed),
+            sharders=make_sharders(comms, seed, exchange),
             init_data_parallel=False,
             init_parameters=False,
             # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
-            data_parallel_wrapper=_AverageOverRanks(static_graph=True),
+            data_parallel_wrapper=_AverageOverRanks(exchange),
         )
         # Dense layers on meta are drawn only now: how much randomness the tables took depends on the plan.
         torch.manual_seed(seed)
         sharded.init_parameters = True
         sharded.init_data_parallel()
-    _log(comms)
+    _log(comms, exchange)
     return sharded
 
 
 class _AverageOverRanks(DefaultDataParallelWrapper):
-    """DDP where there is something to average: on one rank it copies every gradient into buckets for nothing."""
+    """DDP where there is something to average: on one rank it copies every gradient into buckets for nothing, and on
+    one host's CPU ranks there is a shorter way."""
+
+    def __init__(self, exchange: HostExchange | None) -> None:
+        super().__init__(static_graph=True)
+        self._exchange = exchange
 
     def _ddp_wrap(
         self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device, ddp_ignore_param_names: set[str]
     ) -> None:
         if dist.get_world_size() == 1:  # the environment's may be that of a host
             dmp._dmp_wrapped_module.to(device)
+        elif self._exchange is not None:
+            dmp._dmp_wrapped_module.to(device)
+            tables = [module for module in dmp.modules() if isinstance(module, ShardedTables)]
+            layers = [one for name, one in dmp.named_parameters() if name not in ddp_ignore_param_names]
+            every = [*layers, *(weight for one in tables for weight in one.replicated_weights())]
+            if every := [one for one in every if one.requires_grad]:
+                GradientAverage(every, self._exchange)
         else:
             super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)
 
 
-def _log(comms: CommsConfig) -> None:
-    logger.info("comms: %s", ", ".join(f"{name} {what}" for name, what in describe_comms(comms).items()))
+def _log(comms: CommsConfig, exchange: HostExchange | None) -> None:
+    how = "; ranks of this host exchange through shared memory" if exchange else ""
+    logger.info("comms: %s%s", ", ".join(f"{name} {what}" for name, what in describe_comms(comms).items()), how)

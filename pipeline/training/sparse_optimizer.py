@@ -114,7 +114,10 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         super().__init__(params, state, self._optimizer.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._optimizer.zero_grad(set_to_none=set_to_none)
+        if self._flat and set_to_none:
+            self._flat.clear_gradients()
+        else:
+            self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Any = None) -> None:
         if self._flat and closure is None:

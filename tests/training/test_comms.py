@@ -61,7 +61,7 @@ def all_steps(rank: int, kind: str, configs: list[CommsConfig]) -> list[Any]:
 @pytest.mark.parametrize("kind", ["table_wise", "column_wise"])
 def test_all_to_all_carries_each_precision_and_no_more_bytes_than_it_needs(ranks: RankPool, kind: str) -> None:
     precisions = list(ON_THE_WIRE)
-    found = ranks.run(2, all_steps, kind, [CommsConfig(name, name) for name in precisions])[0]
+    found = ranks.run(2, all_steps, kind, [CommsConfig(name, name, shared_memory=False) for name in precisions])[0]
     exact = found[0][0]
     for name, (values, forward, backward) in zip(precisions, found, strict=True):
         error = float((values - exact).abs().max() / exact.abs().max())
@@ -75,7 +75,7 @@ def test_all_to_all_carries_each_precision_and_no_more_bytes_than_it_needs(ranks
 
 def test_reduce_scatter_gets_fp16_for_int8_and_bf16_for_bf16(ranks: RankPool) -> None:
     asked = ["fp32", "fp16", "bf16", "int8"]
-    found = ranks.run(2, all_steps, "row_wise", [CommsConfig(name, name) for name in asked])[0]
+    found = ranks.run(2, all_steps, "row_wise", [CommsConfig(name, name, shared_memory=False) for name in asked])[0]
     for name, (values, forward, backward) in zip(asked, found, strict=True):
         got = "fp16" if name == "int8" else name
         error = float((values - found[0][0]).abs().max() / found[0][0].abs().max())

@@ -94,5 +94,8 @@ def test_a_step_without_gradients_changes_nothing() -> None:
     flat, tables = _tables()
     optimizer = ReplicatedTablesOptimizer(tables, SparseOptimizerConfig("rowwise_adagrad", lr=0.3, eps=1e-8))
     before = flat.detach().clone()
+    flat.grad = torch.ones_like(flat)
+    optimizer.zero_grad()
+    assert all(table.grad is None for table in tables.values())
     optimizer.step()
     assert torch.equal(flat, before)

@@ -127,7 +127,7 @@ def model_logits(rank: int, config: ModelConfig, kinds: list[str]) -> tuple[list
     holder = nn.Module()
     holder.embedding_bag_collection = collection
     plan = ShardingPlan({path: plan_of(holder, tables).plan[TABLES]})
-    sharded = shard_model(model, plan, CommsConfig(), context(rank))
+    sharded = shard_model(model, plan, CommsConfig(shared_memory=False), context(rank))  # in TorchRec's order
     features, _ = next(batches(tables, 1, rank, dist.get_world_size()))
     dense = torch.rand(32, 3, generator=torch.Generator().manual_seed(0)).chunk(dist.get_world_size())[rank]
     logits = sharded(dense, features).detach().reshape(-1)

@@ -86,7 +86,8 @@ def sent_bytes(rank: int, kind: str, share_filled: float) -> tuple[int, int]:
     features = KeyedJaggedTensor(["f_t"], ids, lengths=lengths)
     counted = []
     for one in (leave_out_empty_bags(features, ["f_t"]), features):
-        model, _ = build(rank, [table], config)  # TorchRec's collectives are made for one kind of batch
+        # TorchRec's collectives are made for one kind of batch.
+        model, _ = build(rank, [table], config, CommsConfig(shared_memory=False))
         with wiretap() as sent:
             model(one, torch.zeros(512))[0].backward()
         counted.append(sum(sent.values()))
