@@ -40,7 +40,11 @@ def _tables() -> None:
             weights_precision=precision,
         )
         speed_up_cpu_tables([lookup])
-        lookup(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2])).sum().backward()
+        for in_bf16 in (False, True):  # rows and gradients
+            lookup.forward.follows_autocast = in_bf16
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                pooled = lookup(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2]))
+            pooled.sum().backward()
 
 
 def _replicated_tables() -> None:

@@ -17,7 +17,8 @@ warnings.simplefilter("ignore")
 from pathlib import Path
 from pipeline.config import TrainJob, load_config
 from pipeline.train import train
-train(load_config(TrainJob, {overrides!r}))
+for overrides in {runs!r}:
+    train(load_config(TrainJob, overrides))
 """
 
 
@@ -33,10 +34,11 @@ def test_training_compiles_nothing_after_it(prepared_clicks: str, tmp_path: Path
     assert before
     overrides = [
         "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", f"data.path={prepared_clicks}",
-        f"run_dir={tmp_path / 'run'}", "trainer.max_steps=3", "trainer.precision=bf16", "trainer.evaluate_max_batches=1",
-        "tables.cat_3.data_type=fp16", "tables.cat_3.sharding.sharding_types=[table_wise]",
+        "trainer.max_steps=3", "trainer.precision=bf16", "trainer.evaluate_max_batches=1",
     ]  # fmt: skip
-    code = TRAIN.format(overrides=overrides)
+    half = ["tables.cat_3.data_type=fp16", "tables.cat_3.sharding.sharding_types=[table_wise]"]
+    runs = [[*overrides, f"run_dir={tmp_path / 'whole'}"], [*overrides, *half, f"run_dir={tmp_path / 'half'}"]]
+    code = TRAIN.format(runs=runs)
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, timeout=300)
     assert _compiled(cache) == before
 
