@@ -33,7 +33,7 @@ from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shard
 
 from pipeline.checkpoint import step_writer
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.distributed import DistributedContext
+from pipeline.runtime.process.distributed import DistributedContext
 
 RANKS, TABLES, DIM = 2, 8, 64
 

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from pipeline.training.config import COMM_PRECISIONS, CommsConfig
-from pipeline.training.precisions import precisions
+from pipeline.config.training import COMM_PRECISIONS, CommsConfig
+from pipeline.planner.comms_precisions import precisions
 
 RANKS = 2
 COUNTED_STEPS = 3
@@ -112,7 +112,7 @@ def join(rank: int, store: str) -> Any:
     logging.disable(logging.WARNING)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    from pipeline.distributed import DistributedContext
+    from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.allocator import keep_freed_memory
 
     keep_freed_memory()
@@ -165,8 +165,9 @@ def compare(sharding: str, pairs: list[str], rounds: int, steps: int) -> list[Fi
 
 def train_on(rank: int, words: list[str], store: str, out: Any) -> None:
     join(rank, store)
-    from pipeline.config import TrainJob, load_config
-    from pipeline.train import train
+    from pipeline.cli.command_line import load_config
+    from pipeline.config.jobs import TrainJob
+    from pipeline.training.run import train
 
     summary = train(load_config(TrainJob, [*words, f"world_size={RANKS}"]))
     if rank == 0:

@@ -23,12 +23,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import GenerateJob, PrepareJob, TrainJob, load_config
+from pipeline.cli.command_line import load_config
+from pipeline.cli.generate import generate
+from pipeline.config.jobs import GenerateJob, PrepareJob, TrainJob
 from pipeline.data.dataset import load_dataset
-from pipeline.embeddings.config import Table, resolve_tables
-from pipeline.embeddings.physical import num_numbers
-from pipeline.generate import generate
-from pipeline.prepare import prepare
+from pipeline.data.prepare.run import prepare
+from pipeline.embeddings.compression.physical import num_numbers
+from pipeline.embeddings.table import Table
+from pipeline.embeddings.tables import resolve_tables
 
 NUM_ROWS = 500_000
 LARGE = [5_000] * 4 + [10_000] * 4 + [20_000] * 4
@@ -127,7 +129,7 @@ def large_tables(job: TrainJob) -> list[Table]:
 
 
 def measure(data: str, num_rows: int, kind: str, ratio: float, seed: int) -> Row:
-    from pipeline.train import train
+    from pipeline.training.run import train
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(data, f"{folder}/run", kind, ratio, seed)

@@ -120,9 +120,10 @@ def run_all(rank: int, data: str, folder: str, seeds: int, out: Any) -> None:
 
 
 def run_one(rank: int, way: str, seed: int, data: str, run_dir: str) -> Figure:
-    from pipeline.config import EvaluateJob, TrainJob, load_config
-    from pipeline.evaluate import evaluate
-    from pipeline.train import train
+    from pipeline.cli.command_line import load_config
+    from pipeline.config.jobs import EvaluateJob, TrainJob
+    from pipeline.training.evaluate_run import evaluate
+    from pipeline.training.run import train
 
     words = [
         "experiment=quickstart", "hardware=cpu", f"data.path={data}", f"run_dir={run_dir}", f"world_size={RANKS}",

@@ -36,19 +36,20 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from benchmarks.slow_links import DEVICE, linked_hosts
 from benchmarks.wiretap import count_buckets, wiretap
-from pipeline.assembly import Assembly, assemble
-from pipeline.config import TrainJob, load_config
-from pipeline.data.batch import Batch, keyed_jagged_tensor
+from pipeline.cli.command_line import load_config
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.jobs import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
-from pipeline.data.vocabulary import CURVE_RANKS
-from pipeline.distributed import DistributedContext
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.config import resolve_tables
-from pipeline.embeddings.id_splitter import IdSplitter
+from pipeline.data.prepare.vocabulary import CURVE_RANKS
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.embeddings.compression.id_splitter import IdSplitter
 from pipeline.embeddings.row_frequencies import share_of
-from pipeline.head_rows import head_reports
+from pipeline.embeddings.tables import resolve_tables
+from pipeline.planner.head_rows import head_reports
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.sharding.torchrec.sharder import ShardedTables
+from pipeline.training.assembly import Assembly, assemble
 from pipeline.training.optimizer import build_optimizer
-from pipeline.training.sharder import ShardedTables
 
 NUM_DENSE = 13
 NUM_BATCHES = 8

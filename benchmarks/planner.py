@@ -37,15 +37,15 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from benchmarks.planner_report import Outcome, append_row, read_rows, report, show, summarize
 from benchmarks.planner_suites import RANKS, SUITES, TIGHTNESS, build_request, build_suite, reserve
-from pipeline.logs import configure_logging, get_logger
+from pipeline.config.planner import PlannerConfig
 from pipeline.planner.collectives import links_of
-from pipeline.planner.config import PlannerConfig
 from pipeline.planner.constraints import build_constraints, place_tables
 from pipeline.planner.cost_model import CostModel, wire_of
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, usable_bytes
 from pipeline.planner.hardware import Hardware, build_topology
 from pipeline.planner.planner import PlanRequest, make_plan, rank_loads
 from pipeline.planner.record import critical_path_ms
+from pipeline.runtime.logs import configure_logging, get_logger
 
 SMALL_SUITES = ("criteo_kaggle", "mlperf_dlrmv2", "rmc1", "rmc2", "rmc3")
 TO_THE_END_S = 600.0

@@ -15,15 +15,16 @@ import numpy as np
 import yaml
 from torch import nn
 
+from pipeline.config.planner import HardwareConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.config.training import CommsConfig
 from pipeline.embeddings.collection import build_embedding_bag_collection
-from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
-from pipeline.planner.config import HardwareConfig
+from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.hardware import GIB, resolve_hardware
 from pipeline.planner.planner import PlanRequest
-from pipeline.training.config import CommsConfig
-from pipeline.training.sharding import make_sharders
+from pipeline.sharding.torchrec.sharding import make_sharders
 
 PRESETS = Path(__file__).resolve().parents[1] / "conf" / "hardware"
 OPTIMIZER = "rowwise_adagrad"

@@ -24,9 +24,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.data.config import SyntheticConfig
-from pipeline.data.criteo import TEACHER_SUFFIX
-from pipeline.data.synthetic import write_source
+from pipeline.config.data import SyntheticConfig
+from pipeline.data.generate.synthetic import write_source
+from pipeline.data.raw.criteo import TEACHER_SUFFIX
 
 NUM_DAYS = 24
 MIN_FREQUENCY = 3  # torchrec.datasets.criteo.FREQUENCY_THRESHOLD

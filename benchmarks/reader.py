@@ -31,9 +31,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.data.config import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, ShardFile, SparseFeature, Split
-from pipeline.data.reader import ShardReader
+from pipeline.data.read.reader import ShardReader
 
 NUM_DENSE = 13
 # MLPerf DLRMv2: rows a table and ids a sample

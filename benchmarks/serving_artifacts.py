@@ -13,20 +13,21 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.data.config import ColumnsConfig
-from pipeline.data.encode import dense_values
-from pipeline.data.value_index import index_values
-from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
+from pipeline.config.data import ColumnsConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.data.prepare.encode import dense_values
+from pipeline.data.read.value_index import index_values
+from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
-from pipeline.models.config import DLRMConfig
-from pipeline.serving.column_lists import ColumnLists, Rows, as_table
-from pipeline.serving.dense_export import compile_layers, export_layers, program_bytes, take_collection
-from pipeline.serving.manifest import COMPILED_FILE, DENSE_FILE, Manifest, TableFiles
-from pipeline.serving.package import library_versions
-from pipeline.serving.quantize import dequantize_rows, quantize_rows, row_bytes
-from pipeline.serving.raw_rows import EncodedRows, RowEncoder
-from pipeline.serving.raw_schema import RawFeature, RawSchema
-from pipeline.serving.table_files import write_bytes, write_rows
+from pipeline.models.dlrm import DLRMConfig
+from pipeline.serving.artifact.dense_export import compile_layers, export_layers, program_bytes, take_collection
+from pipeline.serving.artifact.manifest import COMPILED_FILE, DENSE_FILE, Manifest, TableFiles
+from pipeline.serving.artifact.package import library_versions
+from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows, row_bytes
+from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.artifact.table_files import write_bytes, write_rows
+from pipeline.serving.scoring.column_lists import ColumnLists, Rows, as_table
+from pipeline.serving.scoring.raw_rows import EncodedRows, RowEncoder
 
 NUM_DENSE, NUM_FEATURES, DIM = 13, 26, 64
 DENSE = [f"int_{i}" for i in range(NUM_DENSE)]

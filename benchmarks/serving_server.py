@@ -21,8 +21,9 @@ def main() -> None:
     overrides = rest[rest.index("--") + 1 :]
     if cgroup:
         (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
-    from pipeline.config import ServeJob, run_verb
-    from pipeline.serve import serve
+    from pipeline.cli.command_line import run_verb
+    from pipeline.config.jobs import ServeJob
+    from pipeline.serving.http.serve import serve
 
     sys.argv[1:] = overrides
     run_verb(ServeJob, lambda job: serve(job, lambda found: _load(kind, int(rows), found.path, job)), "")
@@ -33,10 +34,10 @@ def _load(kind: str, rows: int, path: str, job):  # type: ignore[no-untyped-def]
     import torch
 
     from benchmarks.serving_artifacts import COLUMNS, DictEncoder, Eager, IdEncoder, Shape
-    from pipeline.serving.column_lists import ColumnLists
-    from pipeline.serving.manifest import read_manifest
-    from pipeline.serving.predictor import Predictor, Scored
-    from pipeline.serving.raw_rows import RowEncoder
+    from pipeline.serving.artifact.manifest import read_manifest
+    from pipeline.serving.scoring.column_lists import ColumnLists
+    from pipeline.serving.scoring.predictor import Predictor, Scored
+    from pipeline.serving.scoring.raw_rows import RowEncoder
 
     torch.set_num_threads(job.threads or 1)
     if kind in ("eager", "dictionaries"):

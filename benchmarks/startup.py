@@ -26,9 +26,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.startup_rank import STAGES
-from pipeline.config import GenerateJob, PrepareJob, load_config
-from pipeline.generate import generate
-from pipeline.prepare import prepare
+from pipeline.cli.command_line import load_config
+from pipeline.cli.generate import generate
+from pipeline.config.jobs import GenerateJob, PrepareJob
+from pipeline.data.prepare.run import prepare
 
 ROWS = 40_000  # enough for the first steps; more would take as long to start
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from pipeline.processes import start_time
+from pipeline.runtime.process.processes import start_time
 
 STAGES = (
     "agent", "interpreter", "config", "imports", "process group", "data set and reader", "plan", "sharding",
@@ -58,9 +58,10 @@ def timed_train(job: Any) -> Any:
     mark("config")
     for name in IMPORTED:
         import_module(f"pipeline.{name}")
-    from pipeline import assembly, distributed
-    from pipeline.train import train
-    from pipeline.training.throughput import StepLog
+    from pipeline.runtime.process import distributed
+    from pipeline.training import assembly
+    from pipeline.training.hooks.throughput import StepLog
+    from pipeline.training.run import train
     from pipeline.training.trainer import Trainer
 
     mark("imports")
@@ -92,7 +93,8 @@ def main() -> None:
     since_boot = start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
     marks.append(("agent", time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 0.0))
     path = sys.argv.pop(1)
-    from pipeline.config import TrainJob, run_verb
+    from pipeline.cli.command_line import run_verb
+    from pipeline.config.jobs import TrainJob
 
     mark("interpreter")
     run_verb(TrainJob, timed_train, __doc__)

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.reader import cpu_name
-from pipeline.threads import wait_briefly
+from pipeline.runtime.process.openmp import wait_briefly
 
 VARIANTS = {
     "ours fp32": [],
@@ -72,7 +72,7 @@ def run_side(rank: int, ranks: int, threads: int, preset_name: str, side: str, s
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(threads)
     from benchmarks.step_models import PRESETS, draw, our_loop, torchrec_loop
-    from pipeline.distributed import DistributedContext
+    from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.allocator import keep_freed_memory
 
     if side != TORCHREC:

@@ -22,12 +22,13 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from pipeline.assembly import Assembly, assemble
-from pipeline.config import TrainJob, load_config
-from pipeline.data.batch import Batch, keyed_jagged_tensor
-from pipeline.data.config import ReaderConfig, SyntheticConfig
+from pipeline.cli.command_line import load_config
+from pipeline.config.data import ReaderConfig, SyntheticConfig
+from pipeline.config.jobs import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
-from pipeline.distributed import DistributedContext
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.training.assembly import Assembly, assemble
 from pipeline.training.compiled import DenseCompiler
 from pipeline.training.optimizer import build_optimizer
 from pipeline.training.trainer import Trainer

@@ -2,7 +2,7 @@
 or a Job of Volcano (launch.volcano).
 
 A pod a node. They meet at the pod with index 0, whose name the Service makes known. What becomes of a failed pod, its exit
-code says (pipeline.exit_codes).
+code says (pipeline.runtime.process.exit_codes).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launch.kubernetes_pod import CONTAINER, INSTANCE, is_kept, labels_of, pod_t
 from launch.manifest import given, to_yaml
 from launch.volcano import volcano_job
 from launch.workload import Workload
-from pipeline.exit_codes import FINAL, REQUEUE
+from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
 
 AGAIN = {
     "job": "start a pod again, uncounted",

@@ -12,7 +12,7 @@ from launch.kubernetes_pod import JOB_NAME, labels_of, pod_template
 from launch.manifest import given, to_yaml
 from launch.options import option
 from launch.workload import Workload
-from pipeline.checks import check_at_least, check_choice, check_within, did_you_mean
+from pipeline.runtime.errors import check_at_least, check_choice, check_within, did_you_mean
 
 CONCURRENCY = ("Forbid", "Replace")
 # The controller looks every 10 s; with 100 missed ticks in this time it would start none ever again.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from launch.options import option
-from pipeline.checks import check_at_least, check_choice
+from pipeline.runtime.errors import check_at_least, check_choice
 
 KINDS = ("job", "jobset", "volcano")
 EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")

@@ -20,7 +20,7 @@ from launch.options import add_flags, from_flags, option, split_words
 from launch.resources import this_host
 from launch.slurm import SlurmOptions, render_sbatch
 from launch.workload import WORKLOADS, Where, Workload, make_workload
-from pipeline.config import print_user_errors
+from pipeline.cli.command_line import print_user_errors
 
 
 @dataclass(frozen=True)

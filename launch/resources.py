@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from pipeline.checks import did_you_mean
+from pipeline.runtime.errors import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
 from launch.options import add_flags, from_flags, option, split_words
 from launch.scrontab import ScrontabOptions, render_scrontab
 from launch.workload import WORKLOADS, Where, Workload, make_workload
-from pipeline.checks import check_choice
-from pipeline.config import print_user_errors
+from pipeline.cli.command_line import print_user_errors
+from pipeline.runtime.errors import check_choice
 
 TARGETS: dict[str, tuple[type, Callable[[Workload, str, Any], str]]] = {
     "kubernetes": (CronJobOptions, render_cronjob),

@@ -15,8 +15,8 @@ from typing import Optional
 
 from launch.options import option
 from launch.workload import Workload
-from pipeline.exit_codes import DONE, FINAL, REQUEUE, USER_ERROR
-from pipeline.masking import find_secret
+from pipeline.runtime.masking import find_secret
+from pipeline.runtime.process.exit_codes import DONE, FINAL, REQUEUE, USER_ERROR
 
 LINE_WIDTH = 110
 AFTER_GRACE_S = 30  # between the end of the grace and the time limit, for what the batch script does then

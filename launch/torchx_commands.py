@@ -25,9 +25,9 @@ from torchx.runner import Runner, get_runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import AppState, MalformedAppHandleException
 
-from pipeline.checks import did_you_mean
-from pipeline.exit_codes import FAILED, INTERRUPTED, REQUEUE, USER_ERROR
-from pipeline.masking import mask
+from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.masking import mask
+from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED, REQUEUE, USER_ERROR
 
 
 class Run(CmdRun):

@@ -11,7 +11,7 @@ from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import labels_of, pod_template
 from launch.manifest import given
 from launch.workload import Workload
-from pipeline.exit_codes import FINAL, REQUEUE
+from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
 
 LONGEST_HOST_NAME = 63
 # For jobs without retries of their own: Volcano takes 0 for 3, and counts evictions as retries.

@@ -15,20 +15,11 @@ from typing import Optional
 
 from launch.options import option
 from launch.resources import asked_host, parse_shape, threads_per_rank
-from pipeline.config import (
-    EvaluateJob,
-    ExportJob,
-    PlanJob,
-    PrepareJob,
-    RetrainJob,
-    TrainJob,
-    load_saved_job,
-    main,
-    print_user_errors,
-    validate_evaluation,
-)
-from pipeline.masking import SECRET_NAME, mask
-from pipeline.training.config import TrainerConfig
+from pipeline.cli.command_line import parse_command_line, print_user_errors, validate_evaluation
+from pipeline.config.jobs import EvaluateJob, ExportJob, PlanJob, PrepareJob, RetrainJob, TrainJob
+from pipeline.config.saved_jobs import load_saved_job
+from pipeline.config.training import TrainerConfig
+from pipeline.runtime.masking import SECRET_NAME, mask
 
 RDZV_PORT = 29500
 MOUNT_TYPES = ("bind", "volume", "device")
@@ -127,12 +118,12 @@ class Workload:
 
 
 def train(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    job = main(TrainJob, doc, _as_composed_by_ranks(words, where), check_data)
+    job = parse_command_line(TrainJob, doc, _as_composed_by_ranks(words, where), check_data)
     return _ranks("train", words, where, job.name, f"{job.run_dir}/logs", job.trainer.grace_s)
 
 
 def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    job = main(EvaluateJob, doc, _as_composed_by_ranks(words, where))
+    job = parse_command_line(EvaluateJob, doc, _as_composed_by_ranks(words, where))
     grace_s = TrainerConfig().grace_s
     if check_data:
         trained = load_saved_job(TrainJob, f"{job.run}/config.yaml")
@@ -142,24 +133,24 @@ def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: boo
 
 
 def prepare(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    job = main(PrepareJob, doc, words)
+    job = parse_command_line(PrepareJob, doc, words)
     return _single("prepare", words, where, f"prepare-{job.data.name}")
 
 
 def plan(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    job = main(PlanJob, doc, words, check_data)
+    job = parse_command_line(PlanJob, doc, words, check_data)
     return _single("plan", words, where, f"plan-{job.name}")
 
 
 def export(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    job = main(ExportJob, doc, words)
+    job = parse_command_line(ExportJob, doc, words)
     if check_data:
         load_saved_job(TrainJob, f"{job.run}/config.yaml")
     return _single("export", words, where, "export")
 
 
 def retrain(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    job = main(RetrainJob, doc, _as_composed_by_ranks(words, where), check_data)
+    job = parse_command_line(RetrainJob, doc, _as_composed_by_ranks(words, where), check_data)
     return _ranks("retrain", words, where, f"retrain-{job.name}", f"{job.run_dir}/logs", job.trainer.grace_s)
 
 
@@ -230,7 +221,15 @@ def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, g
     logs = "" if "://" in log_dir else log_dir  # a URI is no folder for the ranks' files
     command = [
         # Our agent: torchrun with exit codes that a scheduler can act on.
-        *(_python(where), "-m", "pipeline.agent", "--grace-s", f"{grace_s:g}", "--rdzv-endpoint", ENDPOINT),
+        *(
+            _python(where),
+            "-m",
+            "pipeline.agent",
+            "--grace-s",
+            f"{grace_s:g}",
+            "--rdzv-endpoint",
+            ENDPOINT,
+        ),
         *("--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--max-restarts", str(where.max_restarts)),
         *("--rdzv-backend", "c10d", "--rdzv-id", JOB_ID),
         # Rank 0's output goes to the console, every rank's to its file.

@@ -1,46 +1,6 @@
-"""Draw a source with a planted teacher, in Criteo's format or with columns of its own:  python -m pipeline.generate data=quickstart"""
+"""`python -m pipeline.generate`, as people and schedulers know it; the verb is pipeline/cli/generate.py."""
 
-from __future__ import annotations
-
-import time
-from dataclasses import dataclass
-
-from pipeline.config import run_verb
-from pipeline.jobs import GenerateJob
-
-
-@dataclass(frozen=True)
-class GenerateSummary:
-    output: str
-    num_rows: int
-    seconds: float
-    next_command: str
-
-
-def generate(job: GenerateJob) -> GenerateSummary:
-    """Equal settings give equal bytes, whatever the number of threads."""
-    # Here, so that a typo in the command fails before numpy and pyarrow are imported.
-    from pipeline.data import synthetic, user_item
-
-    started = time.monotonic()
-    if job.data.user_item is not None:
-        num_rows = job.data.user_item.num_rows
-        user_item.write_source(job.data.user_item, job.output, job.threads)
-    else:
-        assert job.data.synthetic is not None
-        num_rows = job.data.synthetic.num_rows
-        names = job.data.columns if job.data.format == "tsv" else None
-        synthetic.write_source(job.data.synthetic, job.output, job.threads, names)
-    next_command = f"python -m pipeline.prepare data={job.data.name} source={job.output}"
-    return GenerateSummary(job.output, num_rows, time.monotonic() - started, next_command)
-
-
-def describe(summary: GenerateSummary) -> str:
-    return (
-        f"wrote {summary.num_rows:,} rows to {summary.output} in {summary.seconds:.1f} s, "
-        f"their true probabilities beside it\nnext: {summary.next_command}"
-    )
-
+from pipeline.cli.generate import main
 
 if __name__ == "__main__":
-    run_verb(GenerateJob, generate, __doc__, describe)
+    main()

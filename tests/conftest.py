@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from pipeline.config import ExportJob, GenerateJob, PrepareJob, TrainJob, load_config
-from pipeline.export import ExportSummary, export
-from pipeline.generate import generate
-from pipeline.prepare import prepare
-from pipeline.train import train
-from tests.process_state import own_process_state
-from tests.ranks import RankPool
+from pipeline.cli.command_line import load_config
+from pipeline.cli.generate import generate
+from pipeline.config.jobs import ExportJob, GenerateJob, PrepareJob, TrainJob
+from pipeline.data.prepare.run import prepare
+from pipeline.serving.artifact.export_run import ExportSummary, export
+from pipeline.training.run import train
+from tests.support.process_state import own_process_state
+from tests.support.ranks import RankPool
 
 SAMPLES = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -26,13 +27,13 @@ settings.load_profile("repeatable")
 
 # Those that take long begin first, or the last of them would run alone beside an idle process.
 LONGEST = [
-    "faults/test_restarts.py", "test_train.py", "launch/test_slurm.py", "faults/test_signals.py",
+    "faults/test_restarts.py", "training/test_run.py", "launch/test_slurm.py", "faults/test_signals.py",
     "serving/test_artifact_faults.py", "training/test_compiled.py", "retraining/test_campaign.py",
-    "planner/test_searched_plans.py", "models/test_learns.py", "faults/test_object_store.py", "test_embedding_sync.py",
-    "test_checkpoints.py", "serving/test_serve.py", "test_quickstart.py", "planner/test_planner.py",
+    "planner/test_searched_plans.py", "models/test_learns.py", "faults/test_object_store.py", "end_to_end/test_embedding_sync.py",
+    "cli/test_checkpoints.py", "serving/test_serve.py", "end_to_end/test_quickstart.py", "planner/test_planner.py",
     "checkpoint/test_warm_start.py", "planner/test_search.py", "faults/test_mistakes.py", "faults/test_hostile_files.py",
-    "serving/test_predict.py", "test_agent.py", "embeddings/test_compressed_runs.py", "serving/test_export.py",
-    "test_watchdog.py", "training/test_sharding.py", "serving/test_pruning.py",
+    "serving/test_predict.py", "runtime/test_agent.py", "embeddings/test_compressed_runs.py", "serving/test_export.py",
+    "runtime/test_watchdog.py", "sharding/test_sharding.py", "serving/test_pruning.py",
 ]  # fmt: skip
 
 

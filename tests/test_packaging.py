@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import doctor
-from tests.datasets import described_dataset
+from pipeline.cli import doctor
+from tests.support.datasets import described_dataset
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("pipeline", "launch", "conf", "sharding_plans")
@@ -98,7 +98,7 @@ def test_the_wheel_holds_every_module_config_and_plan_of_the_tree(wheel: Path) -
 def test_an_installed_wheel_composes_and_validates_a_job_from_an_empty_folder(python: Path, elsewhere: Path) -> None:
     code = (
         "import sys, pipeline\n"
-        "from pipeline.config import TrainJob, load_config, validate_job\n"
+        "from pipeline.cli.command_line import TrainJob, load_config, validate_job\n"
         "job = load_config(TrainJob, ['experiment=quickstart', 'data.path=../data'])\n"
         "tables = validate_job(job, 2)\n"
         "assert 'torch' not in sys.modules\n"

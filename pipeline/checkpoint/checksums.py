@@ -13,9 +13,9 @@ import zlib
 from collections import OrderedDict
 from typing import IO, Any
 
-from pipeline import storage
 from pipeline.checkpoint.errors import DamagedError
-from pipeline.positioned import PositionedReader
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.seekable import PositionedReader
 
 BLOCK_BYTES = 8 << 20
 PIECE_BYTES = 1 << 20  # still in the processor's cache between checksum and write

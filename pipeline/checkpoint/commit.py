@@ -14,9 +14,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipeline import storage
 from pipeline.checkpoint.errors import DamagedError
 from pipeline.checkpoint.steps import MANIFEST, list_steps, read_manifest, seal_manifest, step_name, step_path
+from pipeline.runtime.storage import storage
 
 ATTEMPT = ".attempt-"
 DAMAGED = ".damaged-"

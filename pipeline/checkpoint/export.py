@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from pipeline import storage
 from pipeline.checkpoint.tables import StoredTable
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.checkpoint.vocabularies import read_values
-from pipeline.logs import progress
+from pipeline.runtime.logs import progress
+from pipeline.runtime.storage import storage
 
 ARROW_TYPES = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.float64: pa.float64()}
 

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import storage
 from pipeline.checkpoint import random_state
-from pipeline.checkpoint.agreement import Ranks
 from pipeline.checkpoint.checksums import FileEntry, damage
+from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.commit import Attempt, StepFolder
 from pipeline.checkpoint.errors import DamagedError
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.retention import LATER_VERIFIED, Retention, measured_metric
 from pipeline.checkpoint.shards import Places, ShardPlan, Tensors, write_bytes, write_metadata, write_shards
 from pipeline.checkpoint.steps import CheckpointError, file_path, list_steps, read_manifest, step_path
-from pipeline.logs import get_logger
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.storage import storage
 
 logger = get_logger(__name__)
 

@@ -11,8 +11,8 @@ import json
 import re
 from typing import Any
 
-from pipeline import storage
 from pipeline.checkpoint.errors import CheckpointError, DamagedError
+from pipeline.runtime.storage import storage
 
 __all__ = [
     "CheckpointError", "file_path", "list_steps", "read_manifest", "read_sealed", "seal_manifest", "step_name", "step_path",

@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline import storage
 from pipeline.checkpoint.checksums import damage
 from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.retention import measured_metric
 from pipeline.checkpoint.steps import MANIFEST, file_path, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import describe_dtype, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
+from pipeline.runtime.storage import storage
 
 METRICS = ("ne", "auc", "logloss", "calibration", "recall_at_10", "mrr")
 

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from pipeline import storage
-from pipeline.checkpoint.agreement import Ranks
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.config import WarmStartConfig
+from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.reshard import read_row_state
@@ -30,8 +28,10 @@ from pipeline.checkpoint.tables import (
 )
 from pipeline.checkpoint.tensors import BLOCK_BYTES, StepTensors
 from pipeline.checkpoint.warm_start_policy import Decisions, NewData, TableDecision, decide
-from pipeline.distributed import DistributedContext
-from pipeline.logs import get_logger
+from pipeline.config.warm_start import WarmStartConfig
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.runtime.storage import storage
 
 logger = get_logger(__name__)
 Pairs = tuple[np.ndarray, np.ndarray]  # old rows ascending, the new rows that they become

@@ -11,12 +11,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, Optional
 
-from pipeline import storage
-from pipeline.checks import did_you_mean
+from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.storage import storage
 
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
-SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from pipeline.embeddings.composition import Composition
-from pipeline.embeddings.config import InitConfig, Table
-from pipeline.embeddings.physical import physical_tables
-from pipeline.embeddings.table import Block, ManagedRows
+from pipeline.config.tables import InitConfig
+from pipeline.embeddings.compression.composition import Composition
+from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.table import Block, ManagedRows, Table
 
 POOLING_TYPES = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.embeddings.bases import balanced_bases
-from pipeline.embeddings.id_splitter import classes_of
-from pipeline.embeddings.partitions import Hashed, Partition, part_dims, partitions_of
-from pipeline.embeddings.physical import leaves, num_numbers
+from pipeline.embeddings.compression.bases import balanced_bases
+from pipeline.embeddings.compression.id_splitter import classes_of
+from pipeline.embeddings.compression.partitions import Hashed, Partition, part_dims, partitions_of
+from pipeline.embeddings.compression.physical import leaves, num_numbers
+from pipeline.embeddings.compression.sizes import tensor_train_of
 from pipeline.embeddings.row_frequencies import RowFrequencies
-from pipeline.embeddings.sizes import tensor_train_of
 from pipeline.embeddings.table import Table
 
 MOST_COUNTED = 1 << 26  # ids; of larger tables so many of the hottest are counted

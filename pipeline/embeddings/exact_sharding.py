@@ -7,7 +7,8 @@ tenths. SGD, Adagrad and Adam work element by element and do not notice.
 
 from __future__ import annotations
 
-from pipeline.embeddings.config import SHARDING_TYPES, Table
+from pipeline.config.tables import SHARDING_TYPES
+from pipeline.embeddings.table import Table
 
 COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 ROW_STATE_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")

@@ -4,46 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.checks import check_above, check_at_least, check_choice
-from pipeline.embeddings.compression import CompressionConfig
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.embeddings.row_frequencies import RowFrequencies
-
-POOLINGS = ("sum", "mean")
-DATA_TYPES = ("fp32", "fp16")
-INITS = ("uniform", "normal", "zeros")
-SHARDING_TYPES = (
-    "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
-)  # fmt: skip
-COMPUTE_KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value")
-
-
-@dataclass
-class InitConfig:
-    """uniform: in [-scale, scale], scale None = 1/sqrt(num_embeddings); normal: std = scale, None = 1/sqrt(embedding_dim)."""
-
-    kind: str = "uniform"
-    scale: float | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("init.kind", self.kind, INITS)
-        if self.scale is not None:
-            check_above("init.scale", self.scale, 0.0)
-
-
-@dataclass
-class ConstraintConfig:
-    """What the planner may choose for a table; empty lists allow all that the backend can do."""
-
-    sharding_types: list[str] = field(default_factory=list)
-    compute_kernels: list[str] = field(default_factory=list)
-    min_partition: int | None = None  # narrowest column shard
-
-    def __post_init__(self) -> None:
-        for value in self.sharding_types:
-            check_choice("sharding.sharding_types", value, SHARDING_TYPES)
-        for value in self.compute_kernels:
-            check_choice("sharding.compute_kernels", value, COMPUTE_KERNELS)
-        check_at_least("sharding.min_partition", self.min_partition, 1, allow_none=True)
 
 
 @dataclass(frozen=True)

@@ -1,123 +1,79 @@
-"""Turn pooled embeddings and dense features into logits by models that begin with a linear one: LR, FM, Wide&Deep."""
+"""Say the sizes of the models that begin with a linear one: logistic regression, FM, Wide&Deep (stdlib only).
+
+FM and Wide&Deep keep an id's linear weight in the last column of its row, beside its vector: one table a feature, one lookup.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-from torchrec.modules.mlp import MLP
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from pipeline.models.interaction import PooledRows
+from pipeline.config.model import ModelConfig
+from pipeline.config.registry import register
+from pipeline.embeddings.table import Table
+from pipeline.models.checks import check_layer_sizes, check_least_dim, check_one_dim, dims_of_features
 
-
-class DenseTerm(nn.Module):
-    """dense_features [B, num_dense] -> weights . dense + bias [B, 1]; the bias alone where there are none."""
-
-    def __init__(self, num_dense_features: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1))
-        self.weights = nn.Parameter(torch.zeros(num_dense_features, 1)) if num_dense_features else None
-
-    def forward(self, dense_features: torch.Tensor) -> torch.Tensor:
-        if self.weights is None:
-            return self.bias.expand(dense_features.shape[0], 1)  # len() would fix the batch size under torch.export
-        return dense_features @ self.weights + self.bias
+if TYPE_CHECKING:
+    from torch import nn
 
 
-class LogisticRegression(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]: the weight of an id is the sum of its row."""
+@register("model", "logistic_regression")
+@dataclass
+class LogisticRegressionConfig(ModelConfig):
+    """A weight an id, a weight a dense feature, a bias.
 
-    def __init__(self, embedding_bag_collection: nn.Module, num_dense_features: int) -> None:
-        super().__init__()
-        self.embedding_bag_collection = embedding_bag_collection
-        self.dense_term = DenseTerm(num_dense_features)
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        weights = self.embedding_bag_collection(sparse_features).values()  # summed, so in any order
-        logits: torch.Tensor = weights.sum(dim=1, keepdim=True) + self.dense_term(dense_features)
-        return logits
-
-
-class FactorizationMachine(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1].
-
-    A row of a table is a vector and, in its last column, a linear weight.
+    The weight of an id is the sum of its row: sharded tables are 4 columns wide at least, data_parallel ones may be 1.
     """
 
-    def __init__(
-        self,
-        embedding_bag_collection: nn.Module,
-        feature_names: list[str],
-        embedding_dim: int,
-        num_dense_features: int,
-    ) -> None:
-        super().__init__()
-        self.embedding_bag_collection = embedding_bag_collection
-        self.pooled_rows = PooledRows(feature_names)
-        self.over_arch = PairTerms(num_dense_features, embedding_dim - 1)
+    kind: str = "logistic_regression"
 
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        rows = self.pooled_rows(self.embedding_bag_collection(sparse_features))
-        logits: torch.Tensor = self.over_arch(dense_features, rows)
-        return logits
+    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
+        from pipeline.embeddings.collection import build_embeddings
+        from pipeline.models.layers.linear import LogisticRegression
+
+        return LogisticRegression(build_embeddings(tables), num_dense_features)
 
 
-class PairTerms(nn.Module):
-    """dense [B, num_dense], rows [B, F, D + 1] -> [B, 1]: linear terms, and the dot product of every pair of vectors.
+@register("model", "fm")
+@dataclass
+class FMConfig(ModelConfig):
+    """Factorisation machine of second order (Rendle, ICDM 2010); dense features take part, scaled by their values."""
 
-    The pairs' sum is ((sum of vectors)^2 - sum of vectors^2) / 2 (Rendle 2010, lemma 3.1).
+    kind: str = "fm"
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        check_one_dim(tables)
+        check_least_dim(tables, 2, "FM keeps a vector of embedding_dim - 1 and a linear weight in a row")
+
+    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
+        from pipeline.embeddings.collection import build_embeddings
+        from pipeline.models.layers.linear import FactorizationMachine
+
+        dims = dims_of_features(tables)
+        dim = next(iter(dims.values()))
+        return FactorizationMachine(build_embeddings(tables), list(dims), dim, num_dense_features)
+
+
+@register("model", "wide_deep")
+@dataclass
+class WideDeepConfig(ModelConfig):
+    """Wide&Deep (arXiv 1606.07792): linear weights of ids and dense features beside an MLP over their vectors.
+
+    Tables may differ in embedding_dim: the MLP takes the vectors one after the other.
     """
 
-    def __init__(self, num_dense_features: int, dim: int) -> None:
-        super().__init__()
-        self.dense_term = DenseTerm(num_dense_features)
-        self.dense_vectors = nn.Parameter(torch.empty(num_dense_features, dim)) if num_dense_features else None
-        if self.dense_vectors is not None:
-            nn.init.normal_(self.dense_vectors, std=0.01)
+    kind: str = "wide_deep"
+    hidden_layer_sizes: list[int] = field(default_factory=lambda: [256, 128])
 
-    def forward(self, dense_features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        vectors, weights = rows[:, :, :-1], rows[:, :, -1]
-        total, squares = vectors.sum(dim=1), vectors.square().sum(dim=1)
-        if self.dense_vectors is not None:
-            total = total + dense_features @ self.dense_vectors
-            squares = squares + dense_features.square() @ self.dense_vectors.square()
-        pairs = (total.square() - squares).sum(dim=1, keepdim=True) / 2
-        return pairs + weights.sum(dim=1, keepdim=True) + self.dense_term(dense_features)
+    def __post_init__(self) -> None:
+        check_layer_sizes("model.hidden_layer_sizes", self.hidden_layer_sizes)
 
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        check_least_dim(tables, 2, "Wide&Deep keeps a vector of embedding_dim - 1 and a linear weight in a row")
 
-class WideDeep(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]; tables may differ in embedding_dim."""
+    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
+        from pipeline.embeddings.collection import build_embeddings
+        from pipeline.models.layers.linear import WideDeep
 
-    def __init__(
-        self,
-        embedding_bag_collection: nn.Module,
-        dims: dict[str, int],
-        num_dense_features: int,
-        hidden_layer_sizes: list[int],
-    ) -> None:
-        """`dims` maps each feature to its table's embedding_dim."""
-        super().__init__()
-        self.embedding_bag_collection = embedding_bag_collection
-        self.split = WideAndDeepColumns(list(dims))
-        self.dense_term = DenseTerm(num_dense_features)
-        width = sum(dims.values()) - len(dims) + num_dense_features
-        self.deep_arch = nn.Sequential(MLP(width, hidden_layer_sizes), nn.Linear(hidden_layer_sizes[-1], 1))
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        weights, vectors = self.split(self.embedding_bag_collection(sparse_features))
-        deep = self.deep_arch(torch.cat([dense_features, vectors], dim=1))
-        logits: torch.Tensor = deep + weights + self.dense_term(dense_features)
-        return logits
-
-
-class WideAndDeepColumns(nn.Module):
-    """KeyedTensor -> (sum of all last columns [B, 1], the other columns [B, sum of dims - F] in the order of features)."""
-
-    def __init__(self, feature_names: list[str]) -> None:
-        super().__init__()
-        self.feature_names = feature_names
-
-    def forward(self, pooled: KeyedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [pooled[name] for name in self.feature_names]
-        weights = torch.stack([row[:, -1] for row in rows], dim=1).sum(dim=1, keepdim=True)
-        return weights, torch.cat([row[:, :-1] for row in rows], dim=1)
+        hidden = list(self.hidden_layer_sizes)
+        return WideDeep(build_embeddings(tables), dims_of_features(tables), num_dense_features, hidden)

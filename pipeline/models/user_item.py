@@ -1,74 +1,177 @@
-"""Turn a user's and an item's embeddings into the logit of a click: matrix factorisation, and NCF's GMF, MLP and NeuMF."""
+"""Say which features are the user's and which the item's, for models of their affinity (stdlib only)."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-from torchrec.modules.mlp import MLP
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.registry import register
+from pipeline.embeddings.table import Table
+from pipeline.models.checks import check_features, check_layer_sizes, check_least_dim, check_one_dim, dims_of_features
+from pipeline.runtime.errors import check_above, check_at_least, check_choice
+
+NCF_VARIANTS = ("gmf", "mlp", "neumf")
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
-class UserItemModel(nn.Module):
-    """forward(dense_features [B, any], sparse_features) -> logits [B, 1]: `over_arch` of the user's and the item's row."""
+@dataclass
+class UserItemConfig(ModelConfig):
+    """One feature names the user, one the item; the data set's other features are not read."""
 
-    def __init__(
-        self,
-        embedding_bag_collection: nn.Module,
-        user_feature: str,
-        item_feature: str,
-        over_arch: nn.Module,
-    ) -> None:
-        super().__init__()
-        self.embedding_bag_collection = embedding_bag_collection
-        self.rows = UserAndItemRows(user_feature, item_feature)
-        self.over_arch = over_arch
+    user_feature: str = "user_id"
+    item_feature: str = "item_id"
 
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        users, items = self.rows(self.embedding_bag_collection(sparse_features))
-        logits: torch.Tensor = self.over_arch(users, items)
-        return logits
+    @property
+    def used_features(self) -> list[str]:
+        return [self.user_feature, self.item_feature]
 
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        roles = [("model.user_feature", self.user_feature), ("model.item_feature", self.item_feature)]
+        check_features(roles, tables)
+        mine = [table for table in tables if set(self.used_features) & set(table.feature_names)]
+        check_one_dim(mine)
+        self.check_dim(mine)
 
-class UserAndItemRows(nn.Module):
-    """KeyedTensor -> (users [B, D], items [B, D]), wherever the plan has left them."""
-
-    def __init__(self, user_feature: str, item_feature: str) -> None:
-        super().__init__()
-        self._user, self._item = user_feature, item_feature
-
-    def forward(self, pooled: KeyedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return pooled[self._user], pooled[self._item]
+    def check_dim(self, tables: list[Table]) -> None:
+        """`tables` share one embedding_dim."""
 
 
-class BiasedDot(nn.Module):
-    """users, items [B, D + 1] -> u . i + b_u + b_i + b [B, 1]; the last column of a row is its bias."""
+@register("model", "matrix_factorization")
+@dataclass
+class MatrixFactorizationConfig(UserItemConfig):
+    """Dot product of a user's and an item's vector and a bias of each (Koren et al., 2009), through a sigmoid."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1))
+    kind: str = "matrix_factorization"
 
-    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        dots = (users[:, :-1] * items[:, :-1]).sum(dim=1, keepdim=True)
-        return dots + users[:, -1:] + items[:, -1:] + self.bias
+    def check_dim(self, tables: list[Table]) -> None:
+        check_least_dim(tables, 2, "matrix factorisation keeps a vector of embedding_dim - 1 and a bias in a row")
+
+    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
+        from pipeline.embeddings.collection import build_embeddings
+        from pipeline.models.layers.user_item import BiasedDot, UserItemModel
+
+        return UserItemModel(build_embeddings(tables), self.user_feature, self.item_feature, BiasedDot())
 
 
-class NeuralFiltering(nn.Module):
-    """users, items [B, D] -> [B, 1]: GMF over the first `gmf_columns` columns, an MLP over the others, one layer over both.
+@register("model", "ncf")
+@dataclass
+class NCFConfig(UserItemConfig):
+    """Neural collaborative filtering (arXiv 1708.05031).
 
-    arXiv 1708.05031, section 3.4; with all columns or none it is its GMF or its MLP.
+    gmf: a weighted product of the two vectors; mlp: layers over both; neumf: both side by side, each with vectors of its
+    own: the first `gmf_dim` columns of a row (None: half) are GMF's, the rest the MLP's.
     """
 
-    def __init__(self, embedding_dim: int, gmf_columns: int, mlp_layer_sizes: list[int]) -> None:
-        super().__init__()
-        self._gmf_columns = gmf_columns
-        mlp_columns = embedding_dim - gmf_columns
-        self.mlp = MLP(2 * mlp_columns, mlp_layer_sizes) if mlp_columns else None
-        self.last = nn.Linear(gmf_columns + (mlp_layer_sizes[-1] if mlp_columns else 0), 1)
+    kind: str = "ncf"
+    variant: str = "neumf"
+    mlp_layer_sizes: list[int] = field(default_factory=lambda: [64, 32, 16])
+    gmf_dim: int | None = None
 
-    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        end = self._gmf_columns
-        parts = [users[:, :end] * items[:, :end]]
-        if self.mlp is not None:
-            parts.append(self.mlp(torch.cat([users[:, end:], items[:, end:]], dim=1)))
-        logits: torch.Tensor = self.last(torch.cat(parts, dim=1))
-        return logits
+    def __post_init__(self) -> None:
+        check_choice("model.variant", self.variant, NCF_VARIANTS)
+        check_layer_sizes("model.mlp_layer_sizes", self.mlp_layer_sizes)
+        check_at_least("model.gmf_dim", self.gmf_dim, 1, allow_none=True)
+        if self.gmf_dim is not None and self.variant != "neumf":
+            raise ValueError(
+                f"model.gmf_dim={self.gmf_dim} goes with model.variant=neumf; {self.variant} takes whole rows"
+            )
+
+    def gmf_columns(self, embedding_dim: int) -> int:
+        """Columns of a row that GMF takes; the MLP takes the rest."""
+        if self.variant == "neumf":
+            return embedding_dim // 2 if self.gmf_dim is None else self.gmf_dim
+        return embedding_dim if self.variant == "gmf" else 0
+
+    def check_dim(self, tables: list[Table]) -> None:
+        if self.variant == "neumf":
+            check_least_dim(
+                tables, (self.gmf_dim or 1) + 1, "NeuMF gives some columns of a row to GMF and the rest to the MLP"
+            )
+
+    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
+        from pipeline.embeddings.collection import build_embeddings
+        from pipeline.models.layers.user_item import NeuralFiltering, UserItemModel
+
+        dim = dims_of_features(tables)[self.user_feature]
+        over_arch = NeuralFiltering(dim, self.gmf_columns(dim), list(self.mlp_layer_sizes))
+        return UserItemModel(build_embeddings(tables), self.user_feature, self.item_feature, over_arch)
+
+
+@register("model", "two_tower")
+@dataclass
+class TwoTowerConfig(ModelConfig):
+    """A user's and an item's tower whose dot product ranks items (Yi et al., RecSys 2019); clicked rows are the positives.
+
+    `item_features[0]` names the item. Dense features go to the user's tower: they describe the request. A row's
+    negatives are the items of all rows of the global batch, on whatever rank. `log_q_correction` takes off each item's
+    log frequency in the training rows, which makes frequent items frequent negatives.
+    """
+
+    kind: str = "two_tower"
+    user_features: list[str] = field(default_factory=lambda: ["user_id"])
+    item_features: list[str] = field(default_factory=lambda: ["item_id"])
+    user_layer_sizes: list[int] = field(default_factory=lambda: [64, 32])
+    item_layer_sizes: list[int] = field(default_factory=lambda: [64, 32])
+    temperature: float = 0.1
+    normalize: bool = True
+    log_q_correction: bool = True
+    recall_at: list[int] = field(default_factory=lambda: [10, 100])
+
+    def __post_init__(self) -> None:
+        check_layer_sizes("model.user_layer_sizes", self.user_layer_sizes)
+        check_layer_sizes("model.item_layer_sizes", self.item_layer_sizes)
+        check_above("model.temperature", self.temperature, 0.0)
+        check_layer_sizes("model.recall_at", self.recall_at)
+        if self.user_layer_sizes[-1] != self.item_layer_sizes[-1]:
+            raise ValueError(
+                f"model.user_layer_sizes ends in {self.user_layer_sizes[-1]} and model.item_layer_sizes in "
+                f"{self.item_layer_sizes[-1]}, but a score is the dot product of both ends; end them alike"
+            )
+        for name, features in (("user", self.user_features), ("item", self.item_features)):
+            if not features:
+                raise ValueError(f"model.{name}_features is empty: name at least one feature")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return (*(f"recall_at_{k}" for k in self.recall_at), "mrr")
+
+    @property
+    def used_features(self) -> list[str]:
+        return [*self.user_features, *self.item_features]
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        roles = [("model.user_features", name) for name in self.user_features]
+        check_features([*roles, *(("model.item_features", name) for name in self.item_features)], tables)
+        item = self.item_features[0]
+        table = next(table for table in tables if item in table.feature_names)
+        if table.compression is not None:
+            raise ValueError(
+                f"tables.{table.name}.compression={table.compression.kind}, but model.item_features begins with {item!r}, "
+                "whose ids name the items of the catalogue; leave that table uncompressed, or name another feature first"
+            )
+        if not self.log_q_correction:
+            return
+        if table.frequencies is None or not table.frequencies.by_row or len(table.feature_names) > 1:
+            raise ValueError(
+                f"model.log_q_correction needs to know how often each item comes, and the data do not say it of {item!r}: "
+                "its ids must come from a vocabulary (ids.kind=vocabulary) and have a table of their own; "
+                "or set model.log_q_correction=false"
+            )
+
+    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
+        from pipeline.embeddings.collection import build_embeddings
+        from pipeline.models.layers.two_tower import TwoTower
+
+        return TwoTower(
+            build_embeddings(tables),
+            dims_of_features(tables),
+            list(self.user_features),
+            list(self.item_features),
+            list(self.user_layer_sizes),
+            list(self.item_layer_sizes),
+            num_dense_features,
+            self.normalize,
+        )

@@ -27,7 +27,7 @@ from torchrec.distributed.planner.constants import (
 from torchrec.distributed.planner.types import Perf, ShardingOption
 from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodecs
 
-from pipeline.embeddings.config import Table
+from pipeline.embeddings.table import Table
 from pipeline.planner.collectives import links_of
 from pipeline.planner.hardware import BYTES_PER_MS, Hardware
 from pipeline.planner.lookups import hit_rates, shard_shares

@@ -15,7 +15,7 @@ import torch
 from torchrec.distributed.planner import types as torchrec_planner
 from torchrec.distributed.planner.types import Topology
 
-from pipeline.planner.config import HardwareConfig, PlannerConfig
+from pipeline.config.planner import HardwareConfig, PlannerConfig
 
 GIB = 1 << 30
 BYTES_PER_MS = 1e6  # in one GB/s

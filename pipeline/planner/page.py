@@ -13,10 +13,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pipeline import storage
 from pipeline.planner.charts import Cell, Column, MapRow, column_chart, rank_map
 from pipeline.planner.explain import show_ranks
 from pipeline.planner.record import PHASES, PlanDescription, RankLoad, TableChoice, show_bytes
+from pipeline.runtime.storage import storage
 
 MOST_MAPPED = 40  # tables that have a line of their own in the map, and a row in the table before it is folded
 IN_HBM = ("dense", "fused")  # kernels that keep the whole table there

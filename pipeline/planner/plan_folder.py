@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline import storage
+from pipeline.runtime.storage import storage
 
 FOLDER = "sharding_plans"
 PACKAGE = Path(__file__).resolve().parents[1]

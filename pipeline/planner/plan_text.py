@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import storage
 from pipeline.planner.fingerprint import sha256_of
 from pipeline.planner.plan_folder import find_plan_file
 from pipeline.planner.record import Objective, PlanDescription, RankLoad, TableChoice
+from pipeline.runtime.storage import storage
 
 FORMAT_VERSION = 2
 COMMAND = "python -m pipeline.plan experiment=<name> hardware=<preset> world_size=<ranks>"

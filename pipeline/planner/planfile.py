@@ -16,12 +16,12 @@ from typing import Any
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-from pipeline import storage
-from pipeline.logs import get_logger
 from pipeline.planner.fingerprint import MAX_LINES, Fingerprint, differing_libraries, differing_lines, sha256_of
 from pipeline.planner.plan_folder import find_plan_file
 from pipeline.planner.plan_text import COMMAND, DAMAGE, FORMAT_VERSION, description_fields, read_content, to_json
 from pipeline.planner.record import PlanRecord
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.storage import storage
 
 SPEC = "sharding_spec"  # the one field of ParameterSharding with a form of its own
 logger = get_logger(__name__)

@@ -18,11 +18,9 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Shard, ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from pipeline.distributed import DistributedContext
-from pipeline.embeddings.config import Table
+from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.embeddings.exact_sharding import sharding_types_exact_for
-from pipeline.logs import get_logger
-from pipeline.planner.config import HardwareConfig, PlannerConfig
+from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import PlacedTable, TableOptimizer, build_constraints, place_tables
 from pipeline.planner.cost_model import (
     CACHED_KERNELS,
@@ -42,7 +40,9 @@ from pipeline.planner.search.portfolio import FIRST_PLAN, Infeasible, SearchConf
 from pipeline.planner.search.problem import Floats
 from pipeline.planner.search.shortfall import least_shortfall
 from pipeline.planner.searcher import PHASES, enumerate_options, pose_search, search_options
-from pipeline.planner.ways_out import WayOut, working_ways
+from pipeline.planner.suggestions import WayOut, working_ways
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.distributed import DistributedContext
 
 logger = get_logger(__name__)
 

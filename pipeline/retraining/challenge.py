@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.checkpoint.errors import DamagedError
-from pipeline.export import ExportSummary
-from pipeline.jobs import RetrainJob
-from pipeline.logs import get_logger
-from pipeline.models.task import NonFiniteLossError
+from pipeline.config.jobs import RetrainJob
+from pipeline.models.tasks.click import NonFiniteLossError
 from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Finding, Scores, judge
 from pipeline.retraining.history import accepted_statistics, windows_since
@@ -21,8 +19,10 @@ from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record
 from pipeline.retraining.promotion import Candidate, FinishedRun, files_of_artifact
 from pipeline.retraining.registry import Pointer, Version
 from pipeline.retraining.statistics import WindowStatistics
+from pipeline.retraining.window_runner import Place, Workshop
 from pipeline.retraining.windows import Window, file_name
-from pipeline.retraining.work import Place, Workshop
+from pipeline.runtime.logs import get_logger
+from pipeline.serving.artifact.export_run import ExportSummary
 
 logger = get_logger("pipeline.retrain")
 History = list[tuple[str, WindowStatistics]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from pipeline.retraining.config import DataChecksConfig
+from pipeline.config.retraining import DataChecksConfig
 from pipeline.retraining.gate import Finding
 from pipeline.retraining.statistics import WindowStatistics
 

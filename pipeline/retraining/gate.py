@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.retraining.config import GateConfig
+from pipeline.config.retraining import GateConfig
 
 MAX_BLOCKS = 10_000  # rows are resampled in so many blocks of neighbours, which may depend on each other
 SAMPLES_AT_ONCE = 50

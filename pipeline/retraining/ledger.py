@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipeline import storage
 from pipeline.retraining.registry import RegistryError, timestamp
+from pipeline.runtime.storage import storage
 
 PROMOTED, REJECTED, SKIPPED = "promoted", "rejected", "skipped"
 ROLLED_BACK, UNPINNED, ADDED, RETRIED = "rolled_back", "unpinned", "added", "retried"

@@ -23,11 +23,11 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline import storage
 from pipeline.checkpoint.checksums import BLOCK_BYTES, ChecksummedWriter, FileEntry, damage
 from pipeline.checkpoint.errors import DamagedError
 from pipeline.checkpoint.steps import read_sealed, seal_manifest
-from pipeline.checks import did_you_mean
+from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.storage import storage
 
 MANIFEST = "manifest.json"
 POINTER = "champion.json"

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import storage
-from pipeline.data.config import DataConfig
-from pipeline.data.source import Source
-from pipeline.data.vocabulary import open_engine
+from pipeline.config.data import DataConfig
+from pipeline.data.prepare.vocabulary import open_engine
+from pipeline.data.raw.source import Source
+from pipeline.runtime.storage import storage
 
 SKETCH_SIZE = 1024
 MEMORY_BYTES = 512 << 20

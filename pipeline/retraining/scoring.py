@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from pipeline import preemption, watchdog
-from pipeline.assembly import assemble, open_reader
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.config import load_saved_job
+from pipeline.config.jobs import TrainJob
+from pipeline.config.planner import PlannerConfig
+from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import load_dataset
-from pipeline.data.reader import ShardReader
-from pipeline.distributed import DistributedContext, init_distributed
-from pipeline.jobs import TrainJob
-from pipeline.planner.config import PlannerConfig
+from pipeline.data.read.reader import ShardReader
 from pipeline.retraining.gate import Scores
+from pipeline.runtime.process import preemption, watchdog
+from pipeline.runtime.process.distributed import DistributedContext, init_distributed
+from pipeline.training.assembly import assemble, open_reader
 
 
 def score(

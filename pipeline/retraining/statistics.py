@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipeline import storage
-from pipeline.data.base_vocabulary import BUCKETS_FILE
 from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE
+from pipeline.runtime.storage import storage
 
 NUM_QUANTILES = 64
 MAX_QUANTILE_ROWS = 200_000  # of a dense feature, evenly from all row groups

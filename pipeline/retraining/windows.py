@@ -12,9 +12,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
-from pipeline import storage
-from pipeline.data.config import DataConfig
-from pipeline.retraining.config import WindowsConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.retraining import WindowsConfig
+from pipeline.runtime.storage import storage
 
 READY, WAITING, LATE = "ready", "waiting", "late"
 MAX_GAP = 10_000  # windows missing in a row: then the pattern or the length is wrong
@@ -128,7 +128,7 @@ def _lacks(window: Window, config: WindowsConfig, data: DataConfig) -> str:
     if config.kind == "partitions" and config.marker and not storage.exists(storage.join(window.source, config.marker)):
         return f"no {config.marker}"
     if config.min_rows:
-        from pipeline.data.source import find_sources
+        from pipeline.data.raw.source import find_sources
         from pipeline.retraining.row_sketch import count_rows
 
         try:
@@ -142,7 +142,7 @@ def _lacks(window: Window, config: WindowsConfig, data: DataConfig) -> str:
 
 def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime | None) -> list[Window]:
     """Windows of a growing source: cut at multiples of the length, the newest of them still open."""
-    from pipeline.data.vocabulary import open_engine
+    from pipeline.data.prepare.vocabulary import open_engine
 
     seconds = int(config.length_hours * 3600)
     with closing(open_engine(os.devnull, 512 << 20, 1)) as engine:
@@ -170,7 +170,7 @@ def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target
 
     A file that is there is taken as it is: what comes to a window after it was begun is left out.
     """
-    from pipeline.data.vocabulary import open_engine
+    from pipeline.data.prepare.vocabulary import open_engine
 
     path = os.path.join(target, f"rows.{'parquet' if data.format == 'parquet' else data.format}")
     if os.path.exists(path):
@@ -192,7 +192,7 @@ def outside_share(window: Window, config: WindowsConfig, data: DataConfig) -> fl
     """The share of a partition's rows whose timestamp lies outside the window; None without such a column."""
     if config.kind != "partitions" or not config.timestamp_column:
         return None
-    from pipeline.data.vocabulary import open_engine
+    from pipeline.data.prepare.vocabulary import open_engine
 
     begin, end = int(window.begin.timestamp()), int(window.end.timestamp())
     with closing(open_engine(os.devnull, 512 << 20, 1)) as engine:
@@ -207,7 +207,7 @@ def _scan(source: str, data: DataConfig) -> str:
     """A DuckDB table of the source's rows; text files keep every value as it is written."""
     if data.format == "criteo_tsv":
         raise ValueError("data.format=criteo_tsv has no time column: put each window into a folder of its own")
-    from pipeline.data.source import find_sources
+    from pipeline.data.raw.source import find_sources
 
     paths = ", ".join(_text(os.path.abspath(storage.local_path(one.path))) for one in find_sources(source))
     if data.format == "parquet":

@@ -15,7 +15,7 @@ from torch import nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from pipeline.logs import get_logger
+from pipeline.runtime.logs import get_logger
 
 logger = get_logger(__name__)
 

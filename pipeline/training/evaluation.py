@@ -8,13 +8,13 @@ from itertools import islice
 import torch
 from torch import nn
 
-from pipeline import preemption, watchdog
-from pipeline.data.batch import Batch
-from pipeline.data.reader import ShardReader
-from pipeline.distributed import DistributedContext, true_on_any_rank
-from pipeline.logs import get_logger, progress
+from pipeline.data.read.batch import Batch
+from pipeline.data.read.reader import ShardReader
+from pipeline.runtime.logs import get_logger, progress
+from pipeline.runtime.process import preemption, watchdog
+from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
 from pipeline.training.input_watch import FailSafe, agreed_failure, too_many_bad
-from pipeline.training.measures import evaluation_measure
+from pipeline.training.task_metrics import evaluation_measure
 
 AGREE_EVERY_BATCHES = 8  # on whether to stop: one small all-reduce
 logger = get_logger(__name__)

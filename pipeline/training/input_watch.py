@@ -9,11 +9,11 @@ from collections.abc import Callable, Generator, Iterator
 
 import torch.distributed as dist
 
-from pipeline.data.batch import Batch
-from pipeline.data.reader import ShardReader
-from pipeline.distributed import DistributedContext
-from pipeline.logs import get_logger
-from pipeline.models.task import GuardedLoss
+from pipeline.data.read.batch import Batch
+from pipeline.data.read.reader import ShardReader
+from pipeline.models.tasks.click import GuardedLoss
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.distributed import DistributedContext
 
 FIRST_ROWS = 100_000  # the share of bad rows is taken of these at least: a bad row group comes all at once
 logger = get_logger(__name__)

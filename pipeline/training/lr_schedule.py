@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pipeline.training.config import LRSchedule, ScheduleConfig
+from pipeline.config.training import LRSchedule, ScheduleConfig
 from pipeline.training.optimizer import TrainingOptimizer
 
 

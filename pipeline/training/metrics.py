@@ -11,8 +11,8 @@ from torchrec.metrics.ctr import CTRMetric
 from torchrec.metrics.metrics_config import RecTaskInfo
 from torchrec.metrics.ne import NEMetric
 
-from pipeline.distributed import DistributedContext
-from pipeline.models.task import Prediction
+from pipeline.models.tasks.click import Prediction
+from pipeline.runtime.process.distributed import DistributedContext
 
 TASK = RecTaskInfo(name="click", label_name="label", prediction_name="prediction", weight_name="weight")
 # TorchRec's metric keys -> ours. Its logloss is in bits (log2), ours in nats as the field reports it.

@@ -11,9 +11,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from pipeline.training.config import DenseOptimizerConfig, OptimizerConfig
-from pipeline.training.sharder import ShardedTables
-from pipeline.training.sparse_optimizer import STEP_COUNTING, ReplicatedTablesOptimizer, materialize_state
+from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig
+from pipeline.sharding.torchrec.sharder import ShardedTables
+from pipeline.sharding.torchrec.sparse_optimizer import STEP_COUNTING, ReplicatedTablesOptimizer, materialize_state
 
 
 class DenseOptimizer(KeyedOptimizerWrapper):

@@ -11,8 +11,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from pipeline.distributed import DistributedContext
-from pipeline.models.retrieval import RetrievalPrediction
+from pipeline.models.tasks.retrieval import RetrievalPrediction
+from pipeline.runtime.process.distributed import DistributedContext
 
 UNKNOWN_ITEM = 0
 SCORES_AT_ONCE = 1 << 24  # numbers in one block of scores, 64 MiB

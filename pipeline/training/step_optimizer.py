@@ -5,8 +5,8 @@ from __future__ import annotations
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
-from pipeline.training.config import ScheduleConfig, TrainerConfig
-from pipeline.training.cpu_tables import fast_lookups
+from pipeline.config.training import ScheduleConfig, TrainerConfig
+from pipeline.sharding.torchrec.cpu_tables import fast_lookups
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
 

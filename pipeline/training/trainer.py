@@ -13,26 +13,26 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
-from pipeline import preemption, watchdog
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.errors import CheckpointError
-from pipeline.data.batch import Batch
-from pipeline.data.reader import ShardReader
-from pipeline.distributed import DistributedContext, true_on_any_rank
-from pipeline.logs import MetricsWriter, Progress, get_logger, progress
-from pipeline.models.task import NonFiniteLossError
-from pipeline.models.tasks import Task
-from pipeline.training.config import CheckpointConfig, ScheduleConfig, TrainerConfig
-from pipeline.training.early_stop import EarlyStop
-from pipeline.training.embedding_sync import TableReplicas
+from pipeline.config.training import CheckpointConfig, ScheduleConfig, TrainerConfig
+from pipeline.data.read.batch import Batch
+from pipeline.data.read.reader import ShardReader
+from pipeline.models.tasks.click import NonFiniteLossError
+from pipeline.models.tasks.make_task import Task
+from pipeline.runtime.logs import MetricsWriter, Progress, get_logger, progress
+from pipeline.runtime.process import preemption, watchdog
+from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
+from pipeline.sharding.torchrec.embedding_sync import TableReplicas
 from pipeline.training.evaluation import evaluate_model
+from pipeline.training.hooks.early_stop import EarlyStop
+from pipeline.training.hooks.profile import StepProfiler
+from pipeline.training.hooks.rollback import Rollback
+from pipeline.training.hooks.saving import Saving
+from pipeline.training.hooks.throughput import StepLog
 from pipeline.training.input_watch import InputWatch
-from pipeline.training.measures import training_measure
-from pipeline.training.rollback import Rollback
-from pipeline.training.saving import Saving
 from pipeline.training.step_optimizer import StepOptimizer
-from pipeline.training.step_profile import StepProfiler
-from pipeline.training.throughput import StepLog
+from pipeline.training.task_metrics import training_measure
 
 PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
 logger = get_logger(__name__)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import CheckpointError
 from pipeline.checkpoint.tables import flatten, local_chunks
-from pipeline.training.config import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from tests.training.tiny import TinyTable, batches, build, context
 
 TYPES = (

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.checksums import BLOCK_BYTES
 from pipeline.checkpoint.steps import CheckpointError, list_steps, seal_manifest
-from tests.ranks import RankPool
-from tests.sharded_models import build_sharded, digest, draw_batches, full_state, train_steps
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state, train_steps
 
 MIXED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
 ROWS = dict.fromkeys(MIXED, "row_wise")
@@ -142,7 +142,7 @@ def test_an_empty_folder_restores_nothing(ranks: RankPool, tmp_path: Path) -> No
 
 
 def _restore_into_another_model(rank: int, folder: str) -> str:
-    from pipeline.training.config import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+    from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 
     other = OptimizerConfig(SparseOptimizerConfig("adagrad", lr=0.1), DenseOptimizerConfig("adam"))
     _, model, optimizer, context = build_sharded(ROWS, optimizers=other)

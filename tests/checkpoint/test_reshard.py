@@ -9,7 +9,7 @@ import torch
 
 from pipeline.checkpoint.tables import layout
 from tests.checkpoint.resharding import largest_difference, refused, restore, save
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 STATE = "optimizer.state.embedding_bag_collection.embedding_bags.t0.weight.t0.momentum1"
 WEIGHT = "model.embedding_bag_collection.embedding_bags.t0.weight"

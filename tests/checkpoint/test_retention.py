@@ -9,8 +9,8 @@ import pytest
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.retention import Retention, measured_metric
 from pipeline.checkpoint.steps import list_steps
-from tests.ranks import RankPool
-from tests.sharded_models import build_sharded
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded
 
 
 @pytest.mark.parametrize(

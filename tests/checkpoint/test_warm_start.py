@@ -13,20 +13,21 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline.assembly import assemble
-from pipeline.checkpoint.config import WarmStartConfig
 from pipeline.checkpoint.remap import RowMap, match_ids
 from pipeline.checkpoint.steps import list_steps
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.checkpoint.vocabularies import IdSpace
-from pipeline.config import TrainJob, load_config
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import TrainJob
+from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
-from pipeline.distributed import init_distributed
-from pipeline.run_checkpoints import start_warm
+from pipeline.runtime.process.distributed import init_distributed
+from pipeline.training.assembly import assemble
 from pipeline.training.optimizer import build_optimizer
+from pipeline.training.run_state import start_warm
 from tests.checkpoint.resharding import whole
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 SMALL = [
     "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512",
@@ -219,7 +220,7 @@ def test_layers_that_fit_are_loaded_and_the_others_are_fresh(
 
 
 def _train(rank: int, words: list[str]) -> int:
-    from pipeline.train import train
+    from pipeline.training.run import train
 
     return train(load_config(TrainJob, words)).step
 

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.config import DataConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.jobs import PrepareJob
 from pipeline.data.dataset import Dataset
-from pipeline.jobs import PrepareJob
-from pipeline.prepare import prepare
+from pipeline.data.prepare.run import prepare
 
 NUM_DENSE, NUM_SPARSE = 13, 26
 

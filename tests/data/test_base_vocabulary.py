@@ -7,8 +7,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config import PrepareJob, load_config
-from pipeline.prepare import prepare
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import PrepareJob
+from pipeline.data.prepare.run import prepare
 
 HEADER = "click,x,item\n"
 

@@ -8,7 +8,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.data.batch import Batch, keyed_jagged_tensor
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 
 KEYS = ["a", "b"]
 VALUES = torch.tensor([5, 6, 7, 1, 2], dtype=torch.int32)

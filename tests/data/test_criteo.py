@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data import source as source_module
-from pipeline.data.cells import parse_timestamps
-from pipeline.data.config import ColumnsConfig, DataConfig, IdsConfig, SplitConfig
-from pipeline.data.layout import layout_of
-from pipeline.data.rows import ParsedRows, open_source, parse_block
-from pipeline.data.source import Block, find_sources
+from pipeline.config.data import ColumnsConfig, DataConfig, IdsConfig, SplitConfig
+from pipeline.data.raw import source as source_module
+from pipeline.data.raw.cells import parse_timestamps
+from pipeline.data.raw.layout import layout_of
+from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
+from pipeline.data.raw.source import Block, find_sources
 from tests.data.criteo_rows import random_lines, write_lines
 
 CRITEO = DataConfig(name="rows")

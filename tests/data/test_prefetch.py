@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.prefetch import Prefetcher
+from pipeline.data.read.prefetch import Prefetcher
 
 THREAD = "test-prefetch"
 
@@ -116,7 +116,7 @@ def test_only_waiting_is_counted_as_waiting() -> None:
 def test_a_process_with_an_open_iterator_exits_at_once(tmp_path: Path, ending: str) -> None:
     script = f"""
 import itertools
-from pipeline.data.prefetch import Prefetcher
+from pipeline.data.read.prefetch import Prefetcher
 iterator = Prefetcher((n for n in itertools.count()), 4, "{THREAD}", lambda seconds: None)
 next(iterator)
 {ending}

@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import storage
-from pipeline.config import load_config
-from pipeline.data import preparation, resources, staging
-from pipeline.data.config import IdsConfig, SplitConfig
-from pipeline.data.dataset import SPLITS, load_dataset
-from pipeline.data.layout import Layout
-from pipeline.data.source import Source
-from pipeline.jobs import PrepareJob
-from pipeline.prepare import describe, prepare
-from pipeline.processes import only_one_run
+from pipeline.cli.command_line import load_config
+from pipeline.config.data import SPLITS, IdsConfig, SplitConfig
+from pipeline.config.jobs import PrepareJob
+from pipeline.data.dataset import load_dataset
+from pipeline.data.prepare import prepare as preparation
+from pipeline.data.prepare import resources, staging
+from pipeline.data.prepare.run import describe, prepare
+from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.source import Source
+from pipeline.runtime.process.processes import only_one_run
+from pipeline.runtime.storage import storage
 from tests.data.criteo_rows import (
     assert_rows_equal,
     random_lines,
@@ -32,7 +33,7 @@ from tests.data.criteo_rows import (
     vocabularies,
     write_lines,
 )
-from tests.test_storage import ObjectStore
+from tests.runtime.test_storage import ObjectStore
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,9 +103,9 @@ def test_killed_run_goes_on_after_its_finished_files_and_ends_equal(tmp_path: Pa
         write_lines(tmp_path / "days" / f"day_{day}", random_lines(200, seed=day))
     expected = run_prepare(str(tmp_path / "days"), tmp_path / "uninterrupted", split=SplitConfig(kind="files"))
     killer = (
-        "import os, signal, pipeline.storage as storage\n"
+        "import os, signal, pipeline.runtime.storage.storage as storage\n"
         "from tests.data.criteo_rows import run_prepare\n"
-        "from pipeline.data.config import SplitConfig\n"
+        "from pipeline.config.data import SplitConfig\n"
         "publish = storage.publish_text\n"
         "def publish_then_die(path, text):\n"
         "    publish(path, text)\n"

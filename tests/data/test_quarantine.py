@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pipeline.data.config import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset
-from pipeline.data.reader import ShardReader
+from pipeline.data.read.reader import ShardReader
 from tests.data.shard_files import write_dataset
 from tests.data.test_reader import PADDING, SPOILT, epoch_of, make_reader, rows_of, sample_of, samples_of
 

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from iopath.common.file_io import PathHandler
 
-from pipeline import storage
-from pipeline.data.batch import Batch
-from pipeline.data.config import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset
-from pipeline.data.decode import Block
-from pipeline.data.reader import ShardReader
-from pipeline.data.streams import Segment
+from pipeline.data.read.batch import Batch
+from pipeline.data.read.decode import Block
+from pipeline.data.read.reader import ShardReader
+from pipeline.data.read.streams import Segment
+from pipeline.runtime.storage import storage
 from tests.data.shard_files import MAX_TAGS, NUM_BUCKETS, tags_of, write_dataset
 
 RAGGED = [[20, 1, 7], [3], [16, 16, 16, 5], [1, 1, 1, 1], [9, 30]]

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data import resources
-from pipeline.data.config import ColumnsConfig, IdsConfig, SplitConfig
-from pipeline.data.dataset import SPLITS
-from pipeline.data.shards import in_row_groups, plan_shards
-from pipeline.data.splits import Boundaries, blocks_of, find_boundaries
-from pipeline.data.staging import StagedFile
-from pipeline.data.vocabulary import open_engine
+from pipeline.config.data import SPLITS, ColumnsConfig, IdsConfig, SplitConfig
+from pipeline.data.prepare import resources
+from pipeline.data.prepare.splits import Boundaries, blocks_of, find_boundaries
+from pipeline.data.prepare.staging import StagedFile
+from pipeline.data.prepare.vocabulary import open_engine
+from pipeline.data.prepare.write_shards import in_row_groups, plan_shards
 from tests.data.criteo_rows import random_lines, read_split, run_prepare, write_lines
 
 

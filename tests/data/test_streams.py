@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.config import check_batch_geometry
-from pipeline.data.streams import EpochOrder, keyed_permutation, num_steps
+from pipeline.config.data import check_batch_geometry
+from pipeline.data.read.streams import EpochOrder, keyed_permutation, num_steps
 
 orders = st.builds(
     EpochOrder,

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import load_config
-from pipeline.data import synthetic, user_item
-from pipeline.data.config import ColumnsConfig, DataConfig, SyntheticConfig, UserItemConfig
-from pipeline.data.criteo import TEACHER_SUFFIX
-from pipeline.data.synthetic import area_under_curve, hex_strings, power_law, write_source
-from pipeline.generate import generate
-from pipeline.jobs import GenerateJob, PrepareJob
-from pipeline.prepare import prepare
+from pipeline.cli.command_line import load_config
+from pipeline.cli.generate import generate
+from pipeline.config.data import ColumnsConfig, DataConfig, SyntheticConfig, UserItemConfig
+from pipeline.config.jobs import GenerateJob, PrepareJob
+from pipeline.data.generate import synthetic, user_item
+from pipeline.data.generate.synthetic import area_under_curve, hex_strings, power_law, write_source
+from pipeline.data.prepare.run import prepare
+from pipeline.data.raw.criteo import TEACHER_SUFFIX
 from tests.data.criteo_rows import read_split, run_prepare
 
 SMALL = SyntheticConfig(num_rows=4_500, seed=3)

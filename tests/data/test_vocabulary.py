@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.config import IdsConfig
-from pipeline.data.hashing import hash_ids
-from pipeline.data.vocabulary import (
+from pipeline.config.data import IdsConfig
+from pipeline.data.prepare.vocabulary import (
     ENTRIES_SCHEMA,
     RankedFeature,
     count_values,
@@ -27,6 +26,7 @@ from pipeline.data.vocabulary import (
     read_counts,
     vocabulary_file,
 )
+from pipeline.data.raw.hashing import hash_ids
 
 MASK = (1 << 64) - 1
 

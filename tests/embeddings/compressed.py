@@ -20,16 +20,17 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.data.batch import keyed_jagged_tensor
-from pipeline.distributed import init_distributed
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.data.read.batch import keyed_jagged_tensor
 from pipeline.embeddings.collection import ComposedEmbeddings, build_embeddings
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
-from pipeline.embeddings.id_splitter import IdSplitter
-from pipeline.training.config import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.embeddings.compression.id_splitter import IdSplitter
+from pipeline.embeddings.table import Table
+from pipeline.runtime.process.distributed import init_distributed
+from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
+from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
-from pipeline.training.sharding import make_sharders, shard_model
-from pipeline.training.sparse_optimizer import apply_sparse_optimizer
 
 # Of the optimizers the one that every sharding type leaves exact.
 OPTIMIZERS = OptimizerConfig(SparseOptimizerConfig("adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))

@@ -17,14 +17,14 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
-from pipeline.distributed import init_distributed
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.config import Table
-from pipeline.embeddings.id_splitter import IdSplitter
-from pipeline.training.config import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.embeddings.compression.id_splitter import IdSplitter
+from pipeline.embeddings.table import Table
+from pipeline.runtime.process.distributed import init_distributed
+from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
+from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
-from pipeline.training.sharding import make_sharders, shard_model
-from pipeline.training.sparse_optimizer import apply_sparse_optimizer
 from tests.embeddings import references
 from tests.embeddings.compressed import (
     BATCH_SIZE,

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
+from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.embeddings.collection import build_embedding_bag_collection, init_function
-from pipeline.embeddings.config import InitConfig, TableConfig, resolve_tables
-from tests.datasets import described_dataset
+from pipeline.embeddings.tables import resolve_tables
+from tests.support.datasets import described_dataset
 
 
 def test_a_collection_lies_on_meta_and_carries_every_field() -> None:

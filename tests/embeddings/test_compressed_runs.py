@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoint.config import WarmStartConfig
 from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.remap import RowMap
 from pipeline.checkpoint.warm_start_policy import NewData, _fresh_composed
-from pipeline.config import EvaluateJob, TrainJob, load_config
-from pipeline.data.config import ReaderConfig
+from pipeline.cli.command_line import load_config
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.data import ReaderConfig
+from pipeline.config.jobs import EvaluateJob, ExportJob, TrainJob
+from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
-from pipeline.data.reader import ShardReader
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.id_splitter import IdSplitter
-from pipeline.evaluate import evaluate
-from pipeline.export import export
-from pipeline.jobs import ExportJob
-from pipeline.serving.predictor import Predictor
-from pipeline.train import train
-from tests.datasets import described_dataset
+from pipeline.data.read.reader import ShardReader
+from pipeline.embeddings.compression.id_splitter import IdSplitter
+from pipeline.serving.artifact.export_run import export
+from pipeline.serving.scoring.predictor import Predictor
+from pipeline.training.evaluate_run import evaluate
+from pipeline.training.run import train
 from tests.embeddings.compressed import PooledModel, as_features, draw_bags, table_of
-from tests.ranks import RankPool
+from tests.support.datasets import described_dataset
+from tests.support.ranks import RankPool
 
 MULTI_HOT = {"cat_24": 3, "cat_21": 4, "cat_23": 2}
 WORDS = [

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.distributed import init_distributed
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.config import Table
+from pipeline.config.compression import CompressionConfig
+from pipeline.embeddings.table import Table
+from pipeline.runtime.process.distributed import init_distributed
 from tests.embeddings import references
 from tests.embeddings.compressed import (
     DIM,
@@ -24,7 +24,7 @@ from tests.embeddings.compressed import (
     table_of,
     train,
 )
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 from tests.training.tiny import full_weights
 
 SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config import TrainJob, load_config, validate_job
+from pipeline.cli.command_line import load_config
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.jobs import TrainJob
+from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.config import InitConfig, TableConfig, resolve_tables
-from pipeline.embeddings.physical import num_numbers, physical_tables
-from tests.datasets import described_dataset
+from pipeline.embeddings.compression.physical import num_numbers, physical_tables
+from pipeline.embeddings.tables import resolve_tables
+from pipeline.training.preflight import validate_job
+from tests.support.datasets import described_dataset
 
 DATASET = described_dataset({"user": 100, "item": 5000, "context": 7}, num_dense=13, num_rows=4096)
 
@@ -168,7 +171,7 @@ def test_a_bad_compression_stops_a_job_before_torch_is_there(tmp_path: Path) -> 
     job_of(tmp_path)
     words = ["experiment=quickstart", f"data.path={tmp_path}", "tables.item.compression.kind=hash"]
     script = (
-        "import sys\nfrom pipeline.config import TrainJob, load_config, validate_job\n"
+        "import sys\nfrom pipeline.cli.command_line import TrainJob, load_config, validate_job\n"
         f"try:\n    validate_job(load_config(TrainJob, {words!r}), 2)\nexcept ValueError as error:\n    print(error)\n"
         "assert not {'torch', 'numpy', 'torchrec'} & set(sys.modules)"
     )

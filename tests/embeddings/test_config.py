@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.embeddings.config import InitConfig, TableConfig, resolve_tables
-from tests.datasets import described_dataset
+from pipeline.config.tables import InitConfig, TableConfig
+from pipeline.embeddings.tables import resolve_tables
+from tests.support.datasets import described_dataset
 
 DATASET = described_dataset({"user": 100, "item": 5000, "context": 7})
 

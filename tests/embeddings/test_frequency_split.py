@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.distributed import init_distributed
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.config import ConstraintConfig, InitConfig
-from pipeline.embeddings.frequency_split import hot_and_cold
-from pipeline.embeddings.id_splitter import IdSplitter
-from pipeline.embeddings.physical import physical_tables
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.embeddings.compression.frequency_split import hot_and_cold
+from pipeline.embeddings.compression.id_splitter import IdSplitter
+from pipeline.embeddings.compression.physical import physical_tables
 from pipeline.embeddings.row_frequencies import RowFrequencies
-from pipeline.training.table_init import initialize_tables
+from pipeline.runtime.process.distributed import init_distributed
+from pipeline.sharding.torchrec.table_init import initialize_tables
 from tests.embeddings.compressed import NUM_IDS, NUM_STEPS, PooledModel, as_features, draw_bags, table_of
 from tests.embeddings.split_tables import (
     HEAD,
@@ -30,7 +30,7 @@ from tests.embeddings.split_tables import (
     train_unsplit,
     whole_rows,
 )
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 from tests.training.tiny import full_weights
 
 # Row-wise Adagrad on column shards is another optimizer (embeddings/exact_sharding.py).

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.embeddings.compression.id_splitter import classes_of
+from pipeline.embeddings.compression.part_frequencies import frequencies_of_block, frequencies_of_part, share_of_block
+from pipeline.embeddings.compression.partitions import Digit, Hashed
+from pipeline.embeddings.compression.physical import physical_tables
 from pipeline.embeddings.describe import savings_of
-from pipeline.embeddings.id_splitter import classes_of
-from pipeline.embeddings.part_frequencies import frequencies_of_block, frequencies_of_part, share_of_block
-from pipeline.embeddings.partitions import Digit, Hashed
-from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.embeddings.table import Table
 
 NUM_IDS = 10_000
 LOOKUPS: NDArray[np.float64] = 1 / np.arange(1, NUM_IDS + 1)

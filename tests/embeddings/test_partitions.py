@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.embeddings.bases import balanced_bases, bases_within
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
-from pipeline.embeddings.id_splitter import classes_of
-from pipeline.embeddings.partitions import Hashed, partitions_of
-from pipeline.embeddings.physical import num_numbers
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.embeddings.compression.bases import balanced_bases, bases_within
+from pipeline.embeddings.compression.id_splitter import classes_of
+from pipeline.embeddings.compression.partitions import Hashed, partitions_of
+from pipeline.embeddings.compression.physical import num_numbers
+from pipeline.embeddings.table import Table
 
 
 def table_of(num_ids: int, dim: int = 16, **config: Any) -> Table:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.embeddings import tensor_train
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
-from pipeline.embeddings.tensor_train import TensorTrainEmbedding, away_from_zero
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.embeddings.compression import tensor_train
+from pipeline.embeddings.compression.tensor_train import TensorTrainEmbedding, away_from_zero
+from pipeline.embeddings.table import Table
 
 
 def make(num_ids: int, dim: int, init: InitConfig, **settings: object) -> TensorTrainEmbedding:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline import storage
 from pipeline.checkpoint import commit, shards, step_writer
-from pipeline.checkpoint.agreement import Ranks
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.checksums import ChecksummedWriter
+from pipeline.checkpoint.collective_errors import Ranks
+from pipeline.runtime.storage import storage
 from tests.faults.checkpoints import MIXED
-from tests.sharded_models import build_sharded, draw_batches, train_steps
+from tests.support.sharded_models import build_sharded, draw_batches, train_steps
 
 # Phase: whose function, its name, and before or after which of its calls. Those of rank 0 alone come last.
 PHASES: dict[str, tuple[Any, str, str, int]] = {

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.distributed import DistributedContext
+from pipeline.runtime.process.distributed import DistributedContext
 
 ROWS, DIM = [200_000, 400_000, 600_000], 32
 

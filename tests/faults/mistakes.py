@@ -15,8 +15,9 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.config import TrainJob, load_config, main
-from tests.typos import wrong_choice, wrong_group, wrong_key, wrong_option
+from pipeline.cli.command_line import load_config, main
+from pipeline.config.jobs import TrainJob
+from tests.support.typos import wrong_choice, wrong_group, wrong_key, wrong_option
 
 # A value that its key cannot have: out of range, of another type, or at odds with another key.
 BAD_VALUES = [

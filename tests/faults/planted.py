@@ -60,9 +60,10 @@ def _before(function: Callable[..., Any], act: Callable[..., None]) -> Callable[
 def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
     import torch.distributed as dist
 
-    from pipeline import assembly, watchdog
     from pipeline.checkpoint.commit import LocalFolder
-    from pipeline.data.reader import ShardReader
+    from pipeline.data.read.reader import ShardReader
+    from pipeline.runtime.process import watchdog
+    from pipeline.training import assembly
     from pipeline.training.trainer import Trainer
 
     def at_beat(step: int | None = None, phase: str | None = None) -> None:
@@ -112,10 +113,11 @@ if __name__ == "__main__":
     del sys.argv[1]
     plant(wanted["faults"], "import")
     plant_all(wanted["faults"], wanted["folder"])
-    from pipeline import evaluate, train
-    from pipeline.config import EvaluateJob, TrainJob, run_verb
+    from pipeline.cli.command_line import run_verb
+    from pipeline.config.jobs import EvaluateJob, TrainJob
+    from pipeline.training import evaluate_run, run
 
     if wanted["verb"] == "train":
-        run_verb(TrainJob, train.train, train.__doc__, train.describe)
+        run_verb(TrainJob, run.train, run.__doc__, run.describe)
     else:
-        run_verb(EvaluateJob, evaluate.evaluate, evaluate.__doc__, evaluate.describe)
+        run_verb(EvaluateJob, evaluate_run.evaluate, evaluate_run.__doc__, evaluate_run.describe)

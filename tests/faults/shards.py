@@ -1,4 +1,4 @@
-"""Shards for the small sharded model of tests/sharded_models.py, and ways to spoil them."""
+"""Shards for the small sharded model of tests/support/sharded_models.py, and ways to spoil them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import storage
 from pipeline.data.dataset import FILE_NAME, Dataset, ShardFile, Split
-from tests.datasets import described_dataset
-from tests.sharded_models import CARDINALITIES
+from pipeline.runtime.storage import storage
+from tests.support.datasets import described_dataset
+from tests.support.sharded_models import CARDINALITIES
 
 Change = Callable[[dict[str, list[Any]]], None]
 

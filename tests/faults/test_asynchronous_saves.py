@@ -15,8 +15,8 @@ from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.steps import list_steps
 from tests.faults.checkpoints import MIXED, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
-from tests.ranks import RankPool
-from tests.sharded_models import build_sharded, digest, draw_batches, train_steps
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded, digest, draw_batches, train_steps
 
 SLOW_S = 0.7
 

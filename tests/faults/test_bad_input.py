@@ -14,16 +14,16 @@ import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
-from pipeline.data.config import ReaderConfig
+from pipeline.config.data import ReaderConfig
+from pipeline.config.training import CheckpointConfig, ScheduleConfig, TrainerConfig
 from pipeline.data.dataset import load_dataset
-from pipeline.data.reader import ShardReader
-from pipeline.training.config import CheckpointConfig, ScheduleConfig, TrainerConfig
+from pipeline.data.read.reader import ShardReader
 from pipeline.training.evaluation import evaluate_model
 from pipeline.training.trainer import FitResult, Trainer
 from tests.faults.conftest import FaultRecorder
 from tests.faults.shards import Change, put, write_shards
-from tests.ranks import RankPool
-from tests.sharded_models import build_sharded, digest, full_state
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded, digest, full_state
 
 KINDS = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
 FILES = [[32, 32], [32, 32], [32, 32]]  # 192 rows

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.faults.checkpoints import Loader, save_steps
 from tests.faults.conftest import FaultRecorder
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 NEWEST = "step_00000002"
 

@@ -10,12 +10,12 @@ import pytest
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.errors import CheckpointError
-from pipeline.training.config import CheckpointConfig
-from pipeline.training.saving import Saving
+from pipeline.config.training import CheckpointConfig
+from pipeline.training.hooks.saving import Saving
 from tests.faults.checkpoints import MIXED, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
-from tests.ranks import RankPool
-from tests.sharded_models import build_sharded
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded
 
 
 def _save_without_room(rank: int, folder: str, limit_bytes: int, asynchronous: bool) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.training.config import (
+from pipeline.config.training import (
     DenseOptimizerConfig,
     LRSchedule,
     OptimizerConfig,
@@ -19,8 +19,8 @@ from pipeline.training.config import (
 )
 from pipeline.training.lr_schedule import apply_schedule
 from tests.faults.conftest import FaultRecorder
-from tests.ranks import RankPool
-from tests.sharded_models import build_sharded, digest, draw_batches, train_steps
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded, digest, draw_batches, train_steps
 
 SHARDED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "column_wise"}
 REPLICATED = dict.fromkeys(SHARDED, "data_parallel")

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints import export_checkpoint, show_checkpoint, verify_checkpoints
-from pipeline.config import CheckpointsJob, EvaluateJob, TrainJob, load_config
-from pipeline.evaluate import evaluate
-from pipeline.train import train
+from pipeline.cli.checkpoints import export_checkpoint, show_checkpoint, verify_checkpoints
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import CheckpointsJob, EvaluateJob, TrainJob
+from pipeline.training.evaluate_run import evaluate
+from pipeline.training.run import train
 from tests.faults.conftest import FaultRecorder
 from tests.faults.hostile import archive, pickles, replace_and_seal
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 SMALL = ["experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.evaluate_max_batches=1",
          "tables.cat_25.sharding.sharding_types=[row_wise]", "tables.cat_24.sharding.sharding_types=[table_wise]"]  # fmt: skip

@@ -15,14 +15,15 @@ import yaml
 from omegaconf import OmegaConf
 
 from pipeline.checkpoint.remap import RowMap
-from pipeline.checkpoints import export_checkpoint, show_checkpoint
-from pipeline.config import CheckpointsJob, EvaluateJob, PlanJob, TrainJob, load_config
+from pipeline.cli.checkpoints import export_checkpoint, show_checkpoint
+from pipeline.cli.command_line import load_config
+from pipeline.cli.plan import check, diff, plan, show
+from pipeline.config.jobs import CheckpointsJob, EvaluateJob, PlanJob, TrainJob
 from pipeline.data.dataset import load_dataset
-from pipeline.evaluate import load_trained_job
-from pipeline.plan import check, diff, plan, show
 from pipeline.planner.planfile import read_plan
-from pipeline.preflight import validate_job
-from pipeline.run_checkpoints import folder_of
+from pipeline.training.evaluate_run import load_trained_job
+from pipeline.training.preflight import validate_job
+from pipeline.training.run_state import folder_of
 from tests.faults.conftest import FaultRecorder
 from tests.faults.hostile import Call, calling, change_json
 

@@ -11,7 +11,7 @@ from tests.faults import kill_worker
 from tests.faults.checkpoints import load_once, save_steps
 from tests.faults.conftest import FaultRecorder
 from tests.faults.kill_worker import PHASES, PHASES_OF_RANK_0
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 SIGKILLED = -9
 ALL = [(phase, rank) for phase in PHASES for rank in (0, 1)] + [(phase, 0) for phase in PHASES_OF_RANK_0]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.exit_codes import FAILED, USER_ERROR
+from pipeline.runtime.process.exit_codes import FAILED, USER_ERROR
 from tests.faults.conftest import FaultRecorder
 from tests.faults.runs import Run
 

@@ -15,13 +15,13 @@ import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
-from pipeline.models.task import NonFiniteLossError
-from pipeline.training import rollback
-from pipeline.training.config import TrainerConfig
+from pipeline.config.training import TrainerConfig
+from pipeline.models.tasks.click import NonFiniteLossError
+from pipeline.training.hooks import rollback
 from pipeline.training.lr_schedule import apply_schedule
 from tests.faults.conftest import FaultRecorder
-from tests.ranks import RankPool
-from tests.sharded_models import build_sharded, digest, draw_batches, full_state
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state
 from tests.training.test_trainer import CONFIG, KINDS, SCHEDULE, _fit
 
 ROLLBACK = replace(CONFIG, non_finite_loss="rollback", max_non_finite_steps=2)  # 12 steps

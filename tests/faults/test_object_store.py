@@ -14,9 +14,9 @@ from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.steps import list_steps
 from tests.faults.checkpoints import MIXED, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
-from tests.object_store import FaultyProxy, quick_retries, store, use_store  # noqa: F401
-from tests.ranks import RankPool
-from tests.sharded_models import build_sharded
+from tests.support.object_store import FaultyProxy, quick_retries, store, use_store  # noqa: F401
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded
 
 FOLDER = "s3://bucket/run/checkpoints"
 PASSING = ("503", "500", "reset", "lost", "slow", "truncated")
@@ -107,7 +107,7 @@ def test_steps_are_purged_and_damage_is_walked_past(
     tmp_path: Path,
 ) -> None:
     assert ranks.run(2, _on_store, store.url, _purges, str(tmp_path))[0] == [3, 4]
-    from pipeline import storage
+    from pipeline.runtime.storage import storage
 
     (attempt,) = [name for name in storage.list_folder(f"{FOLDER}/step_00000004") if "manifest" not in name]
     victim = f"{FOLDER}/step_00000004/{attempt}/__0_0.distcp"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.checkpoint.resharding import EXACT_FOR_ROW_STATE, TYPES, largest_difference, restore, rotated, save
 from tests.faults.conftest import FaultRecorder
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 LOCAL_SIZE = {1: 1, 2: 2, 4: 2}  # four ranks are two hosts of two: table_row_wise and grid_shard need hosts
 

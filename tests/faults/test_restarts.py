@@ -11,14 +11,15 @@ from unittest.mock import patch
 
 import pytest
 
-from pipeline.config import TrainJob, load_config
-from pipeline.exit_codes import DONE
-from pipeline.train import train
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import TrainJob
+from pipeline.runtime.process.exit_codes import DONE
+from pipeline.training.run import train
 from pipeline.training.trainer import Trainer
 from tests.faults import planted
 from tests.faults.conftest import FaultRecorder
 from tests.faults.runs import Run, processes_of
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 STEPS, RANKS, HANG_S = 60, 2, 10  # on a machine with other work a rank may stand still for seconds and be well
 LIMITS = (f"trainer.hang_timeout_s={HANG_S}", "trainer.startup_timeout_s=120")

@@ -13,7 +13,7 @@ from tests.faults.conftest import FaultRecorder
 # A contestant without torch: for each line it is given it tries to take that folder, and says how it went.
 CONTESTANT = """
 import sys
-from pipeline.lease import RunFolderHeldError, take_lease
+from pipeline.runtime.storage.lease import RunFolderHeldError, take_lease
 for line in sys.stdin:
     try:
         held = take_lease(line.strip(), 60)
@@ -21,7 +21,7 @@ for line in sys.stdin:
     except RunFolderHeldError as error:
         print(f"lost: {error}", flush=True)
 """
-DEAD = "import os, sys; from pipeline.lease import take_lease; take_lease(sys.argv[1], 60); os._exit(1)"
+DEAD = "import os, sys; from pipeline.runtime.storage.lease import take_lease; take_lease(sys.argv[1], 60); os._exit(1)"
 
 
 def _race(num_races: int, folder: Path) -> list[tuple[str, str]]:

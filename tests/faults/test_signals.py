@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.steps import list_steps
-from pipeline.config import TrainJob, load_config
-from pipeline.exit_codes import DONE, REQUEUE
-from pipeline.train import train
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import TrainJob
+from pipeline.runtime.process.exit_codes import DONE, REQUEUE
+from pipeline.training.run import train
 from tests.faults.conftest import FaultRecorder
 from tests.faults.runs import TIMEOUT_S, Run, processes_of
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 REQUEUED = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
 STEPS = 60

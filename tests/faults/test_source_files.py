@@ -17,7 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.config import ColumnsConfig, SplitConfig
+from pipeline.config.data import ColumnsConfig, SplitConfig
 from tests.data.criteo_rows import random_lines, read_split, run_prepare, write_lines
 from tests.faults.conftest import FaultRecorder
 

@@ -10,14 +10,14 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.config import WarmStartConfig
 from pipeline.checkpoint.steps import CheckpointError
 from pipeline.checkpoint.warm_start import warm_start
 from pipeline.checkpoint.warm_start_policy import NewData
+from pipeline.config.warm_start import WarmStartConfig
 from tests.checkpoint.resharding import Values, largest_difference, optimizers, whole
-from tests.datasets import described_dataset
 from tests.faults.conftest import FaultRecorder
-from tests.ranks import RankPool
+from tests.support.datasets import described_dataset
+from tests.support.ranks import RankPool
 from tests.training.tiny import TinyTable, batches, build, context
 
 OLD = [

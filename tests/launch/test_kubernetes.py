@@ -15,9 +15,9 @@ from launch.kubernetes_options import KubernetesOptions
 from launch.manifest import to_yaml
 from launch.render import render
 from launch.workload import Where, Workload, make_workload
-from pipeline.exit_codes import FINAL
-from tests.datasets import described_dataset
+from pipeline.runtime.process.exit_codes import FINAL
 from tests.launch.manifests import as_pod, expand, pod_templates, read, validate
+from tests.support.datasets import described_dataset
 
 PLACE = ["--image", "ours:1", "--cpu", "8", "--memMB", "16000"]
 

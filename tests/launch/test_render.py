@@ -15,7 +15,7 @@ import pytest
 from launch.render import render
 from launch.slurm import SlurmOptions
 from launch.workload import parse_mounts
-from tests.datasets import described_dataset
+from tests.support.datasets import described_dataset
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER = [

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.data.batch import Batch, keyed_jagged_tensor
-from pipeline.data.config import SyntheticConfig, UserItemConfig
+from pipeline.config.data import SyntheticConfig, UserItemConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
-from pipeline.data.synthetic import area_under_curve, draw_features, make_teacher, prepared_dense, sigmoid
-from pipeline.data.user_item import draw_pairs, make_taste
-from pipeline.distributed import DistributedContext
-from pipeline.embeddings.config import InitConfig, TableConfig, resolve_tables
+from pipeline.data.generate.synthetic import area_under_curve, draw_features, make_teacher, prepared_dense, sigmoid
+from pipeline.data.generate.user_item import draw_pairs, make_taste
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
-from pipeline.models.config import ModelConfig
-from pipeline.models.tasks import make_task
-from pipeline.training.table_init import initialize_tables
+from pipeline.models.tasks.make_task import make_task
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.sharding.torchrec.table_init import initialize_tables
 
 ALONE = DistributedContext(0, 1, 0, 1, torch.device("cpu"), "gloo")
 BATCH = 1024

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.embeddings.config import TableConfig, resolve_tables
+from pipeline.config.model import ModelConfig
+from pipeline.config.tables import TableConfig
+from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
-from pipeline.models.config import DeepFMConfig, DLRMConfig, DLRMDCNConfig, ModelConfig
-from tests.datasets import described_dataset
+from pipeline.models.dlrm import DeepFMConfig, DLRMConfig, DLRMDCNConfig
+from tests.support.datasets import described_dataset
 
 TABLES = resolve_tables({"default": TableConfig(embedding_dim=8)}, described_dataset({"user": 100, "item": 50}))
 CONFIGS = [

@@ -10,8 +10,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from pipeline.models.dlrm import CrossDLRM, DotDLRM
-from pipeline.models.interaction import DotInteraction, PooledRows, _kernel
+from pipeline.models.layers.dlrm import CrossDLRM, DotDLRM
+from pipeline.models.layers.interaction import DotInteraction, PooledRows, _kernel
 
 NAMES = ["user", "item", "place"]
 

@@ -5,16 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.data.config import SyntheticConfig, UserItemConfig
-from pipeline.models.config import (
-    FMConfig,
-    LogisticRegressionConfig,
-    MatrixFactorizationConfig,
-    ModelConfig,
-    NCFConfig,
-    TwoTowerConfig,
-    WideDeepConfig,
-)
+from pipeline.config.data import SyntheticConfig, UserItemConfig
+from pipeline.config.model import ModelConfig
+from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
+from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
 from pipeline.training.retrieval_metrics import RetrievalMetrics
 from tests.models.learning import ALONE, Rows, click_rows, fit, share_of_lift, user_item_rows
 

@@ -9,29 +9,24 @@ from torch import nn
 from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 
-from pipeline.data.batch import Batch, keyed_jagged_tensor
+from pipeline.config.model import ModelConfig, used_tables
+from pipeline.config.tables import InitConfig, TableConfig
+from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
-from pipeline.distributed import init_distributed
-from pipeline.embeddings.config import InitConfig, Table, TableConfig, resolve_tables
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.embeddings.table import Table
+from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
-from pipeline.models.config import (
-    DeepFMConfig,
-    FMConfig,
-    LogisticRegressionConfig,
-    MatrixFactorizationConfig,
-    ModelConfig,
-    NCFConfig,
-    TwoTowerConfig,
-    WideDeepConfig,
-    used_tables,
-)
-from pipeline.models.tasks import Task, make_task
-from pipeline.training.config import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.models.dlrm import DeepFMConfig
+from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
+from pipeline.models.tasks.make_task import Task, make_task
+from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
+from pipeline.runtime.process.distributed import init_distributed
+from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
+from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
+from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.training.optimizer import build_optimizer
-from pipeline.training.sharding import make_sharders, shard_model
-from pipeline.training.sparse_optimizer import apply_sparse_optimizer
-from pipeline.training.table_init import initialize_tables
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 from tests.training.tiny import full_weights
 
 SIZES = {"user_id": 40, "user_group": 8, "item_id": 50, "item_genre": 12}

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.models.task import GuardedLoss, NonFiniteLossError
-from tests.ranks import RankPool
+from pipeline.models.tasks.click import GuardedLoss, NonFiniteLossError
+from tests.support.ranks import RankPool
 
 
 def test_loss_is_weighted_cross_entropy_and_padding_counts_nothing() -> None:

@@ -9,14 +9,15 @@ import yaml
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from pipeline.config.planner import HardwareConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.config.training import CommsConfig
 from pipeline.embeddings.collection import build_embedding_bag_collection
-from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
-from pipeline.planner.config import HardwareConfig
+from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import Hardware, resolve_hardware
 from pipeline.planner.planner import PlanRequest
-from pipeline.training.config import CommsConfig
-from pipeline.training.sharding import make_sharders
+from pipeline.sharding.torchrec.sharding import make_sharders
 
 HARDWARE = Path(__file__).resolve().parents[2] / "conf" / "hardware"
 KAGGLE_ROWS = [

@@ -8,11 +8,13 @@ import pytest
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import Perf, ShardingOption
 
-from pipeline.embeddings.config import SHARDING_TYPES, ConstraintConfig, Table
+from pipeline.config.planner import PlannerConfig
+from pipeline.config.tables import SHARDING_TYPES, ConstraintConfig
+from pipeline.config.training import CommsConfig
 from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.embeddings.table import Table
 from pipeline.planner import searcher
 from pipeline.planner.collectives import Links
-from pipeline.planner.config import PlannerConfig
 from pipeline.planner.constraints import build_constraints, place_tables
 from pipeline.planner.cost_model import CostModel, StepPerf, wire_of
 from pipeline.planner.estimator import SortedEnumerator
@@ -22,8 +24,7 @@ from pipeline.planner.planner import PlanRequest, explain_misfit, make_plan
 from pipeline.planner.search.portfolio import search
 from pipeline.planner.search.problem import SearchProblem
 from pipeline.planner.searcher import PHASES
-from pipeline.training.config import CommsConfig
-from pipeline.training.sharding import make_sharders
+from pipeline.sharding.torchrec.sharding import make_sharders
 from tests.planner.problems import make_tables, on, request
 
 KERNELS = ["fused", "fused_uvm", "fused_uvm_caching", "key_value", "dense"]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pipeline.config.planner import HardwareConfig
 from pipeline.planner import hardware
-from pipeline.planner.config import HardwareConfig
 from pipeline.planner.hardware import GIB, build_topology, host_memory_bytes, resolve_hardware
 from tests.planner.problems import HARDWARE, on, preset
 

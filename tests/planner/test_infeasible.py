@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.embeddings.config import ConstraintConfig
-from pipeline.planner.config import PlannerConfig
+from pipeline.config.planner import PlannerConfig
+from pipeline.config.tables import ConstraintConfig
 from pipeline.planner.planner import PlanRequest, make_plan
 from pipeline.planner.search.problem import Option, Rule, SearchProblem
 from pipeline.planner.search.shortfall import least_shortfall

@@ -30,9 +30,11 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from pipeline.embeddings.config import SHARDING_TYPES, ConstraintConfig, Table
+from pipeline.config.planner import PlannerConfig
+from pipeline.config.tables import SHARDING_TYPES, ConstraintConfig
+from pipeline.config.training import CommsConfig
+from pipeline.embeddings.table import Table
 from pipeline.planner import plan_folder
-from pipeline.planner.config import PlannerConfig
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.plan_folder import find_plan_file
 from pipeline.planner.planfile import (
@@ -45,8 +47,7 @@ from pipeline.planner.planfile import (
 )  # fmt: skip
 from pipeline.planner.planner import make_plan
 from pipeline.planner.record import PlanRecord
-from pipeline.training.config import CommsConfig
-from pipeline.training.sharding import make_sharders
+from pipeline.sharding.torchrec.sharding import make_sharders
 from tests.planner.problems import TinyModel, make_tables, on, request
 
 CONFIG = PlannerConfig(kind="torchrec", plan_file="unused.json")

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.distributed import init_distributed
-from pipeline.embeddings.config import ConstraintConfig, Table
-from pipeline.planner.config import PlannerConfig
+from pipeline.config.planner import PlannerConfig
+from pipeline.config.tables import ConstraintConfig
+from pipeline.config.training import SPARSE_OPTIMIZERS, CommsConfig, SparseOptimizerConfig
+from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import OPTIMIZER_STATES, shard_state_bytes
 from pipeline.planner.explain import explain, summarize
@@ -20,9 +21,9 @@ from pipeline.planner.hardware import GIB
 from pipeline.planner.planfile import encode_record, write_plan
 from pipeline.planner.planner import PlanRequest, load_or_search_plan, make_plan
 from pipeline.planner.record import PlanRecord
-from pipeline.training.config import SPARSE_OPTIMIZERS, CommsConfig, SparseOptimizerConfig
-from pipeline.training.sharding import make_sharders, shard_model
-from pipeline.training.sparse_optimizer import apply_sparse_optimizer
+from pipeline.runtime.process.distributed import init_distributed
+from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
+from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from tests.planner.problems import (
     DLRMV2_ROWS,
     DLRMV2_SIZES,
@@ -33,7 +34,7 @@ from tests.planner.problems import (
     preset,
     request,
 )  # fmt: skip
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 CONFIG = PlannerConfig(kind="torchrec", plan_file="unused.json")
 

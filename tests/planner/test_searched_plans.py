@@ -7,27 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.distributed import init_distributed
-from pipeline.embeddings.config import ConstraintConfig, TableConfig, resolve_tables
+from pipeline.config.planner import PlannerConfig
+from pipeline.config.tables import ConstraintConfig, TableConfig
+from pipeline.config.training import CommsConfig
 from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
-from pipeline.models.config import DLRMConfig
-from pipeline.models.task import CTRTask
-from pipeline.planner.config import PlannerConfig
+from pipeline.models.dlrm import DLRMConfig
+from pipeline.models.tasks.click import CTRTask
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.explain import explain
 from pipeline.planner.planfile import encode_record, write_plan
 from pipeline.planner.planner import PlanRequest, make_plan
 from pipeline.planner.record import PlanRecord
-from pipeline.training.config import CommsConfig
+from pipeline.runtime.process.distributed import init_distributed
+from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
+from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import build_optimizer
-from pipeline.training.sharding import make_sharders, shard_model
-from pipeline.training.sparse_optimizer import apply_sparse_optimizer
-from tests.datasets import described_dataset
 from tests.planner.problems import DLRMV2_ROWS, DLRMV2_SIZES, KAGGLE_ROWS, make_tables, on, request
 from tests.planner.test_planner import assert_capacity_kept
-from tests.ranks import RankPool
-from tests.sharded_models import CARDINALITIES, OPTIMIZERS, draw_batches, train_steps
+from tests.support.datasets import described_dataset
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import CARDINALITIES, OPTIMIZERS, draw_batches, train_steps
 
 SEARCH = PlannerConfig(
     kind="search", gap_tolerance=0.0, timeout_s=600.0, plan_file="unused.json"

@@ -8,7 +8,7 @@ from pipeline.checkpoint.steps import seal_manifest
 from pipeline.retraining.ledger import PROMOTED, Record
 from pipeline.retraining.promotion import Candidate, FinishedRun
 from pipeline.retraining.registry import Pointer, checksums_of
-from tests.datasets import described_dataset
+from tests.support.datasets import described_dataset
 
 
 def finished(folder: Path, content: bytes = b"weights" * 1000) -> FinishedRun:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.config import RetrainJob, load_config
-from pipeline.data.config import SyntheticConfig
-from pipeline.data.criteo import NUM_DENSE, TEACHER_SUFFIX
-from pipeline.data.synthetic import write_source
+from pipeline.cli.command_line import load_config
+from pipeline.config.data import SyntheticConfig
+from pipeline.config.jobs import RetrainJob
+from pipeline.data.generate.synthetic import write_source
+from pipeline.data.raw.criteo import NUM_DENSE, TEACHER_SUFFIX
 
 BATCH = 128
 FILE = "clicks.tsv"

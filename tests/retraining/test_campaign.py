@@ -18,16 +18,16 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv
 
-from pipeline.artifacts import find_artifact
-from pipeline.data.criteo import NUM_DENSE, NUM_SPARSE
-from pipeline.retrain import retrain
-from pipeline.retraining.crew import Crew
+from pipeline.data.raw.criteo import NUM_DENSE, NUM_SPARSE
+from pipeline.retraining.find_artifact import find_artifact
 from pipeline.retraining.gate import binary_entropy
 from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record
 from pipeline.retraining.registry import Registry
+from pipeline.retraining.tick import retrain
+from pipeline.retraining.window_runner import Workshop
 from pipeline.retraining.windows import find_windows
-from pipeline.retraining.work import Workshop
-from pipeline.serving.predictor import Predictor
+from pipeline.retraining.worker_group import Crew
+from pipeline.serving.scoring.predictor import Predictor
 from tests.retraining.streams import FILE, job, plant, window_name, write_window
 
 FAULTS = ["flipped", "zeroed 0", "zeroed 7", "zeroed 15", "zeroed 38", "stale", "stale shuffled", "half"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.retraining.config import DataChecksConfig, GateConfig
+from pipeline.config.retraining import DataChecksConfig, GateConfig
 from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Scores, judge, upper_bound_of_ratio
 from pipeline.retraining.row_sketch import SKETCH_SIZE, RowSketch

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.exit_codes import REQUEUE
 from pipeline.retraining.registry import Registry
+from pipeline.runtime.process.exit_codes import REQUEUE
 from tests.retraining.streams import JOB_WORDS, write_window
 
 ROWS = 8_000
@@ -21,7 +21,15 @@ LOOSE = ["gate.calibration_min=0.7", "gate.calibration_max=1.3"]
 
 def _start(folder: Path, log: Path) -> subprocess.Popen[bytes]:
     words = [f"source={folder / 'source'}", f"run_dir={folder / 'work'}", f"registry.path={folder / 'registry'}"]
-    command = [sys.executable, "-m", "pipeline.agent", "--nproc-per-node", "2", "-m", "pipeline.retrain"]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline.agent",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "pipeline.retrain",
+    ]
     with open(log, "wb") as file:
         return subprocess.Popen([*command, *words, *JOB_WORDS, *LOOSE], stdout=file, stderr=file, env=dict(os.environ))
 

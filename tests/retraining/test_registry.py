@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.checkpoint.errors import DamagedError
 from pipeline.retraining.registry import PinnedError, Pointer, Registry, RegistryError, Version
-from tests.object_store import BUCKET, FaultyProxy, store
+from tests.support.object_store import BUCKET, FaultyProxy, store
 
 __all__ = ["store"]
 
@@ -125,7 +125,7 @@ def test_damage_is_found_by_size_and_by_checksum(tmp_path: Path) -> None:
 
 def test_half_a_version_is_none_and_is_removed(registry: Registry, tmp_path: Path, store: FaultyProxy) -> None:
     version = _publish(registry, tmp_path)
-    from pipeline import storage
+    from pipeline.runtime.storage import storage
 
     half = storage.join(
         registry.path, "versions", ".attempt-v000002-abc" if storage.is_local(registry.path) else "v000002"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.lease import take_lease
-from pipeline.retrain import describe, retrain
 from pipeline.retraining.ledger import SKIPPED
 from pipeline.retraining.registry import Registry
+from pipeline.retraining.tick import describe, retrain
+from pipeline.runtime.storage.lease import take_lease
 from tests.retraining.runs import candidate, finished
 from tests.retraining.streams import job
 
@@ -39,7 +39,7 @@ def test_of_two_ticks_at_once_one_works_and_the_other_says_so(tmp_path: Path, he
 def test_a_tick_without_work_is_quick_ends_with_0_and_loads_no_torch(tmp_path: Path) -> None:
     _partition(tmp_path, "dt=2026-11-01", whole=True)
     code = (
-        "import sys; from tests.retraining.streams import job; from pipeline.retrain import describe, retrain\n"
+        "import sys; from tests.retraining.streams import job; from pipeline.retraining.tick import describe, retrain\n"
         f"from pathlib import Path; print(describe(retrain(job(Path({str(tmp_path)!r})))))\n"
         "assert not {'torch', 'duckdb'} & set(sys.modules)\n"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.config import ColumnsConfig, DataConfig
-from pipeline.retraining.config import WindowsConfig
+from pipeline.config.data import ColumnsConfig, DataConfig
+from pipeline.config.retraining import WindowsConfig
 from pipeline.retraining.windows import LATE, READY, WAITING, Window, extract_rows, find_windows
 
 CRITEO = DataConfig(name="clicks")

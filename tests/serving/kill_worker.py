@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 
-from pipeline import export as verb
-from pipeline import exporting, storage
-from pipeline.config import ExportJob, load_config
-from pipeline.serving import attempt, certify, package, reference, table_files
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import ExportJob
+from pipeline.runtime.storage import storage
+from pipeline.serving.artifact import attempt, certify, make_artifact, package, reference, table_files
+from pipeline.serving.artifact import export_run as verb
 from tests.faults.kill_worker import arm
 
 STAGES: dict[str, tuple[Any, str, str, int]] = {
     "before the folder": (attempt.os, "mkdir", "before", 1),
     "after the folder": (attempt.os, "mkdir", "after", 1),
-    "before the reference": (exporting, "make_reference", "before", 1),
+    "before the reference": (make_artifact, "make_reference", "before", 1),
     "in the reference": (reference, "write_rows", "after", 3),
-    "before the tables": (exporting, "pack_tables", "before", 1),
+    "before the tables": (make_artifact, "pack_tables", "before", 1),
     "in a table": (table_files.ChecksummedWriter, "write", "after", 40),
-    "after the tables": (exporting, "pack_tables", "after", 1),
+    "after the tables": (make_artifact, "pack_tables", "after", 1),
     "in the layers": (package, "program_bytes", "before", 1),
     "in the vocabularies": (package, "index_values", "after", 5),
     "before the check": (certify, "load_parts", "before", 1),

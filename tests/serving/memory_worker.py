@@ -7,8 +7,9 @@ import sys
 
 import torch
 
-from pipeline.config import ExportJob, load_config
-from pipeline.export import export
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import ExportJob
+from pipeline.serving.artifact.export_run import export
 from tests.faults.memory_worker import Peak, resident_bytes
 
 

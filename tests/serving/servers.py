@@ -99,9 +99,10 @@ def running(command: list[str], env: dict[str, str] | None = None) -> Iterator[S
 
 
 def main() -> None:
-    from pipeline.config import ServeJob, run_verb
-    from pipeline.serve import serve
-    from pipeline.serving.switching import FoundArtifact
+    from pipeline.cli.command_line import run_verb
+    from pipeline.config.jobs import ServeJob
+    from pipeline.serving.http.serve import serve
+    from pipeline.serving.http.switching import FoundArtifact
     from tests.serving.stand_in import StandIn
 
     def load(found: FoundArtifact) -> StandIn:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.data.config import ColumnsConfig
-from pipeline.data.rows import QuarantinedRow
-from pipeline.serving.column_lists import Rows, as_table
+from pipeline.config.data import ColumnsConfig
+from pipeline.data.raw.rows import QuarantinedRow
+from pipeline.serving.scoring.column_lists import Rows, as_table
 
 COLUMNS = ColumnsConfig(label="label", dense=["price", "age"], sparse=["city", "device"], multi_hot=["tags"])
 REFUSED_CITY = "nowhere"

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from pipeline.checkpoint.errors import DamagedError
-from pipeline.export import ExportSummary
-from pipeline.serving.dense_program import check_archive
-from pipeline.serving.manifest import ArtifactError, TableFiles, read_manifest
-from pipeline.serving.predictor import Predictor
+from pipeline.serving.artifact.export_run import ExportSummary
+from pipeline.serving.artifact.manifest import ArtifactError, TableFiles, read_manifest
+from pipeline.serving.scoring.dense_program import check_archive
+from pipeline.serving.scoring.predictor import Predictor
 from tests.serving import kill_worker
 from tests.serving.test_export import run_export
 

@@ -16,16 +16,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.artifacts import find_artifact
-from pipeline.config import ExportJob, PredictJob, load_config
-from pipeline.data.criteo import criteo_columns
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import ExportJob, PredictJob
+from pipeline.config.server import SsdConfig
 from pipeline.data.dataset import load_dataset
-from pipeline.export import export
-from pipeline.predict import predict
-from pipeline.serving.package import lookups_of
-from pipeline.serving.predictor import Predictor
-from pipeline.serving.server_config import SsdConfig
-from pipeline.serving.ssd_lookup import SsdLookup
+from pipeline.data.raw.criteo import criteo_columns
+from pipeline.retraining.find_artifact import find_artifact
+from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.package import lookups_of
+from pipeline.serving.scoring.predict import predict
+from pipeline.serving.scoring.predictor import Predictor
+from pipeline.serving.scoring.ssd_lookup import SsdLookup
 from tests.serving.servers import REPOSITORY, Server, running
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.serving.batching import Batcher
-from pipeline.serving.column_lists import ColumnLists
-from pipeline.serving.scorer import schema_of
-from pipeline.serving.server_config import BatchingConfig
-from pipeline.serving.server_metrics import ServerMetrics
+from pipeline.config.server import BatchingConfig
+from pipeline.serving.http.batching import Batcher
+from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.scoring.column_lists import ColumnLists
+from pipeline.serving.scoring.scorer import schema_of
 from tests.serving.servers import ROW
 from tests.serving.stand_in import COLUMNS, StandIn, score_of
 

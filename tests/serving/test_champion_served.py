@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from benchmarks.serving_artifacts import DENSE, SPARSE, Shape, write_artifact
-from pipeline.artifacts import find_artifact
+from pipeline.retraining.find_artifact import find_artifact
 from pipeline.retraining.registry import Registry, Version
-from pipeline.serving.predictor import Predictor
+from pipeline.serving.scoring.predictor import Predictor
 from tests.serving.requests import Load
 from tests.serving.servers import Server, running
 

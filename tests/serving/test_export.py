@@ -12,22 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import EvaluateJob, ExportJob, load_config
-from pipeline.data.batch import Batch
-from pipeline.data.config import ReaderConfig
+from pipeline.cli.command_line import load_config
+from pipeline.config.data import ReaderConfig
+from pipeline.config.jobs import EvaluateJob, ExportJob
+from pipeline.config.serving import AUTO, PRECISIONS
 from pipeline.data.dataset import load_dataset
-from pipeline.data.reader import ShardReader
-from pipeline.evaluate import evaluate
-from pipeline.export import ExportSummary, export
-from pipeline.serving.config import AUTO, PRECISIONS
-from pipeline.serving.predictor import Predictor
-from tests.ranks import RankPool
+from pipeline.data.read.batch import Batch
+from pipeline.data.read.reader import ShardReader
+from pipeline.serving.artifact.export_run import ExportSummary, export
+from pipeline.serving.scoring.predictor import Predictor
+from pipeline.training.evaluate_run import evaluate
+from tests.support.ranks import RankPool
 
 SPLITS = {"train": 24_000, "validation": 3_000, "test": 3_000}
 SCORE = """
 import json, sys
 import numpy as np, torch
-from pipeline.serving.predictor import Predictor
+from pipeline.serving.scoring.predictor import Predictor
 
 predictor = Predictor.load(sys.argv[1])
 class Features:

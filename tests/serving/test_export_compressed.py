@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import EvaluateJob, TrainJob, load_config
-from pipeline.evaluate import evaluate
-from pipeline.serving.manifest import read_manifest
-from pipeline.train import train
-from tests.ranks import RankPool
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.serving.artifact.manifest import read_manifest
+from pipeline.training.evaluate_run import evaluate
+from pipeline.training.run import train
 from tests.serving.test_export import run_export
 from tests.serving.test_raw_rows import assert_raw_rows_are_prepared_rows
+from tests.support.ranks import RankPool
 
 KINDS = {
     "cat_25": "{kind: quotient_remainder, ratio: 8, operation: multiply}",

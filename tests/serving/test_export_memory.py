@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import TrainJob, load_config
-from pipeline.train import train
-from tests.ranks import RankPool
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import TrainJob
+from pipeline.training.run import train
+from tests.support.ranks import RankPool
 
 ROWS, DIM = 2_000_000, 32
 

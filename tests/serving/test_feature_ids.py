@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data import value_index
-from pipeline.data.hashing import hash_ids, hash_text
-from pipeline.data.value_index import ValueIndex, index_values
-from pipeline.serving import feature_ids
-from pipeline.serving.column_lists import ColumnLists, concat_rows
-from pipeline.serving.feature_ids import FeatureIds
-from pipeline.serving.raw_rows import RowEncoder
-from pipeline.serving.raw_schema import RawFeature, RawSchema
-from pipeline.serving.request_rows import RequestReader
-from pipeline.serving.scorer import schema_of
-from pipeline.serving.server_config import LimitsConfig
+from pipeline.config.server import LimitsConfig
+from pipeline.data.raw.hashing import hash_ids, hash_text
+from pipeline.data.read import value_index
+from pipeline.data.read.value_index import ValueIndex, index_values
+from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.http.request_rows import RequestReader
+from pipeline.serving.scoring import feature_ids
+from pipeline.serving.scoring.column_lists import ColumnLists, concat_rows
+from pipeline.serving.scoring.feature_ids import FeatureIds
+from pipeline.serving.scoring.raw_rows import RowEncoder
+from pipeline.serving.scoring.scorer import schema_of
 
 VALUES = [
     "",

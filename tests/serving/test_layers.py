@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.embeddings.config import ConstraintConfig, InitConfig, Table
+from pipeline.config.model import used_tables
+from pipeline.config.registry import components
+from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
-from pipeline.models.config import MODEL_CONFIGS
-from pipeline.models.model_config import used_tables
-from pipeline.serving.dense_export import Layers, export_layers, program_bytes, take_collection
-from pipeline.serving.dense_program import load_program
+from pipeline.serving.artifact.dense_export import Layers, export_layers, program_bytes, take_collection
+from pipeline.serving.scoring.dense_program import load_program
 
 SETTINGS: dict[str, dict[str, object]] = {
     "dlrm": {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]},
@@ -21,7 +22,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "matrix_factorization": {"user_feature": "f0", "item_feature": "f1"},
 }  # fmt: skip
 LARGEST = {"fp32": 1e-6, "bf16": 0.05, "int8": 0.1}
-SCORING = [kind for kind in MODEL_CONFIGS if kind != "two_tower"]
+SCORING = [kind for kind in components("model") if kind != "two_tower"]
 CASES = [(kind, "fp32") for kind in SCORING] + [("dlrm_dcn", "bf16"), ("dlrm", "int8"), ("dlrm_dcn", "int8")]
 
 
@@ -30,7 +31,7 @@ def _built(kind: str) -> tuple[torch.nn.Module, int]:
     tables = [
         Table(f"t{i}", 20, 8, [f"f{i}"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0]) for i in range(4)
     ]
-    config = MODEL_CONFIGS[kind](**SETTINGS.get(kind, {}))  # type: ignore[arg-type]
+    config = components("model")[kind](**SETTINGS.get(kind, {}))  # type: ignore[arg-type]
     model = build_model(config, tables, 5)
     keys = [feature for table in used_tables(config, tables) for feature in table.feature_names]
     return model.eval(), sum(take_collection(model, keys))
@@ -53,8 +54,8 @@ def test_a_program_gives_the_models_logits(kind: str, precision: str) -> None:
 
 @pytest.mark.campaign
 def test_layers_compiled_ahead_of_time_give_the_models_logits(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    from pipeline.serving.dense_export import compile_layers
-    from pipeline.serving.dense_program import load_compiled
+    from pipeline.serving.artifact.dense_export import compile_layers
+    from pipeline.serving.scoring.dense_program import load_compiled
 
     model, columns = _built("dlrm")
     compile_layers(export_layers(model, "fp32", 5, columns), str(tmp_path / "dense.compiled.pt2"))
@@ -65,7 +66,7 @@ def test_layers_compiled_ahead_of_time_give_the_models_logits(tmp_path) -> None:
 
 
 def test_without_a_compiler_the_error_says_what_to_do(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    from pipeline.serving import dense_export
+    from pipeline.serving.artifact import dense_export
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("No working C++ compiler found")
@@ -79,7 +80,7 @@ def test_a_model_without_one_logit_a_row_is_refused() -> None:
     tables = [
         Table(f"t{i}", 20, 8, [f"f{i}"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0]) for i in range(2)
     ]
-    config = MODEL_CONFIGS["two_tower"](user_features=["f0"], item_features=["f1"], log_q_correction=False)  # type: ignore[call-arg]
+    config = components("model")["two_tower"](user_features=["f0"], item_features=["f1"], log_q_correction=False)  # type: ignore[call-arg]
     model = build_model(config, tables, 5).eval()
     columns = sum(take_collection(model, ["f0", "f1"]))
     with pytest.raises(ValueError, match="not one logit a row"):

@@ -15,8 +15,9 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config import PredictJob, load_config
-from pipeline.predict import describe, predict
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import PredictJob
+from pipeline.serving.scoring.predict import describe, predict
 from tests.serving.stand_in import REFUSED_CITY, StandIn, score_of
 
 VERSION = "stand-in-1"
@@ -120,7 +121,7 @@ def test_a_file_of_another_kind_is_given_up_early_with_its_reason(tmp_path: Path
 
 
 def test_criteo_rows_are_scored_with_their_labels_or_without(samples: Path, tmp_path: Path) -> None:
-    from pipeline.data.criteo import criteo_columns
+    from pipeline.data.raw.criteo import criteo_columns
     from tests.serving.stand_in import Scored
 
     class Criteo(StandIn):
@@ -161,8 +162,8 @@ def test_the_same_command_again_has_nothing_to_do_and_another_is_refused(tmp_pat
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from pipeline.config import PredictJob, load_config\n"
-        "from pipeline.predict import predict\n"
+        "from pipeline.cli.command_line import PredictJob, load_config\n"
+        "from pipeline.serving.scoring.predict import predict\n"
         "import numpy as np\n"
         "from tests.serving.stand_in import StandIn, Scored\n"
         "class Fast(StandIn):\n"

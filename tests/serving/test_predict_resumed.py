@@ -13,14 +13,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.predict import predict
+from pipeline.serving.scoring.predict import predict
 from tests.serving.stand_in import REFUSED_CITY, StandIn, score_of
 from tests.serving.test_predict import expected, job_of, rows_of, write
 
 WORKER = """
 import sys
-from pipeline.config import PredictJob, load_config
-from pipeline.predict import predict
+from pipeline.cli.command_line import PredictJob, load_config
+from pipeline.serving.scoring.predict import predict
 from pipeline.serving import score_files
 from tests.serving.stand_in import StandIn
 score_files.BLOCK_BYTES = 10_000
@@ -63,8 +63,8 @@ def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
 
 
 VERB = """
-from pipeline.config import PredictJob, run_verb
-from pipeline.predict import describe, predict
+from pipeline.cli.command_line import PredictJob, run_verb
+from pipeline.serving.scoring.predict import describe, predict
 from pipeline.serving import score_files
 from tests.serving.stand_in import StandIn
 score_files.BLOCK_BYTES = 10_000

@@ -10,10 +10,11 @@ import torch
 
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step
-from pipeline.config import ExportJob, TrainJob, load_config
-from pipeline.serving.config import PruningConfig
-from pipeline.serving.manifest import read_manifest
-from pipeline.serving.predictor import Predictor
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import ExportJob, TrainJob
+from pipeline.config.serving import PruningConfig
+from pipeline.serving.artifact.manifest import read_manifest
+from pipeline.serving.scoring.predictor import Predictor
 from tests.serving.test_export import run_export
 from tests.serving.test_raw_rows import assert_raw_rows_are_prepared_rows
 

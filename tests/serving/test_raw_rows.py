@@ -12,21 +12,22 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.config import PrepareJob, TrainJob, load_config
-from pipeline.data.config import DataConfig, ReaderConfig
-from pipeline.data.dataset import SPLITS, load_dataset
-from pipeline.data.layout import layout_of
-from pipeline.data.reader import ShardReader
-from pipeline.data.rows import open_source, parse_block
-from pipeline.data.source import find_sources
-from pipeline.export import ExportSummary
-from pipeline.prepare import prepare
-from pipeline.serving.column_lists import ColumnLists
-from pipeline.serving.predictor import Predictor
-from pipeline.serving.scorer import schema_of
-from pipeline.train import train
-from tests.ranks import RankPool
+from pipeline.cli.command_line import load_config
+from pipeline.config.data import SPLITS, DataConfig, ReaderConfig
+from pipeline.config.jobs import PrepareJob, TrainJob
+from pipeline.data.dataset import load_dataset
+from pipeline.data.prepare.run import prepare
+from pipeline.data.raw.layout import layout_of
+from pipeline.data.raw.rows import open_source, parse_block
+from pipeline.data.raw.source import find_sources
+from pipeline.data.read.reader import ShardReader
+from pipeline.serving.artifact.export_run import ExportSummary
+from pipeline.serving.scoring.column_lists import ColumnLists
+from pipeline.serving.scoring.predictor import Predictor
+from pipeline.serving.scoring.scorer import schema_of
+from pipeline.training.run import train
 from tests.serving.test_export import run_export
+from tests.support.ranks import RankPool
 
 BATCH = 256
 MIXED_CONF = """

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from pipeline.config.compression import CompressionConfig
 from pipeline.embeddings.collection import Managed
-from pipeline.embeddings.compression import CompressionConfig
-from pipeline.embeddings.id_splitter import IdSplitter
-from pipeline.embeddings.managed_collision import IDS_A_BUCKET
+from pipeline.embeddings.compression.id_splitter import IdSplitter
+from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET
 from pipeline.embeddings.table import ManagedRows
-from pipeline.serving.composed import ComposedTables
-from pipeline.serving.row_maps import row_map
-from pipeline.training.managed_rows import ManagedTable
+from pipeline.serving.artifact.composed import ComposedTables
+from pipeline.serving.artifact.row_maps import row_map
+from pipeline.sharding.torchrec.managed_collision import ManagedTable
 from tests.embeddings.compressed import as_features, table_of
 
 BUCKETS, ROWS = 4, 32

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.serving.kept_rows import KeptRows, RowMask, kept_of
-from pipeline.serving.lookup import RamLookup, ServedFeature, ServedTable
-from pipeline.serving.quantize import BITS, dequantize_rows, fits, quantize_rows, row_bytes
+from pipeline.serving.artifact.kept_rows import KeptRows, RowMask, kept_of
+from pipeline.serving.artifact.quantize import BITS, dequantize_rows, fits, quantize_rows, row_bytes
+from pipeline.serving.scoring.lookup import RamLookup, ServedFeature, ServedTable
 
 LARGEST_ERRORS = {"fp32": 0.0, "fp16": 3e-4, "int8": 0.006, "int4": 0.1, "int2": 0.5}
 CASES = [(dim, precision) for dim in (1, 2, 6, 8, 10, 16, 64) for precision in BITS if fits(dim, precision)]

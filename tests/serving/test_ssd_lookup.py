@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from pipeline.data.dataset import FrequencyCurve
-from pipeline.serving.cache_plan import (
+from pipeline.serving.artifact.kept_rows import kept_of
+from pipeline.serving.artifact.quantize import quantize_rows
+from pipeline.serving.scoring.cache_plan import (
     TableHeat,
     joined,
     misses_allowed,
@@ -18,10 +20,8 @@ from pipeline.serving.cache_plan import (
     plan_for_misses,
     quantile,
 )
-from pipeline.serving.kept_rows import kept_of
-from pipeline.serving.lookup import RamLookup, ServedFeature, ServedTable
-from pipeline.serving.quantize import quantize_rows
-from pipeline.serving.ssd_lookup import SsdLookup, read_latency_us
+from pipeline.serving.scoring.lookup import RamLookup, ServedFeature, ServedTable
+from pipeline.serving.scoring.ssd_lookup import SsdLookup, read_latency_us
 
 BATCH = 37
 

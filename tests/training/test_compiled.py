@@ -14,8 +14,8 @@ from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from pipeline.training.compiled import DenseCompiler
-from tests.ranks import RankPool
-from tests.sharded_models import build_sharded, draw_batches
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded, draw_batches
 
 KINDS = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
 NUM_STEPS = 6

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.config import (
+from pipeline.config.training import (
     DenseOptimizerConfig,
     LRSchedule,
     OptimizerConfig,
@@ -18,7 +18,7 @@ from pipeline.training.config import (
     SparseOptimizerConfig,
 )
 from pipeline.training.lr_schedule import apply_schedule, lr_factor
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 from tests.training.tiny import TABLES, TinyTable, batches, build, full_weights
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.distributed import init_distributed
-from pipeline.training.memory import MemoryWatch, describe_memory
+from pipeline.runtime.process.distributed import init_distributed
+from pipeline.training.hooks.memory import MemoryWatch, describe_memory
 from tests.planner.plans import drawn_plan
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 MIB = 1 << 20
 

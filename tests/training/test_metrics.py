@@ -8,10 +8,10 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
-from pipeline.distributed import init_distributed
-from pipeline.models.task import Prediction
+from pipeline.models.tasks.click import Prediction
+from pipeline.runtime.process.distributed import init_distributed
 from pipeline.training.metrics import RunningMetrics, ScoreCollector, auc, auprc
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 
 def _draw(num_samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

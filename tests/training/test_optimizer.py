@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from pipeline.training.config import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.sharding.torchrec.sharding import shard_model
+from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, apply_sparse_optimizer
 from pipeline.training.optimizer import (
     TrainingOptimizer,
     assert_every_parameter_has_one_optimizer,
@@ -19,9 +21,7 @@ from pipeline.training.optimizer import (
     dense_parameters,
     replicated_tables,
 )
-from pipeline.training.sharding import shard_model
-from pipeline.training.sparse_optimizer import ReplicatedTablesOptimizer, apply_sparse_optimizer
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 from tests.training.tiny import (
     TABLES,
     TinyModel,

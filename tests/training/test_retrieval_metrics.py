@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from pipeline.distributed import init_distributed
 from pipeline.embeddings.row_frequencies import RowFrequencies
-from pipeline.models.retrieval import LogFrequency, RetrievalPrediction
+from pipeline.models.tasks.retrieval import LogFrequency, RetrievalPrediction
+from pipeline.runtime.process.distributed import init_distributed
 from pipeline.training.retrieval_metrics import RetrievalMetrics
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 NUM_BATCHES, BATCH, NUM_ITEMS, DIM = 4, 32, 40, 3
 

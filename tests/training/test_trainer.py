@@ -14,11 +14,8 @@ import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
-from pipeline.data.batch import Batch
-from pipeline.data.config import ReaderConfig
-from pipeline.logs import MetricsWriter
-from pipeline.models.task import NonFiniteLossError
-from pipeline.training.config import (
+from pipeline.config.data import ReaderConfig
+from pipeline.config.training import (
     CheckpointConfig,
     DenseOptimizerConfig,
     EarlyStopConfig,
@@ -28,13 +25,16 @@ from pipeline.training.config import (
     SparseOptimizerConfig,
     TrainerConfig,
 )
-from pipeline.training.early_stop import EarlyStop
+from pipeline.data.read.batch import Batch
+from pipeline.models.tasks.click import NonFiniteLossError
+from pipeline.runtime.logs import MetricsWriter
+from pipeline.training.hooks.early_stop import EarlyStop
+from pipeline.training.hooks.profile import StepProfiler
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
-from pipeline.training.step_profile import StepProfiler
 from pipeline.training.trainer import FitResult, Trainer
-from tests.ranks import RankPool
-from tests.sharded_models import build_sharded, digest, draw_batches, full_state
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state
 
 KINDS = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
 STEPS_PER_EPOCH = 6

@@ -17,11 +17,11 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.distributed import DistributedContext
-from pipeline.training.config import CommsConfig, OptimizerConfig
+from pipeline.config.training import CommsConfig, OptimizerConfig
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
+from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
-from pipeline.training.sharding import make_sharders, shard_model
-from pipeline.training.sparse_optimizer import apply_sparse_optimizer
 
 TABLES = "embedding_bag_collection"
 META = torch.device("meta")

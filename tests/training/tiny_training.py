@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torchrec.optim import RowWiseAdagrad
 
-from pipeline.training.config import CommsConfig, OptimizerConfig, ScheduleConfig
+from pipeline.config.training import CommsConfig, OptimizerConfig, ScheduleConfig
+from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.training.lr_schedule import apply_schedule, lr_factor
 from pipeline.training.optimizer import clip_dense_gradients
-from pipeline.training.table_init import initialize_tables
 from tests.training.tiny import TinyModel, TinyTable, batches, build, full_weights
 
 SEED = 3

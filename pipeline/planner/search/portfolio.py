@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.logs import progress
 from pipeline.planner.search import exact
 from pipeline.planner.search.local_search import PROVEN, improve
 from pipeline.planner.search.problem import (
@@ -32,6 +31,7 @@ from pipeline.planner.search.problem import (
 from pipeline.planner.search.proposals import try_proposals
 from pipeline.planner.search.ranks import RankState, fill
 from pipeline.planner.search.relaxation import Choice, LinearProgram, Mask, Relaxation
+from pipeline.runtime.logs import progress
 
 MEMORY_WEIGHTS = (0.0, 0.3, 3.0, 10.0)  # in units of the bound: what filling a rank's memory counts beside time
 LUMPS = (0.6, 0.8, 1.0, 1.25, 1.5, 3.0, 5.0)  # what it counts that large shards are hard to spread

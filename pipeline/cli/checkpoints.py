@@ -1,0 +1,162 @@
+"""List the checkpoints of a run:  python -m pipeline.checkpoints runs/quickstart
+
+    python -m pipeline.checkpoints verify RUN [STEP]            read every byte (exit code 0, or 1 where a step is damaged)
+    python -m pipeline.checkpoints show RUN [STEP]              tables, plan, config and data set of a step (the newest)
+    python -m pipeline.checkpoints export RUN [STEP] table=cat_3 output=cat_3.parquet
+                                                                one table as Parquet: row, value, vector
+                                                                (optimizer_state=true: its state too)
+
+RUN may also be told as run=RUN, STEP as step=300. No ranks are needed, and memory does not grow with the tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from pipeline.cli.command_line import parse_command_line, print_user_errors
+from pipeline.config.jobs import CHECKPOINT_COMMANDS, CheckpointsJob
+from pipeline.config.training import CheckpointConfig
+from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.logs import configure_logging, get_logger
+from pipeline.training.run_state import config_of, folder_of
+
+DAMAGED = 1  # exit code of verify
+logger = get_logger("pipeline.checkpoints")  # run as a command, __name__ is another
+
+
+def list_checkpoints(job: CheckpointsJob) -> list[str]:
+    """A line a step, oldest first. Raises ValueError where there is none."""
+    from pipeline.checkpoint.retention import is_higher_better
+    from pipeline.checkpoint.steps import list_steps
+    from pipeline.checkpoint.survey import StepSummary, summarize_step
+
+    folder = folder_of(job.run)
+    found = [summarize_step(folder, step) for step in list_steps(folder)]
+    if not found:
+        raise ValueError(f"{folder} holds no checkpoint; run=<the run_dir of a training>")
+    trained = config_of(job.run)
+    config = trained.checkpoint if trained else CheckpointConfig()
+    metric = config.best_metric or "ne"
+    sign = -1.0 if is_higher_better(metric) else 1.0
+    measured = [one for one in found if metric in one.metrics and not one.problem]
+    best = min(measured, key=lambda one: sign * one.metrics[metric]).step if measured else None
+    last = {one.step for one in found[-config.keep_last_n :]}
+
+    def line(one: StepSummary) -> str:
+        metrics = [
+            f"{name} {one.metrics[name]:.4f}" for name in ("ne", "auc", "recall_at_10", "mrr") if name in one.metrics
+        ]
+        metrics += [f"best {metric}"] if one.step == best else []
+        metrics += ["kept as best"] if config.keep_best_n and one in measured and one.step not in last else []
+        return (
+            f"{one.step:>10}  {_age(one.age_s):>10}  {_size(one.size_bytes):>10}  {one.world_size:>5}  "
+            f"{one.problem or '  '.join(metrics) or 'not evaluated'}"
+        )
+
+    header = f"{'step':>10}  {'saved':>10}  {'size':>10}  {'ranks':>5}  validation"
+    return [header, *(line(one) for one in found), f"files        {folder}; `verify {job.run}` reads every byte"]
+
+
+def verify_checkpoints(job: CheckpointsJob) -> dict[int, str]:
+    """Step -> empty, or what is wrong with it. Raises ValueError where there is no such step."""
+    from pipeline.checkpoint.steps import list_steps
+    from pipeline.checkpoint.survey import verify_step
+
+    folder = folder_of(job.run)
+    steps = list_steps(folder)
+    if not steps or (job.step is not None and job.step not in steps):
+        raise ValueError(f"there is no step {'' if job.step is None else job.step} in {folder}; there are {steps}")
+    return {step: verify_step(folder, step) for step in (steps if job.step is None else [job.step])}
+
+
+def show_checkpoint(job: CheckpointsJob) -> list[str]:
+    """What a step holds. Raises ValueError where there is none, or it cannot be read."""
+    from pipeline.checkpoint.survey import describe_step, open_step
+
+    return describe_step(*open_step(folder_of(job.run), job.step))
+
+
+def export_checkpoint(job: CheckpointsJob) -> list[str]:
+    """Write one table to job.output; lines that say what. Raises ValueError for an unknown or damaged step or table."""
+    from pipeline.checkpoint.export import export_table
+    from pipeline.checkpoint.survey import open_step, verify_step
+    from pipeline.checkpoint.tables import inventory_of_step
+    from pipeline.checkpoint.vocabularies import features_of, id_space, trained_dataset
+
+    folder = folder_of(job.run)
+    step, manifest, tensors = open_step(folder, job.step)
+    tables = inventory_of_step(tensors).tables
+    # A table that is split by frequency is one table still: its head's rows, then its tail's.
+    parts = [tables[name] for name in (f"{job.table}__hot", f"{job.table}__cold") if name in tables]
+    found = [replace(one, name=job.table) for one in ([tables[job.table]] if job.table in tables else parts)]
+    if not found:
+        raise ValueError(f"step {step} has no table {job.table!r} among {len(tables)}{did_you_mean(job.table, tables)}")
+    if problem := verify_step(folder, step):
+        raise ValueError(f"step {step} is damaged: {problem}; export another: python -m pipeline.checkpoints {job.run}")
+    dataset, where = trained_dataset(manifest, job.data_path)
+    vocabulary, without_values = None, where
+    if dataset is not None:
+        ids = id_space(dataset, where, features_of(manifest["config"], job.table))
+        vocabulary = ids.vocabulary
+        without_values = "its ids are hashes of values" if ids.hashed else ids.reason
+    size = export_table(tensors, found, job.output, with_state=job.optimizer_state, vocabulary=vocabulary)
+    num_rows = sum(table.rows for table in found)
+    lines = [f"table {job.table!r} of step {step}: {num_rows:,} rows x {found[0].dim} in {job.output} ({_size(size)})"]
+    return lines if vocabulary else [*lines, f"without raw values: {without_values}"]
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= length:
+            return f"{size_bytes / length:.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def overrides_of(argv: list[str]) -> list[str]:
+    """`[COMMAND] [RUN] [STEP] key=value ...` in any order as key=value words. Raises ValueError for a word too many."""
+    words = [word for word in argv if "=" not in word and not word.startswith("-")]
+    rest = [word for word in argv if word not in words]
+    command = next((word for word in words if word in CHECKPOINT_COMMANDS), "list")
+    if command in words:
+        words.remove(command)
+    steps = [index for index, word in enumerate(words) if word.isdigit()]
+    if steps and (len(words) > 1 or any(word.startswith("run=") for word in rest)):
+        rest.append(f"step={words.pop(steps[-1])}")
+    if words:
+        unknown = next((word for word in words if did_you_mean(word, CHECKPOINT_COMMANDS)), words[-1])
+        if len(words) > 1:
+            near = did_you_mean(unknown, CHECKPOINT_COMMANDS)
+            raise ValueError(f"cannot read {unknown!r}; commands are {', '.join(CHECKPOINT_COMMANDS)}{near}")
+        rest.append(f"run='{words[0]}'")
+    return [f"command={command}", *rest]
+
+
+def run_command_line(argv: list[str]) -> None:
+    with print_user_errors():
+        job = parse_command_line(CheckpointsJob, __doc__, overrides_of(argv))
+        configure_logging()
+        if job.command == "verify":
+            problems = verify_checkpoints(job)
+            for step, problem in problems.items():
+                print(f"step {step}: {problem or 'intact'}")
+            sys.exit(DAMAGED if any(problems.values()) else 0)
+        command = {"list": list_checkpoints, "show": show_checkpoint, "export": export_checkpoint}[job.command]
+        print(*command(job), sep="\n")
+
+
+def main() -> None:
+    run_command_line(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Turn a command line into a typed, checked job, before torch is imported, and a job into a saved file and back.
+
+conf/<verb>.yaml and its groups supply values, Hydra composes them, a job dataclass types them. A saved job
+is the same values as plain YAML; what class its model is, `model.kind` says, never a path to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
+
+import yaml
+
+from pipeline.cli.compose import compose_job, config_folders, group_options
+from pipeline.config.jobs import (
+    CONFIG_NAMES,
+    EvaluateJob,
+    ExportJob,
+    PredictJob,
+    PrepareJob,
+    RetrainJob,
+    TrainJob,
+)
+from pipeline.config.saved_jobs import job_to_yaml
+from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.logs import configure_logging
+from pipeline.runtime.masking import find_secret, mask
+from pipeline.runtime.process import preemption, watchdog
+from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED, USER_ERROR
+from pipeline.runtime.process.failures import describe_os_error, masked_traceback, write_error_file
+from pipeline.runtime.process.openmp import wait_briefly
+from pipeline.runtime.process.processes import die_with_parent
+from pipeline.training.preflight import validate_evaluation, validate_job
+
+__all__ = ["load_config", "parse_command_line", "print_user_errors", "run_verb", "validate_evaluation"]
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+FLAGS = ("--help", "--cfg", "--config-dir")
+
+
+def parse_command_line(
+    job_type: type[Job], doc: str | None, argv: Iterable[str] | None = None, validate: bool = True
+) -> Job:
+    """The job of a command line (sys.argv), validated. Does not return for --help and --cfg, or on an error (exit code 2)."""
+    with print_user_errors():
+        overrides, flags = split_flags(sys.argv[1:] if argv is None else argv)
+        config_dir = flags.get("--config-dir")
+        if "--help" in flags:
+            print(help_text(job_type, doc or "", config_dir))
+            sys.exit(0)
+        job = load_config(job_type, overrides, config_dir)
+        if "--cfg" in flags:
+            print(job_to_yaml(job), end="")
+            sys.exit(0)
+        if (
+            validate and isinstance(job, TrainJob) and not isinstance(job, RetrainJob)
+        ):  # its data are yet to be prepared
+            validate_job(job, job.world_size)
+    return job
+
+
+def run_verb(
+    job_type: type[Job], verb: Callable[[Job], Result], doc: str | None, describe: Callable[[Result], str] | None = None
+) -> None:
+    """A verb's command line: compose the job, run it, and print on rank 0 what came of it."""
+    is_group = job_type in (TrainJob, EvaluateJob, RetrainJob)  # what runs on many ranks, and for long
+    if is_group or job_type is ExportJob:  # what has something to put away when it is ended
+        wait_briefly()
+        _obey_the_launcher()
+    elif job_type is PredictJob:
+        preemption.listen()
+    job = parse_command_line(job_type, doc)
+    configure_logging(int(os.environ.get("RANK", "0")))
+    if is_group:
+        watchdog.start(int(os.environ.get("RANK", "0")), job.trainer.limits() if isinstance(job, TrainJob) else None)
+    try:
+        with print_user_errors(_written_by(job)):
+            result = verb(job)
+            if describe is not None and is_rank_zero():
+                print(describe(result), flush=True)
+    except KeyboardInterrupt:
+        if is_rank_zero():
+            print("\ninterrupted; the same command goes on from what is saved", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
+    except preemption.Preempted:
+        if is_rank_zero():
+            print("ended by SIGTERM, nothing had to be saved; the same command goes on", file=sys.stderr, flush=True)
+        raise
+    except Exception as error:
+        # Not left to the interpreter, nor to torchelastic's @record: neither hides credentials.
+        write_error_file(f"{type(error).__name__}: {error}", error)
+        print(masked_traceback(error), file=sys.stderr, end="", flush=True)
+        sys.exit(FAILED)
+    finally:
+        watchdog.end()
+
+
+def _obey_the_launcher() -> None:
+    """SIGTERM is a wish to save; and a rank does not outlive its agent, unless that is ending it already."""
+    preemption.listen()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+        preemption.when_requested(lambda: die_with_parent(False))
+
+
+def _written_by(job: Any) -> str:
+    """The folder or file that a job's verb writes to."""
+    if isinstance(job, PrepareJob):
+        return job.data.path
+    return str(getattr(job, "run_dir", "") or getattr(job, "run", "") or getattr(job, "output", ""))
+
+
+def is_rank_zero() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def print_user_errors(written: str = "") -> Iterator[None]:
+    """End the process with one line instead of a traceback for a ValueError that our own checks raised, and for what
+    the system refuses and a user can mend: no room, no rights, no such path. `written`: where the verb writes to.
+
+    A ValueError out of a library keeps its traceback: that one is a bug, ours or theirs.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        package = Path(__file__).parents[1]
+        if not raised_in.is_relative_to(package) and not raised_in.is_relative_to(package.parent / "launch"):
+            raise
+        _end_with(str(error))
+    except OSError as error:
+        text = describe_os_error(error, written)
+        if not text:
+            raise
+        _end_with(text)
+
+
+def _end_with(text: str) -> NoReturn:
+    message = f"error: {mask(text)}"
+    write_error_file(message)
+    if is_rank_zero():  # every rank finds the same error: it is said once
+        print(message, file=sys.stderr, flush=True)
+    sys.exit(USER_ERROR)
+
+
+def load_config(job_type: type[Job], argv: Iterable[str], config_dir: str | None = None) -> Job:
+    """The job that overrides (and --config-dir) make; see compose_job for what it raises."""
+    overrides, flags = split_flags(argv)
+    job = compose_job(job_type, overrides, flags.get("--config-dir", config_dir))
+    if key := find_secret(dataclasses.asdict(job)):  # type: ignore[call-overload]
+        raise ValueError(
+            f"{key} holds a credential, and a job is saved beside its results; give it in the environment, as the "
+            "store's own tools take it (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or in its own config file"
+        )
+    return job
+
+
+def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Take --help, --cfg and --config-dir out of a command line; what is left are overrides."""
+    overrides: list[str] = []
+    flags: dict[str, str] = {}
+    waiting = iter(argv)
+    for word in waiting:
+        name, equals, value = word.partition("=")
+        name = "--help" if name == "-h" else name
+        if not name.startswith("-"):
+            overrides.append(word)
+        elif name not in FLAGS:
+            hint = f"; overrides take no dashes: {word.lstrip('-')}" if equals else did_you_mean(name, FLAGS)
+            raise ValueError(f"unknown flag {name} (there are {', '.join(FLAGS)}){hint}")
+        else:
+            flags[name] = value if equals or name != "--config-dir" else next(waiting, "")
+    return overrides, flags
+
+
+def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
+    """The verb's docstring, its groups with their options, and the flags."""
+    folders = config_folders(config_dir)
+    config_name = CONFIG_NAMES[job_type]
+    defaults = _defaults(folders, config_name)
+    lines = [doc.strip(), "", "choose an option of a group (* is the default):"]
+    for group, options in group_options(folders).items():
+        if group in defaults:
+            marked = [f"{option}*" if option == defaults[group] else option for option in options]
+            lines.append(f"  {group + '=':14}{' '.join(marked)}")
+    lines += ["", "set any value by its key (all of them: --cfg):"]
+    for field in dataclasses.fields(job_type):  # type: ignore[arg-type]
+        hint = get_type_hints(job_type)[field.name]
+        if dataclasses.is_dataclass(hint):
+            names = " ".join(inner.name for inner in dataclasses.fields(hint))
+            lines.append(f"  {field.name + '.':14}{names}")
+        else:
+            lines.append(f"  {field.name}=" + ("<name>.<field>" if get_origin(hint) is dict else ""))
+    lines += [
+        "",
+        "flags:",
+        "  --cfg               print the job that the command line makes, as YAML, and stop",
+        "  --config-dir DIR    a conf folder whose options are added to the package's",
+    ]
+    return "\n".join(lines)
+
+
+def _defaults(folders: list[Path], config_name: str) -> dict[str, Any]:
+    """The defaults list of a verb's YAML, with those of the YAML files that it starts from."""
+    file = next(folder / f"{config_name}.yaml" for folder in folders if (folder / f"{config_name}.yaml").is_file())
+    found: dict[str, Any] = {}
+    for entry in yaml.safe_load(file.read_text()).get("defaults", []):
+        if isinstance(entry, dict):
+            found.update(entry)
+        elif entry not in ("_self_", "job"):
+            found.update(_defaults(folders, entry))
+    return found

@@ -1,0 +1,244 @@
+"""Turn conf/*.yaml and command-line overrides into a typed job by Hydra's compose API, with one-line errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.config.jobs import CONFIG_NAMES, TrainJob
+from pipeline.config.registry import components
+from pipeline.config.saved_jobs import first_line, instantiate, near_field
+from pipeline.runtime.errors import did_you_mean
+
+Job = TypeVar("Job")
+
+
+def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str | None = None) -> Job:
+    """Compose conf/<verb>.yaml with the `overrides` into a job; `config_dir` overlays a user's own conf folder.
+
+    Raises:
+        ValueError: one line that names the key or option and the nearest valid one.
+    """
+    folders = config_folders(config_dir)
+    config_name = CONFIG_NAMES[job_type]
+    groups = group_options(folders)
+    # A verb's own field may bear a group's name and hold a word: evaluate's tables=own.
+    words = {name for name, kind in get_type_hints(job_type).items() if kind is str}
+    own_groups = {group: options for group, options in groups.items() if group in _first_words(job_type) - words}
+    choices, values = _split_overrides(_parse(overrides), own_groups)
+    _register_schemas(job_type)
+    try:
+        with initialize_config_dir(str(folders[0]), version_base="1.3", job_name=config_name):
+            searchpath = ["hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]"]
+            config = compose(config_name, [*searchpath, *choices])
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ValueError(_explain_composition(error, job_type, groups)) from None
+    for override in values:
+        _apply(config, job_type, override)
+    return instantiate(config, job_type)
+
+
+def config_folders(config_dir: str | None = None) -> list[Path]:
+    """Where YAML is looked for: our conf/, then the user's overlay, which adds options and replaces none.
+
+    Ours is conf/ beside the package where setup.cfg is too (a checkout, or the copy of one that TorchX makes as
+    a job directory; under an editable install `pkg://pipeline.conf` would lead back to the checkout), else the
+    installed pipeline/conf.
+    """
+    package = Path(__file__).resolve().parents[1]
+    own = package.parent / "conf" if (package.parent / "setup.cfg").is_file() else package / "conf"
+    if not own.is_dir():
+        raise ValueError(f"there is no conf folder at {own}: reinstall the package")
+    if config_dir is None:
+        return [own]
+    overlay = Path(config_dir).expanduser().resolve()
+    if not overlay.is_dir():
+        raise ValueError(f"--config-dir {config_dir}: there is no such folder")
+    taken = [
+        file.relative_to(overlay) for file in overlay.glob("*/*.yaml") if (own / file.relative_to(overlay)).is_file()
+    ]
+    if taken:
+        raise ValueError(f"--config-dir {config_dir}: {taken[0]} is a name that the package has; give yours another")
+    return [own, overlay]
+
+
+def group_options(folders: Iterable[Path]) -> dict[str, list[str]]:
+    """Every config group with the options that a command line may choose."""
+    options: dict[str, set[str]] = {}
+    for folder in folders:
+        for file in folder.glob("*/*.yaml"):
+            options.setdefault(file.parent.name, set()).add(file.stem)
+    return {group: sorted(names) for group, names in sorted(options.items())}
+
+
+def _parse(argv: Iterable[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    overrides = []
+    for word in argv:
+        try:
+            override = parser.parse_override(word)
+        except HydraException as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            way_out = (
+                "overrides look like key=value" if "=" not in word else "quote it as 'key=\"value\"' if it is text"
+            )
+            raise ValueError(f"cannot read {word!r} ({reason}); {way_out}") from None
+        if override.is_sweep_override():
+            raise ValueError(f"{word!r} names several values; a list is key=[a,b], and a sweep is one job a value")
+        overrides.append(override)
+    return overrides
+
+
+def _split_overrides(overrides: list[Override], groups: dict[str, list[str]]) -> tuple[list[str], list[Override]]:
+    """Choices of group options, checked, and settings of values."""
+    choices, values = [], []
+    for override in overrides:
+        group, value = override.key_or_group, override.value()
+        if group not in groups or isinstance(value, dict):
+            values.append(override)
+            continue
+        for option in value if isinstance(value, list) else [value]:
+            if str(option) not in groups[group]:
+                near = did_you_mean(str(option), groups[group])
+                raise ValueError(f"{group}={option}: there is no such option in {', '.join(groups[group])}{near}")
+        # Every group stands in the defaults list, so `+group=option` can only mean `group=option`.
+        choices.append(str(override.input_line).lstrip("+"))
+    return choices, values
+
+
+def _register_schemas(job_type: type) -> None:
+    """`job` is what the verb's YAML starts from; a model's YAML names the schema that types it."""
+    store = ConfigStore.instance()
+    store.store(name="job", node=job_type)
+    for kind, model_config in components("model").items():
+        store.store(group="model", name=f"{kind}_schema", node=model_config)
+
+
+def _apply(config: DictConfig, job_type: type, override: Override) -> None:
+    """Set one value. A table, feature or section that is not there yet comes to be; an unknown field never does.
+
+    Hydra would want a `+` for new tables, and with it would accept, and drop, any misspelt field.
+    """
+    key, value = override.key_or_group, override.value()
+    if override.is_delete() or override.package is not None:
+        raise ValueError(
+            f"{override.input_line!r}: a job's keys are fixed, they cannot be deleted or moved; set a value"
+        )
+    _make_room(config, job_type, key)
+    try:
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{override.input_line}: {first_line(error)}{near_field(error)}") from None
+
+
+def _make_room(config: DictConfig, job_type: type, key: str) -> None:
+    """Walk `key` through the types of the job, adding entries of mappings and optional sections on the way."""
+    node, kind = config, job_type
+    walked: list[str] = []
+    for name in key.split("."):
+        walked.append(name)
+        if dataclasses.is_dataclass(kind):
+            fields = {field.name for field in dataclasses.fields(kind)}
+            if name not in fields:
+                _raise_unknown_key(job_type, key, walked, fields if len(walked) > 1 else _first_words(job_type))
+            kind = get_type_hints(kind)[name]
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        elif get_origin(kind) is list and name.isdigit():
+            kind = get_args(kind)[0]
+        else:
+            raise ValueError(f"unknown key {key!r}: {'.'.join(walked[:-1])} is a single value, not a section")
+        kind = next((part for part in get_args(kind) if part is not NoneType), kind) if _is_optional(kind) else kind
+        if dataclasses.is_dataclass(kind):
+            if OmegaConf.is_missing(node, name) or node.get(name) is None:
+                with open_dict(node):
+                    node[name] = OmegaConf.structured(kind)
+            node = node[name]
+            kind = OmegaConf.get_type(node) or kind  # the model is of a subclass
+        elif get_origin(kind) is dict:
+            node = node[name]
+
+
+def _is_optional(kind: Any) -> bool:
+    return NoneType in get_args(kind)
+
+
+def _first_words(job_type: type) -> set[str]:
+    """What a verb's overrides may begin with: its fields (most groups are fields), and `experiment`, which is none."""
+    fields = {field.name for field in dataclasses.fields(job_type)}
+    return fields | {"experiment"} if issubclass(job_type, TrainJob) else fields
+
+
+def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set[str]) -> NoReturn:
+    """Name the nearest key of the same section, else the same name elsewhere in the job, else all of the section."""
+    *section, name = walked
+    last = key.rpartition(".")[2]
+    if (joined := key.replace(".", "_")) in choices:  # data.path, where the verb has data_path
+        hint = f"did you mean {joined!r}?"
+    elif near := difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.6):
+        hint = f"did you mean {'.'.join([*section, near[0]])!r}?"
+    elif elsewhere := [key for key in _leaf_keys(job_type) if key.rpartition(".")[2] == last]:
+        hint = f"did you mean {' or '.join(repr(key) for key in elsewhere)}?"
+    else:
+        hint = f"{'.'.join(section) or 'a job'} has {', '.join(sorted(choices))}"
+    raise ValueError(f"unknown key {'.'.join(walked)!r}; {hint}")
+
+
+def _leaf_keys(kind: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(kind):
+        hint = get_type_hints(kind)[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _leaf_keys(hint, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+def _explain_composition(error: Exception, job_type: type, groups: dict[str, list[str]]) -> str:
+    """One line for what is wrong inside the YAML files."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        file = str(error).splitlines()[0].split(": Could not find")[0]
+        options = groups.get(group, [])
+        return f"{file}: there is no {error.missing_cfg_file!r}{did_you_mean(option, options)}"
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if match := re.search(r"Key '(\w+)' not in '(\w+)'", text):
+        says = text.split(" full_key:")[0]
+        if says.startswith("In 'experiment/") and match[2] in [kind.__name__ for kind in components("model").values()]:
+            return f"{says}: that experiment sets the sizes of another model; choose an experiment for this one"
+        return f"{says}{_near_field_of(match[1], match[2], job_type)}"
+    if match := re.search(r"Could not override '([\w/]+)'", text):
+        return f"{text}{did_you_mean(match[1], groups)}"
+    return re.split(r" (?:full_key:|reference_type=|object_type=)", text)[0]
+
+
+def _near_field_of(name: str, class_name: str, job_type: type) -> str:
+    for kind in [*_config_classes(job_type), *components("model").values()]:
+        if kind.__name__ == class_name:
+            return did_you_mean(name, [field.name for field in dataclasses.fields(kind)])
+    return ""
+
+
+def _config_classes(kind: Any, above: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Every dataclass that is reachable from a type; one may hold another of its own."""
+    if kind in above:
+        return
+    if dataclasses.is_dataclass(kind):
+        yield kind
+        for hint in get_type_hints(kind).values():
+            yield from _config_classes(hint, (*above, kind))
+    for part in get_args(kind):
+        yield from _config_classes(part, above)

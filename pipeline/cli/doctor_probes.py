@@ -1,0 +1,106 @@
+"""Turn a library's promise into a check: run one operation and compare it with arithmetic done by hand.
+
+`python -m pipeline.cli.doctor_probes <name>` prints one line and exits 0, or fails in whatever way the library fails; doctor runs
+each in a process of its own, so that a crash inside a shared library is a finding and not the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from datetime import timedelta
+
+TIMEOUT_S = 15
+
+
+def lookup(device_type: str) -> str:
+    """FBGEMM: pooled lookup forward, and backward with the SGD update fused into it."""
+    import torch
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    cuda = device_type == "cuda"
+    place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        [(10, 4, *place)],
+        optimizer=EmbOptimType.EXACT_SGD,
+        learning_rate=0.5,
+        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+    )
+    (weights,) = tables.split_embedding_weights()
+    weights.data.copy_(torch.arange(40.0).view(10, 4))
+    before = weights.detach().cpu().clone()
+    ids, offsets = torch.tensor([1, 2, 7], device=weights.device), torch.tensor([0, 2, 3], device=weights.device)
+    pooled = tables(indices=ids, offsets=offsets)
+    _compare("forward", pooled.detach().cpu(), torch.stack([before[1] + before[2], before[7]]))
+    pooled.sum().backward()
+    expected = before.clone()
+    expected[[1, 2, 7]] -= 0.5
+    _compare("backward", weights.detach().cpu(), expected)
+    return f"forward and backward agree with arithmetic on {device_type}"
+
+
+def all_to_all(backend: str) -> str:
+    """torch.distributed: two processes exchange what they hold."""
+    import torch
+    import torch.multiprocessing as multiprocessing
+
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        return "needs 2 GPUs, there is 1: not probed"
+    with tempfile.TemporaryDirectory() as folder:
+        # Forked, for a spawned process would import torch again; nothing has touched a GPU or started a thread yet.
+        multiprocessing.start_processes(_exchange, (backend, f"{folder}/store"), nprocs=2, start_method="fork")
+    return f"2 ranks exchanged over {backend}"
+
+
+def _exchange(rank: int, backend: str, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+    sent = torch.tensor([10.0 * rank, 10.0 * rank + 1], device=device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    _compare("all-to-all", received.cpu(), torch.tensor([float(rank), 10.0 + rank]))
+    dist.destroy_process_group()
+
+
+def gpus() -> str:
+    """What torch sees of the GPUs that the driver lists."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"torch {torch.__version__} sees no GPU")
+    seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in seen)
+
+
+def _compare(what: str, found: object, expected: object) -> None:
+    import torch
+
+    assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
+    if not torch.equal(found, expected):
+        raise RuntimeError(f"{what} gave {found.tolist()}, not {expected.tolist()}")
+
+
+PROBES = {
+    "lookup_cpu": lambda: lookup("cpu"),
+    "lookup_cuda": lambda: lookup("cuda"),
+    "all_to_all_gloo": lambda: all_to_all("gloo"),
+    "all_to_all_nccl": lambda: all_to_all("nccl"),
+    "gpus": gpus,
+}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print(PROBES[sys.argv[1]]())

@@ -1,0 +1,19 @@
+"""Evaluate a trained model:  python -m pipeline.evaluate run=runs/quickstart split=test
+
+Any step of the run (step=300), any split, on any number of ranks:
+torchx run -s local_cwd pipeline.evaluate -j 1x2 -- run=runs/quickstart split=validation
+"""
+
+from __future__ import annotations
+
+from pipeline.cli.command_line import run_verb
+from pipeline.config.jobs import EvaluateJob
+from pipeline.training.evaluate_run import describe, evaluate
+
+
+def main() -> None:
+    run_verb(EvaluateJob, evaluate, __doc__, describe)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Draw a source with a planted teacher, in Criteo's format or with columns of its own:  python -m pipeline.generate data=quickstart"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from pipeline.cli.command_line import run_verb
+from pipeline.config.jobs import GenerateJob
+
+
+@dataclass(frozen=True)
+class GenerateSummary:
+    output: str
+    num_rows: int
+    seconds: float
+    next_command: str
+
+
+def generate(job: GenerateJob) -> GenerateSummary:
+    """Equal settings give equal bytes, whatever the number of threads."""
+    # Here, so that a typo in the command fails before numpy and pyarrow are imported.
+    from pipeline.data.generate import synthetic, user_item
+
+    started = time.monotonic()
+    if job.data.user_item is not None:
+        num_rows = job.data.user_item.num_rows
+        user_item.write_source(job.data.user_item, job.output, job.threads)
+    else:
+        assert job.data.synthetic is not None
+        num_rows = job.data.synthetic.num_rows
+        names = job.data.columns if job.data.format == "tsv" else None
+        synthetic.write_source(job.data.synthetic, job.output, job.threads, names)
+    next_command = f"python -m pipeline.prepare data={job.data.name} source={job.output}"
+    return GenerateSummary(job.output, num_rows, time.monotonic() - started, next_command)
+
+
+def describe(summary: GenerateSummary) -> str:
+    return (
+        f"wrote {summary.num_rows:,} rows to {summary.output} in {summary.seconds:.1f} s, "
+        f"their true probabilities beside it\nnext: {summary.next_command}"
+    )
+
+
+def main() -> None:
+    run_verb(GenerateJob, generate, __doc__, describe)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Plan how tables are sharded:  python -m pipeline.plan experiment=quickstart world_size=2
+
+The hardware need not be at hand:  python -m pipeline.plan experiment=... hardware=h100_80gb world_size=64
+The plan goes to planner.plan_file, a page with its pictures beside it, and training with planner=file uses it.
+Where the data set is absent, tables that say their num_embeddings are enough.
+
+    python -m pipeline.plan show FILE                  what a plan file says
+    python -m pipeline.plan diff A B                   what moved from plan A to plan B, and what it costs
+    python -m pipeline.plan check FILE experiment=...  whether it still holds for a job (exit code 0, else 1)
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.cli.command_line import parse_command_line, print_user_errors, run_verb
+from pipeline.config.jobs import PlanJob
+from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.table import Table
+from pipeline.planner.head_rows import head_reports, is_settled, settle_head_rows, with_notes
+from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.logs import configure_logging, get_logger
+from pipeline.training.preflight import load_or_describe, validate_job
+
+if TYPE_CHECKING:
+    from pipeline.planner.planner import PlanRequest
+
+SUBCOMMANDS = {"show": "FILE", "diff": "A B", "check": "FILE key=value ..."}
+STALE = 1  # exit code of check
+logger = get_logger("pipeline.plan")  # run as a command, __name__ is another
+
+
+@dataclass
+class PlanSummary:
+    plan_file: str
+    page: str | None  # None where the plan was read from its file
+    planner: str
+    hardware: str
+    world_size: int
+    local_world_size: int
+    max_rank_ms: float
+    critical_path_ms: float
+    seconds: float
+    explanation: str
+
+
+def plan(job: PlanJob) -> PlanSummary:
+    """Build the model on meta, plan for `world_size` ranks of `hardware`, and write planner.plan_file and its page.
+
+    Raises:
+        ValueError: no plan holds the tables, or the job does not fit the data or the number of ranks.
+    """
+    started = time.monotonic()
+    tables = validate_job(job, job.world_size)
+    request = build_request(job, tables)
+    # Imported here, for a mistake in the job must be told before torch is loaded.
+    from pipeline.embeddings.describe import describe_savings, savings_of
+    from pipeline.planner.explain import explain
+    from pipeline.planner.page import page_path, write_page
+    from pipeline.planner.planfile import encode_plan, write_plan
+    from pipeline.planner.planner import make_plan
+
+    record = make_plan(job.planner, request)
+    page = None
+    if job.planner.kind != "file":
+        page = page_path(job.planner.plan_file)
+        write_plan(job.planner.plan_file, record)
+        write_page(page, f"{job.name} on {job.world_size} x {record.hardware}", record, encode_plan(record.plan))
+    return PlanSummary(
+        plan_file=job.planner.plan_file,
+        page=page,
+        planner=record.planner,
+        hardware=record.hardware,
+        world_size=request.hardware.world_size,
+        local_world_size=request.hardware.local_world_size,
+        max_rank_ms=record.objective.max_rank_ms,
+        critical_path_ms=record.objective.critical_path_ms,
+        seconds=time.monotonic() - started,
+        explanation="\n".join([explain(record), *describe_savings(savings_of(tables))]),
+    )
+
+
+def build_request(job: PlanJob, tables: list[Table] | None = None) -> PlanRequest:
+    """The model on meta, its tables and hardware, checked against the data set, or against the config where it is absent."""
+    tables = validate_job(job, job.world_size) if tables is None else tables
+    from pipeline.planner.constraints import TableOptimizer
+    from pipeline.planner.hardware import resolve_hardware, room_for_tables
+    from pipeline.planner.planner import PlanRequest
+    from pipeline.sharding.torchrec.sharding import make_sharders
+    from pipeline.training.assembly import build_task
+
+    dataset, hardware = load_or_describe(job), resolve_hardware(job.hardware, job.world_size)
+    if not is_settled(job.tables):
+        job.tables = settle_head_rows(job, dataset, job.world_size, room_for_tables(job.planner, hardware))
+        tables = validate_job(job, job.world_size)
+    tables = with_notes(tables, head_reports(job, tables, dataset, job.world_size))
+    if not dataset.splits:
+        lookups = sum(sum(table.pooling_factors) for table in tables)
+        logger.info(
+            "no data set at %s: planned from the config alone, %d features, %g ids a sample, lookups assumed even over rows",
+            job.data.path,
+            len(dataset.sparse_features),
+            lookups,
+        )
+    hardware = resolve_hardware(job.hardware, job.world_size)
+    if job.parallel.has_replicas:  # a host's ranks hold all tables
+        hardware = resolve_hardware(job.hardware, hardware.local_world_size)
+    return PlanRequest(
+        tables=physical_tables(tables),
+        model=build_task(job, tables, dataset),
+        sharders=make_sharders(job.comms, job.trainer.seed),
+        hardware=hardware,
+        optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),
+        batch_size=job.trainer.micro_batch_size // job.world_size,
+    )
+
+
+def show(path: str) -> str:
+    """What the plan file at `path` says. Raises ValueError where there is none, or none that can be read."""
+    from pipeline.planner.explain import explain
+    from pipeline.planner.plan_text import read_view
+
+    description = read_view(path).description
+    topology, sparse = (description.fingerprint[key] for key in ("topology", "sparse_optimizer"))
+    return (
+        f"{path}: {len(description.tables)} tables on {topology['world_size']} rank(s) of {description.hardware}, "
+        f"{topology['local_world_size']} a host, batch {description.fingerprint['batch_size']} a rank, "
+        f"{sparse['name']}; by {description.planner}\n\n{explain(description)}"
+    )
+
+
+def diff(a: str, b: str) -> str:
+    """What moved from the plan in file `a` to that in `b`. Raises ValueError as `show`."""
+    from pipeline.planner.compare import compare
+    from pipeline.planner.plan_text import read_view
+
+    return compare(read_view(a).description, read_view(b).description)
+
+
+def check(path: str, job: PlanJob) -> list[str]:
+    """Why the plan in `path` does not hold for the job; empty where it does. Raises ValueError as `show` and `plan`."""
+    from pipeline.planner.plan_folder import find_plan_file
+    from pipeline.planner.plan_text import COMMAND
+
+    found = find_plan_file(path, COMMAND)
+    request = build_request(job)
+    from pipeline.planner.planfile import read_plan
+    from pipeline.planner.planner import explain_misfit
+
+    return explain_misfit(read_plan(found), job.planner, request)
+
+
+def train_command(summary: PlanSummary, overrides: list[str]) -> str:
+    """The training that replays the plan, with the overrides that it was made with."""
+    kept = [shlex.quote(word) for word in overrides if not word.startswith("planner=")]
+    arguments = " ".join([*kept, "planner=file"])
+    if summary.world_size == 1:
+        return f"python -m pipeline.train {arguments}"
+    hosts = summary.world_size // summary.local_world_size
+    scheduler = "local_cwd" if hosts == 1 else "<scheduler>"
+    return f"torchx run -s {scheduler} pipeline.train -j {hosts}x{summary.local_world_size} -- {arguments}"
+
+
+def describe(summary: PlanSummary) -> str:
+    lines = [
+        f"{summary.explanation}\n",
+        f"plan        {summary.plan_file} ({summary.planner}, {summary.world_size} rank(s) of {summary.hardware}, "
+        f"{summary.seconds:.1f} s)",
+        *([f"pictures    {summary.page}"] if summary.page else []),
+        f"next        {train_command(summary, sys.argv[1:])}",
+    ]
+    return "\n".join(lines)
+
+
+def run_command_line(argv: list[str]) -> None:
+    """`key=value ...` plans; a first word of another form is a subcommand."""
+    command, words = (argv[0], argv[1:]) if argv else ("", [])
+    if not command or "=" in command or command.startswith(("-", "~")):
+        run_verb(PlanJob, plan, __doc__, describe)
+        return
+    if {"--help", "-h"} & set(words) and command in SUBCOMMANDS:
+        print((__doc__ or "").strip())
+        return
+    with print_user_errors():
+        _check_usage(command, words)
+        if command == "check":
+            _report_check(words[0], parse_command_line(PlanJob, __doc__, words[1:], validate=False))
+        else:
+            print(show(*words) if command == "show" else diff(*words))
+
+
+def _check_usage(command: str, words: list[str]) -> None:
+    if command not in SUBCOMMANDS:
+        raise ValueError(
+            f"unknown command {command!r} (there are {', '.join(SUBCOMMANDS)}; a job is told as key=value)"
+            f"{did_you_mean(command, SUBCOMMANDS)}"
+        )
+    num_files = 2 if command == "diff" else 1
+    enough = len(words) >= 1 and "=" not in words[0] if command == "check" else len(words) == num_files
+    if not enough:
+        raise ValueError(
+            f"{command} takes {SUBCOMMANDS[command]}: python -m pipeline.plan {command} {SUBCOMMANDS[command]}"
+        )
+
+
+def _report_check(path: str, job: PlanJob) -> None:
+    configure_logging()
+    if lines := check(path, job):
+        print(f"{path} does not hold for this job:", *(f"  {line}" for line in lines), sep="\n")
+        sys.exit(STALE)
+    print(f"{path} holds for this job")
+
+
+def main() -> None:
+    run_command_line(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

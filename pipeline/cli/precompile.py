@@ -1,0 +1,83 @@
+"""Compile the CPU kernels ahead of the first run:  python -m pipeline.precompile
+
+A first run on a machine would else take seconds longer. `make install` and the image do this; what is compiled lies beside
+the modules, or where NUMBA_CACHE_DIR says, for this kind of CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+def precompile() -> bool:
+    """Run every kernel once, on inputs of the kinds that training has; False where there is no Numba."""
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return False
+    _tables()
+    _replicated_tables()
+    _dot_products()
+    return True
+
+
+def _tables() -> None:
+    import torch
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    from pipeline.sharding.torchrec.cpu_tables import speed_up_cpu_tables
+
+    for precision in (SparseType.FP32, SparseType.FP16):
+        lookup = SplitTableBatchedEmbeddingBagsCodegen(
+            [(4, 16, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            weights_precision=precision,
+        )
+        speed_up_cpu_tables([lookup])
+        for in_bf16 in (False, True):  # rows and gradients
+            lookup.forward.follows_autocast = in_bf16
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                pooled = lookup(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2]))
+            pooled.sum().backward()
+
+
+def _replicated_tables() -> None:
+    import torch
+    from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+
+    from pipeline.config.training import SparseOptimizerConfig
+    from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer
+
+    flat = torch.nn.Parameter(torch.zeros(16))
+    flat.grad = torch.ones(16)
+    tables: dict[str, torch.nn.Parameter] = {"bags.table.weight": TableBatchedEmbeddingSlice(flat, 0, 16, 4, 4)}
+    ReplicatedTablesOptimizer(tables, SparseOptimizerConfig("rowwise_adagrad")).step()
+
+
+def _dot_products() -> None:
+    import torch
+
+    from pipeline.models.layers.interaction import DotInteraction
+
+    inputs = torch.zeros(2, 16, requires_grad=True), torch.zeros(2, 3, 16, requires_grad=True)
+    for in_bf16 in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
+            DotInteraction(3)(*inputs).sum().backward()
+
+
+def main() -> None:
+    started = time.monotonic()
+    if precompile():
+        print(f"CPU kernels compiled in {time.monotonic() - started:.1f} s")
+    else:
+        print("no Numba here: tables and dot products run on torch's and FBGEMM's own kernels", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""List the versions of a registry:  python -m pipeline.registry list registry/quickstart
+
+    python -m pipeline.registry history REGISTRY               what was promoted, rejected, skipped, rolled back, and why
+    python -m pipeline.registry verify REGISTRY [VERSION]      read every byte (exit code 0, or 1 where one is damaged)
+    python -m pipeline.registry rollback REGISTRY [VERSION] [reason=...]
+                                                               back to the version before; retrain then waits
+    python -m pipeline.registry unpin REGISTRY                 let retrain promote again
+    python -m pipeline.registry add REGISTRY run=RUN           begin with a model that was trained by hand
+
+REGISTRY may also be told as registry=..., VERSION as version=v000012.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pipeline.cli.command_line import parse_command_line, print_user_errors
+from pipeline.config.jobs import RegistryJob
+from pipeline.config.retraining import REGISTRY_COMMANDS
+from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, describe_record
+from pipeline.retraining.promotion import add_run
+from pipeline.retraining.registry import VERSION_NAME, Registry, RegistryError
+from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.logs import configure_logging
+
+DAMAGED = 1  # exit code of verify
+ROLLBACK_BUDGET_S = 4.0  # for checksums: with it a rollback takes 5 s, whatever the size
+
+
+def list_versions(job: RegistryJob) -> list[str]:
+    """A line a version, oldest first."""
+    registry = Registry(job.registry)
+    pointer = registry.pointer()
+    lines = [f"{'version':<10}{'made':<22}{'window':<28}{'parent':<10}{'size':>10}  NE on the next window"]
+    for name in registry.names():
+        version = registry.version(name)
+        lineage, metrics = version.lineage, version.lineage.get("metrics", {})
+        ne = f"{metrics['challenger_ne']:.4f}" if "challenger_ne" in metrics else "not measured"
+        mark = "  <- champion" if pointer and pointer.version == name else ""
+        mark += f", pinned: {pointer.reason or 'no reason given'}" if mark and pointer and pointer.pinned else ""
+        lines.append(
+            f"{name:<10}{lineage['created_at']:<22}{lineage.get('window') or '-':<28}{lineage.get('parent') or '-':<10}"
+            f"{version.size_bytes / 2**20:>8.1f} M  {ne}{mark}"
+        )
+    return lines if len(lines) > 1 else [f"{job.registry} has no version yet"]
+
+
+def show_history(job: RegistryJob) -> list[str]:
+    """The newest `job.num` records, oldest first."""
+    records = [record for record, _ in zip(Ledger(job.registry).newest(), range(job.num), strict=False)]
+    return [describe_record(record) for record in reversed(records)] or [f"{job.registry} has no history yet"]
+
+
+def verify_versions(job: RegistryJob) -> dict[str, str]:
+    """Version -> empty, or what is wrong with it."""
+    registry = Registry(job.registry)
+    problems = {}
+    for name in [job.version] if job.version else registry.names():
+        try:
+            problems[name] = registry.verify(registry.version(name))[0]
+        except ValueError as error:
+            if job.version and isinstance(error, RegistryError):
+                raise
+            problems[name] = str(error)
+    return problems
+
+
+def rollback(job: RegistryJob) -> list[str]:
+    """Verify a version and point to it, pinned. Raises RegistryError where it is missing or damaged."""
+    registry = Registry(job.registry)
+    pointer = registry.pointer()
+    name = job.version or registry.predecessor()
+    if name is None:
+        raise RegistryError(
+            f"{job.registry} has no version to go back to{f' from {pointer.version}' if pointer else ''}; "
+            f"there are {', '.join(registry.names()) or 'none'}"
+        )
+    version = registry.version(name)
+    problem, checked = registry.verify(version, ROLLBACK_BUDGET_S)
+    if problem:
+        raise RegistryError(f"{name} is damaged and was not rolled back to: {problem}; choose another version=")
+    was = pointer.version if pointer else ""
+    registry.pin(name, job.reason or (f"rolled back from {was}" if was != name else "pinned by hand"))
+    Ledger(job.registry).append(
+        Record(ROLLED_BACK, version=name, parent=was, reasons=[job.reason] if job.reason else [])
+    )
+    lines = [
+        f"champion    {name}, was {was or 'none'}; checksums of {checked / 2**20:,.1f} of {version.size_bytes / 2**20:,.1f} MiB "
+        "hold, and the sizes of all files",
+        f"pinned      retrain promotes nothing until `python -m pipeline.registry unpin {job.registry}`",
+    ]
+    if name == was:
+        lines[0] = f"champion    {name}, as before; it is now pinned"
+    return lines
+
+
+def unpin(job: RegistryJob) -> list[str]:
+    registry = Registry(job.registry)
+    pointer = registry.pointer()
+    if pointer is not None and not pointer.pinned:
+        return [f"champion    {pointer.version} is not pinned"]
+    moved = registry.unpin()
+    Ledger(job.registry).append(Record(UNPINNED, version=moved.version))
+    return [f"champion    {moved.version}, no longer pinned: retrain goes on with the next window"]
+
+
+def add(job: RegistryJob) -> list[str]:
+    """A run's newest step becomes the champion, ungated. Raises ValueError where there is one already."""
+    record = add_run(Registry(job.registry), Ledger(job.registry), job.run)
+    return [f"champion    {record.version}, from {job.run}"]
+
+
+def overrides_of(argv: list[str]) -> list[str]:
+    """`[COMMAND] [REGISTRY] [VERSION] key=value ...` as key=value words. Raises ValueError for a word too many."""
+    words = [word for word in argv if "=" not in word.split("/")[0] and not word.startswith("-")]
+    rest = [word for word in argv if word not in words]
+    command = next((word for word in words if word in REGISTRY_COMMANDS), "list")
+    if command in words:
+        words.remove(command)
+    if words and VERSION_NAME.fullmatch(words[-1]):
+        rest.append(f"version={words.pop()}")
+    if len(words) > 1:
+        unknown = next((word for word in words if did_you_mean(word, REGISTRY_COMMANDS)), words[-1])
+        near = did_you_mean(unknown, REGISTRY_COMMANDS)
+        raise ValueError(f"cannot read {unknown!r}; commands are {', '.join(REGISTRY_COMMANDS)}{near}")
+    if words:
+        rest.append(f"registry='{words[0]}'")
+    return [f"command={command}", *rest]
+
+
+def run_command_line(argv: list[str]) -> None:
+    with print_user_errors():
+        job = parse_command_line(RegistryJob, __doc__, overrides_of(argv))
+        configure_logging()
+        if job.command == "verify":
+            problems = verify_versions(job)
+            for version, problem in problems.items():
+                print(f"{version}: {problem or 'intact'}")
+            sys.exit(DAMAGED if any(problems.values()) else 0)
+        commands = {"list": list_versions, "history": show_history, "rollback": rollback, "unpin": unpin, "add": add}
+        print(*commands[job.command](job), sep="\n")
+
+
+def main() -> None:
+    run_command_line(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

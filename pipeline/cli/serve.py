@@ -1,0 +1,24 @@
+"""Serve an artifact's scores over HTTP:  python -m pipeline.serve artifact=artifacts/quickstart
+
+It listens on loopback, and asks nobody who they are: put a proxy in front (docs/serving.md). A newer artifact behind the
+same link, or a registry's new champion, is taken up between two requests.
+"""
+
+from __future__ import annotations
+
+from pipeline.cli.command_line import run_verb
+from pipeline.config.jobs import ServeJob
+from pipeline.retraining.find_artifact import find_artifact
+from pipeline.serving.http.serve import serve
+
+
+def _serve(job: ServeJob) -> None:
+    serve(job, find=find_artifact)
+
+
+def main() -> None:
+    run_verb(ServeJob, _serve, __doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Train one model:  python -m pipeline.train experiment=quickstart
+
+On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
+A run folder that holds a checkpoint is resumed; another run_dir starts anew.
+SIGTERM saves at the next training step and ends with exit code 75; the same command goes on (docs/reliability.md).
+"""
+
+from __future__ import annotations
+
+from pipeline.cli.command_line import run_verb
+from pipeline.config.jobs import TrainJob
+from pipeline.training.run import describe, train
+
+
+def main() -> None:
+    run_verb(TrainJob, train, __doc__, describe)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Schemas of every job and its parts: dataclasses, with no torch."""

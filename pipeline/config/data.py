@@ -1,0 +1,291 @@
+"""Say how raw rows look, what becomes of their ids and splits, and how shards are read (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.runtime.errors import check_above, check_at_least, check_choice, check_given, check_within
+
+FORMATS = ("criteo_tsv", "csv", "tsv", "parquet")
+DENSE_TRANSFORMS = ("log1p", "none")
+ID_KINDS = ("vocabulary", "hash")
+SPLITS = ("train", "validation", "test")
+SPLIT_KINDS = ("row_range", "time", "files")
+SHUFFLES = ("row_groups", "none")
+BAD_ROW_POLICIES = ("stop", "quarantine")
+VERIFICATIONS = ("size", "checksum")
+
+
+@dataclass
+class ColumnsConfig:
+    """Names of the source's columns. Criteo's own (label, int_0..12, cat_0..25) are fixed by the format.
+
+    A list-valued categorical column (Parquet list, or text joined by `list_separator`) goes
+    into `multi_hot`; every other categorical column into `sparse`. `timestamp` (whole numbers, or ISO 8601) is read
+    where data.split.kind=time. Empty text is a missing value, and for dense columns so is NaN.
+    """
+
+    label: str = "label"
+    dense: list[str] = field(default_factory=list)
+    sparse: list[str] = field(default_factory=list)
+    multi_hot: list[str] = field(default_factory=list)
+    timestamp: str | None = None
+    list_separator: str = "|"
+
+
+@dataclass
+class IdsConfig:
+    """How a categorical value becomes a row number.
+
+    vocabulary: by descending frequency from 1; 0 is the unknown or rare id: seen in the training rows fewer than
+    `min_frequency` times, or too rare for the table's `max_size` rows (row 0 included).
+    hash: seeded hash into rows 1 to hash_size - 1; 0 is the missing id.
+    """
+
+    kind: str = "vocabulary"
+    min_frequency: int = 1
+    max_size: int | None = None
+    hash_size: int | None = None
+    hash_seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("ids.kind", self.kind, ID_KINDS)
+        check_at_least("ids.min_frequency", self.min_frequency, 1)
+        check_at_least("ids.max_size", self.max_size, 1, allow_none=True)
+        check_at_least("ids.hash_size", self.hash_size, 2, allow_none=True)
+        if self.kind == "hash" and self.hash_size is None:
+            raise ValueError("ids.kind=hash needs ids.hash_size=<rows>")
+        if self.kind == "hash" and (self.min_frequency, self.max_size) != (1, None):
+            raise ValueError(
+                "ids.kind=hash counts nothing: ids.min_frequency and ids.max_size go with ids.kind=vocabulary"
+            )
+        if self.kind == "vocabulary" and self.hash_size is not None:
+            raise ValueError(
+                f"ids.hash_size={self.hash_size} goes with ids.kind=hash; a vocabulary is cut by ids.max_size"
+            )
+
+
+@dataclass
+class BaseVocabularyConfig:
+    """Vocabularies to begin with: those of the data set in `path` (dataset.json and vocabulary/, no shards needed).
+
+    frozen: ids are exactly its ids, a value that it lacks is unknown. Else a value's count is its count in these rows plus
+    `count_decay` times what it was, and ids go by descending count as ever, so values keep no ids (warm_start follows them).
+    """
+
+    path: str = "???"
+    frozen: bool = False
+    count_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_given("vocabularies.path", self.path)
+        check_within("vocabularies.count_decay", self.count_decay, 0.0, 1.0)
+
+
+@dataclass
+class SplitConfig:
+    """Which rows train, validate and test; never a row in two of them.
+
+    row_range: the last `validation_fraction` + `test_fraction` of the rows, in source order.
+    time: the same fractions by the timestamp column (rows of one timestamp stay together).
+    files: the last source file (1TB: day 23) is cut in halves, validation then test.
+    """
+
+    kind: str = "row_range"
+    validation_fraction: float = 0.1
+    test_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_choice("split.kind", self.kind, SPLIT_KINDS)
+        check_within("split.validation_fraction", self.validation_fraction, 0.0, 0.9)
+        check_within("split.test_fraction", self.test_fraction, 0.0, 0.9)
+        if self.validation_fraction + self.test_fraction >= 1.0:
+            raise ValueError(
+                f"split fractions add up to {self.validation_fraction + self.test_fraction:g}: nothing is left to train on"
+            )
+
+
+@dataclass
+class ReaderConfig:
+    """How shards become batches. `num_streams` fixes the order of rows for every world size that divides it.
+
+    shuffle: row_groups permutes row groups and the rows within each, anew every epoch; none follows the file
+    order in rounds of `num_streams` row groups. decode_threads: 1 decodes on the prefetch thread; more read a
+    row group ahead for every stream, and hide the latency of storage.
+    on_bad_rows: stop names the first bad row and ends the run on all ranks; quarantine gives bad rows weight 0, so that
+    steps and batches stay what they are, and lists them in <run>/quarantine, until they are more than max_bad_fraction.
+    verify: at the start, the size of every shard, or its SHA-256 too (ranks share the work).
+    """
+
+    num_streams: int = 16
+    shuffle: str = "row_groups"
+    prefetch_batches: int = 8
+    decode_threads: int = 1
+    on_bad_rows: str = "stop"
+    max_bad_fraction: float = 0.001
+    verify: str = "size"
+
+    def __post_init__(self) -> None:
+        check_choice("reader.shuffle", self.shuffle, SHUFFLES)
+        check_choice("reader.on_bad_rows", self.on_bad_rows, BAD_ROW_POLICIES)
+        check_within("reader.max_bad_fraction", self.max_bad_fraction, 0.0, 1.0)
+        check_choice("reader.verify", self.verify, VERIFICATIONS)
+        check_at_least("reader.num_streams", self.num_streams, 1)
+        check_at_least("reader.prefetch_batches", self.prefetch_batches, 1)
+        check_at_least("reader.decode_threads", self.decode_threads, 1)
+
+
+def check_batch_geometry(global_batch_size: int, num_streams: int, world_size: int) -> None:
+    """Raise ValueError unless every rank owns the same number of streams and every stream gives a batch the same rows."""
+    if num_streams % world_size:
+        ranks = [n for n in range(1, num_streams + 1) if num_streams % n == 0]
+        raise ValueError(
+            f"data.reader.num_streams={num_streams} cannot be dealt evenly to {world_size} ranks: run on "
+            f"{_either(ranks)} ranks, or set data.reader.num_streams={_either(_multiples_near(num_streams, world_size))} "
+            "(another number of streams is another order of rows)"
+        )
+    if global_batch_size % num_streams:
+        streams = [n for n in range(world_size, global_batch_size + 1, world_size) if global_batch_size % n == 0]
+        nearest = min(streams, key=lambda n: (abs(n - num_streams), n), default=None)
+        raise ValueError(
+            f"a global batch of {global_batch_size} rows cannot be dealt evenly to data.reader.num_streams={num_streams}: "
+            f"use a global batch size of {_either(_multiples_near(global_batch_size, num_streams))}"
+            + (f", or data.reader.num_streams={nearest}" if nearest else "")
+        )
+
+
+def _multiples_near(value: int, factor: int) -> list[int]:
+    below = value // factor * factor
+    return [n for n in (below, below + factor) if n]
+
+
+def _either(choices: list[int]) -> str:
+    *others, last = [str(choice) for choice in choices]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+@dataclass
+class SyntheticConfig:
+    """A generated data set with a planted teacher, for `python -m pipeline.generate`: Criteo's format, or tsv with a header.
+
+    Ids have probability ~ rank^-zipf_exponent among the feature's `cardinalities` (26 in Criteo's format, which has 13
+    dense features; else as many as data.columns names). The teacher's logits have standard deviation `teacher_scale`; `num_interactions` pairs of the smallest features interact.
+    """
+
+    num_rows: int = 1_000_000
+    cardinalities: list[int] = field(
+        default_factory=lambda: [
+            3, 4, 6, 8, 10, 12, 15, 18, 20, 25, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 800, 1000, 2000, 5000, 10000, 20000
+        ]
+    )  # fmt: skip
+    zipf_exponent: float = 1.2
+    id_effect_decay: float = 0.25  # effects of ids ~ rank^-this; 0: a rare id says as much as a hot one
+    num_dense: int = 13
+    num_interactions: int = 5
+    teacher_scale: float = 2.0
+    positive_rate: float = 0.25
+    seed: int = 0
+    # A series of windows: rows of their own, drawn from a teacher that turns by `drift` radians a window, with a share
+    # `churn` of the values of large features replaced by new ones in each.
+    window: int = 0
+    drift: float = 0.0
+    churn: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_at_least("synthetic.num_rows", self.num_rows, 1)
+        check_at_least("synthetic.window", self.window, 0)
+        check_within("synthetic.drift", self.drift, 0.0, 1.6)
+        check_within("synthetic.churn", self.churn, 0.0, 1.0)
+        check_at_least("synthetic.num_dense", self.num_dense, 1)
+        check_above("synthetic.zipf_exponent", self.zipf_exponent, 0.0)
+        check_at_least("synthetic.id_effect_decay", self.id_effect_decay, 0.0)
+        check_above("synthetic.teacher_scale", self.teacher_scale, 0.0)
+        check_within("synthetic.positive_rate", self.positive_rate, 0.001, 0.999)
+        check_within("synthetic.num_interactions", self.num_interactions, 0, len(self.cardinalities) // 2)
+        if min(self.cardinalities, default=0) < 1:
+            raise ValueError(
+                f"synthetic.cardinalities has {len(self.cardinalities)} values, the least "
+                f"{min(self.cardinalities, default=0)}; name features of at least 1 id each"
+            )
+
+
+@dataclass
+class UserItemConfig:
+    """A generated data set of users' clicks on items, for `python -m pipeline.generate`: a TSV with a header.
+
+    Users and items have probability ~ rank^-exponent. Logits are dot products of planted vectors of `latent_dim` and have
+    standard deviation `teacher_scale`.
+    """
+
+    num_rows: int = 1_000_000
+    num_users: int = 3000
+    num_items: int = 1500
+    num_groups: int = 12
+    num_genres: int = 20
+    latent_dim: int = 6
+    user_exponent: float = 0.5
+    item_exponent: float = 0.7
+    teacher_scale: float = 2.0
+    positive_rate: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_rows", "num_users", "num_items", "num_groups", "num_genres", "latent_dim"):
+            check_at_least(f"user_item.{name}", getattr(self, name), 1)
+        check_at_least("user_item.user_exponent", self.user_exponent, 0.0)
+        check_at_least("user_item.item_exponent", self.item_exponent, 0.0)
+        check_above("user_item.teacher_scale", self.teacher_scale, 0.0)
+        check_within("user_item.positive_rate", self.positive_rate, 0.001, 0.999)
+
+
+@dataclass
+class DataConfig:
+    """One data set: its raw format, how it is prepared into `path`, and how it is read from there."""
+
+    name: str = "???"
+    path: str = "datasets/${.name}"
+    format: str = "criteo_tsv"
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    dense_transform: str = "log1p"
+    ids: IdsConfig = field(default_factory=IdsConfig)
+    feature_ids: dict[str, IdsConfig] = field(default_factory=dict)
+    split: SplitConfig = field(default_factory=SplitConfig)
+    rows_per_shard: int = 1_000_000
+    rows_per_row_group: int = 16_384
+    max_quarantined_fraction: float = 0.001
+    # Multi-hot sizes drawn on the fly from one-hot ids, as MLPerf DLRMv2 does; feature name -> ids a sample.
+    synthetic_multi_hot: dict[str, int] = field(default_factory=dict)
+    reader: ReaderConfig = field(default_factory=ReaderConfig)
+    synthetic: SyntheticConfig | None = None
+    user_item: UserItemConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_given("data.name", self.name)
+        check_given("data.path", self.path)
+        check_choice("data.format", self.format, FORMATS)
+        check_choice("data.dense_transform", self.dense_transform, DENSE_TRANSFORMS)
+        check_at_least("data.rows_per_shard", self.rows_per_shard, 1)
+        check_at_least("data.rows_per_row_group", self.rows_per_row_group, 1)
+        check_within("data.max_quarantined_fraction", self.max_quarantined_fraction, 0.0, 1.0)
+        if self.format == "criteo_tsv" and self.columns != ColumnsConfig():
+            raise ValueError("data.format=criteo_tsv fixes its columns: drop data.columns, or name another data.format")
+        if self.synthetic is not None:
+            self._check_synthetic(self.synthetic)
+        if self.split.kind == "time" and not self.columns.timestamp:
+            raise ValueError(
+                "data.split.kind=time needs data.columns.timestamp=<column>, and data.format=csv, tsv or parquet"
+            )
+
+    def _check_synthetic(self, synthetic: SyntheticConfig) -> None:
+        drawn = (synthetic.num_dense, len(synthetic.cardinalities))
+        if self.format == "criteo_tsv":
+            named, what = (13, 26), "Criteo's format has 26 categorical features and 13 dense ones"
+        elif self.format == "tsv":
+            named = (len(self.columns.dense), len(self.columns.sparse))
+            what = f"data.columns names {named[1]} categorical features and {named[0]} dense ones"
+        else:
+            raise ValueError(f"data.synthetic writes data.format=criteo_tsv or tsv, not {self.format}")
+        if drawn != named:
+            raise ValueError(
+                f"synthetic.cardinalities has {drawn[1]} values and synthetic.num_dense is {drawn[0]}, but {what}"
+            )

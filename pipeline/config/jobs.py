@@ -1,0 +1,331 @@
+"""Say what each verb needs to know: one dataclass a verb, made of its parts' own configs (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.config.data import FORMATS, SPLITS, BaseVocabularyConfig, DataConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.config.retraining import (
+    REGISTRY_COMMANDS,
+    DataChecksConfig,
+    GateConfig,
+    GrowthConfig,
+    RegistryConfig,
+    WindowsConfig,
+)
+from pipeline.config.server import BatchingConfig, LimitsConfig, ServerConfig, SsdConfig, check_memory
+from pipeline.config.serving import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
+from pipeline.config.tables import TableConfig
+from pipeline.config.training import (
+    CheckpointConfig,
+    CommsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    profiled_steps,
+)
+from pipeline.config.warm_start import WarmStartConfig
+from pipeline.runtime.errors import check_at_least, check_choice, check_given, check_within
+
+
+@dataclass
+class PrepareJob:
+    """source: a file, a folder or a glob; the shards and dataset.json go to data.path.
+
+    vocabularies: begin with those of another data set, or keep to them.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    source: str = "???"
+    memory_limit_gb: float = 2.0
+    threads: int | None = None  # None: all cores
+    temp_dir: str | None = None  # None: beside data.path
+    vocabularies: BaseVocabularyConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)  # 0.3 go to the libraries alone
+        check_at_least("threads", self.threads, 1, allow_none=True)
+
+
+@dataclass
+class GenerateJob:
+    """data.synthetic or data.user_item says what is drawn; `output` is the text that prepare then takes for its source."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    output: str = "datasets/raw/${data.name}.tsv"
+    threads: int | None = None  # None: all cores
+
+    def __post_init__(self) -> None:
+        check_at_least("threads", self.threads, 1, allow_none=True)
+        if self.data.synthetic is None and self.data.user_item is None:
+            raise ValueError(
+                f"data={self.data.name} has no `synthetic` or `user_item` section to draw from; data=quickstart and "
+                "data=user_item have one"
+            )
+
+
+@dataclass
+class TrainJob:
+    """`world_size` is set by torchrun; elsewhere it says for how many ranks to validate or plan."""
+
+    name: str = "???"
+    run_dir: str = "runs/${name}"
+    world_size: int = 1
+    data: DataConfig = field(default_factory=DataConfig)
+    tables: dict[str, TableConfig] = field(default_factory=dict)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    comms: CommsConfig = field(default_factory=CommsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    warm_start: WarmStartConfig | None = None  # first weights from another run
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    profile: str | None = (
+        None  # steps:50-60 writes a trace of those steps, and where their time went, into the run folder
+    )
+
+    def __post_init__(self) -> None:
+        check_given("name", self.name)
+        check_given("run_dir", self.run_dir)
+        if self.profile is not None:
+            profiled_steps(self.profile)
+        check_at_least("world_size", self.world_size, 1)
+        self._choose_metrics()
+        if type(self) is TrainJob and "://" in self.run_dir:  # a PlanJob writes no run folder
+            raise ValueError(
+                f"run_dir={self.run_dir}: run folders are local paths in this release; give a folder that every host mounts"
+            )
+
+    def _choose_metrics(self) -> None:
+        """What no config chooses goes by the model's first metric. Raises ValueError for one that the model has not."""
+        known = self.model.metrics
+        early_stop, checkpoint = self.trainer.early_stop, self.checkpoint
+        early_stop.metric = early_stop.metric or known[0]
+        checkpoint.best_metric = checkpoint.best_metric or known[0]
+        check_choice(f"trainer.early_stop.metric (model={self.model.kind})", early_stop.metric, known)
+        check_choice(f"checkpoint.best_metric (model={self.model.kind})", checkpoint.best_metric, known)
+
+
+@dataclass
+class PlanJob(TrainJob):
+    """The train job, planned for `world_size` ranks of `hardware` and written to planner.plan_file."""
+
+
+@dataclass
+class RetrainJob(TrainJob):
+    """The train job, repeated for every window of `source`; run_dir is the local folder for what is in progress.
+
+    One tick works on `max_catchup` windows at most, the oldest first. `retry` names rejected or skipped windows that are
+    to be judged again. strict: a tick that rejects a window ends with exit code 3.
+    """
+
+    run_dir: str = "retraining/${name}"
+    source: str = "???"
+    windows: WindowsConfig = field(default_factory=WindowsConfig)
+    growth: GrowthConfig = field(default_factory=GrowthConfig)
+    checks: DataChecksConfig = field(default_factory=DataChecksConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    max_catchup: int = 3
+    retry: list[str] = field(default_factory=list)
+    strict: bool = False
+    memory_limit_gb: float = 2.0  # of the preparation, as are threads
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_given("source", self.source)
+        check_at_least("max_catchup", self.max_catchup, 1)
+        check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
+        check_at_least("threads", self.threads, 1, allow_none=True)
+        if self.warm_start is not None:
+            raise ValueError(
+                "retrain starts from the champion; leave warm_start out (growth.* says what becomes of tables)"
+            )
+        managed = [
+            name
+            for name, table in self.tables.items()
+            if table.compression and table.compression.kind == "managed_collision"
+        ]
+        if self.gate.export.enabled and managed:
+            raise ValueError(
+                f"tables.{managed[0]}.compression.kind=managed_collision cannot be exported; gate.export.enabled=false "
+                "retrains without artifacts"
+            )
+        if "://" in self.run_dir:
+            raise ValueError(f"run_dir={self.run_dir}: give a local folder; registry.path may be s3://...")
+        if self.checkpoint.folder is not None:
+            raise ValueError(
+                "retrain keeps a run's checkpoints below run_dir until they are promoted: leave checkpoint.folder out"
+            )
+
+
+@dataclass
+class RegistryJob:
+    """registry: the folder that retrain promotes into; version None: all to verify, the one before to roll back to."""
+
+    registry: str = "???"
+    command: str = "list"
+    version: str | None = None
+    reason: str = ""
+    run: str = ""  # the run folder that `add` takes its first version from
+    num: int = 20  # records that history shows
+
+    def __post_init__(self) -> None:
+        check_given("registry", self.registry)
+        check_choice("command", self.command, REGISTRY_COMMANDS)
+        check_at_least("num", self.num, 1)
+        if self.command == "add":
+            check_given("run", self.run)
+
+
+EVALUATED_TABLES = ("averaged", "own")
+
+
+@dataclass
+class EvaluateJob:
+    """run: a run folder; step None takes its newest checkpoint; batch size None takes the training one."""
+
+    run: str = "???"
+    split: str = "test"
+    step: int | None = None
+    global_batch_size: int | None = None
+    max_batches: int | None = None
+    world_size: int = 1
+    data_path: str | None = None  # None: the data set the run was trained on
+    other_data: bool = False  # evaluate though data_path holds another data set
+    tables: str = "averaged"  # own: where hosts trained tables of their own, each host's on the rows of its ranks
+
+    def __post_init__(self) -> None:
+        check_choice("split", self.split, SPLITS)
+        check_choice("tables", self.tables, EVALUATED_TABLES)
+        check_at_least("global_batch_size", self.global_batch_size, 1, allow_none=True)
+        check_at_least("max_batches", self.max_batches, 1, allow_none=True)
+
+
+@dataclass
+class ExportJob:
+    """run: a run folder; step None takes its newest checkpoint; output None: a folder of its own in <run>/artifacts.
+
+    `precision` is that of all tables but those that `tables` names; `auto` finds the smallest mix whose NE on the
+    validation split is at most `ne_budget` above the trained model's.
+    """
+
+    run: str = "???"
+    step: int | None = None
+    output: str | None = None
+    precision: str = "int8"
+    tables: dict[str, str] = field(default_factory=dict)  # table -> fp32, fp16, int8, int4 or int2
+    ne_budget: float = 0.0005
+    dense: str = "fp32"  # of the layers: fp32, bf16 or int8
+    compiled: bool = False  # the layers as an AOTInductor package besides; needs a C++ compiler
+    pruning: PruningConfig = field(default_factory=PruningConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    data_path: str | None = None  # None: the data set that the run was trained on
+
+    def __post_init__(self) -> None:
+        check_given("run", self.run)
+        check_precisions(self.precision, self.tables)
+        check_choice("dense", self.dense, DENSE_PRECISIONS)
+        check_at_least("step", self.step, 0, allow_none=True)
+        check_at_least("ne_budget", self.ne_budget, 0.0)
+        if self.output is not None:
+            check_given("output", self.output)
+            if "://" in self.output:
+                raise ValueError(
+                    f"output={self.output}: artifacts are written to local paths; copy the folder from there"
+                )
+
+
+CHECKPOINT_COMMANDS = ("list", "verify", "show", "export")
+
+
+@dataclass
+class CheckpointsJob:
+    """run: a run folder; step None: all of them to verify, the newest to show or export."""
+
+    run: str = "???"
+    command: str = "list"
+    step: int | None = None
+    table: str = ""
+    output: str = ""
+    optimizer_state: bool = False
+    data_path: str | None = None  # of the vocabularies; None: the data set that the run was trained on
+
+    def __post_init__(self) -> None:
+        check_given("run", self.run)
+        check_choice("command", self.command, CHECKPOINT_COMMANDS)
+        if self.command == "export":
+            check_given("table", self.table)
+            check_given("output", self.output)
+
+
+@dataclass
+class PredictJob:
+    """artifact: what `export` wrote, a link to it, or a registry; source: a file, a folder or a glob of raw rows.
+
+    output: a .parquet or .csv file with a row for each source row: its file (where there are several) and number,
+    `id_columns` as they were, and its score, null where the row could not be read.
+    """
+
+    artifact: str = "???"
+    source: str = "???"
+    output: str = "???"
+    format: str | None = None  # None: by the files' names
+    id_columns: list[str] = field(default_factory=list)
+    memory: str = "ram"
+    ssd: SsdConfig = field(default_factory=SsdConfig)
+    compiled: bool = False  # run the layers' AOTInductor package, of an artifact exported with compiled=true
+    batch_rows: int = 8192  # scored at once
+    rows_per_part: int = 1_000_000  # what a killed run loses at most
+    max_quarantined_fraction: float = 0.01
+    overwrite: bool = False
+    threads: int | None = None  # None: all cores
+    temp_dir: str | None = None  # None: beside output
+
+    def __post_init__(self) -> None:
+        check_given("artifact", self.artifact)
+        check_given("output", self.output)
+        check_memory(self.memory)
+        if self.format is not None:
+            check_choice("format", self.format, FORMATS)
+        if not self.output.endswith((".parquet", ".csv")) and self.output != "???":
+            raise ValueError(f"output={self.output} must end in .parquet or .csv")
+        check_at_least("batch_rows", self.batch_rows, 1)
+        check_at_least("rows_per_part", self.rows_per_part, 1)
+        check_within("max_quarantined_fraction", self.max_quarantined_fraction, 0.0, 1.0)
+        check_at_least("threads", self.threads, 1, allow_none=True)
+
+
+@dataclass
+class ServeJob:
+    """artifact: what `export` wrote, a link to it, or a registry whose champion is followed."""
+
+    artifact: str = "???"
+    memory: str = "ram"
+    ssd: SsdConfig = field(default_factory=SsdConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    compiled: bool = False  # run the layers' AOTInductor package, of an artifact exported with compiled=true
+    threads: int | None = None  # of torch; None: all cores
+
+    def __post_init__(self) -> None:
+        check_given("artifact", self.artifact)
+        check_memory(self.memory)
+        check_at_least("threads", self.threads, 1, allow_none=True)
+
+
+# Job -> conf/<name>.yaml, and the verb.
+CONFIG_NAMES: dict[type, str] = {
+    GenerateJob: "generate", PrepareJob: "prepare", PlanJob: "plan", TrainJob: "train", EvaluateJob: "evaluate",
+    CheckpointsJob: "checkpoints", ExportJob: "export",
+    RetrainJob: "retrain", RegistryJob: "registry",
+    PredictJob: "predict", ServeJob: "serve",
+}  # fmt: skip

@@ -1,0 +1,72 @@
+"""Say what the planner may spend and on which hardware (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.runtime.errors import check_above, check_at_least, check_choice, check_within
+
+PLANNERS = ("search", "torchrec", "file")
+OBJECTIVES = ("critical_path", "max_rank")
+COMPUTE_DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass
+class HardwareConfig:
+    """One rank's share of a host. None = probed from the device at hand; a plan for absent hardware needs all of them.
+
+    Capacities are per rank, in GiB (2**30 bytes); bandwidths in GB/s (1e9 bytes); latencies in microseconds: of
+    issuing a collective, and of a hop within a host and between hosts. `ssd_cap_gb` 0 is no SSD for tables.
+    """
+
+    name: str = "auto"
+    compute_device: str = "auto"
+    hbm_cap_gb: float | None = None
+    ddr_cap_gb: float | None = None
+    hbm_gb_per_s: float | None = None
+    ddr_gb_per_s: float | None = None
+    hbm_to_ddr_gb_per_s: float | None = None
+    intra_host_gb_per_s: float | None = None
+    inter_host_gb_per_s: float | None = None
+    ssd_cap_gb: float = 0.0
+    ssd_gb_per_s: float = 0.0
+    collective_launch_us: float | None = None
+    intra_host_latency_us: float | None = None
+    inter_host_latency_us: float | None = None
+    ranks_per_host: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("hardware.compute_device", self.compute_device, COMPUTE_DEVICES)
+        for name, value in vars(self).items():
+            if value is not None and name.endswith(("_gb", "_gb_per_s", "_us")):
+                check_at_least(f"hardware.{name}", value, 0.0)
+        if self.ssd_cap_gb:
+            check_above("hardware.ssd_gb_per_s (hardware.ssd_cap_gb is given)", self.ssd_gb_per_s, 0.0)
+        check_at_least("hardware.ranks_per_host", self.ranks_per_host, 1, allow_none=True)
+
+
+@dataclass
+class PlannerConfig:
+    """search: our portfolio with a proven bound; torchrec: TorchRec's EmbeddingShardingPlanner; file: the plan in
+    `plan_file`, refused when it is for other tables or hardware.
+
+    `objective`, `seed` and `gap_tolerance` are for search: critical_path sums each phase's slowest rank, max_rank is the
+    slowest rank's sum; the search ends once its plan is proven to be no more than `gap_tolerance` above the best possible.
+    """
+
+    kind: str = "search"
+    plan_file: str = "sharding_plans/${name}.${hardware.name}x${world_size}.json"
+    reserved_memory_fraction: float = (
+        0.15  # of each capacity, kept free for activations; the dense part comes off beside it
+    )
+    timeout_s: float = 60.0
+    objective: str = "critical_path"
+    seed: int = 0
+    gap_tolerance: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_choice("planner.kind", self.kind, PLANNERS)
+        check_within("planner.reserved_memory_fraction", self.reserved_memory_fraction, 0.0, 0.95)
+        check_choice("planner.objective", self.objective, OBJECTIVES)
+        check_above("planner.timeout_s", self.timeout_s, 0.0)
+        check_at_least("planner.gap_tolerance", self.gap_tolerance, 0.0)

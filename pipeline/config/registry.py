@@ -1,0 +1,111 @@
+"""Find components by kind and name: models, tasks, optimizers, raw formats, compression kinds, trainer hooks, verbs.
+
+A file registers what it defines, and nothing else has to know of it:
+
+    @register("model", "my_model")
+    @dataclass
+    class MyModelConfig(ModelConfig): ...
+
+Components come from three places: the packages of this release (BUILT_IN), installed packages that name theirs in the
+entry-point group `torchrec_pipeline.components`, and `plugins=[my_package]` on the command line. A saved job names a kind,
+never an import path: nothing that a checkpoint says is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from pipeline.runtime.errors import did_you_mean
+
+ENTRY_POINTS = "torchrec_pipeline.components"
+# Kind -> the package whose modules register this release's own.
+BUILT_IN = {"model": "pipeline.models"}
+
+T = TypeVar("T")
+_components: dict[str, dict[str, Any]] = {}
+_loaded: set[str] = set()
+
+
+def register(kind: str, name: str) -> Callable[[T], T]:
+    """A decorator that makes a class or function known as `name` among the components of `kind`.
+
+    Raises:
+        ValueError: another component has that name.
+    """
+
+    def remember(component: T) -> T:
+        known = _components.setdefault(kind, {})
+        if name in known and _origin(known[name]) != _origin(component):
+            raise ValueError(
+                f"{_origin(component)} registers {kind} {name!r}, which is {_origin(known[name])}; give it another name"
+            )
+        known[name] = component
+        return component
+
+    return remember
+
+
+def components(kind: str) -> Mapping[str, Any]:
+    """Name -> component, of this release, of installed packages and of the plugins that were loaded."""
+    _load(BUILT_IN.get(kind))
+    _load_entry_points()
+    return MappingProxyType(_components.setdefault(kind, {}))
+
+
+def find(kind: str, name: str, key: str = "") -> Any:
+    """The component of `kind` called `name`; `key` is the config key that names it, for the error.
+
+    Raises:
+        ValueError: there is none, with the nearest name and how a plugin is given.
+    """
+    known = components(kind)
+    if name not in known:
+        raise ValueError(
+            f"{key or kind}={name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}; "
+            f"a {kind} of your own is given by plugins=[<its package>]"
+        )
+    return known[name]
+
+
+def load_plugins(packages: Iterable[str]) -> None:
+    """Import modules or packages whose import registers components.
+
+    Raises:
+        ValueError: one of them cannot be imported.
+    """
+    for name in packages:
+        if name in _loaded:
+            continue
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(
+                f"plugins: cannot import {name!r} ({error}); install it, or put its folder into PYTHONPATH"
+            ) from error
+        _loaded.add(name)
+
+
+def _load(package: str | None) -> None:
+    """Import all modules of a package of this release, once."""
+    if package is None or package in _loaded:
+        return
+    _loaded.add(package)  # first, for its modules may look components up
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        if not module.ispkg:
+            importlib.import_module(f"{package}.{module.name}")
+
+
+def _load_entry_points() -> None:
+    if ENTRY_POINTS not in _loaded:
+        _loaded.add(ENTRY_POINTS)
+        for entry in entry_points(group=ENTRY_POINTS):
+            entry.load()
+
+
+def _origin(component: Any) -> str:
+    return f"{component.__module__}.{component.__qualname__}"

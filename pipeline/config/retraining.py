@@ -1,0 +1,174 @@
+"""Say what a window of new data is, what is asked of it, of a challenger and of the registry (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.config.serving import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
+from pipeline.runtime.errors import check_above, check_at_least, check_choice, check_within
+
+WINDOW_KINDS = ("partitions", "timestamps")
+LATE_POLICIES = ("skip", "use")
+TIMESTAMP_UNITS = ("s", "ms", "us")
+DENSE_POLICIES = ("load", "fresh", "matching")
+
+
+@dataclass
+class WindowsConfig:
+    """How `source` falls into windows of `length_hours`, and when one of them is whole.
+
+    partitions: a folder a window; `pattern` (strptime) reads its begin from its path below `source`.
+    timestamps: rows of one growing source, by `timestamp_column` (whole numbers of `timestamp_unit`, or ISO 8601).
+
+    A window is ready once the file `marker` lies in its folder (empty: none is awaited; for timestamps: once a row of a
+    later window is there) and it has `min_rows`. It holds up later windows until `lateness_hours` after its end; then it
+    is skipped, or used as it is. With lateness_hours 0 a window that is not there is not waited for.
+    """
+
+    kind: str = "partitions"
+    pattern: str = "dt=%Y-%m-%d"
+    length_hours: float = 24.0
+    marker: str = "_SUCCESS"
+    min_rows: int = 0
+    lateness_hours: float = 24.0
+    late: str = "skip"
+    timestamp_column: str | None = None
+    timestamp_unit: str = "s"
+    first: str | None = None  # windows before this one are left alone, as `2026-11-20` or `2026-11-20T03`
+
+    def __post_init__(self) -> None:
+        check_choice("windows.kind", self.kind, WINDOW_KINDS)
+        check_choice("windows.late", self.late, LATE_POLICIES)
+        check_choice("windows.timestamp_unit", self.timestamp_unit, TIMESTAMP_UNITS)
+        check_above("windows.length_hours", self.length_hours, 0.0)
+        check_at_least("windows.min_rows", self.min_rows, 0)
+        check_at_least("windows.lateness_hours", self.lateness_hours, 0.0)
+        if self.kind == "timestamps" and not self.timestamp_column:
+            raise ValueError("windows.kind=timestamps needs windows.timestamp_column=<column>")
+        if self.kind == "partitions" and "%" not in self.pattern:
+            raise ValueError(
+                f"windows.pattern={self.pattern!r} names no time; give strptime's letters, as in dt=%Y-%m-%d/hour=%H"
+            )
+
+
+@dataclass
+class GrowthConfig:
+    """What becomes of vocabularies, tables and optimizer state from window to window.
+
+    A value's count is its count in the window plus `count_decay` times what it was. Ids go by descending count; values
+    below data.ids.min_frequency, or beyond data.ids.max_size, lose their row. Tables have as many rows as there are ids;
+    rows follow their values, new ones are drawn fresh.
+
+    anneal: learning rates that schedule.* leaves constant fall to 0 over each window, for a model is judged as its last
+    steps leave it: at a constant rate the last few batches move its calibration by percents.
+    """
+
+    count_decay: float = 1.0
+    validation_fraction: float = 0.02  # of a window's rows, measured while it trains and not trained on
+    anneal: bool = True
+    reset_optimizer: bool = False
+    dense: str = "load"  # of a model whose layers have changed: warm_start.dense
+
+    def __post_init__(self) -> None:
+        check_within("growth.count_decay", self.count_decay, 0.0, 1.0)
+        check_within("growth.validation_fraction", self.validation_fraction, 0.001, 0.5)
+        check_choice("growth.dense", self.dense, DENSE_POLICIES)
+
+
+@dataclass
+class DataChecksConfig:
+    """Limits on a window before it is used, against the trailing median of the accepted windows before it.
+
+    None leaves a check out. A check against the past wants `min_history` windows and takes the newest `trailing`. What
+    the champion is asked about (unknown ids, NE) is allowed so much for each window that it has not seen, this one included.
+    """
+
+    trailing: int = 14
+    min_history: int = 2
+    row_count_change: float | None = 0.3
+    label_rate_change: float | None = 0.3
+    unknown_share_rise: float | None = 0.1  # of any feature: rows without an id that the champion knows
+    distance_rise: float | None = 0.2  # of any feature's values from the window before: 0 alike, 1 nothing in common
+    repeated_share: float | None = 0.1  # rows that an earlier window has too, above the trailing median
+    champion_ne_rise: float | None = 0.05  # relative; labels that are partly wrong, and days unlike all before
+    outside_share: float | None = 0.01  # rows whose timestamp lies outside the window, where there is a column
+    remember: int = 60  # windows whose rows a new one is compared with
+
+    def __post_init__(self) -> None:
+        check_at_least("checks.trailing", self.trailing, 1)
+        check_at_least("checks.min_history", self.min_history, 1)
+        check_at_least("checks.remember", self.remember, 1)
+        for name in ("row_count_change", "label_rate_change", "unknown_share_rise", "distance_rise", "repeated_share",
+                     "champion_ne_rise", "outside_share"):  # fmt: skip
+            check_at_least(f"checks.{name}", getattr(self, name), 0.0, allow_none=True)
+
+
+@dataclass
+class ExportGateConfig:
+    """The artifact that a challenger's version holds, as `export` takes it; past `parity`'s limits nothing is promoted.
+
+    Not enabled: versions hold no artifact, and nothing compares one with the trained model.
+    """
+
+    enabled: bool = True
+    precision: str = "int8"
+    tables: dict[str, str] = field(default_factory=dict)
+    ne_budget: float = 0.0005
+    dense: str = "fp32"
+    compiled: bool = False
+    pruning: PruningConfig = field(default_factory=PruningConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
+
+    def __post_init__(self) -> None:
+        check_precisions(self.precision, self.tables)
+        check_choice("gate.export.dense", self.dense, DENSE_PRECISIONS)
+        check_at_least("gate.export.ne_budget", self.ne_budget, 0.0)
+
+
+@dataclass
+class GateConfig:
+    """What a challenger must show on the next window, on the same rows as the champion.
+
+    ne_tolerance: NE of the challenger may be the champion's times 1 + this, at the upper bound of a paired bootstrap
+    (one-sided, `confidence`). slices: feature -> how much worse, relative, the NE of any of its values may be (point
+    estimate, values with at least `slice_min_rows` rows and clicks and non-clicks among them). max_ne is for the first
+    version, which has no champion to be held to.
+    """
+
+    ne_tolerance: float = 0.001
+    confidence: float = 0.95
+    bootstrap_samples: int = 1000
+    calibration_min: float = 0.97
+    calibration_max: float = 1.03
+    slices: dict[str, float] = field(default_factory=dict)
+    slice_min_rows: int = 1000
+    min_rows: int = 1000
+    max_ne: float = 1.0
+    export: ExportGateConfig = field(default_factory=ExportGateConfig)
+
+    def __post_init__(self) -> None:
+        check_at_least("gate.ne_tolerance", self.ne_tolerance, 0.0)
+        check_within("gate.confidence", self.confidence, 0.5, 0.9999)
+        check_at_least("gate.bootstrap_samples", self.bootstrap_samples, 100)
+        check_above("gate.calibration_min", self.calibration_min, 0.0)
+        check_at_least("gate.calibration_max", self.calibration_max, self.calibration_min)
+        check_at_least("gate.slice_min_rows", self.slice_min_rows, 1)
+        check_at_least("gate.min_rows", self.min_rows, 1)
+        check_above("gate.max_ne", self.max_ne, 0.0)
+        for name, limit in self.slices.items():
+            check_at_least(f"gate.slices.{name}", limit, 0.0)
+
+
+@dataclass
+class RegistryConfig:
+    """Where versions are kept, and how many; the champion and the one before it are kept whatever comes."""
+
+    path: str = "registry/${name}"  # a folder or s3://bucket/prefix
+    keep: int = 5
+    mlflow: str | None = None  # tracking URI of a mirror, which is never read
+
+    def __post_init__(self) -> None:
+        check_at_least("registry.keep", self.keep, 2)
+
+
+REGISTRY_COMMANDS = ("list", "history", "verify", "rollback", "unpin", "add")

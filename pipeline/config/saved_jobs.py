@@ -1,0 +1,110 @@
+"""Write a job to a file and read it back: plain YAML, with nothing left to resolve and no import path.
+
+What class a saved job's model is, `model.kind` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+from pipeline.config.jobs import CONFIG_NAMES
+from pipeline.config.registry import components, find
+from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.storage import storage
+
+Job = TypeVar("Job")
+
+
+def job_to_yaml(job: Any) -> str:
+    """A job with nothing left to resolve, as plain YAML."""
+    return yaml.safe_dump(dataclasses.asdict(job), sort_keys=False, default_flow_style=None, width=120)
+
+
+def job_from_yaml(job_type: type[Job], text: str) -> Job:
+    """Raises ValueError for keys or values that this release does not know."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"saved job: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"saved job: a {type(values).__name__} is no job")
+    if key := _interpolation(values):
+        raise ValueError(f"saved job: {key} holds ${{...}}, and what train saves is resolved: somebody has changed it")
+    schema = OmegaConf.structured(job_type)
+    if "model" in values:
+        schema.model = OmegaConf.structured(find("model", str(values["model"].get("kind")), "saved model.kind"))
+    try:
+        return instantiate(OmegaConf.merge(schema, values), job_type)  # type: ignore[arg-type]
+    except OmegaConfBaseException as error:
+        raise ValueError(f"saved job: {error.full_key}: {str(error).splitlines()[0]}{near_field(error)}") from None
+
+
+def _interpolation(value: Any, key: str = "") -> str:
+    """The key of the first value that OmegaConf would resolve, else empty: a resolver can read the environment."""
+    if isinstance(value, dict):
+        inner = ((f"{key}.{name}" if key else str(name), part) for name, part in value.items())
+    elif isinstance(value, list):
+        inner = ((f"{key}.{index}", part) for index, part in enumerate(value))
+    else:
+        return key if isinstance(value, str) and "${" in value else ""
+    return next((found for name, part in inner if (found := _interpolation(part, name))), "")
+
+
+def save_job(job: Any, path: str) -> None:
+    storage.publish_text(path, job_to_yaml(job))
+
+
+def load_saved_job(job_type: type[Job], path: str) -> Job:
+    """Raises ValueError where there is no file, or one that does not fit `job_type`."""
+    if not storage.is_file(path):
+        raise ValueError(f"there is no saved job at {path!r}: is that a run folder?")
+    return job_from_yaml(job_type, storage.read_text(path))
+
+
+def instantiate(config: DictConfig, job_type: type[Job]) -> Job:
+    try:
+        if missing := sorted(OmegaConf.missing_keys(config)):
+            raise ValueError(_explain_missing(missing, CONFIG_NAMES[job_type]))
+        job: Job = OmegaConf.to_object(config)  # type: ignore[assignment]
+    except InterpolationToMissingValueError as error:
+        key = str(error).splitlines()[0].rpartition(" ")[2]  # OmegaConf names the missing key in its text alone
+        raise ValueError(_explain_missing([key], CONFIG_NAMES[job_type])) from None
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {first_line(error)}") from None
+    model = getattr(job, "model", None)
+    models = components("model")
+    if model is not None and models.get(model.kind) is not type(model):
+        raise ValueError(
+            f"model.kind={model.kind!r} does not change the model, which is {type(model).__name__}; "
+            f"choose it by model=<option>{did_you_mean(model.kind, models)}"
+        )
+    return job
+
+
+def _explain_missing(keys: list[str], config_name: str) -> str:
+    if "data.name" in keys:
+        way_out = (
+            "choose data=<option>"
+            if config_name in ("generate", "prepare")
+            else "choose experiment=<option> or data=<option>"
+        )
+        return f"no data set is chosen: {way_out}; `python -m pipeline.{config_name} --help` lists them"
+    if keys == ["model.kind"]:
+        return "no model is chosen: choose model=<option>"
+    return f"{', '.join(keys)} must be given: {' '.join(f'{key}=<value>' for key in keys)}"
+
+
+def near_field(error: OmegaConfBaseException) -> str:
+    if error.object_type is not None and dataclasses.is_dataclass(error.object_type):
+        names = [field.name for field in dataclasses.fields(error.object_type)]
+        return did_you_mean(str(error.key), names) if str(error.key) not in names else ""
+    return ""
+
+
+def first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

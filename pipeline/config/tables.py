@@ -1,0 +1,83 @@
+"""Schemas of embedding tables: `tables.<name>` of a job (stdlib only).
+
+The entry `default` supplies what a table leaves unset. A table without feature_names embeds the feature of its own name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.config.compression import CompressionConfig
+from pipeline.runtime.errors import check_above, check_at_least, check_choice
+
+POOLINGS = ("sum", "mean")
+DATA_TYPES = ("fp32", "fp16")
+INITS = ("uniform", "normal", "zeros")
+SHARDING_TYPES = (
+    "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
+)  # fmt: skip
+COMPUTE_KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value")
+
+
+@dataclass
+class InitConfig:
+    """uniform: in [-scale, scale], scale None = 1/sqrt(num_embeddings); normal: std = scale, None = 1/sqrt(embedding_dim)."""
+
+    kind: str = "uniform"
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("init.kind", self.kind, INITS)
+        if self.scale is not None:
+            check_above("init.scale", self.scale, 0.0)
+
+
+@dataclass
+class ConstraintConfig:
+    """What the planner may choose for a table; empty lists allow all that the backend can do."""
+
+    sharding_types: list[str] = field(default_factory=list)
+    compute_kernels: list[str] = field(default_factory=list)
+    min_partition: int | None = None  # narrowest column shard
+
+    def __post_init__(self) -> None:
+        for value in self.sharding_types:
+            check_choice("sharding.sharding_types", value, SHARDING_TYPES)
+        for value in self.compute_kernels:
+            check_choice("sharding.compute_kernels", value, COMPUTE_KERNELS)
+        check_at_least("sharding.min_partition", self.min_partition, 1, allow_none=True)
+
+
+DEFAULT = "default"
+
+
+@dataclass
+class TableConfig:
+    """One table. None means: as `tables.default` says, and for num_embeddings: as the data set's cardinality says."""
+
+    num_embeddings: int | None = None
+    embedding_dim: int | None = None
+    feature_names: list[str] = field(default_factory=list)
+    pooling: str | None = None
+    data_type: str | None = None
+    init: InitConfig | None = None
+    sharding: ConstraintConfig | None = None
+    compression: CompressionConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("num_embeddings", self.num_embeddings, 1, allow_none=True)
+        check_at_least("embedding_dim", self.embedding_dim, 1, allow_none=True)
+        if self.pooling is not None:
+            check_choice("pooling", self.pooling, POOLINGS)
+        if self.data_type is not None:
+            check_choice("data_type", self.data_type, DATA_TYPES)
+
+
+def rows_of_features(tables: dict[str, TableConfig]) -> dict[str, int]:
+    """Feature name -> rows of its table, where the config says them."""
+    return {
+        feature: config.num_embeddings
+        for name, config in tables.items()
+        if config.num_embeddings is not None
+        for feature in config.feature_names or [name]
+    }

@@ -1,0 +1,281 @@
+"""Say how a model is trained: optimizers, schedules, collectives' precision, steps, checkpoints (stdlib only)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from pipeline.runtime.errors import (
+    check_above,
+    check_at_least,
+    check_below_one,
+    check_choice,
+    check_within,
+    did_you_mean,
+)
+from pipeline.runtime.process.watchdog import Limits
+
+SPARSE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
+DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
+SCHEDULES = ("constant", "poly", "cosine", "step")
+COMM_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+PRECISIONS = ("fp32", "bf16")
+TRAIN_PIPELINES = ("auto", "sparse_dist", "base")
+NON_FINITE_POLICIES = ("stop", "skip", "rollback")
+ROW_STATE_POLICIES = ("refuse", "average")
+SAVE_FAILURE_POLICIES = ("stop", "continue")
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass
+class SparseOptimizerConfig:
+    """The tables' optimizer, fused into backward; data_parallel tables get the same settings as a dense optimizer."""
+
+    name: str = "rowwise_adagrad"
+    lr: float = 0.02
+    eps: float = 1e-8
+    momentum: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer.sparse.name", self.name, SPARSE_OPTIMIZERS)
+        _check_optimizer("optimizer.sparse", self)
+
+
+@dataclass
+class DenseOptimizerConfig:
+    name: str = "adam"
+    lr: float = 0.001
+    eps: float = 1e-8
+    momentum: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer.dense.name", self.name, DENSE_OPTIMIZERS)
+        _check_optimizer("optimizer.dense", self)
+
+
+def _check_optimizer(prefix: str, config: SparseOptimizerConfig | DenseOptimizerConfig) -> None:
+    check_above(f"{prefix}.lr", config.lr, 0.0)
+    check_at_least(f"{prefix}.eps", config.eps, 0.0)
+    check_at_least(f"{prefix}.weight_decay", config.weight_decay, 0.0)
+    for name in ("momentum", "beta1", "beta2"):
+        check_below_one(f"{prefix}.{name}", getattr(config, name))
+
+
+@dataclass
+class OptimizerConfig:
+    sparse: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
+    dense: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
+
+
+@dataclass
+class LRSchedule:
+    """A factor on the learning rate: linear warm-up from 0, then constant until `decay_start_step`, then a decay.
+
+    poly: (1 - t) ** power over `decay_steps`; cosine: half a wave; step: times `gamma` every `decay_steps`.
+    Never below `end_factor`.
+    """
+
+    kind: str = "constant"
+    warmup_steps: int = 0
+    decay_start_step: int = 0
+    decay_steps: int = 0
+    power: float = 2.0
+    gamma: float = 0.1
+    end_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("schedule.kind", self.kind, SCHEDULES)
+        for name in ("warmup_steps", "decay_start_step", "decay_steps"):
+            check_at_least(f"schedule.{name}", getattr(self, name), 0)
+        if self.kind != "constant":
+            check_at_least(f"schedule.decay_steps (kind={self.kind})", self.decay_steps, 1)
+            check_at_least("schedule.decay_start_step", self.decay_start_step, self.warmup_steps)
+        check_above("schedule.power", self.power, 0.0)
+        check_above("schedule.gamma", self.gamma, 0.0)
+        check_within("schedule.gamma", self.gamma, 0.0, 1.0)
+        check_within("schedule.end_factor", self.end_factor, 0.0, 1.0)
+
+
+@dataclass
+class ScheduleConfig:
+    sparse: LRSchedule = field(default_factory=LRSchedule)
+    dense: LRSchedule = field(default_factory=LRSchedule)
+
+
+@dataclass
+class CommsConfig:
+    """Precision of pooled embeddings forward and of their gradients backward; ids are never quantized.
+
+    shared_memory: CPU ranks of one host exchange what is not quantized through memory, not by gloo.
+    """
+
+    forward_precision: str = "fp32"
+    backward_precision: str = "fp32"
+    backend: str = "auto"
+    timeout_s: float = 300.0
+    shared_memory: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("comms.forward_precision", self.forward_precision, COMM_PRECISIONS)
+        check_choice("comms.backward_precision", self.backward_precision, COMM_PRECISIONS)
+        check_choice("comms.backend", self.backend, BACKENDS)
+        check_at_least("comms.timeout_s", self.timeout_s, 1)  # the process groups count whole seconds
+
+
+EMBEDDING_SYNCS = ("every_step", "every_<n>_steps", "never")
+
+
+@dataclass
+class ParallelConfig:
+    """embedding_sync: every_step shards the tables over all ranks, so that they are one model at every step.
+
+    every_100_steps and the like, and never: each host trains tables of its own on the rows of its ranks, sharded over them,
+    and they are averaged over the hosts that often, optimizer state included. Dense layers and data_parallel tables are
+    all-reduced over all ranks at every step whatever this says.
+    """
+
+    embedding_sync: str = "every_step"
+
+    def __post_init__(self) -> None:
+        match = re.fullmatch(r"every_([1-9]\d*)_steps?", self.embedding_sync)
+        if not match and self.embedding_sync not in EMBEDDING_SYNCS:
+            raise ValueError(
+                f"parallel.embedding_sync={self.embedding_sync!r} is not one of {', '.join(EMBEDDING_SYNCS)}"
+                f"{did_you_mean(self.embedding_sync, ('every_step', 'never', 'every_100_steps'))}"
+            )
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.embedding_sync != "every_step"
+
+    @property
+    def sync_every_steps(self) -> int:
+        """0: never. Raises AssertionError where there are no replicas."""
+        assert self.has_replicas
+        return 0 if self.embedding_sync == "never" else int(self.embedding_sync.split("_")[1])
+
+
+@dataclass
+class CheckpointConfig:
+    """A step is removed only when two later ones are known to be intact, so two stay at least."""
+
+    folder: str | None = None  # None: run_dir/checkpoints; s3://bucket/prefix for an object store
+    save_every_steps: int = 0  # 0: at the end of training only
+    keep_last_n: int = 2
+    keep_best_n: int = 0  # beside the last n, of those evaluated at the step that they save
+    best_metric: str | None = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
+    asynchronous: bool = False  # copy the state to host memory, and write it while training goes on
+    on_failure: str = "stop"
+    max_failures_in_a_row: int = 3  # on_failure=continue stops then
+    resume: bool = True
+    # Row-wise optimizer state of a table whose columns are now cut elsewhere: refuse, or go on with averages.
+    row_state_across_columns: str = "refuse"
+
+    def __post_init__(self) -> None:
+        check_choice("checkpoint.row_state_across_columns", self.row_state_across_columns, ROW_STATE_POLICIES)
+        check_at_least("checkpoint.save_every_steps", self.save_every_steps, 0)
+        check_at_least("checkpoint.keep_last_n", self.keep_last_n, 2)
+        check_at_least("checkpoint.keep_best_n", self.keep_best_n, 0)
+        check_choice("checkpoint.on_failure", self.on_failure, SAVE_FAILURE_POLICIES)
+        check_at_least("checkpoint.max_failures_in_a_row", self.max_failures_in_a_row, 1)
+
+
+@dataclass
+class EarlyStopConfig:
+    """Stop after `patience` evaluations in a row without an improvement of `min_delta`; patience 0 never stops."""
+
+    patience: int = 0
+    metric: str | None = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_at_least("trainer.early_stop.patience", self.patience, 0)
+        check_at_least("trainer.early_stop.min_delta", self.min_delta, 0.0)
+
+
+@dataclass
+class TrainerConfig:
+    """Steps count optimizer updates of global_batch_size rows, read as gradient_accumulation_steps micro-batches.
+
+    non_finite_loss: stop at the first; skip such batches, up to max_non_finite_steps in a row; rollback does so too, then
+    goes back to the newest checkpoint once, past the batches read since, and stops the second time.
+    """
+
+    global_batch_size: int = 2048
+    epochs: int = 1
+    max_steps: int | None = None
+    seed: int = 0
+    precision: str = "fp32"
+    compile: bool = False  # the dense layers by torch.compile; where it fails they run as they are
+    pipeline: str = "auto"  # base on one CPU rank, which has nothing to overlap; sparse_dist else
+    gradient_clip_norm: float | None = None
+    gradient_accumulation_steps: int = 1
+    log_every_steps: int = 50
+    evaluate_every_steps: int = 0  # 0: at the end of training only
+    evaluate_max_batches: int | None = None
+    evaluate_batch_size: int | None = None  # global; None: global_batch_size
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    non_finite_loss: str = "stop"
+    max_non_finite_steps: int = 10
+    hang_timeout_s: float = 180.0  # for a step, and for a batch of an evaluation; 0: never
+    startup_timeout_s: float = 900.0  # for each stage of start-up: starting, joining, loading
+    save_timeout_s: float = 1800.0  # for a save, and for the metrics of a whole evaluation
+    lease_ttl_s: float = 120.0  # without a sign for so long, a run on another host counts as dead
+    grace_s: float = 30.0  # between the scheduler's SIGTERM and its SIGKILL
+
+    def pipeline_of(self, world_size: int, device_type: str) -> str:
+        """sparse_dist or base."""
+        if self.pipeline != "auto":
+            return self.pipeline
+        return "base" if world_size == 1 and device_type == "cpu" else "sparse_dist"
+
+    def limits(self) -> Limits:
+        return Limits(self.startup_timeout_s, self.hang_timeout_s, self.save_timeout_s, self.grace_s)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of all ranks in one forward and backward."""
+        return self.global_batch_size // self.gradient_accumulation_steps
+
+    def __post_init__(self) -> None:
+        for name in (
+            "global_batch_size",
+            "epochs",
+            "gradient_accumulation_steps",
+            "log_every_steps",
+            "max_non_finite_steps",
+        ):
+            check_at_least(f"trainer.{name}", getattr(self, name), 1)
+        for name in ("max_steps", "evaluate_batch_size", "evaluate_max_batches"):
+            check_at_least(f"trainer.{name}", getattr(self, name), 1, allow_none=True)
+        for name in ("hang_timeout_s", "startup_timeout_s", "save_timeout_s"):
+            check_at_least(f"trainer.{name}", getattr(self, name), 0.0)
+        check_at_least("trainer.lease_ttl_s", self.lease_ttl_s, 1.0)
+        check_at_least("trainer.grace_s", self.grace_s, 10.0)  # 5 of them are the launcher's
+        check_within("trainer.seed", self.seed, 0, 2**63 - 1)
+        check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
+        if self.global_batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"trainer.global_batch_size={self.global_batch_size} does not divide into "
+                f"trainer.gradient_accumulation_steps={self.gradient_accumulation_steps} micro-batches"
+            )
+        check_choice("trainer.precision", self.precision, PRECISIONS)
+        check_choice("trainer.pipeline", self.pipeline, TRAIN_PIPELINES)
+        check_choice("trainer.non_finite_loss", self.non_finite_loss, NON_FINITE_POLICIES)
+        if self.gradient_clip_norm is not None:
+            check_above("trainer.gradient_clip_norm", self.gradient_clip_norm, 0.0)
+
+
+def profiled_steps(text: str) -> tuple[int, int]:
+    """`steps:50-60` -> (50, 60), counted from 1. Raises ValueError for anything else."""
+    kind, _, numbers = text.partition(":")
+    first, _, last = numbers.partition("-")
+    if kind != "steps" or not first.isdigit() or not last.isdigit() or not 1 <= int(first) <= int(last):
+        raise ValueError(f"profile={text}: say which steps to record, as in profile=steps:50-60 (steps count from 1)")
+    return int(first), int(last)

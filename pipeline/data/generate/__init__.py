@@ -1,0 +1,1 @@
+"""Generate data sets whose best possible AUC is known."""

@@ -1,0 +1,63 @@
+"""Turn a teacher and its values into those of a later window: effects turn, values of large features are replaced.
+
+An effect turns from its first draw towards a second one, by the cosine and sine of window * drift, so its spread stays
+the same and windows are the less alike the further apart they are. A place among a feature's values (its popularity) is
+held by a value for about 1/churn windows; then a new value comes with an effect of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.config.data import SyntheticConfig
+
+CHURNING_FROM = 300  # values: weekdays do not change, items do
+MAX_PLACES = 1 << 16
+
+
+def turned_effects(config: SyntheticConfig, effects: list[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
+    """[feature][effect row] of config.window, where `effects` are those of window 0."""
+    return [_turned(config, feature, each) for feature, each in enumerate(effects)]
+
+
+def turned_vectors(config: SyntheticConfig, vectors: dict[int, NDArray[np.float64]]) -> dict[int, NDArray[np.float64]]:
+    """Likewise [effect row, dim] of the features that interact."""
+    return {feature: _turned(config, feature, each) for feature, each in vectors.items()}
+
+
+def renewed(config: SyntheticConfig, feature: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The values that hold these places (1.. by popularity; 0, missing, stays) in config.window."""
+    size = config.cardinalities[feature]
+    if not config.window or not _churns(config, feature):
+        return places
+    generations = _generations(config, feature)
+    return np.where(places > 0, places + size * generations[places - 1], 0)
+
+
+def _turned(config: SyntheticConfig, feature: int, effects: NDArray[np.float64]) -> NDArray[np.float64]:
+    angle = config.window * config.drift
+    spread = np.sqrt(np.mean(np.square(effects), axis=None))
+    other = np.random.default_rng([config.seed, 3, feature, effects.ndim]).normal(0, 1, effects.shape)
+    decay = np.arange(1, len(effects) + 1) ** -0.25 if effects.ndim == 1 else np.ones(len(effects))[:, None]
+    other *= decay * spread / np.sqrt(np.mean(np.square(other * decay)))
+    turned = np.cos(angle) * effects + np.sin(angle) * other
+    if not _churns(config, feature):
+        return turned
+    generations = _generations(config, feature)
+    for generation in range(1, int(generations.max(initial=0)) + 1):
+        random = np.random.default_rng([config.seed, 4, feature, effects.ndim, generation])
+        fresh = random.permutation(effects)
+        rows = 1 + np.flatnonzero(generations == generation)
+        turned[rows] = fresh[rows]
+    return turned
+
+
+def _churns(config: SyntheticConfig, feature: int) -> bool:
+    return config.churn > 0.0 and CHURNING_FROM <= config.cardinalities[feature] <= MAX_PLACES
+
+
+def _generations(config: SyntheticConfig, feature: int) -> NDArray[np.int64]:
+    """[cardinality] how often the value of each place has been replaced up to config.window."""
+    phase = np.random.default_rng([config.seed, 5, feature]).random(config.cardinalities[feature])
+    return np.floor(phase + config.churn * config.window).astype(np.int64)

@@ -1,0 +1,96 @@
+"""Turn a seed into clicks of users on items, drawn from vectors that each has of its own: a TSV with a header.
+
+Users and items come by power laws. A click's logit is the dot product of the user's and the item's vector, plus a bias of
+each; a third of a vector's variance is its group's or genre's. No sum of effects of single features reaches it, while
+matrix factorisation can say all of it. The true probability of every row goes to `<output>.teacher.parquet`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+
+from pipeline.config.data import UserItemConfig
+from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, power_law, sigmoid, write_chunks
+
+COLUMNS = ("click", "user_id", "user_group", "item_id", "item_genre")
+GROUP_SHARE = 1 / 3  # of a vector's variance
+
+
+@dataclass(frozen=True)
+class Taste:
+    """Vectors are [users or items, latent_dim]; groups, genres, biases have one value each."""
+
+    users: np.ndarray
+    items: np.ndarray
+    user_groups: np.ndarray
+    item_genres: np.ndarray
+    user_biases: np.ndarray
+    item_biases: np.ndarray
+    gain: float = 1.0
+    bias: float = 0.0
+
+    def scores(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
+        dots = np.einsum("rd,rd->r", self.users[users], self.items[items])
+        return dots + self.user_biases[users] + self.item_biases[items]
+
+    def probabilities(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
+        return sigmoid(self.gain * self.scores(users, items) + self.bias)
+
+
+def make_taste(config: UserItemConfig) -> Taste:
+    """The logits' standard deviation is config.teacher_scale, their mean probability config.positive_rate."""
+    random = np.random.default_rng([config.seed, 0])
+    users, user_groups = _vectors(random, config.num_users, config.num_groups, config.latent_dim)
+    items, item_genres = _vectors(random, config.num_items, config.num_genres, config.latent_dim)
+    taste = Taste(
+        users,
+        items,
+        user_groups,
+        item_genres,
+        random.normal(0, 0.3 * config.latent_dim**0.5, config.num_users),
+        random.normal(0, 0.3 * config.latent_dim**0.5, config.num_items),
+    )
+    score = taste.scores(*draw_pairs(config, np.random.default_rng([config.seed, 1]), ROWS_PER_CHUNK))
+    gain = config.teacher_scale / float(score.std())
+    return replace(taste, gain=gain, bias=fit_bias(gain * score, config.positive_rate))
+
+
+def _vectors(random: np.random.Generator, count: int, num_groups: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """(vectors [count, dim], each one's group [count])."""
+    groups = random.integers(0, num_groups, count)
+    centres = random.normal(0, GROUP_SHARE**0.5, (num_groups, dim))
+    return centres[groups] + random.normal(0, (1 - GROUP_SHARE) ** 0.5, (count, dim)), groups
+
+
+def draw_pairs(config: UserItemConfig, random: np.random.Generator, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Users and items of `num_rows` rows, counted from 0, drawn apart from each other."""
+    users = power_law(random.random(num_rows), config.num_users, config.user_exponent) - 1
+    return users, power_law(random.random(num_rows), config.num_items, config.item_exponent) - 1
+
+
+def draw_rows(config: UserItemConfig, taste: Taste, chunk: int) -> tuple[bytes, np.ndarray]:
+    """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
+    random = np.random.default_rng([config.seed, 2, chunk])
+    users, items = draw_pairs(config, random, min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK))
+    probabilities = taste.probabilities(users, items)
+    values = [
+        (random.random(len(users)) < probabilities).astype(np.int8),
+        users, taste.user_groups[users], items, taste.item_genres[items],
+    ]  # fmt: skip
+    sink = pa.BufferOutputStream()
+    if chunk == 0:  # pyarrow would put the names in quotes
+        sink.write("\t".join(COLUMNS).encode() + b"\n")
+    options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    pa.csv.write_csv(pa.table([pa.array(column) for column in values], names=list(COLUMNS)), sink, options)
+    return sink.getvalue().to_pybytes(), probabilities
+
+
+def write_source(config: UserItemConfig, output: str, threads: int | None = None) -> None:
+    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
+    taste = make_taste(config)
+    write_chunks(lambda chunk: draw_rows(config, taste, chunk), config.num_rows, output, threads or os.cpu_count() or 1)

@@ -1,0 +1,1 @@
+"""Prepare raw rows: vocabularies, splits, Parquet shards and dataset.json."""

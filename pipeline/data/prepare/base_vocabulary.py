@@ -1,0 +1,117 @@
+"""Turn the vocabularies of an earlier data set into those of new rows: kept as they are, or counted on.
+
+Frozen, they give rows the ids that a trained model knows. Extended, a value's count goes on from what it was, so that a
+table's hot rows stay its first ones while new values come and rare ones go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import pyarrow.parquet as pq
+
+from pipeline.config.data import BaseVocabularyConfig
+from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.data.prepare.encode import Features
+from pipeline.runtime.storage import storage
+
+BUCKETS_FILE = "value_buckets.json"  # beside dataset.json, of data sets that were prepared from a base
+NUM_BUCKETS = 64
+
+
+@dataclass(frozen=True)
+class BaseVocabulary:
+    """`files`: feature -> local Parquet file of (value, count, id), of the features that are not hashed."""
+
+    dataset: Dataset
+    files: dict[str, str]
+    frozen: bool
+    count_decay: float
+
+    def describe(self) -> dict[str, Any]:
+        """What beside the rows the ids depend on."""
+        about: dict[str, Any] = {"base": self.dataset.fingerprint(), "frozen": self.frozen}
+        return about if self.frozen else about | {"count_decay": self.count_decay}
+
+    def check(self, features: Features) -> None:
+        """Raises ValueError where a feature's ids cannot go on from what they were."""
+        known = {feature.name: feature for feature in self.dataset.sparse_features}
+        for name in features.sparse:
+            if name not in known:
+                raise ValueError(
+                    f"vocabularies.path: data set {self.dataset.name!r} has no feature {name!r}; prepare both with the "
+                    "same data.columns"
+                )
+            ids, base = features.ids[name], known[name]
+            size, seed = (ids.hash_size, ids.hash_seed) if ids.kind == "hash" else (None, 0)
+            if (size, seed) != (base.hash_size, base.hash_seed if base.hash_size else 0):
+                raise ValueError(
+                    f"vocabularies.path: the ids of {name!r} were given "
+                    f"{f'by hash to {base.hash_size} rows' if base.hash_size else 'by vocabulary'}, and are now "
+                    f"{f'by hash to {size} rows' if size else 'by vocabulary'}; keep data.ids as it was"
+                )
+
+    def num_lookups(self, name: str) -> int:
+        """What the counts that are carried over stand for; those of rare values are not known any more."""
+        counts = pq.read_table(self.files[name], columns=["count"])["count"].to_numpy()
+        return int((counts * (1.0 if self.frozen else self.count_decay)).sum())
+
+    def merge_counts(self, engine: duckdb.DuckDBPyConnection, features: Features, counts: str) -> str:
+        """A file like `counts` (feature, value, count; see vocabulary.count_values) of the values that are to have ids."""
+        self._write_buckets(engine, features, counts)
+        merged = os.path.join(os.path.dirname(counts), "merged_counts.parquet")
+        factor = 1.0 if self.frozen else self.count_decay
+        carried = " UNION ALL ".join(
+            f"SELECT {number} AS feature, value, floor(count * {factor})::BIGINT AS count, id FROM read_parquet({_text(self.files[name])})"
+            for number, name in enumerate(features.sparse)
+            if name in self.files
+        )
+        hashed = ", ".join(str(number) for number, name in enumerate(features.sparse) if name not in self.files) or "-1"
+        seen = f"SELECT feature, value, count FROM read_parquet({_text(counts)})"
+        if not carried:
+            return counts
+        if self.frozen:
+            rows = (
+                f"SELECT feature, value, count FROM (SELECT * FROM ({carried}) UNION ALL "
+                f"SELECT *, row_number() OVER (PARTITION BY feature ORDER BY count DESC, value) AS id "
+                f"FROM ({seen} WHERE feature IN ({hashed}))) ORDER BY feature, id"
+            )
+        else:
+            rows = (
+                f"SELECT feature, value, sum(count)::BIGINT AS count FROM (SELECT feature, value, count FROM ({carried}) "
+                f"UNION ALL {seen}) GROUP BY feature, value HAVING sum(count) > 0 ORDER BY feature, count DESC, value"
+            )
+        engine.execute(f"COPY ({rows}) TO {_text(merged)} (FORMAT parquet, COMPRESSION lz4_raw)")
+        return merged
+
+    def _write_buckets(self, engine: duckdb.DuckDBPyConnection, features: Features, counts: str) -> None:
+        """Beside `counts`: feature -> how often values of each bucket were seen, whatever the vocabularies know."""
+        found = {name: [0] * NUM_BUCKETS for name in features.sparse}
+        rows = engine.execute(
+            f"SELECT feature, md5_number_lower(value) % {NUM_BUCKETS} AS bucket, sum(count)::BIGINT FROM "
+            f"read_parquet({_text(counts)}) GROUP BY feature, bucket"
+        ).fetchall()
+        for number, bucket, count in rows:
+            found[features.sparse[number]][bucket] = int(count)
+        storage.publish_text(os.path.join(os.path.dirname(counts), BUCKETS_FILE), json.dumps(found))
+
+
+def load_base(config: BaseVocabularyConfig) -> BaseVocabulary:
+    """Raises ValueError where there is no such data set, or a vocabulary of it is missing."""
+    dataset = load_dataset(config.path)
+    files = {}
+    for feature in dataset.sparse_features:
+        if feature.vocabulary:
+            path = storage.join(config.path, feature.vocabulary)
+            if not storage.is_file(path):
+                raise ValueError(f"{path} is missing: prepare {config.path} again, or name another vocabularies.path")
+            files[feature.name] = storage.local_path(path)
+    return BaseVocabulary(dataset, files, config.frozen, config.count_decay)
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"

@@ -1,0 +1,58 @@
+"""Turn a DataConfig into the Dataset that `prepare` would describe, but for its files, for plans made where no data are.
+
+A one-hot feature has one id a sample, whatever the rows say. What only rows can tell, the length of lists, is asked
+for; how lookups fall on ids is assumed even, the least that a cache can count on.
+"""
+
+from __future__ import annotations
+
+from pipeline.config.data import DataConfig
+from pipeline.data.dataset import FILE_NAME, Dataset, FrequencyCurve, SparseFeature
+from pipeline.data.raw.criteo import criteo_columns
+
+
+def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
+    """`num_ids`: rows that a table gives a feature; those of hashed ids are known without. `splits` is empty.
+
+    Raises:
+        ValueError: the config leaves open how many ids a feature has, or how many a sample.
+    """
+    columns = criteo_columns() if config.format == "criteo_tsv" else config.columns
+    if columns.multi_hot:
+        raise ValueError(
+            f"{_absence(config)}, and how long the lists of {columns.multi_hot[0]!r} are only the data can tell: {_prepare(config)}"
+        )
+    known = {**_hashed(config, columns.sparse), **num_ids}
+    if missing := [name for name in columns.sparse if name not in known]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{_absence(config)}, and no table says how many ids {missing[0]!r}{more} has: choose tables that do "
+            f"(tables.{missing[0]}.num_embeddings=<rows>), or {_prepare(config)}"
+        )
+    return Dataset(
+        name=config.name,
+        label=columns.label,
+        dense_features=list(columns.dense),
+        sparse_features=[
+            SparseFeature(name, known[name], False, 1.0, FrequencyCurve([known[name]], [1.0]))
+            for name in columns.sparse
+        ],
+        splits={},
+        source_rows=0,
+        accepted_rows=0,
+        quarantined_rows=0,
+        dense_transform=config.dense_transform,
+    )
+
+
+def _hashed(config: DataConfig, names: list[str]) -> dict[str, int]:
+    ids = {name: config.feature_ids.get(name, config.ids) for name in names}
+    return {name: each.hash_size for name, each in ids.items() if each.kind == "hash" and each.hash_size}
+
+
+def _absence(config: DataConfig) -> str:
+    return f"there is no {FILE_NAME} in {config.path!r}"
+
+
+def _prepare(config: DataConfig) -> str:
+    return f"prepare the data set with `python -m pipeline.prepare data={config.name} source=<file, folder or glob>`, or set data.path"

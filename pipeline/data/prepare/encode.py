@@ -1,0 +1,155 @@
+"""Turn typed rows into codes: a categorical value becomes its number among the block's own distinct values.
+
+A block's distinct values are few beside its rows, so all later work on text (counting, sorting, joining) is on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.config.data import DataConfig, IdsConfig
+from pipeline.data.raw.hashing import hash_ids
+from pipeline.data.raw.layout import Layout
+from pipeline.runtime.errors import did_you_mean
+
+# Staged beside the features; no feature has these names.
+TIMESTAMP_COLUMN = "\0timestamp"
+TRUTH_COLUMN = "\0truth"
+
+
+@dataclass(frozen=True)
+class Features:
+    """What rows are turned into. The order of `sparse`, one-hot first, numbers the features."""
+
+    label: str
+    dense: list[str]
+    one_hot: list[str]
+    multi_hot: list[str]
+    ids: dict[str, IdsConfig]
+    dense_transform: str
+    timestamp: str | None
+    list_separator: str
+
+    @property
+    def sparse(self) -> list[str]:
+        return [*self.one_hot, *self.multi_hot]
+
+
+def features_of(config: DataConfig, layout: Layout) -> Features:
+    """Raises ValueError where data.feature_ids names no categorical column."""
+    columns = layout.columns
+    sparse = [*columns.sparse, *columns.multi_hot]
+    for name in config.feature_ids:
+        if name not in sparse:
+            raise ValueError(f"data.feature_ids names {name!r}, not a categorical column{did_you_mean(name, sparse)}")
+    return Features(
+        label=columns.label,
+        dense=columns.dense,
+        one_hot=columns.sparse,
+        multi_hot=columns.multi_hot,
+        ids={name: config.feature_ids.get(name, config.ids) for name in sparse},
+        dense_transform=config.dense_transform,
+        timestamp=columns.timestamp,
+        list_separator=columns.list_separator,
+    )
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """`rows`: label int8, dense float32, codes uint16 (multi-hot: lists of uint32), 0 for a missing value.
+
+    Code c of a feature is entry c - 1 among its `num_values` entries; `values` and `counts` hold those of all features.
+    The value of a hashed feature's entry is its id, in decimal.
+    """
+
+    rows: pa.RecordBatch
+    values: pa.Array
+    counts: np.ndarray
+    num_values: list[int]
+    num_lookups: list[int]
+
+
+def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray | None = None) -> EncodedBlock:
+    """`probabilities` are the teacher's, one a row, where the source was generated."""
+    arrays = [pa.array(table[features.label].to_numpy().astype(np.int8))]
+    arrays += [pa.array(dense_values(table[name], features.dense_transform)) for name in features.dense]
+    values, counts, lookups = [], [], []
+    for name in features.sparse:
+        codes, distinct, lengths = encode_values(features, name, table[name])
+        ids = features.ids[name]
+        if ids.kind == "hash":
+            distinct = pa.array(hash_ids(distinct, ids.hash_size or 0, ids.hash_seed)).cast(pa.string())
+        values.append(distinct)
+        counts.append(np.bincount(codes, minlength=len(distinct) + 1)[1:])
+        lookups.append(len(codes))
+        if lengths is None:
+            arrays.append(pa.array(codes.astype(np.uint16)))
+        else:
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(codes.astype(np.uint32))))
+    names = [features.label, *features.dense, *features.sparse]
+    if features.timestamp:
+        arrays.append(table[features.timestamp].combine_chunks())
+        names.append(TIMESTAMP_COLUMN)
+    if probabilities is not None:
+        arrays.append(pa.array(probabilities))
+        names.append(TRUTH_COLUMN)
+    return EncodedBlock(
+        rows=pa.RecordBatch.from_arrays(arrays, names=names),
+        values=pa.concat_arrays(values),
+        counts=np.concatenate(counts),
+        num_values=[len(distinct) for distinct in values],
+        num_lookups=lookups,
+    )
+
+
+def encode_values(
+    features: Features, name: str, column: pa.ChunkedArray
+) -> tuple[np.ndarray, pa.Array, np.ndarray | None]:
+    """Codes, 0 for a missing value, the distinct values behind codes 1, 2, ... as text, and of a multi-hot feature how
+    many codes each row has."""
+    values = column.combine_chunks()
+    lengths = None
+    if name in features.multi_hot:
+        values, lengths = _flatten(values, features.list_separator)
+    return *_codes(values), lengths
+
+
+def dense_values(column: pa.ChunkedArray, transform: str) -> np.ndarray:
+    """[rows] float32, missing 0. log1p takes negatives for 0, as DLRM does.
+
+    https://github.com/facebookresearch/dlrm/blob/main/data_utils.py: X_int[X_int < 0] = 0, then log(X_int + 1).
+    """
+    return transformed(column.to_numpy(), transform)  # missing values become NaN
+
+
+def transformed(values: np.ndarray, transform: str) -> np.ndarray:
+    """float64 -> float32, one by one, as dense_values says; NaN is a missing value."""
+    if transform == "log1p":
+        return np.log1p(np.fmax(values, 0.0)).astype(np.float32)  # fmax takes the number where the other is NaN
+    return np.where(np.isnan(values), 0.0, values).astype(np.float32)
+
+
+def _flatten(column: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray]:
+    """All values of a list column, and each row's number of them; a missing list is an empty one."""
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        column = pc.split_pattern(column, separator)
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    return column.flatten(), lengths
+
+
+def _codes(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
+    """Codes from 1 (0: missing) and the distinct values behind them, as text. Empty text is a missing value."""
+    if not pa.types.is_dictionary(column.type):
+        column = column.dictionary_encode()
+    codes = pc.fill_null(column.indices, -1).to_numpy() + 1
+    distinct = column.dictionary.cast(pa.string())
+    empty = pc.index(distinct, "").as_py() if len(distinct) else -1
+    if empty >= 0:  # in Parquet sources and lists; CSV reads it as null
+        codes = np.where(codes == empty + 1, 0, codes - (codes > empty + 1))
+        distinct = distinct.filter(pc.not_equal(distinct, ""))
+    return codes, distinct

@@ -1,0 +1,62 @@
+"""Turn a config into what a data set's bytes depend on, and find the data set that was prepared so."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.config.data import DataConfig
+from pipeline.data.dataset import FILE_NAME, Dataset, load_dataset
+from pipeline.data.prepare.base_vocabulary import BaseVocabulary
+from pipeline.data.raw.source import Source
+from pipeline.runtime.storage import storage
+
+
+def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabulary | None = None) -> Dataset | None:
+    """The finished data set of the same sources and recipe. Raises ValueError where config.path holds another one."""
+    path = storage.join(config.path, FILE_NAME)
+    if not storage.is_file(path):
+        return None
+    way_out = f"choose another data.path, or remove {config.path} to prepare it anew"
+    try:
+        dataset = load_dataset(config.path)
+    except ValueError as error:
+        raise ValueError(f"{path} is of another release: {way_out}") from error
+    wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
+    differing = [f"{key} was {found.get(key)}, is {wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
+    here = {source.name: (source.size_bytes, source.digest) for source in sources}
+    there = {source["path"]: (source["size_bytes"], source["digest"]) for source in dataset.sources}
+    differing += [f"{name} is another file" for name in here.keys() & there.keys() if here[name] != there[name]]
+    differing += [f"{name} is new" for name in here.keys() - there.keys()]
+    differing += [f"{name} is missing" for name in there.keys() - here.keys()]
+    if differing:
+        raise ValueError(f"{config.path} was prepared from other input ({'; '.join(sorted(differing)[:5])}): {way_out}")
+    for shard in (shard for split in dataset.splits.values() for shard in split.files):
+        shard_path = storage.join(config.path, shard.path)
+        if not storage.is_file(shard_path) or storage.size_bytes(shard_path) != shard.size_bytes:
+            raise ValueError(f"{shard_path} is not the {shard.size_bytes:,} bytes that {FILE_NAME} names: {way_out}")
+    return dataset
+
+
+def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[str, Any]:
+    """What beside the sources the data set's bytes depend on."""
+    keys = (
+        "format",
+        "columns",
+        "dense_transform",
+        "ids",
+        "feature_ids",
+        "split",
+        "rows_per_shard",
+        "rows_per_row_group",
+    )
+    recipe = {key: value for key, value in asdict(config).items() if key in keys}
+    return recipe if base is None else recipe | {"vocabularies": base.describe()}
+
+
+def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(f"{prefix}.{key}", value) if isinstance(value, dict) else {f"{prefix}.{key}": value}
+    return flat

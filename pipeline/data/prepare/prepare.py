@@ -1,0 +1,292 @@
+"""Turn raw files into a data set: stage each, split, count values, give ids, write shards, then dataset.json.
+
+dataset.json is the commit. Until then everything that can be taken up again lies in the staging folder.
+
+Size: memory is bounded by the limit alone. The staging folder takes about 110 bytes a row of Criteo, and DuckDB spills on top
+what its sorts of distinct values do not fit into memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable
+from contextlib import closing
+from importlib.metadata import version
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config.data import SPLITS, DataConfig, IdsConfig
+from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature, Split
+from pipeline.data.generate.synthetic import area_under_curve
+from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
+from pipeline.data.prepare.encode import Features, features_of
+from pipeline.data.prepare.identity import recipe_of
+from pipeline.data.prepare.parallel import map_ordered
+from pipeline.data.prepare.resources import Resources
+from pipeline.data.prepare.splits import (
+    BlockRows,
+    Boundaries,
+    TrainingCounts,
+    blocks_of,
+    count_training,
+    find_boundaries,
+)
+from pipeline.data.prepare.staging import StagedFile, stage_source
+from pipeline.data.prepare.vocabulary import (
+    count_values,
+    map_entries,
+    open_engine,
+    rank_values,
+    read_counts,
+    vocabulary_file,
+)
+from pipeline.data.prepare.write_shards import ShardWriter, WrittenShard, plan_shards
+from pipeline.data.raw.layout import Layout, layout_of
+from pipeline.data.raw.source import Source
+from pipeline.data.raw.source_schemas import check_sources
+from pipeline.runtime.logs import get_logger, progress
+from pipeline.runtime.process.processes import only_one_run
+from pipeline.runtime.storage import storage
+
+QUARANTINE_FILE = "quarantine.jsonl"
+HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
+logger = get_logger(__name__)
+
+
+def prepare_dataset(
+    config: DataConfig, sources: list[Source], resources: Resources, base: BaseVocabulary | None = None
+) -> Dataset:
+    """Write the data set to config.path. Raises ValueError for sources that cannot become one."""
+    layout = layout_of(config)
+    features = features_of(config, layout)
+    if base is not None:
+        base.check(features)
+    check_sources(layout, sources)
+    os.makedirs(resources.staging, exist_ok=True)
+    with only_one_run(resources.staging, "preparing"):
+        files = stage_sources(config, sources, layout, features, resources)
+        try:
+            dataset = _write_dataset(config, sources, features, files, resources, base)
+        except duckdb.OutOfMemoryException as error:
+            raise ValueError(
+                f"memory_limit_gb={resources.memory_bytes / 2**30:g} is too little for {resources.threads} threads "
+                f"(DuckDB: {str(error).splitlines()[0]}): raise it, or lower threads"
+            ) from error
+        except duckdb.IOException as error:
+            text = " ".join(str(error).split())
+            code = errno.ENOSPC if "No space left" in text or "max_temp_directory_size" in text else errno.EIO
+            raise OSError(code, f"{os.strerror(code)} (DuckDB: {text[:200]})", resources.staging) from error
+        storage.publish_text(storage.join(config.path, FILE_NAME), dataset.to_json())
+        storage.remove(resources.staging)
+    return dataset
+
+
+def stage_sources(
+    config: DataConfig, sources: list[Source], layout: Layout, features: Features, resources: Resources
+) -> list[StagedFile]:
+    """Stage each source in turn; those that an earlier run has finished are taken over."""
+    files: list[StagedFile] = []
+    with progress("reading rows", sum(source.size_bytes for source in sources)) as bar:
+        for number, source in enumerate(sources):
+
+            def check(staged: StagedFile, path: str = source.path) -> None:
+                if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
+                    _refuse(
+                        config, staged.num_quarantined, staged.num_source_rows, f"{path}, {staged.first_quarantined}"
+                    )
+
+            file = stage_source(
+                source, number, layout, features, resources.staging,
+                block_bytes=resources.block_bytes, threads=resources.threads, advance=bar.advance, check=check,
+            )  # fmt: skip
+            assert file.num_rows + file.num_quarantined == file.num_source_rows
+            if not file.num_source_rows:
+                logger.warning("%s has no rows", source.path)
+            files.append(file)
+    rows, quarantined = sum(file.num_source_rows for file in files), sum(file.num_quarantined for file in files)
+    worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]
+    _refuse(config, quarantined, rows, worst[0] if worst else "")
+    return files
+
+
+def _refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> None:
+    """Raises ValueError where more rows are quarantined than the config allows."""
+    if quarantined > config.max_quarantined_fraction * rows:
+        raise ValueError(
+            f"{quarantined:,} of {rows:,} rows ({quarantined / rows:.2%}) cannot be read and "
+            f"data.max_quarantined_fraction allows {config.max_quarantined_fraction:.2%}; the first is {example}. "
+            "Check data.format and data.columns, mend the source, or allow more"
+        )
+
+
+def _write_dataset(
+    config: DataConfig,
+    sources: list[Source],
+    features: Features,
+    files: list[StagedFile],
+    resources: Resources,
+    base: BaseVocabulary | None,
+) -> Dataset:
+    spill = os.path.join(resources.staging, "spill")
+    with closing(open_engine(spill, resources.engine_bytes, resources.engine_threads)) as engine:
+        boundaries = find_boundaries(config.split, files, engine)
+        blocks = blocks_of(files, boundaries)
+        sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging, base)
+    shards = write_shards(config, features, blocks, boundaries, ids_path, resources)
+    for feature in sparse:
+        if feature.vocabulary:
+            _move(resources.staging, config.path, feature.vocabulary)
+    if base is not None:
+        _move(resources.staging, config.path, BUCKETS_FILE)
+    quarantined = sum(file.num_quarantined for file in files)
+    if quarantined:
+        _publish_quarantine(sources, files, resources.staging, config.path)
+    return Dataset(
+        name=config.name,
+        label=features.label,
+        dense_features=features.dense,
+        sparse_features=sparse,
+        splits={name: _split(shards, number) for number, name in enumerate(SPLITS)},
+        source_rows=sum(file.num_source_rows for file in files),
+        accepted_rows=sum(file.num_rows for file in files),
+        quarantined_rows=quarantined,
+        dense_transform=features.dense_transform,
+        sources=[_describe(source, file) for source, file in zip(sources, files, strict=True)],
+        recipe=recipe_of(config, base),
+        versions={name: version(name) for name in ("duckdb", "numpy", "pyarrow")},
+        bayes_auc=_bayes_auc(shards),
+    )
+
+
+def give_ids(
+    engine: duckdb.DuckDBPyConnection,
+    features: Features,
+    files: list[StagedFile],
+    blocks: list[BlockRows],
+    boundaries: Boundaries,
+    staging: str,
+    base: BaseVocabulary | None,
+) -> tuple[list[SparseFeature], str]:
+    """The features with their statistics, and a file of the id behind every staged entry."""
+    counts_path, ids_path = os.path.join(staging, "counts.parquet"), os.path.join(staging, "ids.int32")
+    training = count_training(blocks, boundaries, features, os.path.join(staging, "recounted.parquet"))
+    num_rows = sum(block.per_split[0] for block in blocks)
+    entries = [file.entries_path for file in files if file.block_rows]
+    count_values(engine, [*entries, training.recounted], training.blocks, counts_path)
+    if base is not None:
+        counts_path = base.merge_counts(engine, features, counts_path)
+    os.makedirs(os.path.join(staging, "vocabulary"), exist_ok=True)
+    sparse = {
+        number: _rank(features, number, batches, training, num_rows, staging, base)
+        for number, batches in read_counts(counts_path)
+    }
+    for number in range(len(features.sparse)):
+        if number not in sparse:  # nothing but missing values
+            sparse[number] = _rank(features, number, [], training, num_rows, staging, base)
+    vocabularies = {n: os.path.join(staging, f.vocabulary) for n, f in sparse.items() if f.vocabulary}
+    hashed = [n for n, feature in sparse.items() if not feature.vocabulary]
+    map_entries(engine, entries, vocabularies, hashed, ids_path)
+    return [sparse[number] for number in range(len(features.sparse))], ids_path
+
+
+def _rank(
+    features: Features,
+    number: int,
+    batches: Iterable[tuple[pa.Array, np.ndarray]],
+    training: TrainingCounts,
+    num_rows: int,
+    staging: str,
+    base: BaseVocabulary | None,
+) -> SparseFeature:
+    name = features.sparse[number]
+    ids = features.ids[name]
+    vocabulary = vocabulary_file(name) if ids.kind == "vocabulary" else None
+    path = os.path.join(staging, vocabulary) if vocabulary else None
+    num_lookups = int(training.num_lookups[number])
+    if base is None or vocabulary is None:
+        ranked = rank_values(batches, ids, num_lookups, path)
+    else:
+        kept = IdsConfig() if base.frozen else ids  # frozen: all of it, in its order
+        ranked = rank_values(batches, kept, num_lookups + base.num_lookups(name), path)
+    return SparseFeature(
+        name=name,
+        cardinality=ranked.cardinality,
+        multi_hot=name in features.multi_hot,
+        mean_pooling_factor=num_lookups / num_rows,
+        frequency_curve=ranked.frequency_curve,
+        vocabulary=vocabulary,
+        hash_size=None if vocabulary else ids.hash_size,
+        hash_seed=ids.hash_seed,
+        num_distinct=ranked.num_distinct,
+    )
+
+
+def write_shards(
+    config: DataConfig,
+    features: Features,
+    blocks: list[BlockRows],
+    boundaries: Boundaries,
+    ids_path: str,
+    resources: Resources,
+) -> list[WrittenShard]:
+    writer = ShardWriter(features, boundaries, ids_path, resources.staging, config.path, config.rows_per_row_group)
+    plans = plan_shards(blocks, config.rows_per_shard)
+    for name in SPLITS:
+        storage.make_folder(storage.join(config.path, name))
+    num_columns = 1 + len(features.dense) + len(features.sparse)
+    threads = resources.shard_threads(config.rows_per_row_group, num_columns)
+    shards = []
+    with progress("writing shards", sum(plan.num_rows for plan in plans)) as bar:
+        for shard in map_ordered(writer.write, plans, threads):
+            shards.append(shard)
+            bar.advance(shard.file.num_rows)
+    return shards
+
+
+def _split(shards: list[WrittenShard], number: int) -> Split:
+    held = [shard for shard in shards if shard.split == number]
+    return Split(
+        files=[shard.file for shard in held],
+        num_rows=sum(shard.file.num_rows for shard in held),
+        num_positives=sum(shard.num_positives for shard in held),
+    )
+
+
+def _bayes_auc(shards: list[WrittenShard]) -> dict[str, float]:
+    """Split -> AUC of the teacher's own probabilities on its rows; empty for sources that were not generated."""
+    aucs = {}
+    for number, name in enumerate(SPLITS):
+        held = [shard for shard in shards if shard.split == number]
+        if held and all(len(shard.truth) for shard in held):
+            truth, labels = (np.concatenate(parts) for parts in zip(*((s.truth, s.labels) for s in held), strict=True))
+            aucs[name] = round(area_under_curve(truth, labels), 9)
+    return aucs
+
+
+def _publish_quarantine(sources: list[Source], files: list[StagedFile], staging: str, folder: str) -> None:
+    with open(os.path.join(staging, QUARANTINE_FILE), "w", encoding="utf-8") as out:
+        for source, staged in zip(sources, files, strict=True):
+            with open(staged.quarantine_path, encoding="utf-8") as file:
+                for line in file:
+                    out.write(json.dumps({"file": source.name, **json.loads(line)}, ensure_ascii=False) + "\n")
+    _move(staging, folder, QUARANTINE_FILE)
+
+
+def _move(staging: str, folder: str, name: str) -> None:
+    storage.make_folder(storage.dirname(storage.join(folder, name)))
+    storage.move_file(os.path.join(staging, name), storage.join(folder, name))
+
+
+def _describe(source: Source, file: StagedFile) -> dict[str, Any]:
+    return {
+        "path": source.name,
+        "size_bytes": source.size_bytes,
+        "digest": source.digest,
+        "num_rows": file.num_source_rows,
+        "num_quarantined": file.num_quarantined,
+    }

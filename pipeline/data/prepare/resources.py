@@ -1,0 +1,42 @@
+"""Turn a limit of memory and threads into what each part of a preparation may take of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.data.raw.source import MAX_BLOCK_ROWS
+
+BYTES_A_TEXT_BYTE = 10  # memory that a block takes while it is parsed and encoded, beside its text
+PROCESS_BYTES = 300 << 20  # Python, numpy, pyarrow and DuckDB loaded, and what they keep for reuse
+BYTES_AN_ENGINE_THREAD = 128 << 20
+MAX_BLOCK_BYTES = 8 << 20
+MIN_BLOCK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What preparation may use; the sum of its parts stays within `memory_bytes`."""
+
+    memory_bytes: int
+    threads: int
+    staging: str
+
+    @property
+    def engine_bytes(self) -> int:
+        """What the process does not take for itself; DuckDB goes a tenth over its limit (measured up to 30M values)."""
+        return max(BYTES_AN_ENGINE_THREAD, (self.memory_bytes - PROCESS_BYTES) * 7 // 10)
+
+    @property
+    def engine_threads(self) -> int:
+        """Each thread of DuckDB wants room of its own before it spills."""
+        return max(1, min(self.threads, self.engine_bytes // BYTES_AN_ENGINE_THREAD))
+
+    def shard_threads(self, row_group_rows: int, num_columns: int) -> int:
+        """How many shards may be written at once: each holds a row group and a block, in a few forms."""
+        a_shard = (row_group_rows + MAX_BLOCK_ROWS) * num_columns * 4 * 4
+        return max(1, min(self.threads, self.memory_bytes // 2 // a_shard))
+
+    @property
+    def block_bytes(self) -> int:
+        share = self.memory_bytes // 3 // (BYTES_A_TEXT_BYTE * (self.threads + 1))
+        return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, share))

@@ -1,0 +1,71 @@
+"""Turn raw click logs into a data set:  python -m pipeline.prepare data=criteo_kaggle source=train.txt"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+from pipeline.config.data import SPLITS
+from pipeline.config.jobs import PrepareJob
+from pipeline.data.dataset import Dataset
+
+
+@dataclass(frozen=True)
+class PrepareSummary:
+    path: str
+    dataset: Dataset
+    already_prepared: bool
+    seconds: float
+
+
+def prepare(job: PrepareJob) -> PrepareSummary:
+    """Raises ValueError where the source cannot become a data set, or job.data.path holds another one."""
+    # Here, so that a typo in the command fails before pyarrow and DuckDB are imported.
+    from pipeline.data.prepare.base_vocabulary import load_base
+    from pipeline.data.prepare.identity import find_prepared
+    from pipeline.data.prepare.prepare import prepare_dataset
+    from pipeline.data.prepare.resources import Resources
+    from pipeline.data.raw.source import find_sources
+
+    started = time.monotonic()
+    sources = find_sources(job.source)
+    base = None if job.vocabularies is None else load_base(job.vocabularies)
+    dataset = find_prepared(job.data, sources, base)
+    if dataset is not None:
+        return PrepareSummary(job.data.path, dataset, True, time.monotonic() - started)
+    threads = job.threads or len(os.sched_getaffinity(0))
+    resources = Resources(int(job.memory_limit_gb * 2**30), threads, staging_folder(job))
+    dataset = prepare_dataset(job.data, sources, resources, base)
+    return PrepareSummary(job.data.path, dataset, False, time.monotonic() - started)
+
+
+def staging_folder(job: PrepareJob) -> str:
+    """Beside data.path, or in job.temp_dir; named after data.path, so that a killed run is found again."""
+    import tempfile
+    from urllib.parse import quote
+
+    from pipeline.runtime.storage import storage
+
+    if job.temp_dir is None and storage.is_local(job.data.path):
+        return job.data.path.rstrip("/") + ".staging"
+    return os.path.join(job.temp_dir or tempfile.gettempdir(), quote(job.data.path, safe="") + ".staging")
+
+
+def describe(summary: PrepareSummary) -> str:
+    dataset = summary.dataset
+    lines = [f"{dataset.name}: {dataset.accepted_rows:,} rows accepted, {dataset.quarantined_rows:,} quarantined"]
+    lines += [f"  {name:12}{dataset.splits[name].num_rows:>15,} rows" for name in SPLITS]
+    ids = sum(feature.cardinality for feature in dataset.sparse_features)
+    lines.append(
+        f"  {len(dataset.dense_features)} dense features, {len(dataset.sparse_features)} sparse with {ids:,} ids"
+    )
+    if dataset.bayes_auc:
+        best = ", ".join(f"{name} {dataset.bayes_auc[name]:.4f}" for name in SPLITS if name in dataset.bayes_auc)
+        lines.append(f"  best AUC the draw allows: {best}")
+    if summary.already_prepared:
+        lines.append(f"already prepared in {summary.path}: nothing to do")
+    else:
+        rate = dataset.source_rows / max(summary.seconds, 1e-9)
+        lines.append(f"written to {summary.path} in {summary.seconds:.1f} s ({rate:,.0f} rows/s)")
+    return "\n".join(lines)

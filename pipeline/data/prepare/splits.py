@@ -1,0 +1,173 @@
+"""Turn a split config into two boundaries, and staged blocks into rows of train, validation and test.
+
+Every row has a key, its number in source order or its time: below the first boundary it trains, from the second it tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config.data import SPLITS, SplitConfig
+from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, Features
+from pipeline.data.prepare.staging import StagedFile
+from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
+
+RECOUNTED_BLOCK = -1  # stands for the training rows of blocks that other splits share
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    first_validation: int
+    first_test: int
+    by_time: bool = False
+
+    def split_of(self, keys: np.ndarray) -> np.ndarray:
+        """[rows] numbers into SPLITS."""
+        return (keys >= self.first_validation).astype(np.int8) + (keys >= self.first_test)
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Where a staged block and its entries lie among all, and how many of its rows each split has."""
+
+    file: StagedFile
+    index: int
+    first_row: int
+    num_rows: int
+    first_entry: int
+    per_split: tuple[int, ...]
+
+
+def find_boundaries(config: SplitConfig, files: list[StagedFile], engine: duckdb.DuckDBPyConnection) -> Boundaries:
+    total = sum(file.num_rows for file in files)
+    if config.kind == "files":
+        if len(files) < 2:
+            raise ValueError(
+                "data.split.kind=files holds out the last of several files, and source names 1; use row_range"
+            )
+        last = files[-1].num_rows
+        first, second = total - last, total - last // 2
+    else:
+        first, second = _cuts(total, config)
+    if config.kind == "time":
+        first, second = _times_at(engine, files, [first, second])
+    return Boundaries(first, second, by_time=config.kind == "time")
+
+
+def _cuts(total: int, config: SplitConfig) -> tuple[int, int]:
+    """Row numbers where validation and test begin: an odd row goes to validation. 1e-9 mends 2/14 * 14 = 1.9999."""
+    held_out = config.validation_fraction + config.test_fraction
+    num_held_out = math.floor(total * held_out + 1e-9)
+    num_test = math.floor(num_held_out * config.test_fraction / held_out + 1e-9) if held_out else 0
+    return total - num_held_out, total - num_test
+
+
+def _times_at(engine: duckdb.DuckDBPyConnection, files: list[StagedFile], rows: list[int]) -> list[int]:
+    """The times of the rows that have these numbers when sorted by time; past the end, a time after the last."""
+    schema = pa.schema([("time", pa.int64())])
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for file in files:
+            for i in range(len(file.block_rows)):
+                yield pa.record_batch([read_block(file, i, [TIMESTAMP_COLUMN])[0]], schema=schema)
+
+    engine.register("times", pa.RecordBatchReader.from_batches(schema, batches()))
+    found: list[int] = []
+    passed, latest = 0, 0
+    query = "SELECT time, count(*) AS rows FROM times GROUP BY time ORDER BY time"
+    for batch in engine.sql(query).to_arrow_reader(65_536):
+        times, upto = batch["time"].to_numpy(), passed + np.cumsum(batch["rows"].to_numpy())
+        while len(found) < len(rows) and rows[len(found)] < upto[-1]:
+            found.append(int(times[np.searchsorted(upto, rows[len(found)], side="right")]))
+        passed, latest = int(upto[-1]), int(times[-1])
+    return found + [latest + 1] * (len(rows) - len(found))
+
+
+def read_block(file: StagedFile, index: int, columns: list[str] | None = None) -> pa.RecordBatch:
+    """A batch of the staged rows, of all columns or some. Bytes are read, not mapped: mapped pages count as memory."""
+    with pa.OSFile(file.rows_path) as stream:
+        schema = pa.ipc.open_file(stream).schema
+        included = None if columns is None else [schema.get_field_index(name) for name in columns]
+        options = pa.ipc.IpcReadOptions(included_fields=included, use_threads=False)
+        return pa.ipc.open_file(stream, options=options).get_batch(index)
+
+
+def split_of_block(block: BlockRows, boundaries: Boundaries, batch: pa.RecordBatch) -> np.ndarray:
+    """[rows] numbers into SPLITS; `batch` is the block, with its time where the split is by time."""
+    if boundaries.by_time:
+        return boundaries.split_of(batch[TIMESTAMP_COLUMN].to_numpy())
+    return boundaries.split_of(np.arange(block.first_row, block.first_row + block.num_rows))
+
+
+def blocks_of(files: list[StagedFile], boundaries: Boundaries) -> list[BlockRows]:
+    """All blocks in source order. Raises ValueError where nothing is left to train on."""
+    blocks = []
+    first_row = first_entry = 0
+    edges = np.array([0, boundaries.first_validation, boundaries.first_test, np.iinfo(np.int64).max])
+    for file in files:
+        for i, num_rows in enumerate(file.block_rows):
+            if boundaries.by_time:
+                times = read_block(file, i, [TIMESTAMP_COLUMN])[0].to_numpy()
+                per_split = np.bincount(boundaries.split_of(times), minlength=len(SPLITS))
+            else:
+                per_split = np.diff(np.clip(edges, first_row, first_row + num_rows))
+            blocks.append(BlockRows(file, i, first_row, num_rows, first_entry, tuple(per_split.tolist())))
+            first_row += num_rows
+            first_entry += sum(file.num_values[i])
+    if not any(block.per_split[0] for block in blocks):
+        raise ValueError(
+            f"none of {first_row} accepted rows is left to train on: lower data.split.validation_fraction and "
+            "test_fraction, or bring more rows"
+        )
+    return blocks
+
+
+@dataclass(frozen=True)
+class TrainingCounts:
+    """Which entries to count: those of `blocks`, and those that `recounted` holds. num_lookups is [num_features]."""
+
+    blocks: list[int]
+    recounted: str
+    num_lookups: np.ndarray
+
+
+def count_training(
+    blocks: list[BlockRows], boundaries: Boundaries, features: Features, recounted: str
+) -> TrainingCounts:
+    """Blocks that only train have their counts already; of those that other splits share, the training rows are counted."""
+    whole = [block for block in blocks if block.per_split[0] == block.num_rows]
+    shared = [block for block in blocks if 0 < block.per_split[0] < block.num_rows]
+    lookups = np.zeros(len(features.sparse), dtype=np.int64)
+    for block in whole:
+        lookups += block.file.num_lookups[block.index]
+    with pq.ParquetWriter(recounted, ENTRIES_SCHEMA, compression="lz4") as writer:
+        for block in shared:
+            entries, seen = _recount(block, boundaries, features)
+            writer.write_table(entries)
+            lookups += seen
+    numbers = [block.file.block_number(block.index) for block in whole]
+    return TrainingCounts([*numbers, RECOUNTED_BLOCK], recounted, lookups)
+
+
+def _recount(block: BlockRows, boundaries: Boundaries, features: Features) -> tuple[pa.Table, list[int]]:
+    batch = read_block(block.file, block.index)
+    trains = pa.array(split_of_block(block, boundaries, batch) == 0)
+    counts, lookups = [], []
+    for name, num_values in zip(features.sparse, block.file.num_values[block.index], strict=True):
+        codes = batch[name].filter(trains)
+        codes = codes.flatten() if name in features.multi_hot else codes
+        counts.append(np.bincount(codes.to_numpy(), minlength=num_values + 1)[1:])
+        lookups.append(len(codes))
+    with pq.ParquetFile(block.file.entries_path) as file:
+        entries = file.read_row_group(block.index)
+    count = np.concatenate(counts)
+    entries = entries.set_column(4, "count", pa.array(count))
+    entries = entries.set_column(1, "block", pa.array(np.full(len(entries), RECOUNTED_BLOCK)))
+    return entries.filter(pa.array(count > 0)), lookups

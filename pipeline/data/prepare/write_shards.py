@@ -1,0 +1,151 @@
+"""Turn staged rows and the ids of their codes into Parquet shards.
+
+Columns: the label int8, dense features float32, one-hot features int32, multi-hot features list<int32>; none is null.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.config.data import SPLITS
+from pipeline.data.dataset import ShardFile
+from pipeline.data.prepare.encode import TRUTH_COLUMN, Features
+from pipeline.data.prepare.parallel import map_ordered
+from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
+from pipeline.runtime.storage import storage
+
+# Ids are small numbers: LZ4 finds their zero bytes, a dictionary only costs the reader time. Readers verify the page
+# checksums, so that a flipped bit on a disk is an error and not another id.
+PARQUET_OPTIONS: dict[str, Any] = {
+    "compression": "lz4",
+    "use_dictionary": False,
+    "write_statistics": False,
+    "write_page_checksum": True,
+}
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The rows of one shard: those of `split` in `blocks`, from number `first_row` among them on."""
+
+    split: int
+    number: int
+    blocks: list[BlockRows]
+    first_row: int
+    num_rows: int
+
+    @property
+    def path(self) -> str:
+        return f"{SPLITS[self.split]}/{self.number:05d}.parquet"
+
+
+@dataclass
+class WrittenShard:
+    """`truth` are the teacher's probabilities and `labels` its draws, empty for a source that was not generated."""
+
+    split: int
+    file: ShardFile
+    num_positives: int
+    labels: np.ndarray = field(repr=False)
+    truth: np.ndarray = field(repr=False)
+
+
+def plan_shards(blocks: list[BlockRows], rows_per_shard: int) -> list[ShardPlan]:
+    """Shards of each split in turn, rows in source order; only the last of a split is smaller."""
+    plans = []
+    for split in range(len(SPLITS)):
+        held = [block for block in blocks if block.per_split[split]]
+        ends = np.cumsum([0] + [block.per_split[split] for block in held])
+        for number, begin in enumerate(range(0, int(ends[-1]), rows_per_shard)):
+            end = min(begin + rows_per_shard, int(ends[-1]))
+            first = int(np.searchsorted(ends, begin, side="right")) - 1
+            last = int(np.searchsorted(ends, end, side="left"))
+            plans.append(ShardPlan(split, number, held[first:last], begin - int(ends[first]), end - begin))
+    return plans
+
+
+class ShardWriter:
+    """Writes shards in `staging` and moves them to `folder`; several threads may share it."""
+
+    def __init__(
+        self, features: Features, boundaries: Boundaries, ids_path: str, staging: str, folder: str, row_group_rows: int
+    ) -> None:
+        self._features, self._boundaries, self._ids_path = features, boundaries, ids_path
+        self._staging, self._folder, self._row_group_rows = staging, folder, row_group_rows
+        kinds = [(features.label, pa.int8()), *((name, pa.float32()) for name in features.dense)]
+        kinds += [(name, pa.int32()) for name in features.one_hot]
+        kinds += [(name, pa.list_(pa.field("element", pa.int32(), nullable=False))) for name in features.multi_hot]
+        self._schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
+
+    def write(self, plan: ShardPlan) -> WrittenShard:
+        staged = os.path.join(self._staging, plan.path.replace("/", "-"))
+        row_groups, labels, truth = [], [], []
+        with pq.ParquetWriter(staged, self._schema, **PARQUET_OPTIONS) as out:
+            for table in in_row_groups(self._read(plan), self._row_group_rows):
+                out.write_table(table.select(self._schema.names).cast(self._schema))
+                row_groups.append(table.num_rows)
+                labels.append(table[self._features.label].to_numpy())
+                if TRUTH_COLUMN in table.schema.names:
+                    truth.append(table[TRUTH_COLUMN].to_numpy())
+        assert sum(row_groups) == plan.num_rows
+        size, digest = os.path.getsize(staged), storage.sha256_of(staged)
+        storage.move_file(staged, storage.join(self._folder, plan.path))
+        return WrittenShard(
+            split=plan.split,
+            file=ShardFile(plan.path, plan.num_rows, size, digest, row_groups),
+            num_positives=sum(int(part.sum()) for part in labels),
+            labels=np.concatenate(labels) if truth else np.zeros(0, np.int8),
+            truth=np.concatenate(truth) if truth else np.zeros(0),
+        )
+
+    def _read(self, plan: ShardPlan) -> Iterator[pa.Table]:
+        skip, left = plan.first_row, plan.num_rows
+        # One thread reads ahead while the caller's compresses and writes.
+        for table in map_ordered(lambda block: self._rows_of(block, plan.split), plan.blocks, threads=1):
+            yield table.slice(skip, left)
+            skip, left = 0, left - min(left, len(table) - skip)
+
+    def _rows_of(self, block: BlockRows, split: int) -> pa.Table:
+        batch = read_block(block.file, block.index)
+        rows = np.flatnonzero(split_of_block(block, self._boundaries, batch) == split)
+        contiguous = rows[-1] - rows[0] + 1 == len(rows)
+        return self._with_ids(block, batch.slice(rows[0], len(rows)) if contiguous else batch.take(pa.array(rows)))
+
+    def _with_ids(self, block: BlockRows, batch: pa.RecordBatch) -> pa.Table:
+        """Codes replaced by ids: code 0, the missing value, is id 0."""
+        num_values = block.file.num_values[block.index]
+        ids = np.fromfile(self._ids_path, np.int32, sum(num_values), offset=4 * block.first_entry)
+        ends = np.cumsum(num_values)
+        columns = {name: batch[name] for name in batch.schema.names}
+        for name, begin, end in zip(self._features.sparse, ends - num_values, ends, strict=True):
+            id_of_code = np.concatenate([[0], ids[begin:end]]).astype(np.int32)
+            column = columns[name]
+            if name in self._features.multi_hot:
+                lengths = pc.list_value_length(column).to_numpy()
+                offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+                flat = pa.array(id_of_code[column.flatten().to_numpy()])
+                columns[name] = pa.ListArray.from_arrays(pa.array(offsets), flat, type=self._schema.field(name).type)
+            else:
+                columns[name] = pa.array(id_of_code[column.to_numpy()])
+        return pa.table(columns)
+
+
+def in_row_groups(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
+    """The same rows as tables of exactly `size` rows; only the last is smaller."""
+    waiting: list[pa.Table] = []
+    for table in tables:
+        waiting.append(table)
+        while sum(len(part) for part in waiting) >= size:
+            joined = pa.concat_tables(waiting)
+            yield joined.slice(0, size)
+            waiting = [joined.slice(size)]
+    if sum(len(part) for part in waiting):
+        yield pa.concat_tables(waiting)

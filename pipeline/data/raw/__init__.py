@@ -1,0 +1,1 @@
+"""Read raw rows: formats, layouts, text cells."""

@@ -1,0 +1,220 @@
+"""Turn a block of raw rows into typed columns, and rows that cannot be read into quarantine entries.
+
+The fast path lets pyarrow read the whole block. Only a block with something wrong in it is looked at line by line.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from pipeline.data.raw.cells import LARGEST_FLOAT32, is_number, is_time, parse_timestamps
+from pipeline.data.raw.layout import Layout, check_columns
+from pipeline.data.raw.parquet_text import not_text, with_text
+from pipeline.data.raw.source import MAX_LINE_BYTES, Block, ParquetReader, Source, TextReader
+
+MAX_TEXT_CHARACTERS = 500
+csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
+
+
+def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[TextReader | ParquetReader, tuple[str, ...]]:
+    """A reader of the source's blocks, and the names of its columns. Raises ValueError where a needed one is missing."""
+    reader: TextReader | ParquetReader
+    if layout.parquet:
+        reader = ParquetReader(source, layout.needed, block_bytes)
+        names = reader.column_names()
+    else:
+        reader = TextReader(source, block_bytes)
+        names = layout.header or tuple(_cells(layout, reader.header().decode(errors="replace").rstrip("\r\n")))
+    check_columns(layout, names, source.path)
+    return reader, names
+
+
+@dataclass(frozen=True)
+class QuarantinedRow:
+    """A row that was left out: `line` counts from 1, a header included; in Parquet files it is the row."""
+
+    line: int
+    reason: str
+    text: str
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ParsedRows:
+    """`table` has the needed columns: numbers as float64, timestamp int64; `kept` are row numbers in the block."""
+
+    table: pa.Table
+    kept: np.ndarray
+    quarantined: list[QuarantinedRow]
+
+
+def parse_block(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedRows:
+    """len(kept) + len(quarantined) == block.num_rows."""
+    if block.table is not None:
+        return _parse_table(layout, block, block.table)
+    # pyarrow takes a lone carriage return for a line end, and Windows ends lines with both.
+    text = block.text.replace(b"\r\n", b"\n") if b"\r" in block.text else block.text
+    table = None if b"\r" in text else _read_typed(layout, header, text)
+    if table is not None and table.num_rows == block.num_rows and not _invalid_rows(layout, table):
+        return ParsedRows(table, np.arange(block.num_rows), [])
+    lines = text.removesuffix(b"\n").split(b"\n")
+    assert len(lines) == block.num_rows
+    reasons = [_why_unreadable(layout, header, line) for line in lines]
+    kept = [i for i, reason in enumerate(reasons) if not reason]
+    table = _read_rows(layout, header, [lines[i] for i in kept])
+    if table is None:  # a line that only pyarrow takes offence at
+        for i in _refused(layout, header, lines, kept):
+            reasons[i] = "its values cannot be read"
+        kept = [i for i in kept if not reasons[i]]
+        table = _read_rows(layout, header, [lines[i] for i in kept])
+    if table is None:
+        raise ValueError(
+            f"lines {block.first_line} to {block.first_line + block.num_rows - 1} cannot be read, and none of them alone is at fault"
+        )
+    quarantined = [
+        QuarantinedRow(block.first_line + i, reason, lines[i].decode(errors="replace")[:MAX_TEXT_CHARACTERS])
+        for i, reason in enumerate(reasons)
+        if reason
+    ]
+    return ParsedRows(table, np.array(kept, dtype=np.int64), quarantined)
+
+
+def _read_rows(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> pa.Table | None:
+    """None unless every line becomes a row with nothing wrong in it."""
+    table = _read_typed(layout, header, b"\n".join(lines) + b"\n" if lines else b"")
+    return None if table is None or table.num_rows != len(lines) or _invalid_rows(layout, table) else table
+
+
+def _refused(layout: Layout, header: tuple[str, ...], lines: list[bytes], rows: list[int]) -> list[int]:
+    """Those of `rows` whose lines cannot be read, found by halves."""
+    if _read_rows(layout, header, [lines[i] for i in rows]) is not None:
+        return []
+    if len(rows) == 1:
+        return rows
+    half = len(rows) // 2
+    return _refused(layout, header, lines, rows[:half]) + _refused(layout, header, lines, rows[half:])
+
+
+def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Table | None:
+    """None where a row has another number of columns, or a value another type."""
+    columns = layout.columns
+    types = {name: pa.float64() for name in layout.numbers}
+    types |= {name: pa.dictionary(pa.int32(), pa.string()) for name in columns.sparse}
+    types |= {name: pa.string() for name in layout.needed if name not in types}
+    if not text:
+        return pa.table({name: pa.array([], types[name]) for name in layout.needed})
+    try:
+        table = pa.csv.read_csv(
+            pa.BufferReader(text),
+            pa.csv.ReadOptions(use_threads=False, column_names=list(header), block_size=len(text) + 1),
+            pa.csv.ParseOptions(
+                delimiter=layout.delimiter, quote_char='"' if layout.quoted else False, ignore_empty_lines=False
+            ),
+            pa.csv.ConvertOptions(
+                column_types=types, include_columns=layout.needed, null_values=[""], strings_can_be_null=True
+            ),
+        )
+        return _with_timestamps(layout, table)
+    except pa.ArrowInvalid:
+        return None
+
+
+def _with_timestamps(layout: Layout, table: pa.Table) -> pa.Table:
+    name = layout.columns.timestamp
+    if not name:
+        return table
+    times = parse_timestamps(table[name].combine_chunks())
+    return table.set_column(table.schema.get_field_index(name), name, times)
+
+
+def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
+    """Row -> reason, of what types alone do not catch."""
+    reasons: dict[int, str] = {}
+
+    def note(column: str, invalid: pa.ChunkedArray, wanted: str) -> None:
+        if pc.any(invalid).as_py():
+            for row in np.flatnonzero(invalid.to_numpy()):
+                reasons.setdefault(int(row), f"{column} is {table[column][int(row)].as_py()!r}, not {wanted}")
+
+    if label := layout.columns.label:
+        note(label, pc.invert(pc.is_in(table[label], pa.array([0.0, 1.0]))), "0 or 1")
+    for name in layout.columns.dense:
+        # NaN compares false: it is a missing value, as pandas writes it.
+        ends = pc.min_max(table[name]).as_py().values()
+        if any(end is not None and abs(end) > LARGEST_FLOAT32 for end in ends):
+            note(name, pc.fill_null(pc.greater(pc.abs(table[name]), LARGEST_FLOAT32), False), "a finite 32-bit number")
+    if layout.columns.timestamp:
+        note(layout.columns.timestamp, pc.is_null(table[layout.columns.timestamp]), "a time")
+    return reasons
+
+
+def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
+    """Empty where the line is sound."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is not UTF-8"
+    if "\r" in text:
+        return "a carriage return inside the row"
+    cells = _cells(layout, text)
+    if not cells:
+        return "no columns" if not text else "a quote that is not closed in its line"
+    if len(cells) != len(header):
+        return f"{len(cells)} columns, not {len(header)}"
+    values = dict(zip(header, cells, strict=True))
+    if layout.columns.label:
+        label = values[layout.columns.label]
+        if label not in ("0", "1") and not (is_number(label) and float(label) in (0.0, 1.0)):
+            return f"{layout.columns.label} is {label!r}, not 0 or 1"
+    for name in layout.columns.dense:
+        if values[name] and not is_number(values[name]):
+            return f"{name} is {values[name]!r}, not a finite 32-bit number"
+    if layout.columns.timestamp and not is_time(values[layout.columns.timestamp]):
+        return f"{layout.columns.timestamp} is {values[layout.columns.timestamp]!r}, not a time"
+    return ""
+
+
+def _cells(layout: Layout, text: str) -> list[str]:
+    """Empty where a quote is not closed in its line: rows over several lines are not read."""
+    if not layout.quoted:
+        return text.split(layout.delimiter)
+    reader = csv.reader([text + "\n", "\n"], delimiter=layout.delimiter)
+    try:
+        cells = next(reader)
+    except csv.Error:  # a carriage return inside the row
+        return []
+    return cells if reader.line_num == 1 else []
+
+
+def _parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
+    """A Parquet block: types are the file's own, values may still be null or out of range."""
+    for name in layout.numbers:
+        table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
+    categorical = [*layout.columns.sparse, *layout.columns.multi_hot]
+    table = _with_timestamps(layout, with_text(table, categorical))
+    garbled = not_text(table, categorical)
+    reasons = {**_invalid_rows(layout, table), **garbled}
+    kept = np.delete(np.arange(block.num_rows), sorted(reasons))
+    readable = [name for name in table.column_names if name in layout.numbers]
+    quarantined = []
+    for i, reason in sorted(reasons.items()):
+        row = (table.select(readable) if i in garbled else table).slice(i, 1).to_pylist()[0]
+        quarantined.append(QuarantinedRow(block.first_line + i, reason, str(row)[:MAX_TEXT_CHARACTERS]))
+    return ParsedRows(table.take(kept) if reasons else table, kept, quarantined)
+
+
+def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    kind = column.type
+    if pa.types.is_boolean(kind):
+        column = column.cast(pa.int8())
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
+        raise ValueError(f"column {name!r} has type {kind}: labels and dense features are numbers; mend data.columns")
+    return column.cast(pa.float64(), safe=False)

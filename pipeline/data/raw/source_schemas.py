@@ -1,0 +1,50 @@
+"""Look at the columns of all source files, so that the last of them does not end a preparation that took hours."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.rows import open_source
+from pipeline.data.raw.source import ParquetReader, Source
+
+
+def check_sources(layout: Layout, sources: list[Source]) -> None:
+    """Look at every source's columns before rows are read of any.
+
+    Raises:
+        ValueError: a needed column is missing, or has another kind of type than in the first source: 1 and 1.0 would
+            be two values of one category.
+    """
+    first: dict[str, str] = {}
+    for source in sources:
+        reader, _ = open_source(layout, source, 1 << 16)
+        with reader:
+            kinds = _kinds(layout, reader.schema(), source) if isinstance(reader, ParquetReader) else {}
+        first = first or kinds
+        for name in kinds:
+            if kinds[name] != first[name]:
+                raise ValueError(
+                    f"{source.path}: column {name!r} holds {kinds[name]}, in {sources[0].path} {first[name]}: the same value "
+                    "would become two ids or two times; write both files with one type"
+                )
+
+
+def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
+    """Column -> "fractions", "times", "lists of fractions", or "values" (text and whole numbers read alike)."""
+    columns = layout.columns
+    kinds = {}
+    for name in (*columns.sparse, *columns.multi_hot, *([columns.timestamp] if columns.timestamp else [])):
+        kind = inner = schema.field(name).type
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            inner = kind.value_type
+        if pa.types.is_dictionary(inner):
+            inner = inner.value_type
+        if pa.types.is_nested(inner):
+            raise ValueError(
+                f"{source.path}: column {name!r} has type {kind}: give text, whole numbers, or lists of them"
+            )
+        is_time = pa.types.is_temporal(inner)
+        is_fraction = pa.types.is_floating(inner) or pa.types.is_decimal(inner)
+        kinds[name] = "times" if is_time else "fractions" if is_fraction else "values"
+    return kinds

@@ -1,0 +1,1 @@
+"""Read prepared shards: the same global batches at any world size."""

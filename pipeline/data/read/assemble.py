@@ -1,0 +1,140 @@
+"""Turn pieces of Blocks into Batches, the rows of several steps at a time.
+
+All pieces are first copied side by side into one Chunk, from which a Batch is a handful of numpy calls: few and
+large calls, since each lets go of the GIL and takes it back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipeline.data.dataset import Dataset
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.data.read.check_rows import Lists
+from pipeline.data.read.decode import Block
+from pipeline.data.read.multi_hot import draw_bags
+
+
+class Piece(NamedTuple):
+    """Rows [start, stop) of a block, which become the rows from `place` on of a chunk."""
+
+    block: Block
+    start: int
+    stop: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of every stream, one stream after the other; those that are not `present` are padding or quarantined."""
+
+    block: Block
+    present: NDArray[np.bool_]
+
+
+class _Column(NamedTuple):
+    """Where a feature's ids lie in a Block: lists[position], or one_hot[position], of which each becomes `size` ids."""
+
+    name: str
+    cardinality: int
+    is_list: bool
+    position: int
+    size: int
+
+
+class BatchAssembler:
+    """Makes the Batches of `num_streams` streams that give `rows_per_stream` rows each to a step."""
+
+    def __init__(self, dataset: Dataset, multi_hot: dict[str, int], num_streams: int, rows_per_stream: int) -> None:
+        self.num_streams = num_streams
+        self.rows_per_stream = rows_per_stream
+        self.batch_size = num_streams * rows_per_stream
+        self.num_dense = len(dataset.dense_features)
+        self.keys = dataset.sparse_feature_names
+        self._columns: list[_Column] = []
+        positions = {True: itertools.count(), False: itertools.count()}
+        for feature in dataset.sparse_features:
+            position, size = next(positions[feature.multi_hot]), multi_hot.get(feature.name, 1)
+            self._columns.append(_Column(feature.name, feature.cardinality, feature.multi_hot, position, size))
+        self._num_lists = sum(column.is_list for column in self._columns)
+        self._all_one_hot = not self._num_lists and all(column.size == 1 for column in self._columns)
+
+    def assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
+        """Stream i's rows lie from i * num_steps * rows_per_stream on; pieces come in the order of their places."""
+        rows_of_a_stream = num_steps * self.rows_per_stream
+        chunk = self._lay_out(pieces, self.num_streams * rows_of_a_stream)
+        streams = np.arange(self.num_streams)[:, None] * rows_of_a_stream + np.arange(self.rows_per_stream)
+        return [self._batch(chunk, streams.reshape(-1) + step * self.rows_per_stream) for step in range(num_steps)]
+
+    def _lay_out(self, pieces: list[Piece], num_rows: int) -> Chunk:
+        dense = np.zeros((num_rows, self.num_dense), np.float32)
+        labels = np.zeros(num_rows, np.float32)
+        present = np.zeros(num_rows, np.bool_)
+        id_dtype = pieces[0].block.one_hot.dtype if pieces else np.int32
+        one_hot = np.zeros((len(self._columns) - self._num_lists, num_rows), id_dtype)
+        for block, start, stop, place in pieces:
+            end = place + stop - start
+            dense[place:end] = block.dense[start:stop]
+            labels[place:end] = block.labels[start:stop]
+            present[place:end] = True if block.present is None else block.present[start:stop]
+            one_hot[:, place:end] = block.one_hot[:, start:stop]
+        lists = [_lay_out_lists(pieces, index, num_rows) for index in range(self._num_lists)]
+        return Chunk(Block(dense, one_hot, lists, labels), present)
+
+    def _batch(self, chunk: Chunk, rows: NDArray[np.int64]) -> Batch:
+        present = chunk.present[rows]
+        filled = rows if present.all() else rows[present]
+        ids = np.take(chunk.block.one_hot, filled, axis=1).astype(np.int64)
+        lengths = np.empty((len(self._columns), self.batch_size), np.int32)
+        if self._all_one_hot:
+            lengths[:] = present
+            values, length_per_key = ids.reshape(-1), [len(filled)] * len(self._columns)
+        else:
+            lists = [lists.take(rows) for lists in chunk.block.lists]
+            values, length_per_key = self._bags(ids, lists, present, lengths)
+        sparse = keyed_jagged_tensor(
+            self.keys, torch.from_numpy(values), torch.from_numpy(lengths.reshape(-1)), self.batch_size, length_per_key
+        )
+        return Batch(
+            torch.from_numpy(np.take(chunk.block.dense, rows, axis=0)),
+            sparse,
+            torch.from_numpy(np.take(chunk.block.labels, rows)),
+            torch.from_numpy(present.astype(np.float32)),
+        )
+
+    def _bags(
+        self, ids: NDArray[np.int64], lists: list[Lists], present: NDArray[np.bool_], lengths: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], list[int]]:
+        """The values of all features and how many each has; fills lengths [num_features, batch]."""
+        length_per_key = [
+            len(lists[column.position].ids) if column.is_list else ids.shape[1] * column.size
+            for column in self._columns
+        ]
+        values = np.empty(sum(length_per_key), np.int64)
+        begin = 0
+        for column, count, column_lengths in zip(self._columns, length_per_key, lengths, strict=True):
+            segment, begin = values[begin : begin + count], begin + count
+            if column.is_list:
+                segment[:] = lists[column.position].ids
+                column_lengths[:] = np.diff(lists[column.position].offsets)
+            else:
+                draw_bags(ids[column.position], column.name, column.cardinality, segment.reshape(-1, column.size))
+                column_lengths[:] = present * np.int32(column.size)
+        return values, length_per_key
+
+
+def _lay_out_lists(pieces: list[Piece], index: int, num_rows: int) -> Lists:
+    """The lists of all rows; padding rows have empty ones."""
+    lengths = np.zeros(num_rows, np.int64)
+    parts: list[NDArray[np.integer]] = [np.empty(0, np.int32)]
+    for block, start, stop, place in pieces:
+        offsets = block.lists[index].offsets[start : stop + 1]
+        lengths[place : place + stop - start] = np.diff(offsets)
+        parts.append(block.lists[index].ids[offsets[0] : offsets[-1]])
+    return Lists(np.concatenate(parts), np.concatenate(([0], np.cumsum(lengths))))

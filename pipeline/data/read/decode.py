@@ -1,0 +1,166 @@
+"""Turn a row group of a Parquet shard into a Block of checked, shuffled columns.
+
+What would train wrong without an error stops here, or is quarantined (data.guard says which rows): ids outside the
+table, labels other than 0 and 1, values that are missing or not finite, files that are not the ones dataset.json names.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from pipeline.data.dataset import Dataset, Split
+from pipeline.data.read.check_rows import Columns, Lists, check_columns
+from pipeline.data.read.quarantine import Quarantine
+from pipeline.data.read.shard_files import WAY_OUT, ShardError, ShardFiles, check_layout
+from pipeline.data.read.streams import Segment, row_permutation
+
+MAX_IDLE_FILES = 32
+TO_QUARANTINE = "or leave such rows out with data.reader.on_bad_rows=quarantine (rows count from 0)"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows in reading order; features keep the data set's order within `one_hot` and `lists`.
+
+    Rows that are not `present` are quarantined: dense 0, label 0, empty lists, and one-hot ids that nobody may read.
+    """
+
+    dense: NDArray[np.float32]  # [rows, num_dense]
+    one_hot: NDArray[np.signedinteger]  # [num_one_hot, rows]
+    lists: list[Lists]
+    labels: NDArray[np.float32]  # [rows]
+    present: NDArray[np.bool_] | None = None  # None: all are
+
+
+class Shards:
+    """The files of one split. Decoding is safe from several threads: each borrows a file handle of its own.
+
+    quarantine: takes the bad rows, which then are not present in the Block; None stops at the first.
+    """
+
+    def __init__(self, folder: str, dataset: Dataset, split: Split, quarantine: Quarantine | None = None) -> None:
+        self.dataset = dataset
+        self.row_group_sizes = [rows for shard in split.files for rows in shard.row_groups]
+        self.files = ShardFiles(folder, split, must_be_whole=quarantine is None)
+        self._quarantine = quarantine
+        self._places = [
+            (i, group, first)
+            for i, shard in enumerate(split.files)
+            for group, first in enumerate(accumulate(shard.row_groups[:-1], initial=0))
+        ]
+        self._columns = [dataset.label, *dataset.dense_features, *dataset.sparse_feature_names]
+        self._idle: OrderedDict[int, list[pq.ParquetFile]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def locate(self, row_group: int, row: int) -> tuple[str, int]:
+        """The file (as dataset.json names it) and the row in it, from 0, of a row of a row group."""
+        index, _, first = self._places[row_group]
+        return self.files[index].path, first + row
+
+    def decode(self, segment: Segment, seed: int, epoch: int, shuffled: bool) -> Block:
+        """Raises ValueError that names file, row, column and value for data that must not be trained on."""
+        rows = self.row_group_sizes[segment.row_group]
+        chosen = row_permutation(seed, epoch, segment.row_group, rows) if shuffled else np.arange(rows)
+        chosen = chosen[segment.start : segment.stop]
+        index, row_group, first = self._places[segment.row_group]
+        try:
+            table = self._read(index, row_group)
+        except ShardError as error:
+            self.files.check_unchanged(index)  # where it did change, that is what is wrong
+            if self._quarantine is None:
+                raise
+            self._quarantine.add(self.files[index].path, {first: str(error)}, num_rows=rows)
+            return self._nothing(len(chosen))
+        self.files.check_unchanged(index)
+        columns, reasons = check_columns(table, self.dataset)
+        if not reasons:
+            return take_rows(columns, chosen)
+        if self._quarantine is None:
+            self._refuse(segment.row_group, reasons)
+        mine = set(reasons).intersection(chosen.tolist())
+        self._quarantine.add(self.files[index].path, {first + row: reasons[row] for row in mine})
+        present = np.ones(rows, np.bool_)
+        present[list(reasons)] = False
+        return take_rows(columns, chosen, present[chosen])
+
+    def _refuse(self, row_group: int, reasons: dict[int, str]) -> NoReturn:
+        row = min(reasons)
+        index, group, first = self._places[row_group]
+        raise ValueError(
+            f"{self.files.path(index)}, row {first + row}: {reasons[row]} (row group {group} has {len(reasons)} bad "
+            f"of {self.row_group_sizes[row_group]} rows); {WAY_OUT}; {TO_QUARANTINE}"
+        )
+
+    def _nothing(self, num_rows: int) -> Block:
+        """As many rows as could not be read, none of them present."""
+        num_lists = sum(feature.multi_hot for feature in self.dataset.sparse_features)
+        num_one_hot = len(self.dataset.sparse_features) - num_lists
+        no_lists = Lists(np.zeros(0, np.int32), np.zeros(num_rows + 1, np.int64))
+        return Block(
+            np.zeros((num_rows, len(self.dataset.dense_features)), np.float32),
+            np.zeros((num_one_hot, num_rows), np.int32),
+            [no_lists] * num_lists,
+            np.zeros(num_rows, np.float32),
+            np.zeros(num_rows, np.bool_),
+        )
+
+    def _read(self, index: int, row_group: int) -> pa.Table:
+        with self._borrow(index) as file:
+            try:
+                return file.read_row_group(row_group, columns=self._columns, use_threads=False)
+            except (OSError, pa.ArrowException) as error:
+                if getattr(error, "errno", None) is not None:  # the disk's fault: the bytes may be sound
+                    raise
+                where = f"{self.files.path(index)}, row group {row_group}"
+                raise ShardError(f"{where} cannot be read ({error}); {WAY_OUT}") from error
+
+    @contextmanager
+    def _borrow(self, index: int) -> Iterator[pq.ParquetFile]:
+        with self._lock:
+            handles = self._idle.pop(index, [])
+            file = handles.pop() if handles else None
+            if handles:
+                self._idle[index] = handles
+        file = file or self._open(index)
+        yield file
+        with self._lock:  # not reached after an error: a handle in doubt is dropped
+            self._idle.setdefault(index, []).append(file)
+            self._idle.move_to_end(index)
+            dropped = self._idle.popitem(last=False)[1] if len(self._idle) > MAX_IDLE_FILES else []
+        for handle in dropped:
+            handle.close()
+
+    def _open(self, index: int) -> pq.ParquetFile:
+        path, local = self.files.path(index), self.files.fetch(index)
+        try:
+            # No memory map: a disk error is then an exception and not SIGBUS, at equal speed. No pre_buffer: its
+            # hand-over to pyarrow's IO threads costs a third of the rows/s on one core.
+            file = pq.ParquetFile(local, pre_buffer=False, page_checksum_verification=True)
+        except (OSError, pa.ArrowException) as error:
+            if getattr(error, "errno", None) is not None:
+                raise
+            raise ShardError(f"{path} is not a readable Parquet file ({error}); {WAY_OUT}") from error
+        check_layout(path, self.files[index], file, self.dataset)
+        return file
+
+
+def take_rows(columns: Columns, rows: NDArray[np.int64], present: NDArray[np.bool_] | None = None) -> Block:
+    """The chosen rows of a row group, in the order of `rows`."""
+    dense = np.take(np.ascontiguousarray(columns.dense.T), rows, axis=0)
+    labels = np.take(columns.labels, rows)
+    lists = [column.take(rows, present) for column in columns.lists]
+    if present is not None:
+        dense[~present] = 0.0
+        labels[~present] = 0.0
+    return Block(dense, np.take(columns.one_hot, rows, axis=1), lists, labels, present)

@@ -1,0 +1,52 @@
+"""Turn one-hot ids into multi-hot bags, the way the MLPerf DLRMv2 data set was made, without a table of them.
+
+MLPerf draws, for each row of a table, a fixed bag: the row's own id and size - 1 ids uniform over the table.
+Here a hash of (feature, id, place in the bag) is the draw, so nothing of cardinality x size is ever held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.read.streams import mix
+
+DRAWS_AT_ONCE = 2**14  # 128 KB of 64-bit words stay in the cache
+
+
+def draw_bags(ids: NDArray[np.int64], feature: str, cardinality: int, bags: NDArray[np.int64]) -> None:
+    """Fill bags [rows, size] for ids [rows]: first the id itself, then ids in [0, cardinality) that it and the feature decide.
+
+    As in MLPerf's tables, draws may repeat. The same id gives the same bag in every run, on every rank.
+    cardinality <= 2**32: the 32 upper bits of a hash are scaled to it.
+    """
+    assert bags.flags.c_contiguous, "a copy would be filled in its place"
+    num_rows, size = bags.shape
+    if size > 1 and num_rows:
+        # Flat arrays throughout: numpy is slow where the innermost axis is as short as a bag.
+        flat = bags.reshape(-1).view(np.uint64)
+        rows_at_once = max(1, DRAWS_AT_ONCE // size)
+        multipliers = _multipliers(feature, size, rows_at_once)
+        seeds = mix(ids.astype(np.uint64) ^ _feature_key(feature))
+        for begin in range(0, num_rows, rows_at_once):
+            draws = np.repeat(seeds[begin : begin + rows_at_once], size)
+            draws *= multipliers[: len(draws)]
+            draws >>= np.uint64(32)
+            draws *= np.uint64(cardinality)
+            np.right_shift(draws, np.uint64(32), out=flat[begin * size : begin * size + len(draws)])
+    bags[:, 0] = ids
+
+
+@cache
+def _feature_key(feature: str) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.sha256(feature.encode()).digest()[:8], "little"))
+
+
+@cache
+def _multipliers(feature: str, size: int, num_rows: int) -> NDArray[np.uint64]:
+    """An odd factor for each place of a bag (multiply-shift hashing on top of `mix`), repeated for all rows."""
+    factors = mix(np.arange(size).astype(np.uint64) + _feature_key(feature)) | np.uint64(1)
+    return np.tile(factors, num_rows)

@@ -1,0 +1,202 @@
+"""Turn Parquet shards into this rank's Batches: the same global batches at any world size, from any step on.
+
+data.streams says which rows, data.decode makes Blocks of row groups, data.assemble makes Batches of Blocks, all
+on a background thread (data.prefetch), or on config.decode_threads of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from pipeline.config.data import ReaderConfig, check_batch_geometry
+from pipeline.data.dataset import Dataset, check_multi_hot, check_split
+from pipeline.data.read.assemble import BatchAssembler, Piece
+from pipeline.data.read.batch import Batch
+from pipeline.data.read.decode import Block, Shards
+from pipeline.data.read.prefetch import Prefetcher
+from pipeline.data.read.quarantine import Quarantine
+from pipeline.data.read.streams import EpochOrder, Segment, num_steps, row_permutation
+
+CHUNK_ROWS = 16_384  # batches are made from about so many rows at once
+
+
+class ShardReader:
+    """Batches of one split for one rank. Local: no collective; every rank makes its own with equal arguments.
+
+    drop_last=True: equal steps on every rank; fewer than global_batch_size rows (other ones each epoch when
+    shuffled) are left out of an epoch.
+    drop_last=False: every row exactly once; where a stream has run dry, rows of weight 0 without ids fill up,
+    so that ranks keep equal steps and equal batch sizes.
+    multi_hot: feature -> ids a sample, drawn from the one-hot id (data.multi_hot).
+    split_ids: what the ids of every batch go through (embeddings.id_splitter), on the prefetch thread.
+    pin_memory: hand out batches in pinned memory, copied on the prefetch thread.
+    quarantine_path: where the rows go that config.on_bad_rows=quarantine leaves out; None: into the log alone.
+
+    Held in memory: a row group for each of the rank's streams (two with several decode threads), and up to
+    2 * config.prefetch_batches batches, or more with several decode threads and small batches.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        dataset: Dataset,
+        split: str,
+        *,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        config: ReaderConfig,
+        seed: int,
+        multi_hot: dict[str, int] | None = None,
+        drop_last: bool = True,
+        pin_memory: bool = False,
+        quarantine_path: str | None = None,
+        split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
+    ) -> None:
+        check_batch_geometry(global_batch_size, config.num_streams, world_size)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} must lie within [0, {world_size - 1}]")
+        check_split(dataset, split, global_batch_size if drop_last else 1)
+        check_multi_hot(dataset, multi_hot or {})
+        self.config = config
+        self.drop_last = drop_last
+        self.global_batch_size = global_batch_size
+        self.batch_size = global_batch_size // world_size
+        self.num_rows = dataset.splits[split].num_rows
+        self.steps_per_epoch = num_steps(self.num_rows, global_batch_size, config.num_streams, drop_last)
+        self.stall_seconds = 0.0  # time that next() has waited, the first batch of each epoch included
+        self._seed = seed
+        self._pin_memory, self._split_ids = pin_memory, split_ids
+        self._identity = [dataset.fingerprint(), split, seed, config.num_streams, config.shuffle, global_batch_size]
+        streams = config.num_streams // world_size
+        self._streams = range(rank * streams, (rank + 1) * streams)
+        quarantine = Quarantine(quarantine_path) if config.on_bad_rows == "quarantine" else None
+        self._shards = Shards(folder, dataset, dataset.splits[split], quarantine)
+        if config.verify == "checksum":
+            self._shards.files.verify_checksums(range(rank, len(dataset.splits[split].files), world_size))
+        self._assembler = BatchAssembler(dataset, multi_hot or {}, streams, global_batch_size // config.num_streams)
+
+    @property
+    def order_fingerprint(self) -> str:
+        """Equal only where (epoch, step) means the same rows: a checkpoint's position is worth nothing elsewhere."""
+        return hashlib.sha256(json.dumps(self._identity).encode()).hexdigest()
+
+    def batches(self, epoch: int, start_step: int = 0) -> Prefetcher[Batch]:
+        """Batches start_step .. steps_per_epoch - 1 of an epoch; close() the iterator to end its threads early."""
+        if epoch < 0 or not 0 <= start_step <= self.steps_per_epoch:
+            raise ValueError(
+                f"epoch={epoch}, start_step={start_step}: epochs count from 0, and an epoch has "
+                f"{self.steps_per_epoch} steps; was the checkpoint made with other data or another batch size?"
+            )
+        return Prefetcher(
+            self._read(epoch, start_step), self.config.prefetch_batches, f"reader-epoch-{epoch}", self._add_stall
+        )
+
+    def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
+        """The shard (as dataset.json names it) and the row in it, from 0, of rows of this rank's batch."""
+        per_stream, shuffled = self._assembler.rows_per_stream, self._is_shuffled
+        order = EpochOrder(self._shards.row_group_sizes, self.config.num_streams, self._seed, epoch, shuffled)
+        places = []
+        for row in rows:
+            stream, within = divmod(row, per_stream)
+            segment = next(order.segments(self._streams[stream], step * per_stream + within), None)
+            if segment is None:  # padding at the end of an evaluation
+                continue
+            group, place = segment.row_group, segment.start
+            if shuffled:
+                size = self._shards.row_group_sizes[group]
+                place = int(row_permutation(self._seed, epoch, group, size)[place])
+            places.append(self._shards.locate(group, place))
+        return places
+
+    @property
+    def _is_shuffled(self) -> bool:
+        return self.config.shuffle == "row_groups"
+
+    def empty_batch(self) -> Batch:
+        """A batch in which no row counts, for a rank that has nothing to read where the others go on."""
+        return self._split(self._assembler.assemble([], 1)[0])
+
+    def _add_stall(self, seconds: float) -> None:
+        self.stall_seconds += seconds
+
+    def _read(self, epoch: int, start_step: int) -> Generator[Batch, None, None]:
+        shuffled = self._is_shuffled
+        order = EpochOrder(self._shards.row_group_sizes, self.config.num_streams, self._seed, epoch, shuffled)
+        rows_per_stream = self._assembler.rows_per_stream
+        steps_at_once = max(1, min(self.config.prefetch_batches, CHUNK_ROWS // self.batch_size))
+        with ExitStack() as stack:
+            submit = workers(self.config.decode_threads, stack)
+
+            def decode(segment: Segment) -> Callable[[], Block]:
+                return submit(self._shards.decode, segment, self._seed, epoch, shuffled)
+
+            streams = [
+                BlockStream(order.segments(stream, start_step * rows_per_stream), decode) for stream in self._streams
+            ]
+            chunks: deque[Callable[[], list[Batch]]] = deque()
+            for begin in range(start_step, self.steps_per_epoch, steps_at_once):
+                num_steps = min(steps_at_once, self.steps_per_epoch - begin)
+                rows = num_steps * rows_per_stream
+                pieces = [piece for i, stream in enumerate(streams) for piece in stream.take(rows, i * rows)]
+                chunks.append(submit(self._assemble, pieces, num_steps))
+                if len(chunks) == self.config.decode_threads:
+                    yield from chunks.popleft()()
+            for chunk in chunks:
+                yield from chunk()
+
+    def _assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
+        batches = [self._split(batch) for batch in self._assembler.assemble(pieces, num_steps)]
+        return [batch.pin_memory() for batch in batches] if self._pin_memory else batches
+
+    def _split(self, batch: Batch) -> Batch:
+        if self._split_ids is None:
+            return batch
+        return replace(batch, sparse_features=self._split_ids(batch.sparse_features))
+
+
+def workers(num_threads: int, stack: ExitStack) -> Callable[..., Callable[[], Any]]:
+    """submit(function, *args) -> result(). One thread is the caller's own, and works when the result is asked for."""
+    if num_threads == 1:
+        return partial
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="reader-decode")
+    stack.callback(pool.shutdown, cancel_futures=True)
+    return lambda function, *args: pool.submit(function, *args).result
+
+
+class BlockStream:
+    """The rows of one stream; the block after the current one is always submitted for decoding."""
+
+    def __init__(self, segments: Iterator[Segment], decode: Callable[[Segment], Callable[[], Block]]) -> None:
+        self._segments = segments
+        self._decode = decode
+        self._next: Callable[[], Block] | None = None
+        self._block: Block | None = None
+        self._used = 0
+        self._read_ahead()
+
+    def take(self, num_rows: int, place: int) -> Iterator[Piece]:
+        """The next `num_rows` rows, to lie from `place` on in the chunk; fewer at the end of the stream."""
+        while num_rows:
+            if self._block is None or self._used == len(self._block.labels):
+                if self._next is None:
+                    return
+                self._block, self._used = self._next(), 0
+                self._read_ahead()
+            count = min(num_rows, len(self._block.labels) - self._used)
+            yield Piece(self._block, self._used, self._used + count, place)
+            self._used, place, num_rows = self._used + count, place + count, num_rows - count
+
+    def _read_ahead(self) -> None:
+        segment = next(self._segments, None)
+        self._next = self._decode(segment) if segment else None

@@ -1,0 +1,173 @@
+"""Say where the files of a split lie, that they are the ones dataset.json names, and that they stay so while they are read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.dataset import FILE_NAME, Dataset, ShardFile, Split
+from pipeline.runtime.logs import get_logger, progress
+from pipeline.runtime.storage import storage
+
+WAY_OUT = f"compare the file's checksum with {FILE_NAME}, copy it again, or remove the folder and run `python -m pipeline.prepare`"
+logger = get_logger(__name__)
+
+
+class ShardError(ValueError):
+    """A shard or a row group of it cannot be read, or is not what dataset.json says."""
+
+
+class Stamp(NamedTuple):
+    """What a file system says of a file; equal stamps, equal bytes, but for who sets clocks back."""
+
+    size_bytes: int
+    modified_ns: int
+    inode: int
+
+
+class ShardFiles:
+    """The files of one split, by number.
+
+    must_be_whole: raise ValueError at once for files that are missing or of another size; else they are warned of, and
+    fetch() raises ShardError. Sizes of remote shards are checked when they are fetched.
+    """
+
+    def __init__(self, folder: str, split: Split, must_be_whole: bool = True) -> None:
+        self._folder, self._files = folder, split.files
+        self._stamps: dict[int, Stamp] = {}
+        self._lock = threading.Lock()
+        counted = sum(sum(shard.row_groups) for shard in split.files)
+        if counted != split.num_rows:
+            raise ValueError(f"{FILE_NAME} counts {split.num_rows} rows, but row groups with {counted}; {WAY_OUT}")
+        problems = self._missing() + (self._stamp_all() if storage.is_local(folder) else [])
+        if problems and must_be_whole:
+            raise ValueError(problems[0])
+        for problem in problems:
+            logger.warning("%s", problem)
+
+    def __getitem__(self, index: int) -> ShardFile:
+        return self._files[index]
+
+    def path(self, index: int) -> str:
+        return storage.join(self._folder, self._files[index].path)
+
+    def fetch(self, index: int) -> str:
+        """A local path. A remote shard is downloaded once, into iopath's cache.
+
+        Its row groups are read in random order, and iopath's own S3 handle fetches the whole object for each of them.
+        """
+        path = self.path(index)
+        try:
+            local = storage.local_path(path)
+            _check_size(path, self._files[index], os.path.getsize(local))
+        except FileNotFoundError:
+            raise ShardError(f"{path} is missing; {WAY_OUT}") from None
+        return local
+
+    def verify_checksums(self, indices: range) -> None:
+        """Read the files whole and compare SHA-256. Raises ValueError for the first that differs."""
+        with progress("verifying shards", sum(self._files[index].size_bytes for index in indices)) as bar:
+            for index in indices:
+                self._verify(index)
+                bar.advance(self._files[index].size_bytes)
+
+    def check_unchanged(self, index: int) -> None:
+        """Raise ValueError where the file is no longer the one that was there at the start.
+
+        One call of stat. A file that was only touched, or copied again, passes by its checksum.
+        """
+        then = self._stamps.get(index)
+        if then is None:  # remote, or already in doubt
+            return
+        path = self.path(index)
+        try:
+            now = _stamp(path)
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} has vanished while it was read; bring it back, the same command goes on"
+            ) from None
+        if now == then:
+            return
+        with self._lock:
+            if self._stamps[index] == now:
+                return
+            if now.size_bytes != then.size_bytes or storage.sha256_of(path) != self._files[index].sha256:
+                raise ValueError(
+                    f"{path} has changed while it was read: {then.size_bytes} bytes of {then.modified_ns / 1e9:.3f} s, now "
+                    f"{now.size_bytes} of {now.modified_ns / 1e9:.3f} s, and not those of {FILE_NAME}; {WAY_OUT}"
+                )
+            logger.warning("%s was replaced while it was read, by the same bytes", path)
+            self._stamps[index] = now
+
+    def _missing(self) -> list[str]:
+        names: dict[str, set[str]] = {}
+        for shard in self._files:
+            parent = os.path.dirname(shard.path)
+            if parent not in names:
+                names[parent] = set(storage.list_folder(storage.join(self._folder, parent)))
+        missing = [s.path for s in self._files if os.path.basename(s.path) not in names[os.path.dirname(s.path)]]
+        if not missing:
+            return []
+        return [
+            f"{len(missing)} of {len(self._files)} shards are missing from {self._folder}, the first is {missing[0]}; "
+            "copy them again, or remove the folder and run `python -m pipeline.prepare`"
+        ]
+
+    def _stamp_all(self) -> list[str]:
+        """What is wrong with the files that are there."""
+        problems = []
+        for index, shard in enumerate(self._files):
+            try:
+                stamp = _stamp(self.path(index))
+                _check_size(self.path(index), shard, stamp.size_bytes)
+                self._stamps[index] = stamp
+            except FileNotFoundError:
+                pass  # _missing says so
+            except ShardError as error:
+                problems.append(str(error))
+        return problems
+
+    def _verify(self, index: int) -> None:
+        shard, path = self._files[index], self.path(index)
+        found = storage.sha256_of(self.fetch(index))
+        if found != shard.sha256:
+            raise ShardError(f"{path} has the checksum {found}, {FILE_NAME} says {shard.sha256}; {WAY_OUT}")
+
+
+def _stamp(path: str) -> Stamp:
+    status = os.stat(path)
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def _check_size(path: str, shard: ShardFile, size_bytes: int) -> None:
+    if size_bytes != shard.size_bytes:
+        raise ShardError(f"{path} has {size_bytes} bytes, {FILE_NAME} says {shard.size_bytes}; {WAY_OUT}")
+
+
+def check_layout(path: str, shard: ShardFile, file: pq.ParquetFile, dataset: Dataset) -> None:
+    """Raise ShardError unless row groups and column types are what dataset.json promises."""
+    sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+    if sizes != shard.row_groups:
+        raise ShardError(
+            f"{path} has {len(sizes)} row groups with {sum(sizes)} rows, {FILE_NAME} says "
+            f"{len(shard.row_groups)} with {shard.num_rows} (or other sizes of single ones); {WAY_OUT}"
+        )
+    types = {field.name: field.type for field in file.schema_arrow}
+    wanted = {dataset.label: "a number", **dict.fromkeys(dataset.dense_features, "a number")}
+    wanted |= {f.name: "a list of integers" if f.multi_hot else "an integer" for f in dataset.sparse_features}
+    for name, kind in wanted.items():
+        if name not in types:
+            raise ShardError(f"{path} has no column {name!r}; {WAY_OUT}")
+        if not _is_a(kind, types[name]):
+            raise ShardError(f"{path}: column {name!r} is {types[name]}, expected {kind}; {WAY_OUT}")
+
+
+def _is_a(kind: str, type_: pa.DataType) -> bool:
+    if kind == "a list of integers":
+        is_list = pa.types.is_list(type_) or pa.types.is_large_list(type_)
+        return is_list and pa.types.is_integer(type_.value_type)
+    return pa.types.is_integer(type_) or (kind == "a number" and pa.types.is_floating(type_))

@@ -1,0 +1,110 @@
+"""Turn categorical values into the ids of prepared vocabularies, many at a time, with no process but ours.
+
+A vocabulary's values lie in the order of their 64-bit hashes, each with its id. All vocabularies of a data set are searched
+at once: a value's key is the number of its vocabulary, then its hash. It is looked for by its key and then compared, so that
+another value of the same hash is another value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipeline.data.raw.hashing import hash_text, hash_texts
+from pipeline.data.raw.texts import WORD_BYTES, Texts, texts_of
+
+HASH_SEED = 0
+NAMES = ["id", "value"]
+OFFSET_LIMIT = 2**31 - 1  # bytes of text that 32-bit offsets reach
+
+
+def index_values(
+    batches: Iterable[tuple[int, list[str]]], keep: Callable[[NDArray[np.int64]], NDArray[np.bool_]] | None = None
+) -> pa.Table:
+    """id int32 and value, by ascending hash, of a vocabulary's (first id, values); `keep` says of ids whether they stay."""
+    ids, values = [np.zeros(0, np.int32)], [pa.array([], pa.large_string())]
+    for first, batch in batches:
+        numbers, text = np.arange(first, first + len(batch)), pa.array(batch, pa.large_string())
+        if keep is not None:
+            stays = keep(numbers)
+            numbers, text = numbers[stays], text.filter(pa.array(stays))
+        ids.append(numbers.astype(np.int32))
+        values.append(text)
+    text = pa.concat_arrays(values)
+    order = np.argsort(hash_text(text, HASH_SEED), kind="stable")
+    text = text.take(pa.array(order))
+    if text.nbytes < OFFSET_LIMIT:
+        text = text.cast(pa.string())
+    return pa.table([pa.array(np.concatenate(ids)[order]), text], names=NAMES)
+
+
+class ValueIndex:
+    """The ids of the values of several vocabularies, which are numbered as they are given.
+
+    Raises ValueError for a table that index_values has not made.
+    """
+
+    def __init__(self, vocabularies: Iterable[pa.Table]) -> None:
+        hashes, ids, values = [], [np.zeros(0, np.int32)], []
+        for table in vocabularies:
+            ids.append(_checked(table)["id"].to_numpy())
+            values.append(table["value"].combine_chunks())
+            hashes.append(hash_text(values[-1], HASH_SEED))
+            if (hashes[-1][1:] < hashes[-1][:-1]).any():
+                raise ValueError("a vocabulary's values are in the order of their hashes, these are not")
+        self._number_bits = max(1, (len(hashes) - 1).bit_length())
+        numbers = np.repeat(np.arange(len(hashes)), [len(one) for one in hashes])
+        self._keys = self._keys_of(numbers, np.concatenate([np.zeros(0, np.uint64), *hashes]))
+        self._ids = np.concatenate(ids)
+        del hashes, ids, numbers
+        self._texts = texts_of(values)
+        # Values of one key lie side by side; more than one is a matter of billions of values.
+        self._longest_run = _longest_run(self._keys[1:] == self._keys[:-1]) + 1
+
+    def __len__(self) -> int:
+        """The values of all vocabularies."""
+        return len(self._ids)
+
+    def _keys_of(self, vocabularies: NDArray[np.integer], hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        bits = np.uint64(self._number_bits)
+        return vocabularies.astype(np.uint64) << (np.uint64(64) - bits) | hashes >> bits
+
+    def ids(self, vocabularies: NDArray[np.integer], values: pa.Array) -> NDArray[np.int64]:
+        """[len(values)]: of each value, text, its id in the vocabulary of that number; 0 where that lacks it."""
+        found = np.zeros(len(values), np.int64)
+        if not len(values) or not len(self):
+            return found
+        texts = texts_of([values])
+        keys = self._keys_of(vocabularies, hash_texts(texts, HASH_SEED))
+        first = np.searchsorted(self._keys, keys)
+        for step in range(self._longest_run):
+            places = np.minimum(first + step, len(self) - 1)
+            which = np.flatnonzero(self._keys[places] == keys)
+            same = _are_same(texts, which, self._texts, places[which])
+            found[which[same]] = self._ids[places[which[same]]]
+        return found
+
+
+def _checked(table: pa.Table) -> pa.Table:
+    if table.column_names != NAMES or table["id"].null_count or table["value"].null_count:
+        raise ValueError(f"a vocabulary has the columns {NAMES} and a value for each id, this one {table.schema.names}")
+    return table
+
+
+def _are_same(left: Texts, which: NDArray[np.int64], right: Texts, others: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[len(which)]: whether left[which[i]] is right[others[i]], byte for byte."""
+    lengths = left.lengths(which)
+    same = lengths == right.lengths(others)
+    for begin in range(0, int(lengths[same].max(initial=0)), WORD_BYTES):
+        left_to_see = np.flatnonzero(same & (lengths > begin))
+        same[left_to_see] = left.words(which[left_to_see], begin) == right.words(others[left_to_see], begin)
+    return same
+
+
+def _longest_run(flags: NDArray[np.bool_]) -> int:
+    """Of neighbours that are all true."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
+    return int((edges[1::2] - edges[::2]).max(initial=0))

@@ -1,0 +1,1 @@
+"""Compressed tables: parts, split ids, composed rows."""

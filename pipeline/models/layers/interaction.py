@@ -1,0 +1,185 @@
+"""Turn pooled embeddings and the dense arch's output into DLRM's pairwise dot products (arXiv 1906.00091, section 2.1.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from pipeline.runtime.process.kernel_pool import on_all_threads
+
+AS_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}  # what the kernel moves
+NOWHERE = np.empty(0, np.uint64)
+
+
+class PooledRows(nn.Module):
+    """KeyedTensor -> [batch, F, D] in the order of `feature_names`, whatever order the plan has left its columns in."""
+
+    def __init__(self, feature_names: list[str]) -> None:
+        super().__init__()
+        self.feature_names = feature_names
+        self._orders: dict[tuple[str, ...], torch.Tensor | None] = {}
+
+    def forward(self, pooled: KeyedTensor) -> torch.Tensor:
+        values = pooled.values()
+        rows = values.view(values.shape[0], len(self.feature_names), -1)
+        keys = tuple(pooled.keys())
+        if keys not in self._orders:
+            order = torch.tensor([keys.index(name) for name in self.feature_names])
+            is_same = bool((order == torch.arange(len(order))).all())
+            self._orders[keys] = None if is_same else order.to(values.device)
+        order_here = self._orders[keys]
+        return rows if order_here is None else _Reordered.apply(rows, order_here)  # type: ignore[no-untyped-call]
+
+
+class _Reordered(torch.autograd.Function):
+    """index_select along dimension 1 by a permutation: its backward is one too, where torch's adds up from zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(order)
+        return rows.index_select(1, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (order,) = ctx.saved_tensors
+        return gradient.index_select(1, torch.argsort(order)), None
+
+
+class DotInteraction(nn.Module):
+    """dense [B, D], rows [B, F, D] -> [B, D + F + F (F - 1) / 2]: dense, then the dot product of every pair.
+
+    The same numbers in the same order as torchrec.models.dlrm.InteractionArch. The products' matrix X X^T is symmetric,
+    so backward is one product (G + G^T) X where autograd's of the bmm takes two, and neither way is an index scattered.
+    """
+
+    def __init__(self, num_sparse_features: int) -> None:
+        super().__init__()
+        self.num_sparse_features = num_sparse_features
+        self.rows_have_room = False  # for `dense` ahead of each sample's rows, in one block of memory
+
+    def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        device_type = dense.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dense.dtype
+        return _Dots.apply(dense, rows, dtype, self.rows_have_room)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Dots(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, rows_have_room: bool
+    ) -> torch.Tensor:
+        ctx.dtypes = dense.dtype, rows.dtype
+        ctx.take = _kernel() if _fits_kernel(rows, dtype) else None
+        combined = _in_place(dense, rows, dtype) if rows_have_room else None
+        if combined is None:
+            combined = _combined(dense, rows, dtype)
+        ctx.save_for_backward(combined)
+        products = torch.bmm(combined, combined.transpose(1, 2))
+        num_rows, dim = combined.shape[1:]
+        if ctx.take is None:
+            return torch.cat([combined[:, 0], *(products[:, row, row + 1 :] for row in range(num_rows - 1))], dim=1)
+        pairs = _pairs(num_rows)
+        out = combined.new_empty(len(combined), dim + len(pairs))
+        out[:, :dim] = combined[:, 0]
+        _take(ctx.take, products.flatten(1), pairs, out, dim)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
+        (combined,) = ctx.saved_tensors
+        num_rows, dim = combined.shape[1:]
+        if ctx.take is None:
+            products = symmetric(gradient, combined)
+        else:
+            products = combined.new_empty(len(combined), num_rows, num_rows)
+            places, diagonal = _pairs_both_ways(num_rows, dim)
+            _take(ctx.take, gradient.contiguous(), places, products.flatten(1), 0, diagonal)
+        both = torch.bmm(products, combined)
+        first = both[:, 0] + gradient[:, :dim]
+        to_rows = both[:, 1:]
+        if to_rows.dtype != ctx.dtypes[1]:
+            to_rows = to_rows.to(ctx.dtypes[1], memory_format=torch.contiguous_format)
+        return first.to(ctx.dtypes[0]), to_rows, None, None
+
+
+def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """`dense` written into the room ahead of `rows`, and the whole [B, F + 1, D]; None where there is no such room."""
+    batch, num_features, dim = rows.shape
+    strides, count = ((num_features + 1) * dim, dim, 1), batch * (num_features + 1) * dim
+    is_slice = rows.stride() == strides and rows.storage_offset() == dim
+    if not is_slice or rows.dtype != dtype or rows.untyped_storage().nbytes() != count * rows.element_size():
+        return None
+    # Not rows itself: autograd would see its memory change.
+    combined = rows.data.as_strided((batch, num_features + 1, dim), strides, 0)
+    combined[:, 0] = dense
+    return combined
+
+
+def _combined(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, D] and [B, F, D] -> [B, F + 1, D], cast on the way."""
+    if torch.compiler.is_compiling() or dense.is_cuda:
+        return torch.cat([dense.to(dtype).unsqueeze(1), rows.to(dtype)], dim=1)
+    combined = dense.new_empty(len(dense), rows.shape[1] + 1, rows.shape[2], dtype=dtype)
+    combined[:, 0], combined[:, 1:] = dense, rows
+    return combined
+
+
+def symmetric(gradient: torch.Tensor, combined: torch.Tensor) -> torch.Tensor:
+    """[B, D + P] -> G + G^T [B, n, n], where the upper triangle of G holds the last P columns, row by row."""
+    batch, num_rows, dim = combined.shape
+    products = combined.new_zeros(batch, num_rows, num_rows)
+    first, second = torch.triu_indices(num_rows, num_rows, offset=1, device=combined.device)
+    products[:, first, second] = products[:, second, first] = gradient[:, dim:]
+    return products
+
+
+@cache
+def _pairs(num_rows: int) -> np.ndarray[Any, Any]:
+    """Where the pairs above the diagonal lie in a flat [n, n], row by row."""
+    first, second = np.triu_indices(num_rows, 1)
+    return (first * num_rows + second).astype(np.uint64)
+
+
+@cache
+def _pairs_both_ways(num_rows: int, dim: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Where each of a flat [n, n] lies in [D + pairs above the diagonal]; then the diagonal, which lies nowhere."""
+    places = np.zeros((num_rows, num_rows), np.uint64)
+    above = np.triu_indices(num_rows, 1)
+    places[above] = places.T[above] = dim + np.arange(len(above[0]))
+    return places.reshape(-1), np.arange(0, num_rows**2, num_rows + 1, dtype=np.uint64)
+
+
+def _fits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Not while torch.export or torch.compile traces: numpy sees no tensors there."""
+    if torch.compiler.is_compiling() or type(rows) is not torch.Tensor:
+        return False
+    return rows.device.type == "cpu" and dtype in AS_BITS
+
+
+@cache
+def _kernel() -> Callable[..., None] | None:
+    try:
+        from pipeline.sharding.kernels.dots_kernels import take
+    except ImportError:
+        return None
+    return take  # type: ignore[no-any-return]
+
+
+def _take(
+    kernel: Callable[..., None],
+    source: torch.Tensor,
+    places: np.ndarray[Any, Any],
+    into: torch.Tensor,
+    first: int,
+    blanks: np.ndarray[Any, Any] = NOWHERE,
+) -> None:
+    """into[:, first:][b, i] = source[b, places[i]], and 0 at the blanks, by as many threads as torch has."""
+    bits = AS_BITS[source.dtype]
+    arguments = source.view(bits).numpy(), places, blanks, into.view(bits).numpy(), np.uint64(first)
+    on_all_threads(kernel, arguments, len(source))

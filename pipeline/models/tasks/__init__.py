@@ -1,0 +1,1 @@
+"""Tasks: what a model is trained for, its loss and its measures."""

@@ -1,0 +1,186 @@
+"""Turn a batch into a retrieval loss: each clicked row's item against the items of the whole global batch.
+
+Negatives come from all ranks, so that a step is the same at any number of ranks: item vectors are gathered, and their
+gradients go home summed. With a batch of 8192 and vectors of 32 columns that is 1 MiB a rank and step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from pipeline.data.read.batch import Batch
+from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.models.tasks.click import GuardedLoss
+
+NO_ITEM = -1  # of padding and quarantined rows
+
+
+class RetrievalPrediction(NamedTuple):
+    """Detached tensors; `losses` [B] are 0 where a row is no positive, users and items [B, D] float32, item_ids [B]."""
+
+    loss: torch.Tensor  # scalar
+    losses: torch.Tensor
+    labels: torch.Tensor
+    sample_weights: torch.Tensor
+    users: torch.Tensor
+    items: torch.Tensor
+    item_ids: torch.Tensor
+
+
+class InBatchLoss(GuardedLoss):
+    """Softmax cross-entropy of each positive row's item among the global batch's (Yi et al., RecSys 2019, section 3).
+
+    A candidate of the same item as the row's own is no negative, nor is one of a row of weight 0. `frequencies` None: no
+    logQ correction.
+    """
+
+    def __init__(
+        self,
+        item_feature: str,
+        temperature: float,
+        frequencies: RowFrequencies | None,
+        max_in_a_row: int = 0,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(max_in_a_row, scale)
+        self._item_feature, self._temperature = item_feature, temperature
+        self._log_frequency = LogFrequency(frequencies) if frequencies else None
+
+    def forward(  # type: ignore[override]
+        self,
+        users: torch.Tensor,
+        items: torch.Tensor,
+        sparse_features: KeyedJaggedTensor,
+        labels: torch.Tensor,
+        sample_weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, RetrievalPrediction]:
+        """Collective in training mode; in evaluation the loss is 0, for a batch's negatives say nothing of a catalogue."""
+        users, items = users.float(), items.float()
+        ids = first_ids(sparse_features, self._item_feature)
+        losses = torch.zeros_like(labels)
+        if self.training:
+            weights = labels * sample_weights
+            # A row that was not clicked asks for nothing. NaN, not above 0, is kept: the guard is to see it.
+            rows = torch.nonzero(weights != 0).flatten()
+            clicked = self._losses(users, items, ids, sample_weights, rows) * weights[rows]
+            losses = losses.index_put((rows,), clicked)
+        loss = losses.mean()
+        prediction = RetrievalPrediction(
+            loss.detach(), losses.detach(), labels, sample_weights, users.detach(), items.detach(), ids
+        )
+        if not self.training:
+            return loss, prediction
+        return self.guard(loss, prediction, losses.detach)
+
+    def _losses(
+        self,
+        users: torch.Tensor,
+        items: torch.Tensor,
+        ids: torch.Tensor,
+        sample_weights: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Collective: those of `rows` [P] of this rank's batch, [P]."""
+        candidates = gather_rows(items)
+        candidate_ids, weights = gather_rows(ids), gather_rows(sample_weights)
+        scores = (users[rows] / self._temperature) @ candidates.T
+        if self._log_frequency is not None:
+            scores = scores - self._log_frequency(candidate_ids)
+        own = rows + _rank() * len(users)
+        hidden = (candidate_ids == ids[rows, None]) | (weights == 0)
+        hidden.scatter_(1, own[:, None], False)
+        return F.cross_entropy(scores.masked_fill(hidden, float("-inf")), own, reduction="none")
+
+
+def first_ids(sparse_features: KeyedJaggedTensor, feature: str) -> torch.Tensor:
+    """[B] int64: the first id of each row, NO_ITEM where there is none."""
+    bags = sparse_features[feature]
+    values, starts, lengths = bags.values(), bags.offsets()[:-1].long(), bags.lengths()
+    if not len(values):
+        return torch.full_like(starts, NO_ITEM)
+    return torch.where(lengths > 0, values[starts.clamp(max=len(values) - 1)], NO_ITEM)
+
+
+class LogFrequency(nn.Module):
+    """Item ids -> log of each one's share of the training rows, from the curve of its table's frequencies.
+
+    Ids come by descending frequency from 1; between the curve's points log share is linear in log rank, as it is under a
+    power law. The unknown item, 0, counts as the rarest.
+    """
+
+    _centres: torch.Tensor
+    _density: torch.Tensor
+
+    def __init__(self, frequencies: RowFrequencies) -> None:
+        super().__init__()
+        rows = torch.tensor(frequencies.rows, dtype=torch.float64)
+        shares = torch.tensor(frequencies.shares, dtype=torch.float64)
+        widths = rows.diff()
+        centres = ((rows[:-1] + 1) * rows[1:]).sqrt().log()
+        density = (shares.diff() / widths).clamp(min=1e-12).log()
+        self.register_buffer("_centres", centres.float(), persistent=False)
+        self.register_buffer("_density", density.float(), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        centres, density = self._centres.to(ids.device), self._density.to(ids.device)
+        if len(centres) == 1:
+            return density.expand(len(ids))
+        place = ids.clamp(min=1).float().log()
+        place = torch.where(ids == 0, centres[-1], place).clamp(centres[0], centres[-1])
+        right = torch.searchsorted(centres, place).clamp(1, len(centres) - 1)
+        share = (place - centres[right - 1]) / (centres[right] - centres[right - 1])
+        return torch.lerp(density[right - 1], density[right], share)
+
+
+def gather_rows(mine: torch.Tensor) -> torch.Tensor:
+    """Collective: every rank's [B, ...], one after the other; gradients of all ranks come back to whose rows they are."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    return _Gathered.apply(mine)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        everyone = mine.new_empty(dist.get_world_size() * len(mine), *mine.shape[1:])
+        # Not waited for inside the call: the log's clock for collectives sees a wait in Python.
+        dist.all_gather_into_tensor(everyone, mine.contiguous(), async_op=True).wait()  # type: ignore[union-attr]
+        return everyone
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        mine = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(mine, gradient.contiguous(), async_op=True).wait()  # type: ignore[union-attr]
+        return mine
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class RetrievalTask(nn.Module):
+    """Item retrieval: forward(batch) -> (loss, RetrievalPrediction). `bf16` autocasts the towers.
+
+    `recall_at`: the numbers of retrieved items that an evaluation looks at.
+    """
+
+    def __init__(self, model: nn.Module, loss: InBatchLoss, recall_at: list[int], precision: str = "fp32") -> None:
+        super().__init__()
+        self.model, self.loss, self.recall_at = model, loss, list(recall_at)
+        self._bf16 = precision == "bf16"
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, RetrievalPrediction]:
+        # Two branches for torch.fx, as in CTRTask.
+        if self._bf16:
+            device_type = "cuda" if next(self.model.parameters()).is_cuda else "cpu"
+            with torch.autocast(device_type, dtype=torch.bfloat16):
+                users, items = self.model(batch.dense_features, batch.sparse_features)
+        else:
+            users, items = self.model(batch.dense_features, batch.sparse_features)
+        return self.loss(users, items, batch.sparse_features, batch.labels, batch.sample_weights)  # type: ignore[no-any-return]

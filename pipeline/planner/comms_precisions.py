@@ -1,0 +1,55 @@
+"""Say what shards and collectives can really carry (stdlib only, for jobs are checked without torch)."""
+
+from __future__ import annotations
+
+from pipeline.config.training import CommsConfig
+from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
+from pipeline.embeddings.table import Table
+
+INT8_ROW = 32  # fbgemm's codec quantizes this many neighbouring values with one scale and bias
+SHARD_WIDTH = 4  # what the columns of a table and of each of its shards are a multiple of
+
+
+def check_widths(tables: list[Table]) -> None:
+    """Raises ValueError for a table that no sharding but data_parallel can place."""
+    for table in tables:
+        if table.embedding_dim % SHARD_WIDTH and table.sharding.sharding_types != ["data_parallel"]:
+            raise ValueError(
+                f"tables.{table.config_name}.embedding_dim={table.embedding_dim}, but FBGEMM's sharded tables want a multiple of "
+                f"{SHARD_WIDTH}: use {table.embedding_dim // SHARD_WIDTH * SHARD_WIDTH + SHARD_WIDTH}, or "
+                f"tables.{table.config_name}.sharding.sharding_types=[data_parallel]"
+            )
+
+
+def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:
+    """Collective -> (forward, backward) precision that it really gets.
+
+    A reduce-scatter adds up on the wire what int8 cannot add up (each 32 values have a scale of their own):
+    it gets fp16, and so does the all-gather of its gradients.
+    """
+    asked = (comms.forward_precision, comms.backward_precision)
+    summed = ["fp16" if precision == "int8" else precision for precision in asked]
+    return {"all_to_all": asked, "reduce_scatter": (summed[0], summed[1])}
+
+
+def describe_comms(comms: CommsConfig) -> dict[str, str]:
+    """Collective -> what its bytes are, e.g. {"all_to_all": "int8 forward / fp16 backward", ...}."""
+    described = {
+        name: f"{forward} forward / {backward} backward" for name, (forward, backward) in precisions(comms).items()
+    }
+    return {**described, "all_reduce": "fp32"}
+
+
+def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Table]) -> None:
+    """Raises ValueError when int8 all-to-all would stop at the first step: it cuts a rank's values into rows of 32."""
+    if "int8" not in precisions(comms)["all_to_all"]:
+        return
+    for table in tables:
+        by_columns = set(COLUMN_SHARDING_TYPES) & set(table.sharding.sharding_types or COLUMN_SHARDING_TYPES)
+        width = SHARD_WIDTH if by_columns else table.embedding_dim
+        if batch_size * width % INT8_ROW:
+            raise ValueError(
+                f"comms int8 sends {INT8_ROW} values to a scale, but batch_size={batch_size} (a rank's rows) times the "
+                f"{width} columns of table {table.name!r} or of a shard of it is not a multiple of {INT8_ROW}; make the "
+                f"batch size a rank a multiple of {INT8_ROW // SHARD_WIDTH}, or use comms precision fp16"
+            )

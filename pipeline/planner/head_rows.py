@@ -1,0 +1,181 @@
+"""Turn `compression.head_rows: auto` into the number of rows whose replicas leave the fewest bytes on the wire.
+
+The choice depends on the data's frequency curves, the batch, the ranks and their memory, so it is made once, for the run
+that begins, and kept in its config.yaml: a resumed run, an evaluation and an export go by that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pipeline.config.compression import AUTO
+from pipeline.config.jobs import TrainJob
+from pipeline.config.tables import DEFAULT, TableConfig
+from pipeline.data.dataset import Dataset
+from pipeline.embeddings.compression.frequency_split import cold_part, head_rows
+from pipeline.embeddings.compression.head_size import (
+    HeadTable,
+    StepBytes,
+    Wire,
+    bag_shapes,
+    choose_head_rows,
+    step_bytes,
+)
+from pipeline.embeddings.compression.physical import num_numbers
+from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
+from pipeline.embeddings.table import Table
+from pipeline.embeddings.tables import resolve_tables
+from pipeline.planner.comms_precisions import precisions
+
+SPLIT = "frequency_split"
+BYTES_A_VALUE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": (32 + 8) / 32}
+ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
+WEIGHT_BYTES = 4
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """Bytes that leave a rank in a step: without a head, with this one, with nothing but head."""
+
+    table: str
+    head_rows: int
+    num_embeddings: int
+    share: float  # of the lookups
+    none: StepBytes
+    chosen: StepBytes
+    all: StepBytes
+
+    def note(self) -> str:
+        sizes = " / ".join(show(each.total) for each in (self.none, self.chosen, self.all))
+        return (
+            f"head of {self.head_rows:,} of {self.num_embeddings:,} rows, {100 * self.share:.1f} % of lookups; a step sends "
+            f"{sizes} a rank without head / so / with all rows replicated"
+        )
+
+
+def show(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.2f} MiB" if num_bytes >= 2**20 / 10 else f"{num_bytes / 1024:,.1f} KiB"
+
+
+def is_settled(tables: Mapping[str, TableConfig]) -> bool:
+    return not any(_is_auto(config) for config in tables.values())
+
+
+def settle_head_rows(
+    job: TrainJob,
+    dataset: Dataset,
+    world_size: int,
+    room_bytes: float,
+    earlier: Mapping[str, TableConfig] | None = None,
+) -> dict[str, TableConfig]:
+    """`job.tables` with a number of rows for each `auto`; every table that it came to has then an entry of its own.
+
+    room_bytes: what tables may take of a rank. earlier: the tables of the run that goes on, whose numbers stay.
+
+    Raises:
+        ValueError: tables that do not fit the data, or a head of a table whose ids are in no order.
+    """
+    if is_settled(job.tables):
+        return job.tables
+    trial = {name: _with_rows(config, 1) if _is_auto(config) else config for name, config in job.tables.items()}
+    tables = resolve_tables(trial, dataset, job.data.synthetic_multi_hot)
+    asked = [table for table in tables if _is_split(table) and _is_auto(_own_or_default(job.tables, table.name))]
+    kept = {
+        table.name: before.compression.head_rows
+        for table in asked
+        if (before := (earlier or {}).get(table.name)) is not None
+        and before.compression is not None
+        and before.compression.kind == SPLIT
+        and before.compression.head_rows != AUTO
+    }
+    free = [table for table in asked if table.name not in kept]
+    others = sum(num_numbers(table) for table in tables if table not in free) * WEIGHT_BYTES / world_size
+    wires = {table.name: wire_of(job, table, world_size) for table in free}
+    chosen = choose_head_rows(
+        [head_table(job, table, dataset) for table in free], lambda table: wires[table.name], room_bytes - others
+    )
+    settled = dict(job.tables)
+    for name, rows in {**kept, **chosen}.items():
+        config = settled.get(name, TableConfig())
+        compression = config.compression or settled[DEFAULT].compression
+        assert compression is not None
+        settled[name] = replace(config, compression=replace(compression, head_rows=str(rows), min_rows=0))
+    if (default := settled.get(DEFAULT)) is not None and _is_auto(default):
+        settled[DEFAULT] = replace(default, compression=None)  # it has come to all tables that are large enough
+    return settled
+
+
+def head_reports(job: TrainJob, tables: list[Table], dataset: Dataset, world_size: int) -> list[HeadReport]:
+    """Of the frequency_split tables whose head is replicated."""
+    reports = []
+    for table in tables:
+        if not _is_split(table) or table.compression is None:
+            continue
+        if table.compression.head_sharding_types != ["data_parallel"]:
+            continue
+        one, wire = head_table(job, table, dataset), wire_of(job, table, world_size)
+        rows, cold = head_rows(table), cold_part(table)
+        lookups = sum(table.pooling_factors)
+        share = 1.0 if cold is None else 1.0 - sum(cold.pooling_factors) / lookups if lookups else 0.0
+        none, so, all_rows = (step_bytes(one, each, wire) for each in (0, rows, table.num_embeddings))
+        reports.append(HeadReport(table.name, rows, table.num_embeddings, share, none, so, all_rows))
+    return reports
+
+
+def with_notes(tables: list[Table], reports: list[HeadReport]) -> list[Table]:
+    """What is expected of a head, for the plan to tell."""
+    notes = {report.table: report.note() for report in reports}
+    return [replace(table, note=notes[table.name]) if table.name in notes else table for table in tables]
+
+
+def head_table(job: TrainJob, table: Table, dataset: Dataset) -> HeadTable:
+    features = [dataset.sparse_feature(name) for name in table.feature_names]
+    numbers = {"sgd": 0, "adagrad": table.embedding_dim, "rowwise_adagrad": 1, "partial_rowwise_adam": 1}
+    state = numbers.get(job.optimizer.sparse.name, 2 * table.embedding_dim)
+    shapes = bag_shapes(features, job.data.synthetic_multi_hot)
+    return HeadTable(table.name, table.num_embeddings, table.embedding_dim, shapes, WEIGHT_BYTES * state)
+
+
+def wire_of(job: TrainJob, table: Table, world_size: int) -> Wire:
+    """What the tail's collectives carry; a tail that may be placed by tables or columns is taken to be."""
+    allowed = table.sharding.sharding_types
+    by_rows = bool(allowed) and set(allowed) <= set(ROW_SHARDING_TYPES)
+    forward, backward = precisions(job.comms)["reduce_scatter" if by_rows else "all_to_all"]
+    on_gloo = job.comms.backend == "gloo" or (job.comms.backend == "auto" and job.hardware.compute_device == "cpu")
+    return Wire(
+        world_size,
+        job.trainer.micro_batch_size // world_size,
+        BYTES_A_VALUE[forward],
+        BYTES_A_VALUE[backward],
+        by_rows,
+        summed_twice=on_gloo,
+        column_shards=_column_shards(table),
+    )
+
+
+def _column_shards(table: Table) -> int:
+    """Of a table that must be cut by columns; each of its shards gets all ids."""
+    if not table.sharding.sharding_types or not set(table.sharding.sharding_types) <= set(COLUMN_SHARDING_TYPES):
+        return 1
+    return -(-table.embedding_dim // (table.sharding.min_partition or table.embedding_dim // 2))
+
+
+def _own_or_default(tables: Mapping[str, TableConfig], name: str) -> TableConfig:
+    config = tables.get(name, TableConfig())
+    return config if config.compression is not None else tables.get(DEFAULT, TableConfig())
+
+
+def _is_split(table: Table) -> bool:
+    return table.compression is not None and table.compression.kind == SPLIT
+
+
+def _is_auto(config: TableConfig) -> bool:
+    return config.compression is not None and config.compression.kind == SPLIT and config.compression.head_rows == AUTO
+
+
+def _with_rows(config: TableConfig, rows: int) -> TableConfig:
+    assert config.compression is not None
+    return replace(config, compression=replace(config.compression, head_rows=str(rows)))

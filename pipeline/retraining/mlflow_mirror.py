@@ -1,0 +1,40 @@
+"""Turn records of the ledger into runs of an MLflow server, for people who look there. Nothing is read from it.
+
+The ledger is what counts: a mirror that is away costs a warning.
+"""
+
+from __future__ import annotations
+
+from pipeline.retraining.ledger import Record
+from pipeline.runtime.logs import get_logger
+
+logger = get_logger("pipeline.retrain")
+
+
+def mirror_record(uri: str, experiment: str, record: Record) -> None:
+    """One finished MLflow run a record: metrics as such, the rest as tags. Raises ValueError where MLflow is not installed."""
+    try:
+        from mlflow.tracking import MlflowClient
+    except ImportError as error:
+        raise ValueError(
+            "registry.mlflow needs MLflow: pip install 'torchrec-pipeline[mlflow]', or leave registry.mlflow out"
+        ) from error
+    try:
+        client = MlflowClient(tracking_uri=uri)
+        found = client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found else client.create_experiment(experiment)
+        name = f"{record.window or record.version} {record.state}"
+        run = client.create_run(number, run_name=name, tags=_tags(record))
+        for key, value in record.metrics.items():
+            if isinstance(value, (int, float)):
+                client.log_metric(run.info.run_id, key, float(value))
+        client.set_terminated(run.info.run_id)
+    except Exception as error:  # whatever a server or its database says
+        logger.warning("the mirror %s does not take record %d: %s", uri, record.number, error)
+
+
+def _tags(record: Record) -> dict[str, str]:
+    tags = {
+        name: getattr(record, name) for name in ("state", "window", "version", "parent", "config_hash", "code_version")
+    }
+    return {**tags, "record": str(record.number), "reasons": "; ".join(record.reasons)}

@@ -1,0 +1,201 @@
+"""Train on what is new, and promote it if it is better:  python -m pipeline.retrain experiment=quickstart source=clicks/
+
+One call is one tick: it takes the oldest windows of new data (max_catchup of them), and for each prepares it, trains a
+challenger from the champion, holds both to the next window, and promotes or rejects. A tick that finds nothing to do,
+or another one at work, ends with exit code 0; it may be run as often as a scheduler likes (docs/retraining.md).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from pipeline.config.jobs import RetrainJob
+from pipeline.retraining.ledger import MAX_READ, PROMOTED, REJECTED, SKIPPED, TERMINAL, Ledger, Record, describe_record
+from pipeline.retraining.promotion import complete, promote
+from pipeline.retraining.registry import PinnedError, Pointer, Registry
+from pipeline.retraining.windows import LATE, READY, Window, find_windows
+from pipeline.retraining.worker_group import Crew
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process import preemption, watchdog
+from pipeline.runtime.process.exit_codes import REJECTED_WINDOW
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.lease import Lease, RunFolderHeldError, take_lease
+
+if TYPE_CHECKING:
+    from pipeline.retraining.window_runner import Workshop
+
+logger = get_logger("pipeline.retrain")
+
+
+@dataclass
+class TickSummary:
+    """`records` are this tick's; `note` says what it leaves for the next one, or why it did nothing."""
+
+    champion: str
+    records: list[Record] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def has_rejected(self) -> bool:
+        return any(record.state == REJECTED for record in self.records)
+
+
+def retrain(job: RetrainJob) -> TickSummary:
+    """Collective: one tick.
+
+    Raises:
+        ValueError: the job does not fit the source, the data or the registry.
+    """
+    crew = Crew(job.world_size, job.comms.backend, job.comms.timeout_s)
+    if not crew.is_leader:
+        crew.follow()
+        return TickSummary("")
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(watchdog.unwatched("working on windows"))
+            leases = _take_leases(job, stack)
+            return Tick(job, crew, leases).run()
+    except RunFolderHeldError as error:
+        return TickSummary("", note=f"nothing done: another tick is at work ({error})")
+    finally:
+        crew.end()
+
+
+def _take_leases(job: RetrainJob, stack: ExitStack) -> list[Lease]:
+    """Of run_dir, and of a registry that is a folder, which ticks with another run_dir may share."""
+    leases = []
+    for folder in [job.run_dir, *([job.registry.path] if storage.is_local(job.registry.path) else [])]:
+        lease = take_lease(folder, job.trainer.lease_ttl_s, when_lost=preemption.request)
+        stack.callback(lease.release)
+        leases.append(lease)
+    return leases
+
+
+class Tick:
+    """Rank 0's part. What is done stands in the registry alone; all else may be lost or done again."""
+
+    def __init__(self, job: RetrainJob, crew: Crew, leases: list[Lease]) -> None:
+        self.job, self._crew, self._leases = job, crew, leases
+        self.registry, self.ledger = Registry(job.registry.path), Ledger(job.registry.path)
+        self._records: list[Record] = []
+        self._began = time.monotonic()
+
+    def run(self) -> TickSummary:
+        complete(self.registry, self.ledger)
+        note = ""
+        while not note:
+            pointer = self.registry.pointer()
+            worked = sum(record.state != SKIPPED for record in self._records)
+            if pointer is not None and pointer.pinned:
+                note = f"{pointer.version} is pinned ({pointer.reason}): `python -m pipeline.registry unpin {self.registry.path}`"
+            elif worked >= self.job.max_catchup:
+                note = f"max_catchup={self.job.max_catchup} windows done; the next tick goes on"
+            else:
+                note = self._next(pointer)
+        pointer = self.registry.pointer()
+        return TickSummary(pointer.version if pointer else "none", self._records, note)
+
+    def _next(self, pointer: Pointer | None) -> str:
+        """Work on the oldest window; why nothing more can be done, else empty."""
+        pending = self._pending()
+        ready: list[Window] = []
+        for window in pending:
+            if window.state == LATE:
+                self._record(_skipped(window))
+                return ""
+            if window.state != READY:
+                return f"window {window.name} is waited for: {window.why}"
+            ready.append(window)
+            if len(ready) == 2:
+                return self._work_on(ready[0], ready[1], pointer)
+        if ready:
+            return f"window {ready[0].name} waits for the next one, on which its challenger is judged"
+        return "no new window"
+
+    def _pending(self) -> list[Window]:
+        records = [record for record, _ in zip(self.ledger.newest(), range(MAX_READ), strict=False) if record.window]
+        done = {record.window: record for record in reversed(records) if record.state in TERMINAL}
+        for name in self.job.retry:
+            mine = {record.number for record in self._records}
+            if name in done and done[name].state != PROMOTED and done[name].number not in mine:
+                del done[name]
+        after = None
+        if len(records) == MAX_READ:  # older ones were dealt with long ago
+            after = min(datetime.fromisoformat(record.begin) for record in records)
+        job = self.job
+        return find_windows(job.windows, job.source, job.data, datetime.now(UTC), after, done)
+
+    # An idle tick loads no pyarrow: these are imported when there is work.
+    def _workshop(self) -> Workshop:
+        from pipeline.retraining.window_runner import Workshop
+
+        return Workshop(self.job, self._crew)
+
+    def _about(self) -> dict[str, str]:
+        from pipeline.retraining.window_runner import code_version, config_hash
+
+        return {"config_hash": config_hash(self.job), "code_version": code_version()}
+
+    def _work_on(self, window: Window, judged_on: Window, pointer: Pointer | None) -> str:
+        """Ends with a record of `window`, or of `judged_on` where that one is not fit to judge by; else says why not."""
+        from pipeline.retraining.challenge import Challenge
+
+        champion = self.registry.champion()
+        logger.info("window %s: champion %s, judged on %s", window.name, champion and champion.name, judged_on.name)
+        outcome = Challenge(
+            self.job, self._workshop(), self.ledger, window, judged_on, champion, pointer, self._about()
+        ).run()
+        record = replace(outcome.record, seconds=round(time.monotonic() - self._began, 1))
+        if outcome.candidate is None:
+            self._record(record)
+        else:
+            candidate = replace(outcome.candidate, record=record)
+            try:
+                promoted = promote(self.registry, self.ledger, candidate, self.job.registry.keep, self._fence)
+            except PinnedError as error:
+                return f"window {window.name} waits: {error}"
+            self._note(promoted)
+        self._workshop().forget(outcome.window)
+        return ""
+
+    def _record(self, record: Record) -> None:
+        self._note(self.ledger.append(record))
+
+    def _note(self, record: Record) -> None:
+        """Tell of a record that the ledger holds."""
+        self._records.append(record)
+        log = logger.info if record.state == PROMOTED else logger.warning
+        log("window %s %s%s", record.window, record.state, "".join(f"; {reason}" for reason in record.reasons))
+        if self.job.registry.mlflow:
+            from pipeline.retraining.mlflow_mirror import mirror_record
+
+            mirror_record(self.job.registry.mlflow, self.job.name, record)
+        self._began = time.monotonic()
+
+    def _fence(self) -> None:
+        for lease in self._leases:
+            lease.check()
+
+
+def _skipped(window: Window) -> Record:
+    return Record(SKIPPED, window.name, reasons=[window.why], begin=window.begin.isoformat())
+
+
+def describe(summary: TickSummary) -> str:
+    lines = [describe_record(record) for record in summary.records]
+    return "\n".join(
+        [*lines, *([f"champion    {summary.champion}"] if summary.champion else []), f"next        {summary.note}"]
+    )
+
+
+def retrain_strictly(job: RetrainJob) -> TickSummary:
+    summary = retrain(job)
+    if job.strict and summary.has_rejected:
+        print(describe(summary), flush=True)
+        sys.exit(REJECTED_WINDOW)
+    return summary

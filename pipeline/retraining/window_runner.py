@@ -1,0 +1,220 @@
+"""Turn a window into prepared data, a challenger and scores, by the verbs as functions. Every step may be done again.
+
+    <run_dir>/work/<window>/<digest of its files>/by-v000003/                its rows under a version's vocabularies
+                                                  from-v000003-1a2b3c4d/data, run    the challenger that it makes
+
+What is whole is taken as it is, what was killed goes on: only the registry says what is done.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import pipeline
+from pipeline.config.data import BaseVocabularyConfig, SplitConfig
+from pipeline.config.jobs import ExportJob, PrepareJob, RetrainJob, TrainJob
+from pipeline.config.training import LRSchedule
+from pipeline.config.warm_start import WarmStartConfig
+from pipeline.data.dataset import load_dataset
+from pipeline.data.prepare.run import prepare
+from pipeline.data.read.streams import num_steps
+from pipeline.retraining.gate import Scores
+from pipeline.retraining.promotion import FinishedRun, finished_run
+from pipeline.retraining.registry import Version
+from pipeline.retraining.statistics import WindowStatistics, measure
+from pipeline.retraining.windows import Window, extract_rows, file_name, outside_share
+from pipeline.retraining.worker_group import Crew
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process import watchdog
+from pipeline.runtime.storage import storage
+from pipeline.serving.artifact.export_run import ExportSummary, default_output, export
+from pipeline.training.run import train
+
+NOT_TRAINING = ("run_dir", "source", "registry", "windows", "checks", "gate", "max_catchup", "retry", "strict",
+                "memory_limit_gb", "threads", "world_size", "profile")  # fmt: skip
+NOT_CONFIG = ("run_dir", "source", "registry", "max_catchup", "retry", "strict", "memory_limit_gb", "threads", "world_size",
+              "profile")  # fmt: skip
+logger = get_logger("pipeline.retrain")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A window whose files are known: `source` is what prepare reads, `digest` tells these files from others."""
+
+    window: Window
+    source: str
+    digest: str
+    folder: str
+
+
+class Workshop:
+    """What a tick does with windows, below job.run_dir."""
+
+    def __init__(self, job: RetrainJob, crew: Crew) -> None:
+        self.job, self._crew = job, crew
+        self._key = hash_of(job, NOT_TRAINING)[:8]
+
+    def place(self, window: Window) -> Place:
+        """Raises ValueError where the window has no files."""
+        from pipeline.data.raw.source import find_sources
+
+        source = window.source
+        if self.job.windows.kind == "timestamps":
+            source = extract_rows(window, self.job.windows, self.job.data, self.folder(window))
+        files = [[one.name, one.size_bytes, one.digest] for one in find_sources(source)]
+        digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
+        return Place(window, source, digest, os.path.join(self.folder(window), digest))
+
+    def folder(self, window: Window) -> str:
+        return os.path.join(self.job.run_dir, "work", file_name(window.name))
+
+    def forget(self, window: Window) -> None:
+        storage.remove(self.folder(window))
+
+    def under(self, place: Place, name: str, vocabularies: str) -> str:
+        """The window's rows under the frozen vocabularies of a data set: the folder."""
+        base = BaseVocabularyConfig(vocabularies, frozen=True)
+        return self._prepare(place, os.path.join(place.folder, f"by-{name}"), base, 0.0)
+
+    def challenger_data(self, place: Place, champion: Version | None) -> str:
+        """The window's rows for training; vocabularies go on from the champion's."""
+        decay = self.job.growth.count_decay
+        base = BaseVocabularyConfig(champion.data, count_decay=decay) if champion else None
+        target = os.path.join(self.challenger(place, champion), "data")
+        return self._prepare(place, target, base, self.job.growth.validation_fraction)
+
+    def challenger(self, place: Place, champion: Version | None) -> str:
+        return os.path.join(place.folder, f"from-{champion.name if champion else 'scratch'}-{self._key}")
+
+    def _prepare(self, place: Place, target: str, base: BaseVocabularyConfig | None, validation: float) -> str:
+        data = replace(self.job.data, path=target, split=SplitConfig("row_range", validation, 0.0))
+        job = PrepareJob(data, place.source, self.job.memory_limit_gb, self.job.threads, vocabularies=base)
+        return prepare(job).path
+
+    def train(self, place: Place, champion: Version | None) -> FinishedRun:
+        """Collective: the challenger of this window, warm-started from the champion.
+
+        Raises:
+            NonFiniteLossError: it cannot be trained on these rows.
+        """
+        folder = self.challenger(place, champion)
+        job = train_job(self.job, os.path.join(folder, "data"), os.path.join(folder, "run"), champion)
+        self._crew.run(train_challenger, job)
+        return finished_run(job.run_dir)
+
+    def score_version(self, version: Version, data: str) -> Scores:
+        return self._score(version.config, version.checkpoint, data)
+
+    def score_run(self, run: FinishedRun, data: str) -> Scores:
+        return self._score(os.path.join(run.folder, "config.yaml"), run.checkpoint, data)
+
+    def _score(self, config: str, checkpoint: str, data: str) -> Scores:
+        limits = self.job.trainer.limits()
+        return self._crew.run(
+            score_window, config, checkpoint, data, sorted(self.job.gate.slices), self.job.world_size, limits
+        )
+
+    def export(self, run: FinishedRun) -> ExportSummary:
+        """The challenger's artifact, compared with it. Not collective: the other ranks wait.
+
+        Raises:
+            ValueError: it lies too far from the model, or there is none of such a model.
+        """
+        wanted = self.job.gate.export
+        options = {
+            one.name: copy.deepcopy(getattr(wanted, one.name)) for one in fields(wanted) if one.name != "enabled"
+        }
+        job = ExportJob(run.folder, data_path=run.data, **options)
+        # Another release does not take up what this one has left.
+        folder, name = os.path.split(default_output(job, run.manifest["step"]))
+        return export(replace(job, output=os.path.join(folder, pipeline.__version__, name)))
+
+    def statistics(self, place: Place, data: str, history: list[tuple[str, WindowStatistics]]) -> WindowStatistics:
+        """Of the window prepared in `data`; `history` are (name, statistics) of accepted windows, newest first."""
+        from pipeline.data.raw.source import find_sources
+        from pipeline.retraining.row_sketch import RowSketch, sketch_rows
+
+        found = measure(data, history[0][1] if history else None)
+        sketch = sketch_rows(find_sources(place.source), self.job.data, self.job.threads or 1)
+        share, of = 0.0, ""
+        for name, earlier in history[: self.job.checks.remember]:
+            common = sketch.share_in(RowSketch.of(earlier.sketch))
+            share, of = (common, name) if common > share else (share, of)
+        outside = outside_share(place.window, self.job.windows, self.job.data)
+        return replace(found, sketch=sketch.text, repeated_share=share, repeated_of=of, outside_share=outside)
+
+
+def train_job(job: RetrainJob, data: str, run_dir: str, champion: Version | None) -> TrainJob:
+    values = {field.name: copy.deepcopy(getattr(job, field.name)) for field in fields(TrainJob)}
+    trained = TrainJob(**values | {"run_dir": run_dir})
+    trained.data.path = data
+    trained.checkpoint.resume = True
+    if job.growth.anneal:
+        anneal(trained)
+    if champion is not None:
+        optimizer = "reset" if job.growth.reset_optimizer else "keep"
+        trained.warm_start = WarmStartConfig(
+            checkpoint=champion.checkpoint, data_path=champion.data, optimizer=optimizer, dense=job.growth.dense
+        )
+    return trained
+
+
+def anneal(job: TrainJob) -> None:
+    """Let learning rates that are constant after their warm-up fall to 0 over the job's steps."""
+    trainer = job.trainer
+    rows = load_dataset(job.data.path).splits["train"].num_rows
+    epoch = num_steps(rows, trainer.micro_batch_size, job.data.reader.num_streams, True)
+    steps = min(trainer.epochs * epoch // trainer.gradient_accumulation_steps, trainer.max_steps or 2**62)
+    for name in ("sparse", "dense"):
+        schedule = getattr(job.schedule, name)
+        if schedule.kind == "constant" and steps > schedule.warmup_steps:
+            falling = LRSchedule(
+                "poly", schedule.warmup_steps, schedule.warmup_steps, steps - schedule.warmup_steps, 1.0
+            )
+            setattr(job.schedule, name, falling)
+
+
+def train_challenger(job: TrainJob) -> None:
+    """Collective, on every rank of the crew."""
+    from pipeline.training.preflight import validate_job
+
+    validate_job(job, job.world_size)
+    watchdog.use(job.trainer.limits())
+    train(job)
+
+
+def score_window(
+    config: str, checkpoint: str, data: str, slices: list[str], world_size: int, limits: watchdog.Limits
+) -> Scores:
+    """Collective. Here, so that torch is imported only where there is something to score."""
+    from pipeline.retraining.scoring import score
+
+    return score(config, checkpoint, data, slices, world_size, limits)
+
+
+def hash_of(job: RetrainJob, without: tuple[str, ...]) -> str:
+    values: dict[str, Any] = {key: value for key, value in asdict(job).items() if key not in without}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def config_hash(job: RetrainJob) -> str:
+    """Of all that decides what comes of a window."""
+    return hash_of(job, NOT_CONFIG)[:16]
+
+
+def code_version() -> str:
+    """The release, and a hash of the package's sources, which tells two states of a checkout apart."""
+    root = os.path.dirname(os.path.abspath(pipeline.__file__))
+    digest = hashlib.sha256()
+    for folder, folders, names in os.walk(root):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith(".py"):
+                with open(os.path.join(folder, name), "rb") as file:
+                    digest.update(file.read())
+    return f"{pipeline.__version__}+{digest.hexdigest()[:12]}"

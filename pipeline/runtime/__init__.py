@@ -1,0 +1,1 @@
+"""Processes, files, errors and logs: what every room stands on."""

@@ -1,0 +1,182 @@
+"""Turn events into log lines, progress bars and metric files; keep the libraries' noise out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from pipeline.runtime.masking import mask
+from pipeline.runtime.storage import storage
+
+QUIET_AFTER_S = 2.0  # what ends sooner needs no progress bar
+PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line now and then
+
+# Messages that TorchRec 1.6 to 1.8 and torch print about their own insides; each was seen, none asks the user for anything.
+NOISY_WARNINGS = (
+    "broadcast_buffers", "reduce_scatter_tensor", "all_gather_into_tensor", "_all_gather_base", "_reduce_scatter_base",
+    "ShardedTensor", "HeuristicalStorageReservation", "dense_embedding_codegen_lookup_function",
+    "_get_pg_default_device", "Multiple backends are registered", "Please use DTensor",
+    "torch.jit.script", "TorchScript", "autograd kernel was not registered",
+)  # fmt: skip
+NOISY_LOGGERS = (
+    "torch.fx._symbolic_trace", "torchrec.distributed.planner", "torchrec.distributed.utils", "torchrec.distributed.comm",
+    "torchrec.distributed.train_pipeline", "torchrec.distributed.model_parallel", "torchrec.metrics", "fbgemm_gpu",
+    "torch.distributed.checkpoint",
+)  # fmt: skip
+
+
+def get_logger(name: str) -> logging.Logger:
+    return logging.getLogger(name)
+
+
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what sys.stderr is at that moment: a progress bar puts itself in its place, to stay below the lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+class _DropNoise(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.name == "root" and "Sharding spec not found" in record.getMessage())
+
+
+class _MaskedFormatter(logging.Formatter):
+    """Libraries put whole URLs into their messages."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return mask(super().format(record))
+
+
+def configure_logging(rank: int = 0) -> None:
+    """Rank 0 logs from INFO, the others from WARNING with their rank; libraries only what asks for an action."""
+    handler = _StderrHandler()
+    prefix = "" if rank == 0 else f"[rank {rank}] "
+    handler.setFormatter(_MaskedFormatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(_DropNoise())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("pipeline").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    silence_libraries()
+
+
+def silence_libraries() -> None:
+    """Drop the libraries' messages about their own insides; call it before importing them."""
+    for message in NOISY_WARNINGS:
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class Progress(Protocol):
+    def advance(self, count: float) -> None: ...
+
+
+class _PlainProgress:
+    """A log line now and then, for output that goes to a file or through a launcher."""
+
+    def __init__(self, description: str, total: float | None) -> None:
+        self._description, self._total, self._done = description, total, 0.0
+        self._started = self._last = time.monotonic()
+
+    def advance(self, count: float) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._started < QUIET_AFTER_S or now - self._last < PLAIN_LINE_EVERY_S:
+            return
+        self._last = now
+        share = f" {100 * self._done / self._total:.0f} %" if self._total else f" {self._done:,.0f}"
+        print(f"{self._description}:{share} after {now - self._started:.0f} s", file=sys.stderr, flush=True)
+
+
+class _BarProgress:
+    def __init__(self, bar: Any, task: Any) -> None:
+        self._bar, self._task = bar, task
+
+    def advance(self, count: float) -> None:
+        self._bar.advance(self._task, count)
+
+
+class _NoProgress:
+    def advance(self, count: float) -> None:
+        pass
+
+
+@contextmanager
+def progress(description: str, total: float | None = None, visible: bool = True) -> Iterator[Progress]:
+    """A progress bar on stderr where that is a terminal, else a plain line now and then; nothing unless `visible`."""
+    if not visible:
+        yield _NoProgress()
+        return
+    if not sys.stderr.isatty():
+        yield _PlainProgress(description, total)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with RichProgress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        yield _BarProgress(bar, bar.add_task(description, total=total))
+
+
+def to_json(values: Any, indent: int | None = None) -> str:
+    """JSON has no NaN and no infinity: they become null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(inner) for name, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(values), indent=indent, allow_nan=False)
+
+
+class MetricsWriter:
+    """Append one JSON object a line to metrics.jsonl and the same numbers to TensorBoard; only rank 0 writes.
+
+    A resumed run drops the lines after the step it resumes from, so that every step stands there once.
+    """
+
+    def __init__(self, folder: str, resume_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # costs a second to import: only where it writes
+
+        storage.make_folder(folder)
+        self.path = storage.join(folder, "metrics.jsonl")
+        kept = _lines_up_to(self.path, resume_step) if resume_step else []
+        storage.publish_text(self.path, "".join(kept))
+        self.tensorboard_folder = storage.join(folder, "tensorboard")
+        self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=resume_step + 1 if resume_step else None)
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        line = to_json({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
+        with open(self.path, "a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        for name, value in values.items():
+            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+
+    def drop_after(self, step: int) -> None:
+        """Forget the lines after `step`, for a run that goes on from there."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        storage.publish_text(self.path, "".join(_lines_up_to(self.path, step)))
+        self._tensorboard.close()
+        self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=step + 1)
+
+    def close(self) -> None:
+        self._tensorboard.close()
+
+
+def _lines_up_to(path: str, step: int) -> list[str]:
+    if not storage.exists(path):
+        return []
+    return [line + "\n" for line in storage.read_text(path).splitlines() if json.loads(line)["step"] <= step]

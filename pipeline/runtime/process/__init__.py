@@ -1,0 +1,1 @@
+"""Ranks, their agent, watchdog, signals and threads."""

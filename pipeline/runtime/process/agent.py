@@ -1,0 +1,181 @@
+"""Start the ranks of a verb, and start them again when one fails.
+
+python -m pipeline.agent --nproc-per-node 2 -m pipeline.train experiment=quickstart
+
+torchrun, whose flags are taken as they are, with an exit code that a scheduler can act on: ranks that end with a
+final code (pipeline.runtime.process.exit_codes) are not started again; SIGTERM and SIGINT reach the ranks, which have the grace to
+save; and what torchrun would print as a traceback of its own is a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher import api as launcher
+
+from pipeline.runtime.logs import configure_logging, get_logger
+from pipeline.runtime.process.exit_codes import DONE, FAILED, FINAL, INTERRUPTED, REQUEUE, USER_ERROR
+from pipeline.runtime.process.rank_logs import RankLogs
+
+GRACE = "--grace-s"
+AFTER_FAILURE_S = 5  # a rank that still runs then has lost a peer: it can save nothing
+KILL_BEFORE_S = 3  # of the grace, for ranks that no signal reaches: stopped ones
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+logger = get_logger("pipeline.agent")
+
+
+class Agent(LocalElasticAgent):
+    """torchelastic's, which makes the object itself: what it must know and tell stands in the class."""
+
+    grace_s = 30.0
+    signalled: signal.Signals | None = None
+    # Exit codes of this host's ranks: of those that had ended before the others were told to, and of all in the end.
+    first_codes: tuple[int, ...] = ()
+    last_codes: tuple[int, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._processes: Any = None  # torchelastic's SubprocessContext of the running ranks
+        self._ended_first: dict[int, int] = {}  # local rank -> exit code, before the others were told to end
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._ended_first, self._processes = {}, self._pcontext
+        self._close = self._processes.close
+        # torchelastic waits 30 s for ranks that cannot end, whatever the reason.
+        self._processes.close = self._close_in_time
+        listen()  # start_processes has put torchelastic's handlers there, which a second signal would break
+        return pids
+
+    def _exit_codes(self) -> dict[int, int]:
+        polled = {rank: each.proc.poll() for rank, each in self._processes.subprocess_handlers.items()}
+        return {rank: code for rank, code in polled.items() if code is not None}
+
+    def _close_in_time(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
+        self._ended_first = self._ended_first or self._exit_codes()
+        may_save = self.signalled or REQUEUE in self._ended_first.values()
+        self._close(death_sig, max(1, int(self.grace_s) - KILL_BEFORE_S) if may_save else AFTER_FAILURE_S)
+        Agent.first_codes, Agent.last_codes = tuple(self._ended_first.values()), tuple(self._exit_codes().values())
+
+    def _monitor_workers(self, worker_group: Any) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if not result.is_failed():
+            return result
+        if FINAL & set(self._ended_first.values()):
+            self._remaining_restarts = 0
+        for worker in worker_group.workers:
+            code = self._ended_first.get(worker.local_rank, DONE)
+            failure = result.failures.get(worker.global_rank)
+            if failure and code != DONE and code not in FINAL:
+                logger.warning("%s", describe_failure(worker.global_rank, failure))
+        if self._remaining_restarts > 0:
+            most = worker_group.spec.max_restarts
+            logger.warning("starting all ranks again, %d of %d times", most - self._remaining_restarts + 1, most)
+        return result
+
+
+def describe_failure(rank: int, failure: ProcessFailure) -> str:
+    """What ended a rank: a signal, or the message that it left in its error file."""
+    if failure.exitcode < 0:
+        return f"rank {rank} (pid {failure.pid}) was ended by {failure.signal_name()}"
+    return f"rank {rank} (pid {failure.pid}) ended with code {failure.exitcode}: {_message_of(failure)[:1000]}"
+
+
+def _message_of(failure: ProcessFailure) -> str:
+    message: Any = failure.message
+    if isinstance(message, dict):
+        return str(message.get("message", ""))
+    return "it left no message; its stderr says more" if failure.error_file == "<N/A>" else str(message)
+
+
+def listen() -> None:
+    """The first signal of a scheduler, or of the keyboard, ends the run; further ones change nothing."""
+
+    def hear(signum: int, frame: FrameType | None) -> None:
+        if Agent.signalled is None:
+            Agent.signalled = signal.Signals(signum)
+            raise SignalException(f"got {Agent.signalled.name}", Agent.signalled)
+
+    for number in SIGNALS:
+        signal.signal(number, hear)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """torchrun's reading of its flags. With --node-rank, which c10d alone would ignore, node 0 hosts the meeting point:
+    else torchelastic goes by names, and a pod may start before DNS knows its own."""
+    args = torchrun.parse_args(argv)
+    if args.rdzv_backend == "c10d" and any(word.replace("_", "-").startswith("--node-rank") for word in argv):
+        is_host = "true" if args.node_rank == 0 else "false"
+        args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"is_host={is_host}"]))
+    return args
+
+
+def run(argv: list[str]) -> int:
+    """The exit code of the launch; see pipeline.runtime.process.exit_codes."""
+    launcher.LocalElasticAgent = Agent  # type: ignore[misc]  # launch_agent makes its agent by this name
+    torchrun.DefaultLogsSpecs = RankLogs  # type: ignore[misc]  # likewise
+    listen()
+    try:
+        torchrun.run(parse(argv))
+    except ChildFailedError as error:
+        return _code_of(error)
+    except SignalException:
+        return _code_after_signal()
+    except RendezvousError as error:
+        logger.error("the hosts did not meet: %s: %s", type(error).__name__, error)
+        return FAILED
+    return DONE
+
+
+def _code_of(error: ChildFailedError) -> int:
+    # A rank that was told to end because another had died may well have ended with REQUEUE: it does not count.
+    codes = Agent.first_codes
+    _, first = error.get_first_failure()
+    final = next((code for code in (USER_ERROR, REQUEUE, INTERRUPTED) if code in codes), None)
+    if final == USER_ERROR:
+        told = [_message_of(each) for each in error.failures.values() if each.exitcode == final]
+        if told and (0 not in error.failures or error.failures[0].exitcode != final):  # rank 0 has said nothing
+            logger.error("%s", told[0])
+    return final or (first.exitcode if first.exitcode > 0 else FAILED)
+
+
+def _code_after_signal() -> int:
+    """Ranks that had to be killed have an earlier step to go on from: that is a requeue too."""
+    if Agent.last_codes and set(Agent.last_codes) == {DONE}:
+        return DONE
+    if USER_ERROR in Agent.last_codes:
+        return USER_ERROR
+    return INTERRUPTED if Agent.signalled == signal.SIGINT else REQUEUE
+
+
+def _take_grace(argv: list[str]) -> list[str]:
+    """Our own flag out of torchrun's; it stands first."""
+    if argv[:1] == [GRACE]:
+        Agent.grace_s = float(argv[1])
+        return argv[2:]
+    return argv
+
+
+def main() -> None:
+    configure_logging()
+    if os.environ.get("LOGLEVEL", "WARNING") == "WARNING":  # else somebody wants to read torchelastic's own
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.exit(run(_take_grace(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Turn torchrun's environment into a process group, a device and a rank."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pipeline.runtime.process import watchdog
+
+STORE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init_distributed(backend: str = "auto", timeout_s: float = 300.0) -> DistributedContext:
+    """Collective: join the process group that torchrun describes, or one of a single rank without torchrun.
+
+    nccl on GPUs, gloo elsewhere; `backend` overrides the choice.
+    """
+    environ = os.environ
+    rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+    local_rank = int(environ.get("LOCAL_RANK", 0))
+    use_cuda = backend != "gloo" and torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    chosen = ("nccl" if use_cuda else "gloo") if backend == "auto" else backend
+    if chosen == "nccl" and not use_cuda:
+        raise ValueError("comms.backend=nccl needs an NVIDIA GPU and torch sees none; use comms.backend=gloo")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        store = _join(rank, world_size, timeout_s) if "MASTER_ADDR" in environ else dist.HashStore()
+        with watchdog.stage("joining"):  # init_process_group has been seen to wait for 303 s with a timeout of 60
+            dist.init_process_group(
+                chosen, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), store=store
+            )
+        atexit.register(_leave)
+    return DistributedContext(
+        rank, world_size, local_rank, int(environ.get("LOCAL_WORLD_SIZE", world_size)), device, chosen
+    )
+
+
+def true_on_any_rank(flag: bool, context: DistributedContext) -> bool:
+    """Collective."""
+    if context.world_size == 1:
+        return flag
+    value = torch.tensor(int(flag), device=context.device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value.item())
+
+
+def describe_threads(context: DistributedContext) -> str:
+    """How many ranks and threads share this host's cores, and what has decided so."""
+    ranks, threads, cores = context.local_world_size, torch.get_num_threads(), len(os.sched_getaffinity(0))
+    asked = os.environ.get("OMP_NUM_THREADS")
+    why = f"OMP_NUM_THREADS={asked}" if asked else "torch's default, a thread a physical core"
+    text = f"{ranks} rank(s) on this host x {threads} thread(s) ({why}) on {cores} core(s)"
+    if ranks * threads > cores:
+        return f"{text}: more threads than cores, set OMP_NUM_THREADS={max(1, cores // ranks)}"
+    if context.device.type == "cpu" and cores // ranks > threads:
+        return f"{text}: OMP_NUM_THREADS={cores // ranks} would use them all"
+    return text
+
+
+def _join(rank: int, world_size: int, timeout_s: float) -> dist.Store | None:
+    """The agent's store once all ranks have come, None without an agent: rank 0 then makes one.
+
+    torch 2.13 takes the agent for one that makes a new store for each restart and drops the prefix that told the
+    attempts apart; the c10d agent keeps its store, so a restarted rank may connect to the dead rank's address.
+
+    Raises:
+        TimeoutError: a rank has not come, and no watchdog runs to say so.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    watchdog.watch_others(lambda: _connect(STORE_TIMEOUT_S), world_size, attempt)
+    store = dist.PrefixStore(f"attempt_{attempt}", _connect(timeout_s))
+    started = time.monotonic()
+    with watchdog.stage("joining"):
+        store.set(f"here/{rank}", "1")
+        while not store.check([f"here/{other}" for other in range(world_size)]):
+            if time.monotonic() - started > timeout_s and not watchdog.is_running():
+                missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
+                raise TimeoutError(f"rank(s) {missing} of {world_size} have not come within {timeout_s:g} s")
+            time.sleep(0.05)
+    return store
+
+
+def _connect(timeout_s: float) -> dist.TCPStore:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Files by path or URI, published whole; leases."""

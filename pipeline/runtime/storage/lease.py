@@ -1,0 +1,204 @@
+"""Turn a run folder into one that a single run at a time writes to, on one host or on many that share it (stdlib only).
+
+    <run_dir>/.lease/00000007.json   who holds it; the highest number is the token of the newest holder
+
+A token is made by os.link, which is atomic on local disks and on NFS; its file's time is the holder's heartbeat, set
+and compared by the file server's own clock. A token whose holder is dead, or gives no sign for the ttl, is followed by
+a higher one. Before each commit the holder checks that its token is still the highest (fencing).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+
+from pipeline.runtime.process import processes
+
+FOLDER = ".lease"
+
+
+class RunFolderHeldError(ValueError):
+    """Another run writes to the folder; the message says who, and since when."""
+
+
+class LeaseLostError(OSError):
+    """Another run has taken the folder over: nothing may be committed any more."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    token: int
+    host: str
+    machine: str  # boot and process-number namespace: where `pid` means something
+    pid: int
+    started: int
+    job: str  # what the scheduler calls it, the same after a requeue; empty outside one
+    attempt: int  # of the job
+    since: str
+    released: bool = False
+
+    def describe(self, silent_s: float) -> str:
+        job = f", job {self.job}" if self.job else ""
+        sign = f"last sign {max(silent_s, 0.0):.0f} s ago"
+        return f"process {self.pid} on {self.host}{job}, since {self.since}, {sign}, token {self.token}"
+
+
+class Lease:
+    """Held from take_lease() to release(); a thread gives the signs."""
+
+    def __init__(self, folder: str, holder: Holder, ttl_s: float, when_lost: Callable[[], None]) -> None:
+        self.token = holder.token
+        self._folder, self._holder, self._ttl_s, self._when_lost = folder, holder, ttl_s, when_lost
+        self._ended = threading.Event()
+        threading.Thread(target=self._give_signs, name="lease", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises LeaseLostError when another run holds a higher token; call it right before a commit."""
+        newest = _tokens(self._folder)[-1:]
+        if newest != [self.token]:
+            now = _read(self._folder, newest[0]) if newest else None
+            by = now.describe(0.0) if now else "nobody: the lease was removed"
+            raise LeaseLostError(
+                f"this run (token {self.token}) no longer holds {os.path.dirname(self._folder)}; it is held by {by}"
+            )
+
+    def release(self) -> None:
+        """The folder is free for anybody; a lost lease stays with the one who has it."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        path = _path(self._folder, self.token)
+        if os.path.exists(path):
+            _write_aside(path, replace(self._holder, released=True))
+
+    def _give_signs(self) -> None:
+        while not self._ended.wait(self._ttl_s / 4):
+            try:
+                os.utime(_path(self._folder, self.token))
+                self.check()
+            except LeaseLostError:
+                return self._when_lost()
+            except OSError:
+                continue  # a file server that hiccups; after the ttl another may take over, and check() will tell
+
+
+def take_lease(run_dir: str, ttl_s: float, when_lost: Callable[[], None] = lambda: None) -> Lease:
+    """The folder `run_dir`, which is made, for this process.
+
+    Waits only for an earlier start of the same job of which nobody can say whether it still runs.
+
+    Raises:
+        RunFolderHeldError: another run holds it, or was faster.
+        OSError: it cannot be written to.
+    """
+    folder = os.path.join(run_dir, FOLDER)
+    os.makedirs(folder, exist_ok=True)
+    while True:
+        tokens = _tokens(folder)
+        token = tokens[-1] if tokens else 0
+        holder = _read(folder, token)
+        silent_s = _silent_s(folder, token)
+        me = _myself(token + 1)
+        if holder is None or not _is_held(holder, me, silent_s, ttl_s):
+            return Lease(folder, _make_token(run_dir, folder, me), ttl_s, when_lost)
+        if holder.machine == me.machine or not me.job or holder.job != me.job:
+            raise RunFolderHeldError(_held(run_dir, holder.describe(silent_s)))
+        time.sleep(min(1.0, ttl_s / 10))
+
+
+def _held(run_dir: str, by: str) -> str:
+    return f"another run writes to run_dir={run_dir} ({by}); wait, or choose another"
+
+
+def _is_held(holder: Holder, me: Holder, silent_s: float, ttl_s: float) -> bool:
+    if holder.released or silent_s > ttl_s:
+        return False
+    if holder.machine == me.machine:
+        return processes.start_time(holder.pid) == holder.started
+    return not (me.job and holder.job == me.job and me.attempt > holder.attempt)  # the scheduler has ended that one
+
+
+def _make_token(run_dir: str, folder: str, me: Holder) -> Holder:
+    path = _path(folder, me.token)
+    staged = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
+    _write(staged, me)
+    try:
+        os.link(staged, path)
+    except FileExistsError:
+        winner = _read(folder, me.token)
+        by = winner.describe(0.0) if winner else f"token {me.token}"
+        raise RunFolderHeldError(_held(run_dir, f"it was faster: {by}")) from None
+    finally:
+        os.remove(staged)
+    tokens = _tokens(folder)
+    if tokens[-1] != me.token:  # this process slept between reading the folder and making its token
+        os.remove(path)
+        raise RunFolderHeldError(_held(run_dir, f"it was faster: token {tokens[-1]}"))
+    for old in tokens[:-1]:
+        _remove(_path(folder, old))
+    return me
+
+
+def _myself(token: int) -> Holder:
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    job = os.environ.get("SLURM_JOB_ID") or ("" if run_id == "none" else run_id)
+    attempt = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    pid = os.getpid()
+    host, machine = processes.hostname(), processes.machine()
+    return Holder(token, host, machine, pid, processes.start_time(pid), job, attempt, now)
+
+
+def _path(folder: str, token: int) -> str:
+    return os.path.join(folder, f"{token:08d}.json")
+
+
+def _tokens(folder: str) -> list[int]:
+    """Ascending."""
+    return sorted(int(name[:-5]) for name in os.listdir(folder) if name.endswith(".json") and name[:-5].isdigit())
+
+
+def _read(folder: str, token: int) -> Holder | None:
+    try:
+        with open(_path(folder, token)) as file:
+            return Holder(**json.load(file))
+    except (OSError, ValueError, TypeError):  # removed by its follower
+        return None
+
+
+def _silent_s(folder: str, token: int) -> float:
+    """Seconds since the holder's last sign, both told by the clock of whoever keeps the files."""
+    probe = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
+    with open(probe, "w"):
+        pass
+    try:
+        return os.stat(probe).st_mtime - os.stat(_path(folder, token)).st_mtime
+    except FileNotFoundError:
+        return 0.0
+    finally:
+        os.remove(probe)
+
+
+def _write(path: str, holder: Holder) -> None:
+    with open(path, "w") as file:
+        json.dump(asdict(holder), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_aside(path: str, holder: Holder) -> None:
+    staged = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.tmp")
+    _write(staged, holder)
+    os.replace(staged, path)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)

@@ -1,0 +1,241 @@
+"""Turn paths, local or iopath URIs (s3://...), into files: open, list, publish whole or not at all, checksum.
+
+Thin over iopath's PathManager. Import stays stdlib + iopath, for configs and the launcher read through it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import posixpath
+import shutil
+import uuid
+from functools import cache
+from typing import IO, Any
+
+from iopath.common.file_io import PathManager
+
+CHUNK_BYTES = 1 << 20
+
+
+@cache
+def path_manager() -> PathManager:
+    """The one PathManager of the process; register further handlers here."""
+    return PathManager()
+
+
+def is_local(path: str) -> bool:
+    """Whether `path` is a plain path of this machine. Raises ValueError for a scheme that nothing handles."""
+    if "://" not in path:
+        return True
+    prefix = path.split("://", 1)[0] + "://"
+    if prefix == "s3://" and prefix not in path_manager()._path_handlers:
+        _register_s3()
+    # Without a handler iopath falls back to native calls, which would make a folder named "gs:".
+    if prefix not in path_manager()._path_handlers:
+        raise ValueError(
+            f"no storage handler for {prefix} in {path!r}; use a local path or s3://, "
+            "or register an iopath handler with storage.path_manager().register_handler(...)"
+        )
+    return False
+
+
+def _register_s3() -> None:
+    from pipeline.runtime.storage.object_store import S3Handler
+
+    try:
+        path_manager().register_handler(S3Handler())
+    except ImportError as error:
+        raise ValueError("s3:// paths need boto3: pip install 'torchrec-pipeline[s3]', or pip install boto3") from error
+
+
+def join(folder: str, *names: str) -> str:
+    return posixpath.join(folder, *names)
+
+
+def dirname(path: str) -> str:
+    return posixpath.dirname(path) or "."
+
+
+def open_file(path: str, mode: str = "r") -> IO[Any]:
+    """Text is UTF-8 with the line ends it has. A remote file appears when it is closed."""
+    is_local(path)
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
+    return path_manager().open(path, mode, **text)
+
+
+def open_raw(path: str) -> IO[bytes]:
+    """For reading parts of a file, with readinto() and without a buffer between."""
+    if is_local(path):
+        return open(path, "rb", buffering=0)  # type: ignore[return-value]
+    return open_file(path, "rb")
+
+
+def exists(path: str) -> bool:
+    is_local(path)
+    return bool(path_manager().exists(path))
+
+
+def is_file(path: str) -> bool:
+    is_local(path)
+    return bool(path_manager().isfile(path))
+
+
+def is_folder(path: str) -> bool:
+    """On an object store a folder is there as long as something is in it."""
+    return os.path.isdir(path) if is_local(path) else bool(list_folder(path))
+
+
+def list_folder(path: str) -> list[str]:
+    """Names (not paths) in a folder, sorted; the empty list where there is none."""
+    if is_local(path):
+        return sorted(os.listdir(path)) if os.path.isdir(path) else []
+    # S3's handler wants the slash, gives whole keys, and lists the folder's own marker ("a/b/").
+    entries = path_manager().ls(path.rstrip("/") + "/")
+    own_marker = [key for key in entries if key.endswith("/") and path.rstrip("/").endswith("/" + key.rstrip("/"))]
+    return sorted({posixpath.basename(key.rstrip("/")) for key in entries if key not in own_marker})
+
+
+def make_folder(path: str) -> None:
+    """Also makes its parents. An object store needs none: its keys are flat."""
+    if is_local(path):
+        os.makedirs(path, exist_ok=True)
+
+
+def remove(path: str) -> None:
+    """Remove a file, or a folder with all that is in it; nothing happens where there is neither."""
+    if is_local(path):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.remove(path)
+    elif is_file(path):
+        path_manager().rm(path)
+    else:
+        for name in list_folder(path):
+            remove(join(path, name))
+
+
+def move_file(source: str, destination: str) -> None:
+    """Move a local file to `destination`, which appears whole: a rename or an upload. Replaces what is there."""
+    if is_local(destination):
+        try:
+            os.replace(source, destination)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            staged = f"{destination}.tmp"  # another file system: only a copy beside it can be renamed
+            shutil.copyfile(source, staged)
+            os.replace(staged, destination)
+            os.remove(source)
+        return
+    upload_file(source, destination)
+    os.remove(source)
+
+
+def upload_file(source: str, destination: str) -> None:
+    """Copy a local file to an object store, where it appears whole. Replaces what is there."""
+    # iopath 0.1.10 logs a failed S3 upload and returns False.
+    if not path_manager().copy_from_local(source, destination, overwrite=True):
+        raise OSError(f"upload of {source} to {destination} failed; iopath's log above says why")
+
+
+def local_path(path: str) -> str:
+    """A path that native code can open; a remote file is downloaded into iopath's cache."""
+    return str(path_manager().get_local_path(path)) if not is_local(path) else path
+
+
+def size_bytes(path: str) -> int:
+    if is_local(path):
+        return os.path.getsize(path)
+    with open_file(path, "rb") as file:
+        return file.seek(0, os.SEEK_END)
+
+
+def sha256_of(path: str) -> str:
+    digest = hashlib.sha256()
+    with open_file(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_text(path: str) -> str:
+    with open_file(path) as file:
+        return str(file.read())
+
+
+def publish_text(path: str, text: str) -> None:
+    """Write a file whole or not at all: after a crash there is the old one, or the new one."""
+    if not is_local(path):
+        with open_file(path, "w") as file:  # an object appears at once, with all its bytes
+            file.write(text)
+        return
+    folder = os.path.dirname(path) or "."
+    os.makedirs(folder, exist_ok=True)
+    staged = os.path.join(folder, f".{os.path.basename(path)}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with open_file(staged, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    except BaseException:
+        remove(staged)
+        raise
+    sync_folder(folder)
+
+
+def publish_once(path: str, text: str) -> None:
+    """Write a file that must not be there. Raises FileExistsError where it is, with other content."""
+    if is_local(path):
+        staged = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        publish_text(staged, text)
+        try:
+            os.link(staged, path)  # fails where there is one, whoever made it in the meantime
+        finally:
+            os.remove(staged)
+        sync_folder(dirname(path))
+        return
+    handler = path_manager()._path_handlers[path.split("://", 1)[0] + "://"]
+    if hasattr(handler, "put_once") and handler.put_once(path, text.encode()):
+        return
+    if exists(path) and read_text(path) != text:
+        raise FileExistsError(f"{path} is already there")
+    publish_text(path, text)
+    if read_text(path) != text:
+        raise FileExistsError(f"{path} was written by somebody else at the same time")
+
+
+def swap_text(path: str, expected: str | None, text: str) -> bool:
+    """Write a file in the place of one that holds `expected` (None: of nothing); False where another text is there.
+
+    Readers see the old text or the new one. Of several writers with one expectation, on any hosts, one succeeds.
+    """
+    if not is_local(path):
+        handler = path_manager()._path_handlers[path.split("://", 1)[0] + "://"]
+        if hasattr(handler, "put_instead"):
+            return bool(handler.put_instead(path, None if expected is None else expected.encode(), text.encode()))
+        return _swap(path, expected, text)
+    os.makedirs(dirname(path), exist_ok=True)
+    with open(f"{path}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process
+        return _swap(path, expected, text)
+
+
+def _swap(path: str, expected: str | None, text: str) -> bool:
+    if (read_text(path) if exists(path) else None) != expected:
+        return False
+    publish_text(path, text)
+    return True
+
+
+def sync_folder(folder: str) -> None:
+    """Make the names in a local folder durable; POSIX wants this after a rename."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

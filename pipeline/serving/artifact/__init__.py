@@ -1,0 +1,1 @@
+"""Make artifacts: quantize, prune, certify, package."""

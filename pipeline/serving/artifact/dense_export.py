@@ -1,0 +1,201 @@
+"""Turn a model's layers into a program with plain tensors in and out: dense.pt2, by torch.export.
+
+forward(dense [batch, num_dense] float32, pooled [batch, sum of dims] float32) -> logits [batch] float32, for any batch.
+The tables stay outside, in files of their own: the collection's place is taken by what was pooled already, so every
+model that hands its ids to an EmbeddingBagCollection and reads the result is exported in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from pipeline.embeddings.collection import ComposedEmbeddings
+from pipeline.models.layers.interaction import DotInteraction
+
+EXAMPLE_ROWS = 16
+MAX_BATCH = 1 << 20
+LEAST_INT8_OUTPUTS = 8  # the layer of the logit stays what it is: int8 saves nothing there, and costs the most
+
+
+class PooledInput(nn.Module):
+    """Stands where an EmbeddingBagCollection was: what it is given are the pooled rows themselves."""
+
+    def __init__(self, names: list[str], dims: list[int]) -> None:
+        super().__init__()
+        self._names, self._dims = names, dims
+
+    def forward(self, pooled: torch.Tensor) -> KeyedTensor:
+        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled)
+
+
+class GatheredDots(nn.Module):
+    """DotInteraction's numbers by one gather of the products of all pairs: its slices are an operation a row each."""
+
+    pairs: torch.Tensor
+
+    def __init__(self, num_sparse_features: int) -> None:
+        super().__init__()
+        num_rows = num_sparse_features + 1
+        first, second = torch.triu_indices(num_rows, num_rows, offset=1)
+        self.register_buffer("pairs", first * num_rows + second)
+
+    def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        combined = torch.cat([dense.unsqueeze(1), rows], dim=1)
+        products = torch.bmm(combined, combined.transpose(1, 2)).flatten(1)
+        return torch.cat([dense, products.index_select(1, self.pairs)], dim=1)
+
+
+def with_gathered_pairs(model: nn.Module) -> nn.Module:
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, DotInteraction):
+                setattr(parent, name, GatheredDots(child.num_sparse_features))
+    return model
+
+
+class Layers(nn.Module):
+    """(dense [batch, num_dense], pooled [batch, sum of dims]) -> logits [batch], computed in `dtype`."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.model, self._dtype = model.to(dtype), dtype
+
+    def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        logits = self.model(dense.to(self._dtype), pooled.to(self._dtype))
+        if not isinstance(logits, torch.Tensor):
+            raise ValueError(
+                f"the model gives a {type(logits).__name__}, not one logit a row: there is nothing to score rows by "
+                "(two towers give vectors of users and items)"
+            )
+        return logits.float().reshape(-1)
+
+
+def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
+    """Put a PooledInput in the place of the model's one collection, and give the dims of `keys`, its features, in their order.
+
+    Where tables are compressed, what composes them goes with the collection.
+    """
+    kind = (
+        ComposedEmbeddings
+        if any(isinstance(one, ComposedEmbeddings) for one in model.modules())
+        else EmbeddingBagCollection
+    )
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, kind)
+    ]
+    assert len({id(child) for _, _, child in found}) == 1, "pooled rows are those of one collection"
+    configs = found[0][2].embedding_bag_configs()
+    dims = {feature: config.embedding_dim for config in configs for feature in config.feature_names}
+    assert sorted(keys) == sorted(dims), f"the batch has {sorted(keys)}, the model looks up {sorted(dims)}"
+    stand_in = PooledInput(keys, [dims[key] for key in keys])
+    for parent, name, _ in found:
+        setattr(parent, name, stand_in)
+    return [dims[key] for key in keys]
+
+
+def export_layers(model: nn.Module, precision: str, num_dense: int, pooled_dim: int) -> torch.export.ExportedProgram:
+    """`model` with its collection taken, in fp32, on the CPU; it is left as it is."""
+    copied = with_gathered_pairs(copy.deepcopy(model))
+    layers = Layers(copied, torch.bfloat16 if precision == "bf16" else torch.float32).eval()
+    program = _export(layers, num_dense, pooled_dim)
+    if precision == "int8":
+        program = _export(with_int8_linears(program.module()), num_dense, pooled_dim)
+    return program
+
+
+def program_bytes(program: torch.export.ExportedProgram) -> bytes:
+    """The content of dense.pt2."""
+    examples, buffer = program._example_inputs, io.BytesIO()
+    program._example_inputs = None  # they would be stored by pickle
+    try:
+        torch.export.save(program, buffer)
+    finally:
+        program._example_inputs = examples
+    return buffer.getvalue()
+
+
+def _export(module: nn.Module, num_dense: int, pooled_dim: int) -> torch.export.ExportedProgram:
+    example = (torch.zeros(EXAMPLE_ROWS, num_dense), torch.zeros(EXAMPLE_ROWS, pooled_dim))
+    batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
+    with torch.no_grad():
+        module(*example)  # what a model works out on its first batch is not traced
+        return torch.export.export(module, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False)
+
+
+class Int8Linear(nn.Module):
+    """x [..., in] -> x W^T + b, by int8 weights of one scale an output and rows of one scale each, quantized on the way.
+
+    As torch.ao's dynamic quantization, whose packed weights are objects that torch.export cannot write; these are plain
+    tensors, multiplied by oneDNN.
+    """
+
+    numbers: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        scale = weight.abs().amax(dim=1).clamp_min(1e-12) / 127
+        self.register_buffer("numbers", (weight / scale[:, None]).round().to(torch.int8).t().contiguous())
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", None if bias is None else bias.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
+        product = torch._int_mm((rows / scale).round().to(torch.int8), self.numbers).float() * scale * self.scale
+        return (product if self.bias is None else product + self.bias).reshape(*x.shape[:-1], len(self.scale))
+
+
+def with_int8_linears(graph_module: Any) -> nn.Module:
+    """Every product with a constant matrix in int8, whatever module it came from; all else as it was."""
+    for number, node in enumerate(list(graph_module.graph.nodes)):
+        if node.op != "call_function" or node.target is not torch.ops.aten.linear.default:
+            continue
+        x, weight, bias = (*node.args, None)[:3]
+        if weight.op != "get_attr" or (bias is not None and bias.op != "get_attr"):
+            continue
+        values = _attribute(graph_module, weight.target)
+        if len(values) < LEAST_INT8_OUTPUTS:
+            continue
+        name = f"int8_{number}"
+        graph_module.add_submodule(name, Int8Linear(values, bias and _attribute(graph_module, bias.target)))
+        with graph_module.graph.inserting_before(node):
+            node.replace_all_uses_with(graph_module.graph.call_module(name, (x,)))
+        graph_module.graph.erase_node(node)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.delete_all_unused_submodules()
+    graph_module.recompile()
+    result: nn.Module = graph_module
+    return result
+
+
+def _attribute(module: Any, path: str) -> torch.Tensor:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module.detach()  # type: ignore[no-any-return]
+
+
+def compile_layers(program: torch.export.ExportedProgram, path: str) -> None:
+    """Write the layers as an AOTInductor package. Raises ValueError where there is no compiler that can."""
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.exc import InductorError
+
+    try:
+        # How many threads is for the process that serves to say, not for the one that compiles.
+        aoti_compile_and_package(program, package_path=path, inductor_configs={"cpp.dynamic_threads": True})
+    except (InductorError, RuntimeError, OSError) as error:
+        raise ValueError(
+            f"the layers cannot be compiled ({' '.join(str(error).split())[:300]}); AOTInductor needs a C++ compiler (g++) "
+            "and Python's headers; install them, or leave out compiled=true: dense.pt2 scores the same"
+        ) from error

@@ -1,0 +1,172 @@
+"""Turn an opened step into the files of an artifact, and what the trained model gives into its certificate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pipeline import __version__
+from pipeline.config.jobs import ExportJob, TrainJob
+from pipeline.config.serving import AUTO
+from pipeline.data.dataset import Dataset
+from pipeline.runtime.logs import get_logger
+from pipeline.serving.artifact.attempt import Attempt
+from pipeline.serving.artifact.certificate import excesses
+from pipeline.serving.artifact.certification_sample import read_sample
+from pipeline.serving.artifact.certify import check, costs, refusal
+from pipeline.serving.artifact.kept_rows import KeptRows
+from pipeline.serving.artifact.manifest import Manifest
+from pipeline.serving.artifact.package import (
+    Packed,
+    library_versions,
+    lookups_of,
+    pack_composed,
+    pack_layers,
+    pack_tables,
+    pack_vocabularies,
+    schema_of,
+)
+from pipeline.serving.artifact.precisions import choose_precisions
+from pipeline.serving.artifact.prune import rows_to_keep
+from pipeline.serving.artifact.reference import Reference, make_reference
+from pipeline.serving.artifact.trained_model import TrainedModel
+
+OF_NO_INTEREST = ("run", "step", "output", "data_path")  # to whether two exports of a step are the same
+logger = get_logger("pipeline.export")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The step that is exported, and the data set that it was trained on."""
+
+    job: TrainJob
+    step: int
+    manifest: dict[str, Any]
+    trained: TrainedModel
+    dataset: Dataset
+    data_path: str
+
+
+def settings_of(job: ExportJob) -> dict[str, Any]:
+    """What of a job decides on the artifact's bytes."""
+    return {key: value for key, value in asdict(job).items() if key not in OF_NO_INTEREST}
+
+
+def make_artifact(job: ExportJob, source: Source, at: Attempt) -> Manifest:
+    """Write everything but the manifest. Raises ValueError where a limit of job.parity is passed."""
+    trained, packed = source.trained, Packed()
+    reference = _make_reference(job, source, at)
+    precisions = choose_precisions(reference, job.precision, job.tables, job.ne_budget)
+    kept = _prune(job, trained)
+    pack_tables(packed, at, trained, precisions, kept)
+    logger.info("layers     %s, by torch.export%s", job.dense, ", then AOTInductor" if job.compiled else "")
+    pack_layers(packed, at, trained, job.dense, job.compiled)
+    if trained.composed is not None:
+        pack_composed(packed, at, trained.composed)
+    alone = {
+        table.feature_names[0]: rows
+        for table, rows in zip(trained.tables, kept, strict=True)
+        if rows is not None and len(table.feature_names) == 1
+    }
+    pack_vocabularies(packed, at, source.dataset, trained.keys, source.data_path, alone)
+    manifest = Manifest(
+        lineage=lineage_of(job, source),
+        schema=schema_of(
+            source.dataset, trained.keys, source.job.data.columns.list_separator, source.job.data.synthetic_multi_hot
+        ),
+        tables=packed.tables,
+        features=[(feature.name, feature.table) for feature in trained.features],
+        dense=packed.dense,
+        files=packed.files,
+        vocabularies=packed.vocabularies,
+        lookups=lookups_of(source.dataset, source.job.data.synthetic_multi_hot),
+        sizes=packed.sizes(trained),
+        versions=library_versions(),
+        settings=settings_of(job),
+    )
+    return _certified(job, reference, manifest, at, kept)
+
+
+def _make_reference(job: ExportJob, source: Source, at: Attempt) -> Reference:
+    data, dataset = source.job.data, source.dataset
+    splits = [name for name in job.parity.splits if dataset.splits[name].num_rows]
+    if "validation" not in splits:
+        raise ValueError(
+            f"data set {dataset.name!r} has no validation rows to certify an artifact by: prepare it again with "
+            "data.split.validation_fraction above 0"
+        )
+    samples = {
+        split: read_sample(
+            source.data_path,
+            dataset,
+            split,
+            job.parity.max_rows,
+            data.reader,
+            data.synthetic_multi_hot,
+            source.trained.keys,
+            source.trained.composed,
+        )
+        for split in splits
+    }
+    reference = make_reference(source.trained, samples, at.scratch)
+    for split, found in reference.qualities.items():
+        rows = len(reference.scores[split])
+        logger.info("model      %s: NE %.5f, AUC %.5f on %s rows", split, found.ne, found.auc, f"{rows:,}")
+    return reference
+
+
+def _prune(job: ExportJob, trained: TrainedModel) -> list[KeptRows | None]:
+    kept = rows_to_keep(trained.tensors, trained.stored, trained.tables, job.pruning)
+    if job.pruning.kind != "none":
+        before = sum(stored.rows for stored in trained.stored)
+        after = sum(
+            stored.rows if rows is None else rows.num_kept for stored, rows in zip(trained.stored, kept, strict=True)
+        )
+        logger.info(
+            "pruning    %s: %s of %s rows stay (%.1f %%)",
+            job.pruning.kind,
+            f"{after:,}",
+            f"{before:,}",
+            100 * after / before,
+        )
+    return kept
+
+
+def _certified(
+    job: ExportJob,
+    reference: Reference,
+    manifest: Manifest,
+    at: Attempt,
+    kept: list[KeptRows | None],
+) -> Manifest:
+    """The manifest with its certificate. Raises ValueError where a limit is passed."""
+    certificate = costs(reference, kept, job.parity)
+    found = check(reference, manifest, at.path)
+    certificate["splits"] = {split: parity.as_dict() for split, parity in found.items()}
+    for split, parity in found.items():
+        logger.info(
+            "artifact   %s: NE %+.6f, AUC %+.6f, scores differ by %.2g at most, %.2g on average",
+            split, parity.ne_delta, parity.auc_delta, parity.max_score_difference, parity.mean_score_difference,
+        )  # fmt: skip
+    if lines := excesses(found, job.parity):
+        ways = ["precision=auto finds the smallest mix within ne_budget"] if job.precision != AUTO else []
+        ways += ["prune less"] if job.pruning.kind != "none" else []
+        ways += ["dense=fp32"] if job.dense != "fp32" else []
+        raise ValueError(refusal(lines, certificate, ways))
+    return replace(manifest, certificate=certificate)
+
+
+def lineage_of(job: ExportJob, source: Source) -> dict[str, Any]:
+    hashes = source.manifest.get("hashes", {})
+    return {
+        "run": job.run,
+        "name": source.job.name,
+        "step": source.step,
+        "config_sha256": hashes.get("config", ""),
+        "schema_sha256": hashes.get("schema", ""),
+        "dataset": source.dataset.name,
+        "dataset_sha256": source.dataset.fingerprint(),
+        "code_version": __version__,
+        "exported_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }

@@ -1,0 +1,173 @@
+"""Say what an artifact is: manifest.json and back.
+
+{
+  "sha256": of all that follows, so that a changed manifest is refused, not read
+  "format_version": 1
+  "version": hash of the files' checksums and of all that says how to read them: equal for equal scores
+  "lineage": run, name, step, hashes of config and data set, version of this code
+  "schema": the raw columns and what becomes of them
+  "tables", "features": rows, dims, precisions, pooling, files; which feature looks up which table
+  "dense": precision of the layers, and their files
+  "lookups": how often each feature looks up, and which shares of that fall on its most frequent ids
+  "sizes", "versions", "certificate", "settings"
+  "files": name -> size_bytes and CRC-32 by block, as a checkpoint has them
+}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pipeline.checkpoint.checksums import FileEntry
+from pipeline.checkpoint.errors import DamagedError
+from pipeline.checkpoint.steps import MANIFEST, read_sealed, seal_manifest
+from pipeline.config.serving import DENSE_PRECISIONS, PRECISIONS
+from pipeline.runtime.storage import storage
+from pipeline.serving.artifact.kept_rows import WORD_BITS
+from pipeline.serving.artifact.quantize import fits, row_bytes
+from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+
+FORMAT_VERSION = 1
+DENSE_FILE, COMPILED_FILE, COMPOSED_FILE = "dense.pt2", "dense.compiled.pt2", "composed.bin"
+FILE_NAME = re.compile(r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|composed\.bin")
+UNFINISHED = ".export-"  # what the folders begin with that exports write in
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_DIM, MAX_ROWS, MAX_TABLES = 1 << 16, 1 << 40, 1 << 16
+
+
+class ArtifactError(DamagedError):
+    """An artifact cannot be used; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class TableFiles:
+    """One table as the artifact has it; `kept` names the file of KeptRows, None where all rows are stored."""
+
+    name: str
+    rows: int
+    stored_rows: int
+    dim: int
+    precision: str
+    pooling: str
+    file: str
+    kept: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stored_rows * row_bytes(self.dim, self.precision)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`features` are (feature, number of its table), in the order of the batch's keys; `dense` has precision and compiled."""
+
+    lineage: dict[str, Any]
+    schema: RawSchema
+    tables: list[TableFiles]
+    features: list[tuple[str, int]]
+    dense: dict[str, Any]
+    files: dict[str, FileEntry]
+    vocabularies: dict[str, str] = field(default_factory=dict)  # feature -> file
+    lookups: dict[str, dict[str, Any]] = field(default_factory=dict)  # see package.lookups_of
+    sizes: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    certificate: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @cached_property
+    def version(self) -> str:
+        """16 hex digits of the hash of what scores depend on; worked out once, for every answer names it."""
+        about = asdict(self)
+        content = {key: about[key] for key in ("files", "schema", "tables", "features", "dense", "vocabularies", "format_version")}  # fmt: skip
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Raw column -> dense, sparse or multi_hot; there is no label among them."""
+        return self.schema.columns
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(int(entry["size_bytes"]) for entry in self.files.values())
+
+    def to_text(self) -> str:
+        return seal_manifest({"version": self.version, **asdict(self)})
+
+
+def read_manifest(path: str) -> Manifest:
+    """Of the artifact at `path`.
+
+    Raises:
+        ArtifactError: there is none, it is not what was written, of another release, or describes what cannot be.
+    """
+    file = storage.join(path, MANIFEST)
+    if storage.join(path, "").rstrip("/").rpartition("/")[2].startswith(UNFINISHED):
+        raise ArtifactError(f"{path} is no artifact: its export was not finished; export again")
+    if not storage.is_file(file):
+        raise ArtifactError(
+            f"{path} is no artifact: it has no {MANIFEST}; make one: python -m pipeline.export run=<run>"
+        )
+    if storage.size_bytes(file) > MAX_MANIFEST_BYTES:
+        raise ArtifactError(f"{file} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")
+    try:
+        values = read_sealed(file)
+    except (OSError, DamagedError, json.JSONDecodeError) as error:
+        raise ArtifactError(f"{error}; copy or export the artifact again") from None
+    found = values.get("format_version")
+    if found != FORMAT_VERSION:
+        raise ArtifactError(f"{file} has format_version {found}, this release reads {FORMAT_VERSION}; export again")
+    try:
+        manifest = _decode(values)
+        problem = _problem(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = repr(error)
+    if problem:
+        raise ArtifactError(f"{file} describes no artifact of this release: {problem}")
+    return manifest
+
+
+def _decode(values: dict[str, Any]) -> Manifest:
+    schema = values["schema"]
+    parts: dict[str, Any] = {
+        "schema": RawSchema(**{**schema, "features": [RawFeature(**feature) for feature in schema["features"]]}),
+        "tables": [TableFiles(**table) for table in values["tables"]],
+        "features": [(str(name), int(table)) for name, table in values["features"]],
+    }
+    rest = {key: value for key, value in values.items() if key not in ("version", *parts)}
+    return Manifest(**rest, **parts)
+
+
+def _problem(manifest: Manifest) -> str:
+    """Empty, or what in it no artifact has: the sizes that memory is asked for are checked before any is."""
+    if wrong := [name for name in manifest.files if not FILE_NAME.fullmatch(name)]:
+        return f"a file is called {wrong[0]!r}"
+    if not 0 < len(manifest.tables) <= MAX_TABLES:
+        return f"{len(manifest.tables)} tables"
+    for table in manifest.tables:
+        if table.precision not in PRECISIONS or table.pooling not in ("sum", "mean"):
+            return f"table {table.name!r} is {table.precision}, pooled by {table.pooling}"
+        if not (0 < table.dim <= MAX_DIM and 0 < table.stored_rows <= table.rows <= MAX_ROWS):
+            return f"table {table.name!r} has {table.stored_rows} of {table.rows} rows of {table.dim}"
+        if not fits(table.dim, table.precision) or _size(manifest, table.file) != table.size_bytes:
+            return f"the file of table {table.name!r} has {_size(manifest, table.file)} bytes"
+        if (table.kept is None) != (table.stored_rows == table.rows):
+            return f"table {table.name!r} has {table.stored_rows} of {table.rows} rows, and its list of kept rows is {table.kept}"
+        if table.kept is not None and _size(manifest, table.kept) != -(-table.rows // WORD_BITS) * 8:
+            return f"the list of kept rows of table {table.name!r} has {_size(manifest, table.kept)} bytes"
+    if any(not 0 <= table < len(manifest.tables) for _, table in manifest.features):
+        return "a feature looks up a table that there is not"
+    if manifest.dense["precision"] not in DENSE_PRECISIONS or DENSE_FILE not in manifest.files:
+        return f"layers of {manifest.dense['precision']} in {sorted(manifest.files)[:3]}"
+    if lacking := [one.name for one in manifest.schema.features if one.hash_size is None and manifest.vocabularies.get(one.name) not in manifest.files]:  # fmt: skip
+        return f"feature {lacking[0]!r} has no vocabulary"
+    return ""
+
+
+def _size(manifest: Manifest, name: str) -> int:
+    return int(manifest.files[name]["size_bytes"]) if name in manifest.files else -1

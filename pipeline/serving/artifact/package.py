@@ -1,0 +1,155 @@
+"""Turn a trained model into the files of an artifact."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.checkpoint.checksums import ChecksummedWriter, FileEntry
+from pipeline.checkpoint.vocabularies import read_values
+from pipeline.data.dataset import Dataset, SparseFeature
+from pipeline.data.read.value_index import index_values
+from pipeline.runtime.logs import progress
+from pipeline.runtime.storage import storage
+from pipeline.serving.artifact.attempt import Attempt
+from pipeline.serving.artifact.composed import ComposedTables
+from pipeline.serving.artifact.dense_export import compile_layers, export_layers, program_bytes
+from pipeline.serving.artifact.kept_rows import KeptRows
+from pipeline.serving.artifact.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, TableFiles
+from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.artifact.table_files import checkpoint_rows, write_bytes, write_rows
+from pipeline.serving.artifact.trained_model import TrainedModel
+
+LIBRARIES = ("torch", "numpy", "pyarrow")
+
+
+@dataclass
+class Packed:
+    """What has been written so far; `files` are the manifest's entries."""
+
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    tables: list[TableFiles] = field(default_factory=list)
+    vocabularies: dict[str, str] = field(default_factory=dict)
+    dense: dict[str, Any] = field(default_factory=dict)
+
+    def sizes(self, trained: TrainedModel) -> dict[str, int]:
+        """Bytes before and after."""
+
+        def total(beginning: str) -> int:
+            return sum(int(entry["size_bytes"]) for name, entry in self.files.items() if name.startswith(beginning))
+
+        return {
+            "tables_before": trained.table_bytes,
+            "tables_after": total("tables/"),
+            "layers_before": trained.layer_bytes,
+            "layers_after": total("dense.pt2"),
+            "vocabularies": total("vocabulary/"),
+            "artifact": total(""),
+        }
+
+
+def pack_tables(
+    packed: Packed, attempt: Attempt, trained: TrainedModel, precisions: list[str], kept: list[KeptRows | None]
+) -> None:
+    """One file a table, and one for the rows that are kept where not all are."""
+    with progress("writing tables", sum(stored.rows for stored in trained.stored)) as bar:
+        for number, (table, stored) in enumerate(zip(trained.tables, trained.stored, strict=True)):
+            name, rows = f"tables/{number:05d}.rows", kept[number]
+            blocks = checkpoint_rows(trained.tensors, stored, rows)
+            entry, num_rows = write_rows(os.path.join(attempt.path, name), blocks, precisions[number])
+            packed.files[name] = entry
+            kept_name = None
+            if rows is not None:
+                kept_name = f"tables/{number:05d}.kept"
+                path = os.path.join(attempt.path, kept_name)
+                packed.files[kept_name] = write_bytes(path, rows.words.astype("<u8").tobytes())
+            packed.tables.append(
+                TableFiles(
+                    table.name, stored.rows, num_rows, stored.dim, precisions[number], table.pooling, name, kept_name
+                )
+            )
+            bar.advance(stored.rows)
+
+
+def pack_composed(packed: Packed, attempt: Attempt, composed: ComposedTables) -> None:
+    """What makes tables of their parts."""
+    path = os.path.join(attempt.path, COMPOSED_FILE)
+    packed.files[COMPOSED_FILE] = write_bytes(path, composed.to_bytes())
+
+
+def pack_vocabularies(
+    packed: Packed,
+    attempt: Attempt,
+    dataset: Dataset,
+    keys: list[str],
+    data_path: str,
+    kept: Mapping[str, KeptRows],
+) -> None:
+    """Of the features `keys`. `kept`: feature -> rows of the table that it alone looks up; values of other rows are unknown ones."""
+    features = [dataset.sparse_feature(key) for key in keys if dataset.sparse_feature(key).hash_size is None]
+    with progress("writing vocabularies", sum(feature.cardinality for feature in features)) as bar:
+        for feature in features:
+            packed.vocabularies[feature.name] = name = f"vocabulary/{len(packed.vocabularies):05d}.arrow"
+            rows = kept.get(feature.name)
+            table = index_values(
+                read_values(_vocabulary_path(feature, data_path)), None if rows is None else rows.contains
+            )
+            with ChecksummedWriter(os.path.join(attempt.path, name)) as writer:
+                options = pa.ipc.IpcWriteOptions(compression="lz4")
+                with pa.ipc.new_file(pa.PythonFile(writer, mode="w"), table.schema, options=options) as file:
+                    file.write_table(table)
+                writer.close()
+                packed.files[name] = writer.entry()
+            bar.advance(feature.cardinality)
+
+
+def _vocabulary_path(feature: SparseFeature, data_path: str) -> str:
+    path = storage.join(data_path, feature.vocabulary or "")
+    if feature.vocabulary is None or not storage.is_file(path):
+        raise ValueError(
+            f"the vocabulary of feature {feature.name!r} is not at {path}, and without it raw rows cannot be scored; "
+            "say where the data set is now: data_path=<folder>"
+        )
+    return path
+
+
+def pack_layers(packed: Packed, attempt: Attempt, trained: TrainedModel, precision: str, compiled: bool) -> None:
+    program = export_layers(trained.model, precision, trained.num_dense, sum(trained.model_dims))
+    packed.files[DENSE_FILE] = write_bytes(os.path.join(attempt.path, DENSE_FILE), program_bytes(program))
+    packed.dense = {"precision": precision, "compiled": compiled}
+    if compiled:
+        staged = os.path.join(attempt.scratch, COMPILED_FILE)
+        compile_layers(program, staged)
+        with open(staged, "rb") as file:
+            packed.files[COMPILED_FILE] = write_bytes(os.path.join(attempt.path, COMPILED_FILE), file.read())
+
+
+def schema_of(dataset: Dataset, keys: list[str], list_separator: str, multi_hot: dict[str, int]) -> RawSchema:
+    features = [
+        RawFeature(one.name, one.cardinality, one.multi_hot, multi_hot.get(one.name, 1), one.hash_size, one.hash_seed)
+        for one in map(dataset.sparse_feature, keys)
+    ]
+    return RawSchema(list(dataset.dense_features), features, dataset.dense_transform, list_separator)
+
+
+def lookups_of(dataset: Dataset, multi_hot: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Feature -> ids that a row looks up, and how they fall on the ids: what the cache of tables on SSD goes by."""
+    return {
+        one.name: {
+            "per_row": float(multi_hot.get(one.name, one.mean_pooling_factor)),
+            "ranks": one.frequency_curve.ranks,
+            "shares": one.frequency_curve.shares,
+        }
+        for one in dataset.sparse_features
+        if one.hash_size is None  # hashed ids are in no order of frequency
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Of what reads the files."""
+    return {name: version(name) for name in LIBRARIES}

@@ -1,0 +1,44 @@
+"""Say which precision each table of an artifact has: what was asked for, or the smallest mix within a budget."""
+
+from __future__ import annotations
+
+from pipeline.config.serving import AUTO, PRECISIONS
+from pipeline.runtime.logs import get_logger
+from pipeline.serving.artifact.quantize import row_bytes
+from pipeline.serving.artifact.reference import Reference, nearest
+from pipeline.serving.artifact.sensitivity import find_mix
+
+logger = get_logger(__name__)
+MAX_NAMED = 8
+
+
+def choose_precisions(reference: Reference, precision: str, tables: dict[str, str], ne_budget: float) -> list[str]:
+    """One a table. `tables` is what single ones have instead of `precision`; of a compressed table so have its parts.
+
+    Raises:
+        ValueError: a table has no such rows.
+    """
+    trained = reference.trained
+    fixed = {}
+    for table in trained.tables:
+        asked = tables.get(table.name) or tables.get(table.config_name)
+        if asked is not None:
+            row_bytes(table.embedding_dim, asked)  # raises where there are no such rows
+            fixed[table.name] = asked
+    if precision == AUTO:
+        found = find_mix(reference, fixed, ne_budget)
+    else:
+        found = [fixed.get(table.name) or nearest(table.embedding_dim, precision) for table in trained.tables]
+        _say_what_does_not_fit([table.name for table in trained.tables], found, fixed, precision)
+    counts = {name: found.count(name) for name in PRECISIONS if name in found}
+    logger.info("precision  %s", ", ".join(f"{count} table(s) {name}" for name, count in counts.items()))
+    return found
+
+
+def _say_what_does_not_fit(names: list[str], found: list[str], fixed: dict[str, str], precision: str) -> None:
+    missed = [name for name, has in zip(names, found, strict=True) if has != precision and name not in fixed]
+    if missed:
+        logger.info(
+            "%d table(s) have no %s rows of their width and get the next larger: %s%s",
+            len(missed), precision, ", ".join(missed[:MAX_NAMED]), ", ..." if len(missed) > MAX_NAMED else "",
+        )  # fmt: skip

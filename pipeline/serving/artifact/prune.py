@@ -1,0 +1,133 @@
+"""Say which rows of a trained table an artifact keeps: those that were trained, or those that are looked up often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from pipeline.checkpoint.reshard import read_row_state
+from pipeline.checkpoint.tables import StoredTable
+from pipeline.checkpoint.tensors import StepTensors
+from pipeline.config.serving import PruningConfig
+from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.embeddings.table import Table
+from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
+from pipeline.serving.artifact.table_files import block_rows
+
+# What grows with each time that a row is trained, in the order in which it is looked for: (row-wise) Adagrad of FBGEMM,
+# Adagrad and Adam of torch, Adam of FBGEMM.
+STATES = ("sum", "exp_avg_sq", "momentum2", "momentum1")
+BUCKETS = 1 << 16
+
+
+def rows_to_keep(
+    tensors: StepTensors, stored: Sequence[StoredTable], tables: Sequence[Table], config: PruningConfig
+) -> list[KeptRows | None]:
+    """Of each table; None: all of them, as of every part of a compressed table, whose rows stand for many ids each.
+
+    A `fraction` is of the rows of all tables that may be pruned: small tables have hot rows alone.
+
+    Raises:
+        ValueError: the optimizer keeps no state that says which rows were trained.
+    """
+    whole = [one for one, table in zip(stored, tables, strict=True) if table.part_of is None]
+    if config.kind == "untrained":
+        limit = config.state_at_most
+        if config.fraction is not None:
+            limit = max(limit, _limit_of(tensors, whole, config.fraction))
+        chosen = {one.name: _trained(tensors, one, limit) for one in whole}
+    elif config.kind == "frequency":
+        chosen = {name: _first_rows(rows, kept) for name, (rows, kept) in _num_frequent(tables, config).items()}
+    else:
+        chosen = {}
+    kept = [chosen.get(one.name) for one in stored]
+    return [None if rows is None or rows.num_kept == rows.num_rows else rows for rows in kept]
+
+
+def _trained(tensors: StepTensors, stored: StoredTable, limit: float) -> KeptRows:
+    """The rows whose state is above `limit`."""
+    mask, first = RowMask(stored.rows), 0
+    for values in _state_blocks(tensors, stored):
+        mask.set_block(first, (values > limit).numpy())
+        first += len(values)
+    return mask.finish()
+
+
+def _limit_of(tensors: StepTensors, stored: Sequence[StoredTable], fraction: float) -> float:
+    """The largest state that at most `fraction` of all rows do not pass, by a histogram of 65,536 buckets.
+
+    The upper 16 bits of a float32 that is not negative ascend with it.
+    """
+    counts = np.zeros(BUCKETS, np.int64)
+    for one in stored:
+        for values in _state_blocks(tensors, one):
+            counts += np.bincount(values.numpy().view(np.uint32) >> 16, minlength=BUCKETS)
+    upto = int(np.searchsorted(np.cumsum(counts), fraction * counts.sum(), side="right"))
+    edge = np.array([max(upto << 16, 1) - 1], np.uint32).view(np.float32)[0]
+    return float(edge) if upto else -1.0
+
+
+def _state_blocks(tensors: StepTensors, stored: StoredTable) -> Iterator[torch.Tensor]:
+    """[n] float32, not negative: the state of successive rows, the largest of a row where it has one an element."""
+    state = next((name for name in STATES if name in stored.states), None)
+    if state is None:
+        raise ValueError(
+            f"pruning.kind=untrained wants optimizer state that says which rows of {stored.name!r} were trained, and this "
+            "run's optimizer keeps none (it has it with adagrad, rowwise_adagrad and adam); use pruning.kind=frequency"
+        )
+    rows_at_once = block_rows(4 if stored.is_row_wise(state) else 4 * stored.dim)
+    for first in range(0, stored.rows, rows_at_once):
+        count = min(rows_at_once, stored.rows - first)
+        if stored.is_row_wise(state):
+            values = read_row_state(tensors, stored, state, first, count, (0, stored.dim))
+        else:
+            values = tensors.read(stored.states[state].key, [first, 0], [count, stored.dim]).amax(dim=1)
+        yield values.float().clamp_min(0.0) + 0.0  # + 0.0: no -0.0, whose bits are those of a large number
+
+
+def _num_frequent(tables: Sequence[Table], config: PruningConfig) -> dict[str, tuple[int, int]]:
+    """Table -> (rows, how many of the first ones stay), of those whose rows are in the order of their frequency."""
+    ordered = [
+        (table, table.frequencies)
+        for table in tables
+        if table.part_of is None and table.frequencies is not None and table.frequencies.by_row
+    ]
+    if config.keep_lookups is not None:
+        wanted = config.keep_lookups
+        return {table.name: (table.num_embeddings, _rows_of_share(curve, wanted)) for table, curve in ordered}
+    # Stretches of the curves, each with its lookups a row; the coldest go first.
+    stretches = [stretch for table, curve in ordered for stretch in _stretches(table, curve)]
+    kept = {table.name: table.num_embeddings for table, _ in ordered}
+    left_over = int((config.fraction or 0.0) * sum(kept.values()))
+    for _, rows, name in sorted(stretches):
+        gone = min(rows, left_over)
+        kept[name] -= gone
+        left_over -= gone
+    return {table.name: (table.num_embeddings, kept[table.name]) for table, _ in ordered}
+
+
+def _stretches(table: Table, curve: RowFrequencies) -> Iterator[tuple[float, int, str]]:
+    """(lookups a row, rows, table) of successive rows. One row is left out of the last: the unknown row stays, and where
+    nothing is unknown the curve counts it there."""
+    factor = sum(table.pooling_factors)
+    for (left, right), (low, high) in zip(pairwise(curve.rows), pairwise(curve.shares), strict=True):
+        yield factor * (high - low) / (right - left), right - left - (right == curve.rows[-1]), table.name
+    if (beyond := table.num_embeddings - curve.rows[-1]) > 0:
+        yield 0.0, beyond, table.name
+
+
+def _rows_of_share(curve: RowFrequencies, share: float) -> int:
+    """How many of the first rows take that share of the lookups."""
+    for (left, right), (low, high) in zip(pairwise(curve.rows), pairwise(curve.shares), strict=True):
+        if high >= share:
+            return left + int(np.ceil((right - left) * max(0.0, share - low) / max(high - low, 1e-12)))
+    return curve.rows[-1]
+
+
+def _first_rows(num_rows: int, num_kept: int) -> KeptRows:
+    mask = RowMask(num_rows)
+    mask.set_block(0, np.arange(num_rows) < num_kept)
+    return mask.finish()

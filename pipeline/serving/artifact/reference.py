@@ -1,0 +1,120 @@
+"""Turn the rows that samples look up into small tables of any precision, so that an export is judged before it is made.
+
+Only these rows of the checkpoint are read, and they lie in files: memory stays what blocks and samples take. A row is
+quantized by itself, so that a small table's scores are those of the whole table.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipeline.config.serving import PRECISIONS
+from pipeline.serving.artifact.certificate import Parity, Quality, compare, quality
+from pipeline.serving.artifact.certification_sample import Sample, SampleBatch, used_rows
+from pipeline.serving.artifact.kept_rows import KeptRows
+from pipeline.serving.artifact.quantize import fits, row_bytes
+from pipeline.serving.artifact.table_files import checkpoint_rows, file_rows, write_rows
+from pipeline.serving.artifact.trained_model import TrainedModel
+from pipeline.serving.scoring.lookup import MappedLookup, ServedTable
+
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The trained model on its samples: scores by split, and the fp32 rows that they took."""
+
+    trained: TrainedModel
+    samples: dict[str, Sample]
+    lookup: MappedLookup
+    scores: dict[str, Scores]
+    qualities: dict[str, Quality]
+    scratch: str
+
+    def compare(self, split: str, scores: Scores) -> Parity:
+        return compare(self.scores[split], scores, self.samples[split].labels, self.qualities[split])
+
+    def parity_of(self, split: str, precisions: list[str]) -> Parity:
+        """Of the trained layers over tables of these precisions, one a table."""
+        with _quantized(self, precisions) as lookup:
+            return self._parity(split, lambda batch: lookup.pooled(batch.values, batch.offsets))
+
+    def parity_of_pruned(self, split: str, kept: list[KeptRows | None]) -> Parity:
+        """Of the trained layers and fp32 rows, with row 0 for those that are not kept."""
+        return self._parity(split, lambda batch: self.lookup.pooled(self._pruned(batch, kept), batch.offsets))
+
+    def _parity(self, split: str, pooled: Callable[[SampleBatch], torch.Tensor]) -> Parity:
+        return self.compare(split, self.samples[split].score(self.trained.program(), pooled))
+
+    def _pruned(self, batch: SampleBatch, kept: list[KeptRows | None]) -> torch.Tensor:
+        values = batch.values.clone()
+        ends = batch.offsets[:: len(batch.labels)].tolist()
+        for feature, begin, end in zip(self.trained.features, ends, ends[1:], strict=False):
+            if (rows := kept[feature.table]) is not None:
+                ids = values[begin:end]
+                ids *= torch.from_numpy(rows.contains(ids.numpy()))
+        return values
+
+
+def make_reference(trained: TrainedModel, samples: dict[str, Sample], scratch: str) -> Reference:
+    """Reads what the samples look up into `scratch`, and scores them."""
+    used = used_rows(samples.values(), trained.features, [stored.rows for stored in trained.stored])
+    tables = []
+    for number, (table, stored, rows) in enumerate(zip(trained.tables, trained.stored, used, strict=True)):
+        path = os.path.join(scratch, f"{number:05d}.fp32")
+        _, num_rows = write_rows(path, checkpoint_rows(trained.tensors, stored, rows), "fp32")
+        tables.append(ServedTable(table.name, stored.rows, num_rows, stored.dim, "fp32", table.pooling, path, rows))
+    lookup = MappedLookup(tables, trained.features)
+    program = trained.program()
+    scores = {
+        split: sample.score(program, lambda batch: lookup.pooled(batch.values, batch.offsets))
+        for split, sample in samples.items()
+    }
+    qualities = {split: quality(scores[split], sample.labels) for split, sample in samples.items()}
+    return Reference(trained, samples, lookup, scores, qualities, scratch)
+
+
+class _quantized:
+    """A lookup of the reference's rows at other precisions; its files are gone at the end."""
+
+    def __init__(self, reference: Reference, precisions: list[str]) -> None:
+        self._reference, self._precisions = reference, precisions
+        self._folder = os.path.join(reference.scratch, "quantized")
+
+    def __enter__(self) -> MappedLookup:
+        os.mkdir(self._folder)
+        tables = [
+            quantize_table(table, precision, os.path.join(self._folder, f"{number:05d}.rows"))
+            for number, (table, precision) in enumerate(
+                zip(self._reference.lookup.tables, self._precisions, strict=True)
+            )
+        ]
+        return MappedLookup(tables, self._reference.trained.features)
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder)
+
+
+def quantize_table(table: ServedTable, precision: str, path: str) -> ServedTable:
+    """A table of fp32 rows in a file of its own, at another precision."""
+    if precision == "fp32":
+        return table
+    write_rows(path, file_rows(table.path, table.stored_rows, table.dim), precision)
+    return ServedTable(table.name, table.rows, table.stored_rows, table.dim, precision, table.pooling, path, table.kept)
+
+
+def nearest(dim: int, precision: str) -> str:
+    """The precision, or the next larger one that rows of `dim` numbers can have."""
+    return next(name for name in reversed(PRECISIONS[: PRECISIONS.index(precision) + 1]) if fits(dim, name))
+
+
+def bytes_of(trained: TrainedModel, precisions: list[str]) -> int:
+    """Of all rows at these precisions, one a table."""
+    return sum(one.rows * row_bytes(one.dim, name) for one, name in zip(trained.stored, precisions, strict=True))

@@ -1,0 +1,1 @@
+"""Serve an artifact's scores over HTTP."""

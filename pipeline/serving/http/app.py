@@ -1,0 +1,218 @@
+"""Turn HTTP requests into scores: routes, errors as JSON, and what /health and /metrics tell.
+
+POST /score    GET /health, /health/live, /health/ready    GET /metrics    GET /openapi.json, /docs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipeline.config.server import LimitsConfig
+from pipeline.runtime.logs import get_logger
+from pipeline.serving.http.batching import Overloaded, Scores
+from pipeline.serving.http.docs_page import docs_page
+from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.http.openapi import openapi_page
+from pipeline.serving.http.request_body import read_body
+from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, BadRequest
+from pipeline.serving.http.switching import ModelSlot, ServedModel
+from pipeline.serving.scoring.column_lists import Rows
+from pipeline.serving.scoring.load import cache_counts
+
+INLINE_BYTES = 16_384  # what is decoded so quickly that a thread costs more
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+logger = get_logger(__name__)
+
+
+class ScoringApp:
+    """Requests of one server. `draining`: a SIGTERM has come, and /health/ready says no."""
+
+    def __init__(self, slot: ModelSlot, limits: LimitsConfig, metrics: ServerMetrics, allowed_hosts: list[str]) -> None:
+        self._slot, self._limits, self._metrics = slot, limits, metrics
+        self.draining = False
+        self._tables = ("", 0, 0)  # key of the artifact, lookups and hits that are counted already
+        routes = [
+            Route("/score", self.score, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/health/live", self.live),
+            Route("/health/ready", self.ready),
+            Route("/metrics", self.tell_metrics),
+            Route("/openapi.json", self.openapi),
+            Route("/docs", self.docs),
+        ]
+        known = [route.path for route in routes]
+        handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {HTTPException: self._http_error}
+        starlette = Starlette(routes=routes, exception_handlers=handlers)
+        starlette.router.redirect_slashes = False
+        self.asgi = _Watched(starlette, self.score, metrics, known, allowed_hosts)
+
+    async def score(self, request: Request) -> Response:
+        try:
+            body = await read_body(request, self._limits)
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            with self._slot.hold() as model:
+                rows = await _decode(model, body, kind)
+                scored = await model.batcher.score(rows)
+            return _answer(model.scorer.version, scored, _wanted(request, kind))
+        except BadRequest as error:
+            # What is left of the body is not read: the connection cannot be used again.
+            close = {"Connection": "close"} if error.status in (408, 413) else None
+            return _problem(error.status, error.message, close, **error.more)
+        except Overloaded as error:
+            return _problem(503, str(error), {"Retry-After": str(error.retry_after_s)})
+        except ValueError as error:  # the scorer's own look at the rows
+            return _problem(422, " ".join(str(error).split())[:500])
+
+    async def health(self, request: Request) -> Response:
+        ready = self._is_ready()
+        values = {"status": "ready" if ready else "not ready", "artifact": self._slot.model.scorer.version}
+        return JSONResponse(values, 200 if ready else 503)
+
+    async def live(self, request: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def ready(self, request: Request) -> Response:
+        return await self.health(request)
+
+    def _is_ready(self) -> bool:
+        return self._slot.is_loaded and not self.draining
+
+    async def tell_metrics(self, request: Request) -> Response:
+        self._count_tables()
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    def _count_tables(self) -> None:
+        """Tables on SSD keep their own counts."""
+        model = self._slot.model
+        counts = cache_counts(model.scorer)
+        if counts is None:
+            return
+        lookups, hits, cache_bytes = counts
+        before = self._tables if self._tables[0] == model.key else (model.key, 0, 0)  # another artifact counts from 0
+        self._metrics.table_lookups.inc(lookups - before[1])
+        self._metrics.table_hits.inc(hits - before[2])
+        self._metrics.cache_bytes.set(cache_bytes)
+        self._tables = (model.key, lookups, hits)
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi_page(self._slot.model.scorer, self._limits))
+
+    async def docs(self, request: Request) -> Response:
+        return HTMLResponse(docs_page(self._slot.model.scorer, self._limits))
+
+    async def _http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return _problem(404, f"there is no {request.url.path}; /docs lists what there is")
+        return _problem(error.status_code, error.detail, dict(error.headers or {}))
+
+
+async def _decode(model: ServedModel, body: bytes, kind: str) -> Rows:
+    if len(body) <= INLINE_BYTES:
+        return model.reader.read(body, kind)
+    return await asyncio.to_thread(model.reader.read, body, kind)
+
+
+def _wanted(request: Request, kind: str) -> str:
+    """Arrow where it is asked for, or was sent and anything may come back."""
+    accept = request.headers.get("accept", "*/*")
+    return ARROW_TYPE if ARROW_TYPE in accept or (kind == ARROW_TYPE and "*/*" in accept) else JSON_TYPE
+
+
+def _answer(version: str, scored: Scores, kind: str) -> Response:
+    if len(scored.refused) == len(scored.scores) > 0:
+        bad = [row.as_dict() for row in scored.refused]
+        return _problem(422, f"no row can be scored; the first: {bad[0]['reason']}", None, bad_rows=bad)
+    headers = {"X-Artifact-Version": version}
+    is_bad = ~np.isfinite(scored.scores)
+    if kind == ARROW_TYPE:
+        reasons = {row.row: row.reason for row in scored.refused}
+        columns = {
+            "score": pa.array(scored.scores, mask=is_bad),
+            "reason": pa.array([reasons.get(row) for row in range(len(scored.scores))], pa.string()),
+        }
+        table = pa.table(columns).replace_schema_metadata({"artifact": version})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        return Response(sink.getvalue().to_pybytes(), headers=headers, media_type=ARROW_TYPE)
+    values: list[float | None] = scored.scores.tolist()
+    for row in np.flatnonzero(is_bad):
+        values[row] = None
+    body = {"artifact": version, "scores": values, "bad_rows": [row.as_dict() for row in scored.refused]}
+    return Response(msgspec.json.encode(body), headers=headers, media_type=JSON_TYPE)
+
+
+def _problem(status: int, message: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
+    return JSONResponse({"error": message, **more}, status, headers)
+
+
+class _Watched:
+    """Counts and times every request, looks at its Host header, and turns what nobody expected into a plain 500."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        score: Callable[[Request], Awaitable[Response]],
+        metrics: ServerMetrics,
+        known_paths: list[str],
+        allowed_hosts: list[str],
+    ) -> None:
+        self._app, self._score, self._metrics = app, score, metrics
+        self._known_paths, self._allowed_hosts = frozenset(known_paths), frozenset(allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 0
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            if problem := self._host_problem(scope):
+                await _problem(400, problem)(scope, receive, note)
+            elif scope["path"] == "/score" and scope["method"] == "POST":
+                # Past middleware and routes, which would cost as much as all else here.
+                response = await self._score(Request(scope, receive))
+                await response(scope, receive, note)
+            else:
+                await self._app(scope, receive, note)
+        except Exception:
+            logger.exception("a request failed")
+            if not status:
+                await _problem(500, "something is wrong with this server; its log says what")(scope, receive, note)
+        finally:
+            path = scope["path"] if scope["path"] in self._known_paths else "other"
+            self._metrics.requests.labels(path, str(status)).inc()
+            self._metrics.request_seconds.labels(path).observe(time.monotonic() - started)
+
+    def _host_problem(self, scope: Scope) -> str:
+        """Without this, a web page whose name leads to this machine could ask for scores through a browser here."""
+        if not self._allowed_hosts:
+            return ""
+        named = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+        name = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
+        return (
+            ""
+            if name.lower() in self._allowed_hosts
+            else f"Host {named[:100]!r} is not served here (server.allowed_hosts)"
+        )

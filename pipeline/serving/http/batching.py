@@ -1,0 +1,196 @@
+"""Turn requests that arrive together into batches for one scorer, on a thread of its own, and scores into answers.
+
+The event loop never scores. While a batch is under way the next one gathers; what would wait longer than the latency
+budget is refused at the door, where that costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipeline.config.server import BatchingConfig
+from pipeline.runtime.logs import get_logger
+from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.scoring.column_lists import Rows, concat_rows
+from pipeline.serving.scoring.scorer import RefusedRow, Scorer, refused_rows
+
+SPEED_MEMORY = 0.8  # of the running mean of rows a second
+logger = get_logger(__name__)
+
+
+class Overloaded(Exception):
+    """The answer would come too late. `retry_after_s`: when the queue should have gone down."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = max(1, math.ceil(retry_after_s))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """`scores` float32 [num_rows], NaN for `refused` rows."""
+
+    scores: np.ndarray
+    refused: list[RefusedRow]
+
+
+@dataclass
+class _Item:
+    rows: Rows
+    answer: asyncio.Future[Scores]
+    arrived: float = field(default_factory=time.monotonic)
+
+
+class Batcher:
+    """All methods but the scorer's run on the event loop that made it."""
+
+    def __init__(self, scorer: Scorer, config: BatchingConfig, metrics: ServerMetrics) -> None:
+        self._scorer, self._config, self._metrics = scorer, config, metrics
+        self._waiting: deque[_Item] = deque()
+        self._queued_rows = self._rows_under_way = 0
+        self._rows_per_s = 0.0  # unknown before the first batch
+        self._last_batch, self._idle_since = 1, 0.0  # its requests, and when they were answered
+        self._arrival = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
+        self._task = asyncio.create_task(self._run())
+
+    async def score(self, rows: Rows) -> Scores:
+        """Raises Overloaded, or what the scorer raises for these rows alone."""
+        if not rows.num_rows:
+            return Scores(np.zeros(0, np.float32), [])
+        self._admit(rows.num_rows)
+        size = self._config.max_rows
+        loop = asyncio.get_running_loop()
+        items = [_Item(rows.slice(begin, size), loop.create_future()) for begin in range(0, rows.num_rows, size)]
+        for item in items:
+            self._waiting.append(item)
+            self._count_queued(item.rows.num_rows)
+        self._arrival.set()
+        parts = await asyncio.gather(*(item.answer for item in items))
+        if len(parts) == 1:
+            return parts[0]
+        refused = [
+            RefusedRow(row.row + number * size, row.reason) for number, part in enumerate(parts) for row in part.refused
+        ]
+        return Scores(np.concatenate([part.scores for part in parts]), refused)
+
+    def _admit(self, num_rows: int) -> None:
+        queued, config = self._queued_rows, self._config
+        if queued and queued + num_rows > config.queue_rows:
+            self._metrics.overloads.inc()
+            raise Overloaded(f"{queued} rows are waiting, the queue holds {config.queue_rows}", self._wait_s(queued))
+        if (wait_s := self._wait_s(queued + self._rows_under_way)) * 1000 > config.latency_budget_ms:
+            self._metrics.overloads.inc()
+            raise Overloaded(f"an answer would take about {wait_s:.1f} s", wait_s)
+
+    def _wait_s(self, num_rows: int) -> float:
+        return num_rows / self._rows_per_s if self._rows_per_s else 0.0
+
+    def _count_queued(self, change: int) -> None:
+        self._queued_rows += change
+        self._metrics.queue_rows.inc(change)
+
+    async def _run(self) -> None:
+        while True:
+            await self._arrival.wait()
+            batch = await self._gather()
+            if batch:
+                await self._answer(batch)
+                self._last_batch, self._idle_since = len(batch), time.monotonic()
+
+    async def _gather(self) -> list[_Item]:
+        """What waits. Right behind a batch of several requests, their clients are given max_delay_ms to ask again; a
+        request that finds nothing to do here is scored at once."""
+        config, delay_s = self._config, self._config.max_delay_ms / 1000
+        now = time.monotonic()
+        until = self._waiting[0].arrived + delay_s if self._waiting else now
+        wanted = self._last_batch if now - self._idle_since < delay_s else 1
+        while (
+            len(self._waiting) < wanted
+            and self._queued_rows < config.max_rows
+            and (left := until - time.monotonic()) > 0
+        ):
+            self._arrival.clear()
+            try:
+                await asyncio.wait_for(self._arrival.wait(), left)
+            except TimeoutError:
+                break
+        batch: list[_Item] = []
+        num_rows = 0
+        while self._waiting and (not batch or num_rows + self._waiting[0].rows.num_rows <= config.max_rows):
+            item = self._waiting.popleft()
+            self._count_queued(-item.rows.num_rows)
+            waited_s = time.monotonic() - item.arrived
+            if item.answer.done():  # its client has gone
+                continue
+            if waited_s * 1000 > config.latency_budget_ms:
+                self._metrics.overloads.inc()
+                item.answer.set_exception(Overloaded(f"waited for {waited_s:.1f} s", waited_s))
+                continue
+            batch.append(item)
+            num_rows += item.rows.num_rows
+        if self._waiting:
+            self._arrival.set()
+        else:
+            self._arrival.clear()
+        return batch
+
+    async def _answer(self, batch: list[_Item]) -> None:
+        self._rows_under_way = sum(item.rows.num_rows for item in batch)
+        try:
+            scored = await self._score(concat_rows([item.rows for item in batch]))
+        except Exception as error:
+            if len(batch) == 1:
+                _fail(batch[0], error)
+                return
+            for item in batch:  # one request's rows must not fail another's
+                await self._answer([item])
+            return
+        finally:
+            self._rows_under_way = 0
+        begin, refused = 0, deque(scored.refused)
+        for item in batch:
+            end = begin + item.rows.num_rows
+            mine = []
+            while refused and refused[0].row < end:
+                row = refused.popleft()
+                mine.append(RefusedRow(row.row - begin, row.reason))
+            if not item.answer.done():
+                item.answer.set_result(Scores(scored.scores[begin:end], mine))
+            begin = end
+
+    async def _score(self, rows: Rows) -> Scores:
+        def work() -> tuple[Scores, float]:
+            started = time.monotonic()
+            scored = self._scorer.score(rows)
+            return Scores(scored.scores, refused_rows(scored)), time.monotonic() - started
+
+        scores, seconds = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        speed = rows.num_rows / max(seconds, 1e-9)
+        self._rows_per_s = SPEED_MEMORY * self._rows_per_s + (1 - SPEED_MEMORY) * speed if self._rows_per_s else speed
+        self._metrics.batch_rows.observe(rows.num_rows)
+        self._metrics.batch_seconds.observe(seconds)
+        self._metrics.rows.inc(rows.num_rows)
+        self._metrics.bad_rows.inc(len(scores.refused))
+        return scores
+
+    async def close(self) -> None:
+        """Whoever calls it has no request left."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for item in self._waiting:
+            self._count_queued(-item.rows.num_rows)
+            item.answer.cancel()
+        await asyncio.to_thread(self._thread.shutdown)
+
+
+def _fail(item: _Item, error: Exception) -> None:
+    if not item.answer.done():
+        item.answer.set_exception(error)

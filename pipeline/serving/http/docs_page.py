@@ -1,0 +1,55 @@
+"""Turn the OpenAPI page into one that people read, with nothing fetched from elsewhere."""
+
+from __future__ import annotations
+
+import html
+import json
+from typing import Any
+
+from pipeline.config.server import LimitsConfig
+from pipeline.serving.http.openapi import openapi_page
+from pipeline.serving.scoring.scorer import Scorer
+
+STYLE = "body{font:16px/1.5 sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem}pre{background:#eee;padding:.6rem;overflow:auto}td,th{text-align:left;padding:.1rem .8rem .1rem 0}"
+
+
+def docs_page(scorer: Scorer, limits: LimitsConfig) -> str:
+    page = openapi_page(scorer, limits)
+    row = example_row(scorer)
+    command = f"curl -H 'Content-Type: application/json' http://127.0.0.1:8000/score -d '{json.dumps({'rows': [row]})}'"
+    columns = scorer.columns
+    kinds = [
+        *((name, "number") for name in columns.dense),
+        *((name, "text or whole number") for name in columns.sparse),
+    ]
+    kinds += [(name, "list of text or whole numbers") for name in columns.multi_hot]
+    parts = [
+        f"<h1>Scores</h1><p>Artifact {html.escape(scorer.version)}. <a href=openapi.json>openapi.json</a> says the same to machines.</p>",
+        f"<pre>{html.escape(command)}</pre>",
+        f"<p>At most {limits.rows:,} rows and {limits.body_bytes:,} bytes a request. A column may be null, or left out.</p>",
+        *(
+            _operation(path, method, about)
+            for path, methods in page["paths"].items()
+            for method, about in methods.items()
+        ),
+        "<h2>Columns</h2><table>",
+        *(f"<tr><td>{html.escape(name)}<td>{kind}" for name, kind in kinds),
+        "</table>",
+    ]
+    return f"<!doctype html><meta charset=utf-8><title>Scores</title><style>{STYLE}</style>{''.join(parts)}"
+
+
+def example_row(scorer: Scorer) -> dict[str, Any]:
+    columns = scorer.columns
+    return {
+        **dict.fromkeys(columns.dense[:2], 1.0),
+        **dict.fromkeys(columns.sparse[:2], "a"),
+        **{name: ["a", "b"] for name in columns.multi_hot[:1]},
+    }
+
+
+def _operation(path: str, method: str, about: dict[str, Any]) -> str:
+    answers = "".join(
+        f"<tr><td>{status}<td>{html.escape(one['description'])}" for status, one in about["responses"].items()
+    )
+    return f"<h2>{method.upper()} {path}</h2><p>{html.escape(about['summary'])}</p><table>{answers}</table>"

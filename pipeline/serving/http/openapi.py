@@ -1,0 +1,101 @@
+"""Turn an artifact's columns and the server's limits into the OpenAPI page: what may be asked, and what is answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline import __version__
+from pipeline.config.server import LimitsConfig
+from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE
+from pipeline.serving.scoring.scorer import Scorer
+
+ERRORS = {
+    "400": "The body, or the request, is not what its Content-Type says",
+    "408": "The body did not arrive in time",
+    "413": "Too many bytes, or too many rows",
+    "415": "A Content-Type or Content-Encoding that is not read",
+    "422": "A column is unknown, a value has another type, or no row can be scored",
+    "503": "Too much is waiting already, or the server is about to end; Retry-After says when to come again",
+}
+
+
+def openapi_page(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
+    score = {
+        "summary": "Score raw rows",
+        "operationId": "score",
+        "requestBody": {
+            "required": True,
+            "content": {JSON_TYPE: {"schema": _body(scorer, limits)}, ARROW_TYPE: {"schema": _binary()}},
+        },
+        "responses": {
+            "200": {
+                "description": "A score for each row, in the order of the request; null for one in bad_rows",
+                "content": {JSON_TYPE: {"schema": _answer()}, ARROW_TYPE: {"schema": _binary()}},
+            },
+            **{status: _error(about) for status, about in ERRORS.items()},
+        },
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Scores", "version": __version__, "description": f"Artifact {scorer.version}"},
+        "paths": {
+            "/score": {"post": score},
+            "/health": {"get": _plain("Which artifact serves, and whether requests are taken", JSON_TYPE, "503")},
+            "/health/live": {"get": _plain("Whether the process answers at all", JSON_TYPE)},
+            "/health/ready": {"get": _plain("Whether requests are taken", JSON_TYPE, "503")},
+            "/metrics": {"get": _plain("Counts for Prometheus", "text/plain")},
+        },
+    }
+
+
+def _body(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
+    columns = scorer.columns
+    category = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+    kinds: dict[str, Any] = {name: {"type": ["number", "null"]} for name in columns.dense}
+    kinds |= {name: {"anyOf": [*category["anyOf"], {"type": "null"}]} for name in columns.sparse}
+    several = {"type": "array", "items": category, "maxItems": limits.values_per_cell}
+    kinds |= {name: {"anyOf": [several, {"type": "null"}]} for name in columns.multi_hot}
+    row = {"type": "object", "properties": kinds, "additionalProperties": False}
+    rows = {"type": "array", "items": row, "maxItems": limits.rows}
+    return {"type": "object", "properties": {"rows": rows}, "required": ["rows"], "additionalProperties": False}
+
+
+def _binary() -> dict[str, Any]:
+    return {"type": "string", "format": "binary", "description": "An Arrow IPC stream without compression"}
+
+
+def _bad_rows() -> dict[str, Any]:
+    bad = {
+        "type": "object",
+        "properties": {"row": {"type": "integer"}, "reason": {"type": "string"}},
+        "required": ["row", "reason"],
+    }
+    return {"type": "array", "items": bad}
+
+
+def _answer() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "artifact": {"type": "string"},
+            "scores": {"type": "array", "items": {"type": ["number", "null"]}},
+            "bad_rows": _bad_rows(),
+        },
+        "required": ["artifact", "scores", "bad_rows"],
+    }
+
+
+def _error(about: str) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {"error": {"type": "string"}, "bad_rows": _bad_rows()},
+        "required": ["error"],
+    }
+    return {"description": about, "content": {JSON_TYPE: {"schema": schema}}}
+
+
+def _plain(about: str, kind: str, *errors: str) -> dict[str, Any]:
+    schema = {"type": "object"} if kind == JSON_TYPE else {"type": "string"}
+    answers: dict[str, Any] = {"200": {"description": about, "content": {kind: {"schema": schema}}}}
+    answers |= {status: {"description": "Not now", "content": {kind: {"schema": schema}}} for status in errors}
+    return {"summary": about, "responses": answers}

@@ -1,0 +1,65 @@
+"""Serve an artifact's scores over HTTP:  python -m pipeline.serve artifact=artifacts/quickstart
+
+It listens on loopback, and asks nobody who they are: put a proxy in front (docs/serving.md). A newer artifact behind the
+same link, or a registry's new champion, is taken up between two requests.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pipeline.config.jobs import ServeJob
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.serving.scoring.find_artifact import FoundArtifact, find_folder
+
+if TYPE_CHECKING:
+    from pipeline.serving.scoring.scorer import Scorer
+
+logger = get_logger(__name__)
+
+
+def serve(
+    job: ServeJob,
+    load: Callable[[FoundArtifact], Scorer] | None = None,
+    find: Callable[[str], FoundArtifact] = find_folder,
+) -> None:
+    """Runs until SIGTERM or Ctrl-C, after which what is under way is answered.
+
+    Raises:
+        ValueError: the artifact cannot be loaded, or the address cannot be had.
+    """
+    listener = bind(job.server.host, job.server.port)
+    # Here, so that a typo in the command, or a port in use, fails before torch is imported.
+    with none_while_importing():
+        try:
+            from pipeline.serving.http.server import Settings, run_server
+        except ImportError as error:
+            raise ValueError(f"serving needs its extra: pip install 'torchrec-pipeline[serve]' ({error})") from error
+        from pipeline.serving.scoring.load import load_artifact
+
+    def load_found(found: FoundArtifact) -> Scorer:
+        return load_artifact(found.path, job.memory, job.ssd, job.threads, job.compiled)
+
+    run_server(Settings(job.server, job.batching, job.limits), listener, lambda: find(job.artifact), load or load_found)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that does not listen yet: nobody is kept waiting while the artifact is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        ways_out = {
+            errno.EADDRINUSE: "another program listens there: choose another server.port (0 takes any)",
+            errno.EACCES: "ports below 1024 want root: choose another server.port",
+        }
+        way_out = ways_out.get(error.errno or 0, "server.host is an address of this machine")
+        raise ValueError(f"cannot listen on {host}:{port} ({error.strerror or error}): {way_out}") from error
+    return listener

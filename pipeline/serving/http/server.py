@@ -1,0 +1,128 @@
+"""Turn configs and a bound socket into a running server, and SIGTERM into its quiet end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import math
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+import uvloop
+
+from pipeline.config.server import BatchingConfig, LimitsConfig, ServerConfig
+from pipeline.runtime.logs import get_logger
+from pipeline.serving.http.app import LOOPBACK_NAMES, ScoringApp
+from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.http.protocol import limited_by
+from pipeline.serving.http.switching import FoundArtifact, ModelSlot, try_out
+from pipeline.serving.scoring.scorer import Scorer
+
+KEEP_ALIVE_S = 30
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    server: ServerConfig
+    batching: BatchingConfig
+    limits: LimitsConfig
+
+
+Find = Callable[[], FoundArtifact]
+Load = Callable[[FoundArtifact], Scorer]
+
+
+def run_server(settings: Settings, listener: socket.socket, find: Find, load: Load) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ValueError where the first artifact cannot be loaded."""
+    found = find()
+    scorer = load(found)
+    try_out(scorer)
+    interrupted = uvloop.run(_serve(settings, listener, find, load, found, scorer))
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours to handle; `announce` is called as soon as connections are taken."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
+
+
+async def _serve(
+    settings: Settings, listener: socket.socket, find: Find, load: Load, found: FoundArtifact, scorer: Scorer
+) -> bool:
+    """Whether it was Ctrl-C that ended it."""
+    metrics = ServerMetrics()
+    slot = ModelSlot(find, load, settings.batching, settings.limits, metrics)
+    slot.begin(found, scorer)
+    app = ScoringApp(slot, settings.limits, metrics, allowed_hosts(settings.server))
+    server = _Server(
+        uvicorn.Config(
+            app.asgi, http=limited_by(settings.limits), ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(settings.server.drain_s),
+        ),
+        lambda: _announce(settings, listener, scorer),
+    )  # fmt: skip
+    interrupted = False
+
+    def end(number: int) -> None:
+        nonlocal interrupted
+        interrupted = number == signal.SIGINT
+        app.draining = True
+        delay = 0.0 if interrupted else settings.server.shutdown_delay_s
+        loop.call_later(delay, setattr, server, "should_exit", True)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, number)
+    watcher = asyncio.create_task(slot.watch(settings.server.watch_s))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watcher.cancel()
+    await slot.close()
+    logger.info("all requests are answered, the server ends")
+    return interrupted
+
+
+def allowed_hosts(server: ServerConfig) -> list[str]:
+    """On loopback only this machine's own names, unless others are given; elsewhere a proxy or the network decides."""
+    if server.allowed_hosts or not _is_loopback(server.host):
+        return [name.lower() for name in server.allowed_hosts]
+    return [*LOOPBACK_NAMES, server.host.lower()]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _announce(settings: Settings, listener: socket.socket, scorer: Scorer) -> None:
+    host, port = listener.getsockname()[:2]
+    if not _is_loopback(settings.server.host):
+        logger.warning(
+            "server.host=%s is open to the network, and nobody is asked who they are: put a proxy in front",
+            settings.server.host,
+        )
+    print(
+        f"serving artifact {scorer.version} on http://{f'[{host}]' if ':' in host else host}:{port}, /docs says how",
+        flush=True,
+    )

@@ -1,0 +1,146 @@
+"""Turn a pointer that moves into a change of model between two requests: load and try the new one, then hand over.
+
+Each request holds the model that it began with; the one before is closed when its last request is answered. An artifact
+that cannot be loaded is refused once, and the one before goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config.server import BatchingConfig, LimitsConfig
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.masking import mask
+from pipeline.serving.http.batching import Batcher
+from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.http.request_rows import RequestReader
+from pipeline.serving.scoring.find_artifact import FoundArtifact
+from pipeline.serving.scoring.scorer import Scorer
+
+RETRY_S = 30.0  # what failed for want of memory, or of a disk, may come right
+logger = get_logger(__name__)
+
+
+class ServedModel:
+    """A scorer with its queue, and how many requests hold it."""
+
+    def __init__(
+        self, scorer: Scorer, key: str, batching: BatchingConfig, limits: LimitsConfig, metrics: ServerMetrics
+    ):
+        self.scorer, self.key = scorer, key
+        self.reader = RequestReader(scorer.columns, limits)
+        self.batcher = Batcher(scorer, batching, metrics)
+        self.num_held = 0
+        self.released = asyncio.Event()
+        self.released.set()
+
+
+def try_out(scorer: Scorer) -> None:
+    """Score a row with nothing in it, as a first request would be. Raises ValueError where that gives no probability."""
+    schema = RequestReader(scorer.columns, LimitsConfig()).schema
+    scored = scorer.score(pa.table([pa.nulls(2, field.type) for field in schema], schema=schema))
+    if not np.all((scored.scores >= 0) & (scored.scores <= 1)):
+        raise ValueError(f"artifact {scorer.version} gives {scored.scores[0]} for an empty row, no probability")
+
+
+class ModelSlot:
+    """The model that serves. Everything runs on one event loop but load() and find()."""
+
+    def __init__(
+        self,
+        find: Callable[[], FoundArtifact],
+        load: Callable[[FoundArtifact], Scorer],
+        batching: BatchingConfig,
+        limits: LimitsConfig,
+        metrics: ServerMetrics,
+    ) -> None:
+        self._find, self._load = find, load
+        self._batching, self._limits, self._metrics = batching, limits, metrics
+        self._model: ServedModel | None = None
+        self._refused: tuple[str, float] = ("", 0.0)  # key, when
+        self._said = ""
+
+    @property
+    def model(self) -> ServedModel:
+        assert self._model is not None, "nothing is loaded yet"
+        return self._model
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._model is not None
+
+    def begin(self, found: FoundArtifact, scorer: Scorer) -> None:
+        """Serve what was loaded before there was a loop."""
+        self._take(found, scorer)
+
+    @contextmanager
+    def hold(self) -> Iterator[ServedModel]:
+        model = self.model
+        model.num_held += 1
+        model.released.clear()
+        try:
+            yield model
+        finally:
+            model.num_held -= 1
+            if not model.num_held:
+                model.released.set()
+
+    async def watch(self, every_s: float) -> None:
+        """Until it is cancelled: look, load and switch."""
+        while True:
+            await asyncio.sleep(every_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Change to what the pointer names now, where that is another artifact and can be loaded."""
+        try:
+            found = await asyncio.to_thread(self._find)
+        except Exception as error:  # half-way through being replaced, or a store that cannot be reached
+            self._say(f"cannot tell which artifact to serve: {error}")
+            return
+        self._said = ""
+        refused, when = self._refused
+        if found.key == self.model.key or (found.key == refused and time.monotonic() - when < RETRY_S):
+            return
+        try:
+            scorer = await asyncio.to_thread(self._load_and_try, found)
+        except Exception as error:
+            self._metrics.refusals.inc()
+            if found.key != refused:
+                logger.error("refused %s, %s goes on: %s", found.path, self.model.scorer.version, mask(str(error)))
+            self._refused = (found.key, time.monotonic())
+            return
+        before = self.model
+        self._take(found, scorer)
+        self._metrics.switches.inc()
+        logger.info("artifact %s serves now, in place of %s", scorer.version, before.scorer.version)
+        await before.released.wait()
+        await before.batcher.close()
+
+    def _load_and_try(self, found: FoundArtifact) -> Scorer:
+        scorer = self._load(found)
+        try_out(scorer)
+        return scorer
+
+    def _take(self, found: FoundArtifact, scorer: Scorer) -> None:
+        before = self._model
+        self._model = ServedModel(scorer, found.key, self._batching, self._limits, self._metrics)
+        if before and before.scorer.version != scorer.version:
+            self._metrics.artifact.remove(before.scorer.version)
+        self._metrics.artifact.labels(scorer.version).set(1)
+        self._metrics.artifact_loaded.set_to_current_time()
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            logger.warning("%s", mask(text))
+        self._said = text
+
+    async def close(self) -> None:
+        await self.model.released.wait()
+        await self.model.batcher.close()

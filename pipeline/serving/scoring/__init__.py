@@ -1,0 +1,1 @@
+"""Score raw or prepared rows with an artifact."""

@@ -1,0 +1,90 @@
+"""Turn the values of a schema's categorical features into ids, of all features at once.
+
+Most values of a request were in another one a moment ago: what the vocabularies and hashes gave for them is remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipeline.data.raw.hashing import hash_ids
+from pipeline.data.read.value_index import ValueIndex
+from pipeline.serving.artifact.raw_schema import RawFeature
+
+REMEMBERED = 1 << 18  # values of all features together, some 40 MB
+LONGEST_REMEMBERED = 64  # characters
+
+
+class FeatureIds:
+    """`vocabularies`: feature -> what value_index.index_values made of its values, for those that are not hashed.
+
+    For one caller at a time.
+    """
+
+    def __init__(self, features: Sequence[RawFeature], vocabularies: Mapping[str, pa.Table]) -> None:
+        listed = [feature.hash_size is None for feature in features]
+        self._index = ValueIndex(vocabularies[one.name] for one in features if one.hash_size is None)
+        self._vocabularies = np.cumsum(listed) - 1  # of a feature, the number of its vocabulary
+        self._sizes = np.array([feature.hash_size or 0 for feature in features], np.int64)
+        self._seeds = np.array([feature.hash_seed for feature in features], np.int64)
+        self._kinds = {None if one.hash_size is None else one.hash_seed for one in features}
+        self._is_listed = np.array(listed, np.bool_)
+        self._known: list[dict[str | None, int]] = [_nothing_known() for _ in features]
+        self._room = REMEMBERED // max(1, len(features))
+
+    def look_up(self, features: NDArray[np.int64], values: pa.Array) -> NDArray[np.int64]:
+        """[len(values)]: of each value, text and not missing, its id as one of feature number features[i]."""
+        found = np.zeros(len(values), np.int64)
+        for seed in self._kinds:
+            is_listed = self._is_listed[features]
+            which = np.flatnonzero(is_listed if seed is None else ~is_listed & (self._seeds[features] == seed))
+            part, owners = (
+                (values, features) if len(self._kinds) == 1 else (values.take(pa.array(which)), features[which])
+            )
+            if seed is None:
+                found[which] = self._index.ids(self._vocabularies[owners], part)
+            else:
+                found[which] = hash_ids(part, self._sizes[owners], seed)
+        return found
+
+    def of_columns(self, columns: Sequence[Sequence[str | None]]) -> NDArray[np.int64]:
+        """Of the values of each feature, one feature after the other; those that are missing or empty have id 0."""
+        ids: list[int | None] = []
+        for known, column in zip(self._known, columns, strict=True):
+            ids += map(known.get, column)
+        if None in ids:
+            self._fill(ids, columns)
+        return np.array(ids, np.int64)
+
+    def _fill(self, ids: list[int | None], columns: Sequence[Sequence[str | None]]) -> None:
+        """Look up what is not known, and remember it."""
+        places = [place for place, found in enumerate(ids) if found is None]
+        features = np.repeat(np.arange(len(columns)), [len(column) for column in columns])[places]
+        values = list(chain.from_iterable(columns))
+        texts = [values[place] for place in places]
+        found = self.look_up(features, pa.array(texts, pa.large_string())).tolist()
+        for place, feature, text, one in zip(places, features.tolist(), texts, found, strict=True):
+            ids[place] = one
+            assert text is not None, "a missing value is known"
+            if len(text) <= LONGEST_REMEMBERED:
+                self._remember(feature, text, one)
+
+    def _remember(self, feature: int, text: str, found: int) -> None:
+        known = self._known[feature]
+        if not self._is_listed[feature]:
+            if len(known) >= self._room:
+                known = self._known[feature] = _nothing_known()
+            known[text] = found
+        elif (
+            0 < found <= self._room
+        ):  # ids are in the order of frequency: these are the most frequent values, and no others
+            known[text] = found
+
+
+def _nothing_known() -> dict[str | None, int]:
+    return {None: 0, "": 0}

@@ -1,0 +1,31 @@
+"""Find the folder that `artifact=` names now: an artifact, or a link to one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+
+from pipeline.checkpoint.steps import MANIFEST
+from pipeline.runtime.storage import storage
+
+
+@dataclass(frozen=True)
+class FoundArtifact:
+    """What `artifact=` names at the moment: `key` changes whenever another one has to be loaded."""
+
+    path: str
+    key: str
+
+
+def find_folder(artifact: str) -> FoundArtifact:
+    """Raises ValueError where there is none."""
+    # What a link names now is what is loaded, wherever it points a moment later.
+    path = os.path.realpath(artifact) if storage.is_local(artifact) else artifact
+    manifest = storage.join(path, MANIFEST)
+    if not storage.is_file(manifest):
+        raise ValueError(
+            f"artifact={artifact} is neither an artifact nor a registry with a champion: {manifest} is missing; "
+            "make one by python -m pipeline.export run=<run>"
+        )
+    return FoundArtifact(path, hashlib.sha256(storage.read_text(manifest).encode()).hexdigest())

@@ -1,0 +1,225 @@
+"""Turn ids into pooled rows of an artifact's tables.
+
+A TableLookup takes the ids of a batch, feature after feature, and gives one vector a sample and feature. RamLookup
+holds the rows in memory; anything that brings rows into a buffer may pool them by RowPooler, which is FBGEMM's
+inference lookup over a buffer and offsets of the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+from numpy.typing import NDArray
+
+from pipeline.checkpoint.checksums import FileEntry, VerifiedFile
+from pipeline.serving.artifact.kept_rows import KeptRows
+from pipeline.serving.artifact.quantize import row_bytes
+
+POOLINGS = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}
+ALIGNMENT = 128  # of each table in a buffer, as FBGEMM lays them out
+
+
+@dataclass(frozen=True)
+class ServedTable:
+    """One table's file: `stored_rows` rows of `row_bytes`, one after the other, as quantize.quantize_rows gives them.
+
+    `rows` is how many rows were trained: ids lie in [0, rows). `kept` says which of these are stored; None: all.
+    `entry` are the checksums of the file, None where nobody has any.
+    """
+
+    name: str
+    rows: int
+    stored_rows: int
+    dim: int
+    precision: str
+    pooling: str
+    path: str
+    kept: KeptRows | None = None
+    entry: FileEntry | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.dim, self.precision)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stored_rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class ServedFeature:
+    """A key of the batch: `table` is the number of its table."""
+
+    name: str
+    table: int
+
+
+class TableLookup(Protocol):
+    """Of one artifact. `features` are in the order of the batch's keys and of the result's columns."""
+
+    tables: list[ServedTable]
+    features: list[ServedFeature]
+
+    def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """values [n] int64, offsets [num_features * batch + 1] int64, as a KeyedJaggedTensor has them ->
+        [batch, sum of the features' dims] float32.
+
+        Raises:
+            ValueError: an id lies outside its table.
+        """
+
+
+def select_features(
+    values: torch.Tensor, offsets: torch.Tensor, num_features: int, places: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, offsets) of some of the features, in the order of `places`; those of all as they are."""
+    if list(places) == list(range(num_features)):
+        return values, offsets
+    batch = (len(offsets) - 1) // num_features
+    lengths = offsets.diff().view(num_features, batch)[list(places)].reshape(-1)
+    chosen = torch.cat([values[offsets[i * batch] : offsets[(i + 1) * batch]] for i in places])
+    return chosen, torch.cat([offsets.new_zeros(1), lengths.cumsum(0)])
+
+
+def stored_rows_of(
+    tables: Sequence[ServedTable], features: Sequence[ServedFeature], values: torch.Tensor, offsets: torch.Tensor
+) -> NDArray[np.int64]:
+    """[n]: where in its table's file the row of each id lies. Raises ValueError for ids outside their table."""
+    ids = values.long().contiguous().numpy()
+    batch = (len(offsets) - 1) // max(1, len(features))
+    ends = offsets[::batch].tolist() if batch else [0] * (len(features) + 1)
+    rows = np.array([tables[feature.table].rows for feature in features], np.uint64)
+    # As unsigned numbers, negative ids are past every table's end.
+    is_outside = ids.view(np.uint64) >= np.repeat(rows, np.diff(ends))
+    if is_outside.any():
+        place = int(np.argmax(is_outside))
+        feature = features[int(np.searchsorted(ends, place, side="right")) - 1]
+        raise ValueError(
+            f"feature {feature.name!r} has id {ids[place]}, not one within [0, {tables[feature.table].rows})"
+        )
+    result = ids
+    for feature, begin, end in zip(features, ends, ends[1:], strict=False):
+        kept = tables[feature.table].kept
+        if kept is not None and begin < end:
+            result = ids.copy() if result is ids else result
+            result[begin:end] = kept.remap(ids[begin:end])
+    return result
+
+
+class RowPooler:
+    """FBGEMM's lookup of `features` over rows that lie in one uint8 buffer: those of table t from begins[t] on."""
+
+    def __init__(
+        self,
+        tables: Sequence[ServedTable],
+        features: Sequence[ServedFeature],
+        buffer: torch.Tensor,
+        begins: Sequence[int],
+    ) -> None:
+        self._groups = []  # one a kind of pooling, for FBGEMM has one for all its tables
+        self._ends = [0, *accumulate(tables[feature.table].dim for feature in features)]
+        for pooling in sorted({tables[feature.table].pooling for feature in features}):
+            places = [i for i, feature in enumerate(features) if tables[feature.table].pooling == pooling]
+            used = sorted({features[i].table for i in places})
+            specs = [("", 1, tables[t].dim, SparseType(tables[t].precision), EmbeddingLocation.HOST) for t in used]
+            tbe = IntNBitTableBatchedEmbeddingBagsCodegen(
+                specs,
+                feature_table_map=[used.index(features[i].table) for i in places],
+                pooling_mode=POOLINGS[pooling],
+                device="cpu",
+                bounds_check_mode=BoundsCheckMode.NONE,  # stored_rows_of() has looked at every id
+                output_dtype=SparseType.FP32,
+            )
+            tbe.initialize_weights()
+            tbe.weights_host = buffer
+            tbe.weights_offsets = torch.tensor([begins[features[i].table] for i in places], dtype=torch.int64)
+            self._groups.append((tbe, places))
+
+    def pool(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """rows [n] int64, of their tables; offsets [num_features * batch + 1]."""
+        num_features = len(self._ends) - 1
+        if len(self._groups) == 1:
+            pooled: torch.Tensor = self._groups[0][0](rows, offsets)
+            return pooled
+        result = torch.empty((len(offsets) - 1) // num_features, self._ends[-1])
+        for tbe, places in self._groups:
+            pooled, begin = tbe(*select_features(rows, offsets, num_features, places)), 0
+            for i in places:
+                width = self._ends[i + 1] - self._ends[i]
+                result[:, self._ends[i] : self._ends[i + 1]] = pooled[:, begin : begin + width]
+                begin += width
+        return result
+
+
+class BufferLookup:
+    """Rows that lie in one buffer, for good."""
+
+    def __init__(
+        self, tables: list[ServedTable], features: list[ServedFeature], buffer: torch.Tensor, begins: list[int]
+    ) -> None:
+        self.tables, self.features = tables, features
+        self._pooler = RowPooler(tables, features, buffer, begins)
+
+    def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        rows = torch.from_numpy(stored_rows_of(self.tables, self.features, values, offsets))
+        return self._pooler.pool(rows, offsets)
+
+
+class RamLookup(BufferLookup):
+    """Reads every table into memory, and verifies what it reads where there are checksums. Raises DamagedError."""
+
+    def __init__(self, tables: list[ServedTable], features: list[ServedFeature]) -> None:
+        begins, size = [], 0
+        for table in tables:
+            begins.append(size)
+            size += -(-table.size_bytes // ALIGNMENT) * ALIGNMENT
+        buffer = torch.empty(max(size, 1), dtype=torch.uint8)
+        for table, begin in zip(tables, begins, strict=True):
+            read_rows(table, memoryview(buffer.numpy())[begin : begin + table.size_bytes])  # type: ignore[arg-type]
+        super().__init__(tables, features, buffer, begins)
+
+
+def read_rows(table: ServedTable, into: memoryview) -> None:
+    """Fill `into` with a table's file. Raises DamagedError for a file that differs from its checksums, or is too short."""
+    with VerifiedFile(table.path, table.entry) if table.entry else open(table.path, "rb") as file:
+        filled = 0
+        while filled < len(into):
+            count = file.readinto(into[filled:])
+            if not count:
+                raise ValueError(f"{table.path} ends {len(into) - filled} bytes too soon")
+            filled += count
+
+
+class MappedLookup:
+    """Leaves every table in its file, of which the system keeps in memory what it has room for.
+
+    Nothing is verified here: the caller has, or trusts the files.
+    """
+
+    def __init__(self, tables: list[ServedTable], features: list[ServedFeature]) -> None:
+        self.tables, self.features = tables, features
+        self._files = [
+            torch.from_file(table.path, shared=False, size=table.size_bytes, dtype=torch.uint8) for table in tables
+        ]
+        self._poolers = [
+            RowPooler([tables[feature.table]], [ServedFeature(feature.name, 0)], self._files[feature.table], [0])
+            for feature in features
+        ]
+
+    def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        rows = torch.from_numpy(stored_rows_of(self.tables, self.features, values, offsets))
+        batch = (len(offsets) - 1) // len(self.features)
+        parts = []
+        for place, pooler in enumerate(self._poolers):
+            ends = offsets[place * batch : (place + 1) * batch + 1]
+            parts.append(pooler.pool(rows[ends[0] : ends[-1]], ends - ends[0]))
+        return torch.cat(parts, dim=1)

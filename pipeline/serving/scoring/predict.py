@@ -1,0 +1,206 @@
+"""Score raw rows with an exported artifact:  python -m pipeline.predict artifact=artifacts/quickstart source=rows.parquet output=scores.parquet
+
+A killed run goes on where it was when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.jobs import PredictJob
+from pipeline.runtime.logs import get_logger, progress
+from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.process.processes import only_one_run
+from pipeline.runtime.storage import storage
+from pipeline.serving.scoring.find_artifact import FoundArtifact, find_folder
+
+if TYPE_CHECKING:
+    from pipeline.data.raw.source import Source
+    from pipeline.serving.scoring.score_parts import StagedScores
+    from pipeline.serving.scoring.scorer import Scorer
+
+REPORT_SUFFIX = ".json"
+QUARANTINE_SUFFIX = ".quarantine.jsonl"
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class PredictSummary:
+    """`num_rows` are all of the source's; of those `num_refused` have no score."""
+
+    output: str
+    artifact_version: str
+    num_rows: int
+    num_refused: int
+    num_scored_before: int = 0
+    already_scored: bool = False
+    seconds: float = 0.0
+
+
+def predict(
+    job: PredictJob,
+    load: Callable[[PredictJob], Scorer] | None = None,
+    find: Callable[[str], FoundArtifact] = find_folder,
+) -> PredictSummary:
+    """Write job.output, and <output>.json, which is its commit; bad rows go to <output>.quarantine.jsonl.
+
+    Raises:
+        ValueError: artifact or source cannot be read, too many rows are bad, or job.output holds other scores.
+    """
+    started = time.monotonic()
+    # Here, so that a typo in the command fails before torch and pyarrow are imported.
+    with none_while_importing():
+        from pipeline.data.raw.source import find_sources
+        from pipeline.serving.scoring.load import load_artifact
+        from pipeline.serving.scoring.score_parts import StagedScores
+
+    check_apart(job)
+    sources = find_sources(job.source)
+    if load is None:
+        path = find(job.artifact).path
+        scorer = load_artifact(path, job.memory, job.ssd, job.threads, job.compiled)
+    else:
+        scorer = load(job)
+    subject = _subject(job, scorer, sources)
+    if finished := _finished(job, subject):
+        return finished
+    staging = staging_folder(job)
+    os.makedirs(staging, exist_ok=True)
+    with only_one_run(staging, "scoring"):
+        staged = _take_over(StagedScores(staging, subject))
+        scored_before = staged.progress.num_rows
+        summary = _score(job, scorer, sources, staged)
+        storage.remove(staging)
+    return PredictSummary(**{**summary, "num_scored_before": scored_before, "seconds": time.monotonic() - started})
+
+
+def check_apart(job: PredictJob) -> None:
+    """Raise ValueError where the output would be one of the sources, the next time that they are looked for."""
+    folder = storage.dirname(job.output)
+    by_pattern = any(sign in job.source for sign in "*?[") and fnmatch.fnmatch(job.output, job.source)
+    local = storage.is_local(job.output) and storage.is_local(job.source)
+    if by_pattern or job.output == job.source or (local and os.path.realpath(folder) == os.path.realpath(job.source)):
+        raise ValueError(f"output={job.output} is among the files of source={job.source}: write it to another folder")
+
+
+def staging_folder(job: PredictJob) -> str:
+    """Beside the output, or in temp_dir; named after the output, so that a killed run is found again."""
+    import tempfile
+    from urllib.parse import quote
+
+    if job.temp_dir is None and storage.is_local(job.output):
+        return job.output + ".partial"
+    return os.path.join(job.temp_dir or tempfile.gettempdir(), quote(job.output, safe="") + ".partial")
+
+
+def _subject(job: PredictJob, scorer: Scorer, sources: list[Source]) -> dict[str, Any]:
+    """What the output's bytes depend on, as JSON reads it back."""
+    from pipeline.serving.scoring.raw_files import format_of
+
+    subject = {
+        "artifact": scorer.version + ("+compiled" if job.compiled else ""),
+        "source": [[source.name, source.size_bytes, source.digest] for source in sources],
+        "format": job.format or format_of(sources, scorer.columns),
+        "id_columns": list(job.id_columns),
+        "batch_rows": job.batch_rows,  # a product of matrices may round by its number of rows
+    }
+    return dict(json.loads(json.dumps(subject)))
+
+
+def _finished(job: PredictJob, subject: dict[str, Any]) -> PredictSummary | None:
+    """The summary of the same prediction. Raises ValueError where the output holds another one."""
+    report = job.output + REPORT_SUFFIX
+    if not storage.is_file(report) and not storage.is_file(job.output):
+        return None
+    way_out = "set overwrite=true, or choose another output"
+    values = json.loads(storage.read_text(report)) if storage.is_file(report) else {}
+    changed = [name for name, value in subject.items() if values.get("subject", {}).get(name) != value]
+    if storage.is_file(job.output) and not changed:
+        return PredictSummary(**values["summary"], already_scored=True)
+    if storage.is_file(job.output) and not job.overwrite:
+        why = f"those of another {' and '.join(changed)}" if values else f"not from predict, for {report} is missing"
+        raise ValueError(f"{job.output} holds other scores, {why}: {way_out}")
+    storage.remove(report)  # from here on nothing says that the output is whole
+    return None
+
+
+def _take_over(staged: StagedScores) -> StagedScores:
+    dropped = staged.take_over()
+    if dropped:
+        logger.warning("%s since an earlier run of this command: scoring starts anew", dropped)
+    elif staged.progress.parts:
+        logger.info("going on after %s rows that an earlier run has scored", f"{staged.progress.num_rows:,}")
+    return staged
+
+
+def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: StagedScores) -> dict[str, Any]:
+    from pipeline.serving.scoring.raw_files import layout_of_file
+    from pipeline.serving.scoring.score_files import FILE, ROW, SCORE, open_sources, output_schema, score_source
+    from pipeline.serving.scoring.score_parts import write_output
+
+    kind = staged.progress.subject["format"]
+    layouts = [layout_of_file(source, kind, scorer.columns, job.id_columns) for source in sources]
+    opened = open_sources(sources, layouts, (FILE, ROW, SCORE))
+    schema = output_schema(opened)
+    threads = job.threads or len(os.sched_getaffinity(0))
+    with progress("scoring", sum(source.size_bytes for source in sources)) as bar:
+        for number, source in enumerate(opened):
+            score_source(
+                scorer, source, number, schema, staged,
+                batch_rows=job.batch_rows, rows_per_part=job.rows_per_part, threads=threads, advance=bar.advance,
+            )  # fmt: skip
+    done = staged.progress
+    _check_refused(job, staged)
+    write_output(job.output, schema, staged.tables(), os.path.join(staged.folder, "output"))
+    _publish_quarantine(job, staged)
+    summary = {
+        "output": job.output,
+        "artifact_version": scorer.version,
+        "num_rows": done.num_rows,
+        "num_refused": done.num_refused,
+    }
+    report = {"subject": done.subject, "summary": summary, "sources": [asdict(source) for source in sources]}
+    storage.publish_text(job.output + REPORT_SUFFIX, json.dumps(report, indent=1))
+    return summary
+
+
+def _check_refused(job: PredictJob, staged: StagedScores) -> None:
+    done = staged.progress
+    if done.num_refused > job.max_quarantined_fraction * done.num_rows:
+        first = json.loads(next(staged.quarantine_lines()))
+        raise ValueError(
+            f"{done.num_refused:,} of {done.num_rows:,} rows ({done.num_refused / done.num_rows:.2%}) cannot be scored and "
+            f"max_quarantined_fraction allows {job.max_quarantined_fraction:.2%}; the first is {first['file']}, line "
+            f"{first['line']}: {first['reason']}. Check format, mend the source, or allow more: what is scored is kept"
+        )
+
+
+def _publish_quarantine(job: PredictJob, staged: StagedScores) -> None:
+    path = job.output + QUARANTINE_SUFFIX
+    if not staged.progress.num_refused:
+        storage.remove(path)
+        return
+    joined = os.path.join(staged.folder, "quarantine.jsonl")
+    with open(joined, "w", encoding="utf-8") as out:
+        out.writelines(staged.quarantine_lines())
+    storage.move_file(joined, path)
+
+
+def describe(summary: PredictSummary) -> str:
+    lines = [
+        f"{summary.num_rows:,} rows, {summary.num_rows - summary.num_refused:,} scored by artifact {summary.artifact_version}"
+    ]
+    if summary.num_refused:
+        lines.append(f"{summary.num_refused:,} without a score: {summary.output}{QUARANTINE_SUFFIX} says why")
+    if summary.already_scored:
+        lines.append(f"already scored in {summary.output}: nothing to do")
+    else:
+        rate = (summary.num_rows - summary.num_scored_before) / max(summary.seconds, 1e-9)
+        lines.append(f"written to {summary.output} in {summary.seconds:.1f} s ({rate:,.0f} rows/s)")
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""Turn raw rows, as `prepare` reads them, into the dense values and ids that the model was trained on.
+
+Parsing, transforms, codes and hashes are the functions that prepare uses (data.rows, data.encode, data.hashing); only
+the join of values with their ids, which prepare leaves to DuckDB for all rows at once, is another one (data.value_index).
+A few rows, with nothing wrong in them, go a shorter way to the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from pipeline.config.data import ColumnsConfig, IdsConfig
+from pipeline.data.prepare.encode import Features, dense_values, encode_values, transformed
+from pipeline.data.raw.cells import LARGEST_FLOAT32
+from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.rows import QuarantinedRow, parse_block
+from pipeline.data.raw.source import Block
+from pipeline.data.read.multi_hot import draw_bags
+from pipeline.runtime.errors import did_you_mean
+from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
+from pipeline.serving.scoring.column_lists import ColumnLists, Rows
+from pipeline.serving.scoring.feature_ids import FeatureIds
+
+FEW_ROWS = 512  # of a table: more are as quick column by column
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """dense [n, num_dense] float32; values int64 and offsets [num_features * n + 1] int64 as a KeyedJaggedTensor has them.
+
+    `kept` are the numbers of the rows that were encoded, from 0, of those that were given; the others are bad.
+    """
+
+    dense: torch.Tensor
+    values: torch.Tensor
+    offsets: torch.Tensor
+    kept: NDArray[np.int64]
+    bad_rows: list[QuarantinedRow]
+
+
+class RowEncoder:
+    """`vocabularies`: feature -> what value_index.index_values made of its values, for those that are not hashed."""
+
+    def __init__(self, schema: RawSchema, vocabularies: Mapping[str, pa.Table]) -> None:
+        self.schema = schema
+        one_hot = [one.name for one in schema.features if not one.multi_hot]
+        multi_hot = [one.name for one in schema.features if one.multi_hot]
+        columns = ColumnsConfig(
+            label="", dense=schema.dense, sparse=one_hot, multi_hot=multi_hot, list_separator=schema.list_separator
+        )
+        self.layout = Layout(columns, parquet=True)
+        self._features = Features(
+            label="", dense=schema.dense, one_hot=one_hot, multi_hot=multi_hot, timestamp=None,
+            ids={one.name: IdsConfig() for one in schema.features}, dense_transform=schema.dense_transform,
+            list_separator=schema.list_separator,
+        )  # fmt: skip
+        self._ids = FeatureIds(schema.features, vocabularies)
+        self._names = [*schema.dense, *one_hot, *multi_hot]  # of ColumnLists
+        self._places = [self._names.index(one.name, len(schema.dense)) for one in schema.features]
+        self._has_bags = any(one.multi_hot or one.bag_size > 1 for one in schema.features)
+        self._simple: pa.Schema | None = None  # the last one whose tables may become ColumnLists
+
+    def encode(self, rows: Rows) -> EncodedRows:
+        """ColumnLists have the columns of schema_of(self.layout.columns).
+
+        Raises ValueError for a column that is missing, or of a type that cannot be what it should.
+        """
+        few = rows if isinstance(rows, ColumnLists) else self._few(rows)
+        encoded = None if few is None else self._encode_few(few)
+        if encoded is not None:
+            return encoded
+        return self._encode_table(rows.to_table() if isinstance(rows, ColumnLists) else rows)
+
+    def _few(self, rows: pa.Table) -> ColumnLists | None:
+        """None for rows that only _encode_table reads: many, bytes that are no text, or columns of other types."""
+        if rows.num_rows > FEW_ROWS:
+            return None
+        if self._simple is None or not rows.schema.equals(self._simple):
+            if not self._is_simple(rows.schema):
+                return None
+            self._simple = rows.schema
+        try:
+            return ColumnLists(rows.schema, [rows[name].to_pylist() for name in self._names], rows.num_rows)
+        except UnicodeDecodeError:
+            return None
+
+    def _is_simple(self, schema: pa.Schema) -> bool:
+        names, num_dense = self._names, len(self.schema.dense)
+        if any(schema.names.count(name) != 1 for name in names):
+            return False
+        kinds = [schema.field(name).type for name in names]
+        lists = [kind for name, kind in zip(names, kinds, strict=True) if name in self._features.multi_hot]
+        return (
+            all(pa.types.is_floating(kind) or pa.types.is_integer(kind) for kind in kinds[:num_dense])
+            and all(_is_text(kind) for kind in kinds[num_dense : len(names) - len(lists)])
+            and all(pa.types.is_list(kind) and _is_text(kind.value_type) for kind in lists)
+        )
+
+    def _encode_few(self, rows: ColumnLists) -> EncodedRows | None:
+        """None where a row is bad: _encode_table tells which, and why."""
+        num_rows, num_dense = rows.num_rows, len(self.schema.dense)
+        numbers = np.array(rows.columns[:num_dense], np.float64).reshape(num_dense, num_rows)  # None becomes NaN
+        if (np.abs(numbers) > LARGEST_FLOAT32).any():
+            return None
+        dense = np.ascontiguousarray(transformed(numbers, self.schema.dense_transform).T)
+        columns = [rows.columns[place] for place in self._places]
+        kept: NDArray[np.int64] = np.arange(num_rows)
+        if not self._has_bags:
+            ids, ends = self._ids.of_columns(columns), np.arange(len(columns) * num_rows + 1)
+            return EncodedRows(torch.from_numpy(dense), torch.from_numpy(ids), torch.from_numpy(ends), kept, [])
+        lengths = [
+            np.array([len(bag or ()) for bag in column]) if feature.multi_hot else None
+            for feature, column in zip(self.schema.features, columns, strict=True)
+        ]
+        columns = [
+            column if counts is None else [value for bag in column for value in bag or ()]
+            for counts, column in zip(lengths, columns, strict=True)
+        ]
+        by_feature = np.split(self._ids.of_columns(columns), np.cumsum([len(column) for column in columns])[:-1])
+        bags = [_bag(*one) for one in zip(self.schema.features, by_feature, lengths, strict=True)]
+        return _joined(dense, bags, kept, [])
+
+    def _encode_table(self, rows: pa.Table) -> EncodedRows:
+        table = self._needed(rows)
+        try:
+            parsed = parse_block(self.layout, tuple(table.column_names), Block(1, 0, table.num_rows, table=table))
+            dense = np.empty((len(parsed.kept), len(self.schema.dense)), np.float32)
+            for place, name in enumerate(self.schema.dense):
+                dense[:, place] = dense_values(parsed.table[name], self.schema.dense_transform)
+            bags = self._bags(parsed.table)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+            raise ValueError(f"the rows cannot be read: {' '.join(str(error).split())[:300]}") from None
+        return _joined(dense, bags, parsed.kept, parsed.quarantined)
+
+    def _needed(self, rows: pa.Table) -> pa.Table:
+        """The columns of the schema, those without a single value of a type that has missing ones."""
+        names, columns = rows.column_names, self.schema.columns
+        if missing := [name for name in columns if name not in names]:
+            listed = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in missing[:5])
+            raise ValueError(f"the rows lack {len(missing)} of {len(columns)} columns: {listed}")
+        if doubled := [name for name in columns if names.count(name) > 1]:
+            raise ValueError(f"the rows have {names.count(doubled[0])} columns {doubled[0]!r}")
+        table = rows.select(list(columns))
+        for place, (name, kind) in enumerate(columns.items()):
+            if wanted := _type_of_nothing(table.schema.field(name).type, kind):
+                table = table.set_column(place, name, table[name].cast(wanted))
+        return table.combine_chunks()
+
+    def _bags(self, table: pa.Table) -> list[Bag]:
+        """Of each feature, the ids of all rows, one after the other, and how many each row has."""
+        names = [feature.name for feature in self.schema.features]
+        encoded = [encode_values(self._features, name, table[name]) for name in names]
+        distinct = [values.cast(pa.large_string()) for _, values, _ in encoded]
+        sizes = [len(values) for values in distinct]
+        ids = self._ids.look_up(np.repeat(np.arange(len(names)), sizes), pa.chunked_array(distinct, pa.large_string()).combine_chunks())  # fmt: skip
+        bags = []
+        for feature, (codes, _, lengths), found in zip(
+            self.schema.features, encoded, np.split(ids, np.cumsum(sizes)[:-1]), strict=True
+        ):
+            bags.append(_bag(feature, np.concatenate([np.zeros(1, np.int64), found])[codes], lengths))
+        return bags
+
+
+Bag = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def _bag(feature: RawFeature, ids: NDArray[np.int64], lengths: NDArray[np.integer] | None) -> Bag:
+    """(ids of all rows, how many each row has); `lengths` is None where the rows have one each."""
+    if lengths is not None:
+        return ids, lengths.astype(np.int64)
+    if feature.bag_size == 1:
+        return ids, np.ones(len(ids), np.int64)
+    bags = np.empty((len(ids), feature.bag_size), np.int64)
+    draw_bags(ids, feature.name, feature.cardinality, bags)
+    return bags.reshape(-1), np.full(len(ids), feature.bag_size, np.int64)
+
+
+def _joined(
+    dense: NDArray[np.float32], bags: Sequence[Bag], kept: NDArray[np.int64], bad_rows: list[QuarantinedRow]
+) -> EncodedRows:
+    ids = np.concatenate([np.zeros(0, np.int64), *(values for values, _ in bags)])
+    ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *(lengths for _, lengths in bags)]))
+    return EncodedRows(torch.from_numpy(dense), torch.from_numpy(ids), torch.from_numpy(ends), kept, bad_rows)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _type_of_nothing(kind: pa.DataType, column: str) -> pa.DataType | None:
+    """What a column of nulls alone, as a reader of JSON makes it, is read as; None for one that has a type."""
+    if pa.types.is_null(kind):
+        return {DENSE: pa.float64(), SPARSE: pa.string(), MULTI_HOT: pa.list_(pa.string())}[column]
+    if pa.types.is_list(kind) and pa.types.is_null(kind.value_type):
+        return pa.list_(pa.string())
+    return None

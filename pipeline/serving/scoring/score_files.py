@@ -1,0 +1,172 @@
+"""Turn raw files into staged scores, a block at a time: parsed side by side, scored in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config.data import ColumnsConfig
+from pipeline.data.prepare.parallel import map_ordered
+from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
+from pipeline.data.raw.source import Block, ParquetReader, Source, TextReader
+from pipeline.serving.scoring.score_parts import StagedScores
+from pipeline.serving.scoring.scorer import Scorer, refused_rows
+
+HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
+BLOCK_BYTES = 1 << 20  # the least that a part can be
+FILE, ROW, SCORE = "file", "row", "score"
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    """A source with the layout of its rows and the types of the columns that go along."""
+
+    source: Source
+    layout: Layout
+    carried: pa.Schema
+
+
+@dataclass
+class _OpenPart:
+    tables: list[pa.Table] = field(default_factory=list)
+    quarantined: list[dict[str, Any]] = field(default_factory=list)
+    num_rows: int = 0
+
+
+def open_sources(sources: list[Source], layouts: list[Layout], reserved: tuple[str, ...]) -> list[OpenedSource]:
+    """Look at every source's columns before a row is scored.
+
+    Raises:
+        ValueError: a column is missing, or an id column has another type than in the first source, or a name of ours.
+    """
+    opened: list[OpenedSource] = []
+    for source, layout in zip(sources, layouts, strict=True):
+        reader, _ = open_source(layout, source, 1 << 16)
+        with reader:
+            carried = _carried(layout, reader)
+        if taken := [name for name in layout.carried if name in reserved]:
+            raise ValueError(
+                f"id_columns names {taken[0]!r}, as a column of the output is called: rename it in the source"
+            )
+        if opened and carried != opened[0].carried:
+            raise ValueError(
+                f"{source.path}: id columns have other types than in {sources[0].path} ({_types(carried)}; "
+                f"{_types(opened[0].carried)}): write both with one type"
+            )
+        opened.append(OpenedSource(source, layout, carried))
+    return opened
+
+
+def _carried(layout: Layout, reader: TextReader | ParquetReader) -> pa.Schema:
+    if isinstance(reader, ParquetReader):
+        return pa.schema([reader.schema().field(name).with_nullable(True).remove_metadata() for name in layout.carried])
+    return pa.schema([pa.field(name, _text_type(layout.columns, name)) for name in layout.carried])
+
+
+def _text_type(columns: ColumnsConfig, name: str) -> pa.DataType:
+    return pa.float64() if name in columns.dense else pa.string()
+
+
+def _types(schema: pa.Schema) -> str:
+    return ", ".join(f"{one.name} {one.type}" for one in schema)
+
+
+def output_schema(opened: list[OpenedSource]) -> pa.Schema:
+    """file (where there are several), row, the id columns, score."""
+    names = [pa.field(FILE, pa.string())] if len(opened) > 1 else []
+    return pa.schema([*names, pa.field(ROW, pa.int64()), *opened[0].carried, pa.field(SCORE, pa.float32())])
+
+
+def score_source(
+    scorer: Scorer,
+    opened: OpenedSource,
+    number: int,
+    schema: pa.Schema,
+    staged: StagedScores,
+    *,
+    batch_rows: int,
+    rows_per_part: int,
+    threads: int,
+    advance: Callable[[int], None],
+) -> None:
+    """Score what `staged` does not hold of source `number`; `advance` hears of bytes read.
+
+    Raises:
+        ValueError: more than half of the file cannot be read.
+    """
+    begin = staged.progress.next_row(number)
+    reader, names = open_source(opened.layout, opened.source, BLOCK_BYTES)
+    part, position, num_seen, num_refused = _OpenPart(), 0, 0, 0
+
+    def parse(block: Block) -> tuple[Block, ParsedRows]:
+        return block, parse_block(opened.layout, names, block)
+
+    next_row = begin
+    with reader:
+        for block, parsed in map_ordered(parse, _from_row(reader, begin), threads):
+            table, quarantined = _score_block(scorer, opened, block, parsed, schema, batch_rows)
+            part.tables.append(table)
+            part.quarantined += quarantined
+            part.num_rows += block.num_rows
+            next_row = block.first_row + block.num_rows
+            num_seen, num_refused = num_seen + block.num_rows, num_refused + len(quarantined)
+            if num_refused > max(HOPELESS_ROWS, num_seen / 2):
+                raise ValueError(
+                    f"{num_refused:,} of the first {num_seen:,} rows of {opened.source.path} cannot be read, the last "
+                    f"line {quarantined[-1]['line']}: {quarantined[-1]['reason']}; does format= say what the file is?"
+                )
+            if part.num_rows >= rows_per_part:
+                staged.add(number, next_row, part.tables, part.quarantined)
+                part = _OpenPart()
+            advance(reader.position - position)
+            position = reader.position
+    if part.num_rows:
+        staged.add(number, next_row, part.tables, part.quarantined)
+
+
+def _from_row(reader: TextReader | ParquetReader, row: int) -> Iterator[Block]:
+    """Parts end where blocks end."""
+    return (block for block in reader.blocks() if block.first_row >= row)
+
+
+def _score_block(
+    scorer: Scorer, opened: OpenedSource, block: Block, parsed: ParsedRows, schema: pa.Schema, batch_rows: int
+) -> tuple[pa.Table, list[dict[str, Any]]]:
+    """A row of the result for each of the block's; those that were not read, or not scored, have no score."""
+    features = parsed.table.select(_feature_names(opened.layout.columns))
+    scores = np.full(block.num_rows, np.nan, dtype=np.float32)
+    bad = {row.line: {"line": row.line, "reason": row.reason, "text": row.text} for row in parsed.quarantined}
+    for start in range(0, features.num_rows, batch_rows):
+        scored = scorer.score(features.slice(start, batch_rows))
+        kept = parsed.kept[start : start + batch_rows]
+        scores[kept] = scored.scores
+        for refused in refused_rows(scored):
+            line = block.first_line + int(kept[refused.row])
+            text = str(features.slice(start + refused.row, 1).to_pylist()[0])[:500]
+            bad[line] = {"line": line, "reason": refused.reason, "text": text}
+    columns = {ROW: pa.array(np.arange(block.first_row, block.first_row + block.num_rows))}
+    if FILE in schema.names:
+        columns[FILE] = pa.array([opened.source.name] * block.num_rows)
+    for name in opened.layout.carried:
+        columns[name] = _spread(parsed.table[name], parsed.kept, block.num_rows, schema.field(name).type)
+    columns[SCORE] = pa.array(scores, mask=~np.isfinite(scores))
+    table = pa.table([columns[name] for name in schema.names], schema=schema)
+    return table, [{"file": opened.source.name, **bad[line]} for line in sorted(bad)]
+
+
+def _feature_names(columns: ColumnsConfig) -> list[str]:
+    return [*columns.dense, *columns.sparse, *columns.multi_hot]
+
+
+def _spread(column: pa.ChunkedArray, kept: np.ndarray, num_rows: int, kind: pa.DataType) -> pa.ChunkedArray:
+    """The kept rows' values at their places among all rows, null between them."""
+    if len(kept) < num_rows:
+        places = np.full(num_rows, -1)
+        places[kept] = np.arange(len(kept))
+        column = column.take(pa.array(places, mask=places < 0))
+    return column if column.type == kind else column.cast(kind)

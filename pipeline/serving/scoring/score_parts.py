@@ -1,0 +1,149 @@
+"""Turn scored blocks into parts in a staging folder, which a killed run finds again, and parts into one output file.
+
+<staging>/progress.json    what is scored (artifact, source, options) and the parts that are finished: the commit of each
+<staging>/00000.arrow      file, row, id columns and score of consecutive source rows
+<staging>/00000.jsonl      the rows among them that could not be read
+
+A part is whole blocks of one source. Row groups of the output have a size of their own, so that its bytes do not depend on
+where a run was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+
+from pipeline.data.prepare.write_shards import PARQUET_OPTIONS, in_row_groups
+from pipeline.runtime.storage import storage
+
+PROGRESS = "progress.json"
+ROWS_PER_ROW_GROUP = 1 << 18
+
+
+@dataclass(frozen=True)
+class Part:
+    """`next_row` of source number `source` is the first that the part does not hold."""
+
+    number: int
+    source: int
+    next_row: int
+    num_rows: int
+    num_refused: int
+    size_bytes: int
+
+    @property
+    def table_name(self) -> str:
+        return f"{self.number:05d}.arrow"
+
+    @property
+    def quarantine_name(self) -> str:
+        return f"{self.number:05d}.jsonl"
+
+
+@dataclass
+class Progress:
+    """`subject`: everything that the scores depend on."""
+
+    subject: dict[str, Any]
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.num_rows for part in self.parts)
+
+    @property
+    def num_refused(self) -> int:
+        return sum(part.num_refused for part in self.parts)
+
+    def next_row(self, source: int) -> int:
+        """The first row of a source that is not scored yet."""
+        return max((part.next_row for part in self.parts if part.source == source), default=0)
+
+
+class StagedScores:
+    """The parts of one prediction. Only one process may hold it."""
+
+    def __init__(self, folder: str, subject: dict[str, Any]) -> None:
+        self.folder, self.progress = folder, Progress(subject)
+
+    def take_over(self) -> str:
+        """Go on from an earlier run's parts. What keeps them from being taken, which are dropped then; else empty."""
+        path = os.path.join(self.folder, PROGRESS)
+        if not os.path.exists(path):
+            return ""
+        try:
+            values = json.loads(storage.read_text(path))
+            earlier = Progress(values["subject"], [Part(**part) for part in values["parts"]])
+        except (ValueError, KeyError, TypeError):
+            return f"{path} cannot be read"
+        changed = [name for name, value in self.progress.subject.items() if earlier.subject.get(name) != value]
+        if changed:
+            return f"{' and '.join(changed)} changed"
+        for part in earlier.parts:
+            table = os.path.join(self.folder, part.table_name)
+            if not os.path.exists(table) or os.path.getsize(table) != part.size_bytes:
+                return f"{table} is not what was written"
+        self.progress = earlier
+        return ""
+
+    def add(self, source: int, next_row: int, tables: list[pa.Table], quarantined: list[dict[str, Any]]) -> None:
+        """A finished part, durable when this returns."""
+        number = len(self.progress.parts)
+        rows = pa.concat_tables(tables)
+        draft = Part(number, source, next_row, rows.num_rows, len(quarantined), 0)
+        path = os.path.join(self.folder, draft.table_name)
+        with open(path, "wb") as file:
+            with pa.ipc.new_file(file, rows.schema) as writer:
+                writer.write_table(rows)
+            _make_durable(file)
+        with open(os.path.join(self.folder, draft.quarantine_name), "w", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in quarantined)
+            _make_durable(lines)
+        part = Part(number, source, next_row, rows.num_rows, len(quarantined), os.path.getsize(path))
+        self.progress.parts.append(part)
+        storage.publish_text(os.path.join(self.folder, PROGRESS), json.dumps(asdict(self.progress)))
+
+    def tables(self) -> Iterator[pa.Table]:
+        for part in self.progress.parts:
+            with pa.memory_map(os.path.join(self.folder, part.table_name)) as file:
+                reader = pa.ipc.open_file(file)
+                for index in range(reader.num_record_batches):
+                    yield pa.Table.from_batches([reader.get_batch(index)])
+
+    def quarantine_lines(self) -> Iterator[str]:
+        for part in self.progress.parts:
+            with open(os.path.join(self.folder, part.quarantine_name), encoding="utf-8") as lines:
+                yield from lines
+
+
+def _make_durable(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write_output(path: str, schema: pa.Schema, tables: Iterable[pa.Table], staged: str) -> None:
+    """Write `path` (.parquet or .csv) whole or not at all; `staged` is a local file that becomes it."""
+    with open(staged, "wb") as file:
+        # CSV is written row group by row group too: blocks of other sizes are the same bytes.
+        with _writer(path, file, schema) as writer:
+            for table in in_row_groups(tables, ROWS_PER_ROW_GROUP):
+                writer.write_table(table.combine_chunks())
+        _make_durable(file)
+    if storage.is_local(path):
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    storage.move_file(staged, path)
+    if storage.is_local(path):
+        storage.sync_folder(os.path.dirname(path) or ".")
+
+
+def _writer(path: str, file: Any, schema: pa.Schema) -> Any:
+    if path.endswith(".csv"):
+        return pa_csv.CSVWriter(file, schema)
+    return pq.ParquetWriter(file, schema, **PARQUET_OPTIONS)

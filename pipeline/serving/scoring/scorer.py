@@ -1,0 +1,64 @@
+"""Turn an artifact into what prediction and serving need of it: a version, raw columns, and rows -> scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config.data import ColumnsConfig
+from pipeline.data.raw.rows import QuarantinedRow
+from pipeline.serving.scoring.column_lists import Rows
+
+
+class ScoredRows(Protocol):
+    """`scores` float32 [num_rows], NaN where the row was refused; of such a row `line` is its number from 1."""
+
+    @property
+    def scores(self) -> np.ndarray: ...
+
+    @property
+    def bad_rows(self) -> Sequence[QuarantinedRow]: ...
+
+
+class Scorer(Protocol):
+    """One caller at a time may score()."""
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def columns(self) -> ColumnsConfig: ...
+
+    def score(self, rows: Rows) -> ScoredRows:
+        """Of schema_of(self.columns)."""
+        ...
+
+
+@dataclass(frozen=True)
+class RefusedRow:
+    """`row` counts from 0 in what was asked to be scored."""
+
+    row: int
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"row": self.row, "reason": self.reason}
+
+
+def refused_rows(scored: ScoredRows) -> list[RefusedRow]:
+    """What the scorer says of its rows, with those that it says nothing about and gives no number."""
+    said = {bad.line - 1: bad.reason for bad in scored.bad_rows}
+    without = np.flatnonzero(~np.isfinite(scored.scores))
+    return [RefusedRow(int(row), said.get(int(row), "the model gives no finite score")) for row in without]
+
+
+def schema_of(columns: ColumnsConfig) -> pa.Schema:
+    """The types that raw columns have when they are scored: what prepare reads, without the label."""
+    fields = [pa.field(name, pa.float64()) for name in columns.dense]
+    fields += [pa.field(name, pa.string()) for name in columns.sparse]
+    fields += [pa.field(name, pa.list_(pa.string())) for name in columns.multi_hot]
+    return pa.schema(fields)

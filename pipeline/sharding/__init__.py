@@ -1,0 +1,1 @@
+"""Shard tables over ranks with TorchRec, and exchange between ranks."""

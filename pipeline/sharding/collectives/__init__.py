@@ -1,0 +1,1 @@
+"""Collectives between ranks: precisions, shared memory, waits."""

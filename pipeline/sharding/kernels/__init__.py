@@ -1,0 +1,1 @@
+"""CPU kernels for table lookups and updates, compiled by Numba."""

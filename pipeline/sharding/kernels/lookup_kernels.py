@@ -1,0 +1,81 @@
+"""Turn ids into pooled rows on the CPU: arrays in, an array filled, compiled by Numba.
+
+FBGEMM's kernel checks the ids in a pass of its own and gives fp32, which a bf16 model then casts in another. Here one pass
+checks, pools and rounds. Rows are summed in fp32, in the order of the bag's ids.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from pipeline.sharding.kernels.llvm_intrinsics import LANES, add_1, add_16, copy_1, copy_16, prefetch_to_read
+
+U = np.uint64
+AHEAD = 8  # samples
+BLOCK = 32  # samples whose pooled rows stay in the second cache until the last feature's are there
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _copy(table, at, into, place, dim):  # type: ignore[no-untyped-def]
+    whole = dim // U(LANES) * U(LANES)
+    for k in range(U(0), whole, U(LANES)):
+        copy_16(table, at + k, into, place + k)
+    for k in range(whole, dim):
+        copy_1(table, at + k, into, place + k)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _sum(table, begin, indices, first, last, scale, dim, row, sums):  # type: ignore[no-untyped-def]
+    """sums[:dim] = scale * the rows of indices[first:last]; `row` is room for one of them."""
+    sums[:dim] = np.float32(0)
+    whole = dim // U(LANES) * U(LANES)
+    for place in range(first, last):
+        _copy(table, begin + U(indices[place]) * dim, row, U(0), dim)
+        for k in range(U(0), whole, U(LANES)):
+            add_16(sums, k, row, k, scale)
+        for k in range(whole, dim):
+            add_1(sums, k, row, k, scale)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def look_up(  # type: ignore[no-untyped-def]
+    indices, offsets, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
+):  # fmt: skip
+    """Fill out[s * width + columns[f]:] with the pooled rows of each feature f for samples s in begin..end.
+
+    indices [L], offsets [F * B + 1], columns [F + 1]; table: all tables' rows, flat, those of feature f from table_begins[f]
+    on, num_rows[f] of them. False where an id or an offset is out of range: `out` is then unfinished.
+    """
+    num_features = U(len(columns) - 1)
+    widest = U(0)
+    for feature in range(num_features):
+        widest = max(widest, U(columns[feature + U(1)] - columns[feature]))
+    sums, row = np.empty(widest + U(LANES), np.float32), np.empty(widest + U(LANES), np.float32)
+    for block in range(begin, end, U(BLOCK)):
+        last_sample = min(block + U(BLOCK), end)
+        for feature in range(num_features):
+            dim = U(columns[feature + U(1)] - columns[feature])
+            table_begin, limit = U(table_begins[feature]), U(num_rows[feature])
+            for sample in range(block, last_sample):
+                bag = feature * num_samples + sample
+                first, last = U(offsets[bag]), U(offsets[bag + U(1)])
+                if first > last or last > U(len(indices)):
+                    return False
+                coming = first + U(AHEAD)  # of a neighbour's bag, where bags are short
+                if coming < U(len(indices)):
+                    for k in range(U(0), dim, U(LANES)):
+                        prefetch_to_read(table, table_begin + min(U(indices[coming]), limit) * dim + k)
+                for place in range(first, last):
+                    if U(indices[place]) >= limit:  # a negative id is a large one
+                        return False
+                target = sample * width + U(columns[feature])
+                if last - first == U(1):
+                    _copy(table, table_begin + U(indices[first]) * dim, out, target, dim)
+                else:
+                    scale = np.float32(1)
+                    if is_mean and last > first:
+                        scale = np.float32(1) / np.float32(last - first)
+                    _sum(table, table_begin, indices, first, last, scale, dim, row, sums)
+                    _copy(sums, U(0), out, target, dim)
+    return True

@@ -1,0 +1,1 @@
+"""Subclasses of TorchRec and FBGEMM classes, and replacements of their CPU paths."""

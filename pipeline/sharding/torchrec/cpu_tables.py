@@ -1,0 +1,211 @@
+"""Turn FBGEMM's lookup modules on the CPU into ones whose kernels are ours: same weights, states and rates.
+
+FBGEMM keeps the tables and holds the optimizer's state, so checkpoints and schedules see no difference; what is left out
+is its forward, which goes over the ids twice, and its backward, which sorts the ids of each table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.kernel_pool import on_all_threads, thread_pool
+
+KINDS = {EmbOptimType.EXACT_SGD: 0, EmbOptimType.EXACT_ADAGRAD: 1, EmbOptimType.EXACT_ROWWISE_ADAGRAD: 2}
+POOLINGS = (PoolingMode.SUM, PoolingMode.MEAN)
+logger = get_logger(__name__)
+
+
+def speed_up_cpu_tables(modules: Iterable[nn.Module]) -> int:
+    """Give every lookup in `modules` that can have it the faster backward; how many have it.
+
+    fp32 and fp16 tables with SUM or MEAN pooling under SGD, Adagrad or row-wise Adagrad can; FBGEMM rounds fp16 to the
+    nearest on the CPU, this one stochastically. Without Numba none has it.
+    """
+    inside = (one for module in modules for one in module.modules())
+    mine = [one for one in inside if isinstance(one, SplitTableBatchedEmbeddingBagsCodegen) and _can(one)]
+    if not mine:
+        return 0
+    try:
+        from pipeline.sharding.kernels.lookup_kernels import look_up
+        from pipeline.sharding.kernels.update_kernels import update_tables
+    except ImportError as error:
+        logger.info("tables train by FBGEMM's own backward, which is slower: %s", error)
+        return 0
+    for lookup in mine:
+        lookup.forward = FastLookup(lookup, look_up, update_tables)  # type: ignore[method-assign]
+    return len(mine)
+
+
+def fast_lookups(model: nn.Module) -> list[FastLookup]:
+    """Of all sharded tables in `model`."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
+    inside = (one for module in sharded for lookup in module._lookups for one in lookup.modules())
+    return [one.forward for one in inside if isinstance(one.forward, FastLookup)]
+
+
+def _can(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    return bool(
+        lookup.use_cpu
+        and lookup.optimizer in KINDS
+        and lookup.weights_precision in (SparseType.FP32, SparseType.FP16)
+        and lookup.output_dtype == SparseType.FP32.as_int()
+        and lookup.pooling_mode in POOLINGS
+        and lookup.weights_host.numel()
+    )
+
+
+class FastLookup:
+    """Stands in for the module's forward(indices [L], offsets [F * B + 1]) -> [B, all features' D]."""
+
+    def __init__(
+        self, lookup: SplitTableBatchedEmbeddingBagsCodegen, pool: Callable[..., bool], update: Callable[..., None]
+    ) -> None:
+        self._theirs, self._lookup, self._pool, self._update = lookup.forward, lookup, pool, update
+        self.step = 0  # of the run; draws how fp16 rows are rounded
+        # Set by whoever knows that the model takes it (pipeline.sharding.torchrec.single_rank): columns left free ahead of the
+        # features', for the model to write into; and pooled rows in autocast's type where that is on.
+        self.room = 0
+        self.follows_autocast = False
+        # Features of one table are neighbours: FBGEMM checks it.
+        tables = lookup.feature_table_map
+        begins = [0, *(later for later, (one, other) in enumerate(pairwise(tables), start=1) if one != other)]
+        self._feature_begins = np.array([*begins, len(tables)], dtype=np.int64)
+        self._columns = lookup.D_offsets.numpy().astype(np.int64)
+        self._num_rows = lookup.rows_per_table.numpy().astype(np.int64)  # of each feature's table
+
+    @property
+    def dims(self) -> list[int]:
+        """Of each feature."""
+        return [int(dim) for dim in np.diff(self._columns)]
+
+    def __call__(
+        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
+        *arguments: Any, **keywords: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        special = any(argument is not None for argument in (per_sample_weights, *arguments, *keywords.values()))
+        if special or not torch.is_grad_enabled():
+            return self._theirs(indices, offsets, per_sample_weights, *arguments, **keywords)
+        bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        dtype = torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
+        lookup = self._lookup
+        lookup.step += 1
+        return _Pooled.apply(lookup.weights_host, indices, offsets.to(indices.dtype), dtype, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def look_up(
+        self, indices: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Pooled rows, and the ids and offsets that they are of: FBGEMM's where it had to mend them.
+
+        Raises:
+            RuntimeError: FBGEMM's, for ids out of range, where it was told to raise.
+        """
+        num_samples = (len(offsets) - 1) // len(self._num_rows)
+        out = torch.empty(num_samples, self.room + int(self._columns[-1]), dtype=dtype)
+        if not self._fill(out, indices, offsets):
+            indices, offsets, _, _ = self._lookup.prepare_inputs(indices, offsets, force_cast_input_types=True)
+            if not self._fill(out, indices, offsets):
+                raise RuntimeError("FBGEMM has let ids or offsets pass that are out of range")
+        return out[:, self.room :], indices, offsets
+
+    def _fill(self, out: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> bool:
+        """Samples are shared out over torch's number of threads."""
+        one, num_samples, width = self._lookup, len(out), out.shape[1]
+        if not num_samples:
+            return True
+        arguments = (
+            indices.numpy(), offsets.numpy(), np.uint64(num_samples), self._columns + self.room, _flat(one.weights_host),
+            one.weights_offsets.numpy(), self._num_rows, one.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
+        )  # fmt: skip
+        return all(on_all_threads(self._pool, arguments, num_samples))
+
+    def update(self, gradients: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Tables are shared out over torch's number of threads; each is one thread's, so the result is the same."""
+        one, kind = self._lookup, KINDS[self._lookup.optimizer]
+        is_half = one.weights_precision == SparseType.FP16
+        stored = _flat(one.weights_host)
+        weights = np.empty(0, np.float32) if is_half else stored
+        halves = stored if is_half else np.empty(0, np.uint16)
+        states, state_offsets = np.empty(0, np.float32), one.weights_offsets
+        if kind:
+            states, state_offsets = one.momentum1_host.detach().numpy(), one.momentum1_offsets.detach()
+        num_samples, bounds = len(gradients), offsets.numpy()
+        rows, width = _rows(gradients)
+        arguments = (
+            self._feature_begins, indices.numpy(), bounds, np.uint64(num_samples), rows, np.uint64(width),
+            self._columns, weights, halves, is_half, one.weights_offsets.numpy(), states, state_offsets.numpy(), kind,
+            one.pooling_mode == PoolingMode.MEAN, np.float32(one.get_learning_rate()),
+            np.float32(one.optimizer_args.eps), np.uint64(self.step),
+        )  # fmt: skip
+        places = bounds[self._feature_begins * num_samples]
+        shares = share_out(
+            places, self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]
+        )
+        later = [thread_pool(len(shares)).submit(self._update, share, *arguments) for share in shares[1:]]
+        self._update(shares[0], *arguments)
+        for result in later:
+            result.result()
+
+
+def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A contiguous tensor's numbers in one row; bf16 and fp16 as uint16."""
+    values = values.detach()
+    bits = values if values.dtype == torch.float32 else values.view(torch.uint16)
+    return bits.numpy().reshape(-1)
+
+
+def _rows(gradients: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
+    """What memory holds of fp32 or bf16 [B, D] from the first number to the last, and how far apart rows lie."""
+    if gradients.dtype not in (torch.float32, torch.bfloat16):
+        gradients = gradients.float()
+    if gradients.stride(1) != 1 or gradients.stride(0) < gradients.shape[1]:
+        gradients = gradients.contiguous()
+    width = gradients.stride(0)
+    count = (len(gradients) - 1) * width + gradients.shape[1] if len(gradients) else 0
+    return _flat(torch.as_strided(gradients.detach(), (count,), (1,))), width
+
+
+def share_out(places: np.ndarray[Any, Any], dims: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Tables by thread, so that none has much more to do: the largest first, each to whoever has least (LPT)."""
+    num_threads = torch.get_num_threads()
+    work = np.diff(places) * (dims + 16) + 256  # a look at a row costs about as much as 16 of its numbers
+    shares: list[list[int]] = [[] for _ in range(min(num_threads, len(work)))]
+    loads = [0] * len(shares)
+    for table in np.argsort(-work, kind="stable").tolist():
+        least = loads.index(min(loads))
+        shares[least].append(table)
+        loads[least] += int(work[table])
+    return [np.array(share, dtype=np.int64) for share in shares]
+
+
+class _Pooled(torch.autograd.Function):
+    """The tables are updated in backward, so no gradient goes on to `weights`; asking for one makes autograd come by."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        weights: torch.Tensor,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        dtype: torch.dtype,
+        lookup: FastLookup,
+    ) -> torch.Tensor:
+        pooled, indices, offsets = lookup.look_up(indices, offsets, dtype)
+        ctx.save_for_backward(indices, offsets)
+        ctx.lookup = lookup
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        ctx.lookup.update(gradients, *ctx.saved_tensors)
+        return None, None, None, None, None

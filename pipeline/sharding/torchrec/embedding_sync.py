@@ -1,0 +1,186 @@
+"""Turn tables that each host trains by itself into their average over the hosts, rarely.
+
+Tables are sharded over the ranks of one host, and every host has a replica of them: no lookup leaves a host. Dense layers
+and data_parallel tables are all-reduced over all ranks at every step as ever. TorchRec's 2D environment keeps the
+collectives apart; DMPCollection, which it made it for, runs on no CPU, hands out its state in a form that our checkpoints
+do not take, and averages the states of Adagrad alone (docs/adr/0018).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.remote_device import _remote_device
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import EnumerableShardingSpec, ShardingEnv2D, ShardingPlan
+from torchrec.optim.keyed import KeyedOptimizer
+
+from pipeline.checkpoint.tables import flatten
+from pipeline.config.training import ParallelConfig
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.distributed import DistributedContext
+
+NUMBERS_AT_ONCE = 1 << 22  # of one all-reduce: 16 MiB
+WHOLE_KERNELS = ("fused", "dense")
+logger = get_logger(__name__)
+
+
+def replicates(config: ParallelConfig, context: DistributedContext) -> bool:
+    """Whether hosts train replicas of their own.
+
+    Raises:
+        ValueError: the hosts do not run equally many ranks.
+    """
+    if not config.has_replicas:
+        return False
+    if context.world_size % context.local_world_size:
+        raise ValueError(
+            f"parallel.embedding_sync={config.embedding_sync} keeps a replica of the tables on every host, and "
+            f"{context.world_size} ranks do not make hosts of {context.local_world_size}; run as many ranks on each"
+        )
+    if context.world_size == context.local_world_size:
+        logger.warning(
+            "parallel.embedding_sync=%s, but there is one host: nothing to average, tables are sharded over its ranks",
+            config.embedding_sync,
+        )
+        return False
+    return True
+
+
+def host_environment(context: DistributedContext) -> ShardingEnv2D:
+    """Collective: shard over the ranks of this host, replicate over those of the same place on all hosts."""
+    world = dist.GroupMember.WORLD
+    assert world is not None, "init_distributed comes first"
+    size = context.local_world_size
+    hosts = [list(range(first, first + size)) for first in range(0, context.world_size, size)]
+    mesh = DeviceMesh(context.device.type, hosts, mesh_dim_names=("replicate", "shard"))
+    wanted: dict[str, Any] = {
+        "sharding_pg": mesh.get_group("shard"),
+        "replica_pg": mesh.get_group("replicate"),
+        "global_pg": world,
+        "device_mesh": mesh,
+        "node_group_size": size,
+        "use_inter_host_allreduce": True,
+    }
+    known = inspect.signature(ShardingEnv2D.__init__).parameters
+    environment = ShardingEnv2D(**{name: value for name, value in wanted.items() if name in known})
+    environment.output_dtensor = False  # ShardedTensor, as plain sharding gives it and checkpoints take it
+    return environment
+
+
+def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPlan:
+    """The plan of one host's ranks, counted from 0, as this rank's host has it.
+
+    Raises:
+        ValueError: a table lies in a cache or a key-value store, of which an average sees a part.
+    """
+    mine = copy.deepcopy(plan)
+    first = context.rank - context.rank % context.local_world_size
+    for tables in mine.plan.values():
+        for name, sharding in tables.items():  # type: ignore[attr-defined]  # EmbeddingModuleShardingPlan is a dict
+            if sharding.compute_kernel not in WHOLE_KERNELS:
+                raise ValueError(
+                    f"table {name!r} is planned with kernel {sharding.compute_kernel}, and replicas are averaged where "
+                    f"they lie whole; with parallel.embedding_sync set tables.{name}.sharding.compute_kernels=[fused]"
+                )
+            if sharding.sharding_type == "data_parallel":
+                continue
+            sharding.ranks = [first + rank for rank in sharding.ranks]
+            assert isinstance(sharding.sharding_spec, EnumerableShardingSpec)
+            for shard in sharding.sharding_spec.shards:
+                rank = shard.placement.rank()
+                device = "cpu" if context.device.type == "cpu" else f"{context.device.type}:{rank}"
+                shard.placement = _remote_device(f"rank:{first + rank}/{device}")
+    return mine
+
+
+class TableReplicas:
+    """The sharded tables of a model and their optimizer's state, of which every host has a replica.
+
+    `num_hosts` replicas; this rank's is number `host`. After `after_step` or `average` they may be `equal`.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: KeyedOptimizer | None,
+        config: ParallelConfig,
+        context: DistributedContext,
+    ) -> None:
+        environment = model._env
+        assert isinstance(environment, ShardingEnv2D), "shard_model(replicated=True) comes first"
+        self.num_hosts = context.world_size // context.local_world_size
+        self.host = context.rank // context.local_world_size
+        self.embedding_sync = config.embedding_sync
+        self.equal = True
+        self.num_syncs, self.payload_bytes, self.seconds = 0, 0, 0.0
+        self._group, self._every = environment.replica_pg, config.sync_every_steps
+        states = [model.state_dict(), optimizer.state_dict() if optimizer else {}]
+        self._tensors = [tensor for state in states for tensor in _local_parts(flatten(state).values())]
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank gives to one average."""
+        return 4 * sum(tensor.numel() for tensor in self._tensors)
+
+    def after_step(self, step: int) -> None:
+        """Collective where the replicas are due to be averaged."""
+        self.equal = False
+        if self._every and step % self._every == 0:
+            self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Collective: weights and optimizer states of all hosts become their mean, the same bits on all."""
+        began = time.perf_counter()
+        average_in_place(self._tensors, self._group, self.num_hosts)
+        self.equal = True
+        self.num_syncs += 1
+        self.payload_bytes += self.num_bytes
+        self.seconds += time.perf_counter() - began
+
+    def report(self) -> dict[str, float]:
+        """Since the last report: averages, bytes that this rank put on the wire for them (a ring's), seconds."""
+        wire = 2 * (self.num_hosts - 1) / self.num_hosts * self.payload_bytes
+        values = {"embedding_syncs": self.num_syncs, "embedding_sync_bytes": wire, "embedding_sync_s": self.seconds}
+        self.num_syncs, self.payload_bytes, self.seconds = 0, 0, 0.0
+        return values
+
+    @torch.no_grad()
+    def averaged(self, tensor: ShardedTensor) -> ShardedTensor:
+        """Collective: a copy that holds the mean over the hosts; takes as much memory again as this rank's part."""
+        shards = [Shard(shard.tensor.detach().clone(), shard.metadata) for shard in tensor.local_shards()]
+        average_in_place([shard.tensor for shard in shards], self._group, self.num_hosts)
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, sharded_tensor_metadata=tensor.metadata(), process_group=tensor._process_group
+        )
+
+
+def _local_parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            yield from (shard.tensor.detach() for shard in value.local_shards() if shard.tensor.numel())
+
+
+def average_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup | None, count: int) -> None:
+    """Collective over `group` of `count` ranks, which all pass tensors of the same sizes. Summed in fp32."""
+    pieces = [piece for tensor in tensors for piece in tensor.view(-1).split(NUMBERS_AT_ONCE)]
+    while pieces:
+        packed: list[torch.Tensor] = []
+        size = 0
+        while pieces and (not packed or size + pieces[0].numel() <= NUMBERS_AT_ONCE):
+            packed.append(pieces.pop(0))
+            size += packed[-1].numel()
+        flat = torch.cat([piece.float() for piece in packed])
+        dist.all_reduce(flat, group=group, async_op=True).wait()  # type: ignore[union-attr]
+        flat /= count
+        for piece, mean in zip(packed, flat.split([piece.numel() for piece in packed]), strict=True):
+            piece.copy_(mean)

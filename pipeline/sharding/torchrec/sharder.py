@@ -1,0 +1,291 @@
+"""Turn an EmbeddingBagCollection on meta into its sharded form, with TorchRec's silent traps mended or refused.
+
+Each trap below was seen on torchrec 1.8; all but the optimizer ones concern every plan that a planner may draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionAwaitable,
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
+from pipeline.sharding.collectives.host_dists import exchange_on_host
+from pipeline.sharding.collectives.host_exchange import HostExchange
+from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables
+from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder
+from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, deal_hashed_ids
+from pipeline.sharding.torchrec.sharding_checks import check_sharding, optimizer_class_of
+from pipeline.sharding.torchrec.single_rank import keep_ids_here
+from pipeline.sharding.torchrec.table_init import initialize_tables
+from pipeline.sharding.torchrec.variable_batches import (
+    accept_uneven_batches,
+    check_uneven_batches,
+    in_order_of,
+    sum_uneven_rows,
+)
+
+ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
+MEAN, SUM = PoolingType.MEAN.value, PoolingType.SUM.value
+
+
+class ShardedTables(ShardedEmbeddingBagCollection):
+    """TorchRec's sharded collection behind a check of what comes in."""
+
+    tables_without_optimizer: list[str]
+    managed: ManagedTables
+    lookup_here: FastLookup | None = None  # of all tables, where one rank has them in one block
+
+    def __init__(self, *, exchange: HostExchange | None = None, **arguments: Any) -> None:
+        self.exchange = exchange  # first: TorchRec's constructor calls init_data_parallel
+        super().__init__(**arguments)
+        for index, lookup in enumerate(self._lookups):
+            if isinstance(lookup, _Unaveraged):
+                self._lookups[index] = lookup.module
+        order = FeatureOrder(self) if self.exchange is not None else None
+        self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        """Collective: the pooled rows as a KeyedTensor, or what becomes one. Raises ValueError as input_dist does."""
+        lookup = self.lookup_here
+        # The first batch is TorchRec's: it checks names and ids.
+        if lookup is None or self._has_uninitialized_input_dist or not self._fits(features):
+            return super().forward(features)
+        _check_dtypes(features)
+        rows = lookup(features.values(), features.offsets())
+        return KeyedTensor(self._embedding_names, self._embedding_dims, rows)
+
+    def _fits(self, features: KeyedJaggedTensor) -> bool:
+        is_plain = not features.variable_stride_per_key() and features.weights_or_none() is None
+        return is_plain and features.keys() == self._embedding_names
+
+    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Any:
+        """Collective.
+
+        Raises:
+            ValueError: ids or lengths of another dtype than the one that all ranks have agreed on.
+        """
+        _check_dtypes(features)
+        if self._device is not None and self._device.type == "cpu":
+            # A train pipeline may switch this on; on CPU it would free the caller's batch, not a copy of it.
+            self._free_features_storage_early = False
+        if features.variable_stride_per_key():
+            check_uneven_batches(self._sharding_types, self._device or torch.device("cpu"))
+            features = in_order_of(
+                features, [name for one in self._embedding_shardings for name in one.feature_names()]
+            )
+        awaitable = super().input_dist(ctx, features)
+        if self._has_mean_pooling_callback and features.weights_or_none() is None:
+            # TorchRec adds 1e-6 to every length, also to the 1 of the tables that are not to be divided.
+            ctx.divisor = ctx.divisor.round_().clamp_(min=1)
+        return awaitable
+
+    def init_data_parallel(self) -> None:
+        """On one host's CPU ranks training.averaging does what DDP would."""
+        if self.exchange is None:
+            super().init_data_parallel()
+            return
+        for index, sharding in enumerate(self._embedding_shardings):
+            if isinstance(sharding, DpPooledEmbeddingSharding):
+                self._lookups[index] = _Unaveraged(self._lookups[index])
+
+    def replicated_weights(self) -> list[nn.Parameter]:
+        """The flat parameters of the data_parallel tables, where no DDP averages their gradients."""
+        if self.exchange is None:
+            return []
+        pairs = zip(self._embedding_shardings, self._lookups, strict=True)
+        replicated = [lookup for sharding, lookup in pairs if isinstance(sharding, DpPooledEmbeddingSharding)]
+        plain = [lookup for lookup in replicated if not isinstance(lookup, DistributedDataParallel)]
+        return [weight for lookup in plain for weight in lookup.parameters()]
+
+    def _create_input_dist(self, input_feature_names: list[str]) -> None:
+        super()._create_input_dist(input_feature_names)
+        for sharding, one in zip(self._embedding_shardings, self._input_dists, strict=True):
+            if isinstance(one, RwSparseFeaturesDist):
+                deal_hashed_ids(one, sharding.feature_names(), self.managed)
+        if self._env.world_size == 1:
+            keep_ids_here(self._input_dists)
+        if self.exchange is not None:
+            exchange_on_host(self, self.exchange)
+
+    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: Any) -> Any:
+        """Collective."""
+        if self.managed:
+            input = KJTList([self.managed.remap(features, self.training) for features in input])
+        pooled = super().compute_and_output_dist(ctx, input)
+        if self._order is None or type(pooled) is not EmbeddingBagCollectionAwaitable or pooled.callbacks:
+            return pooled  # a divisor of means goes by TorchRec's order
+        return InOrder(pooled, self._order)
+
+
+class _Unaveraged(nn.Module):
+    """Stands in for DDP while TorchRec's constructor looks at what it wraps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _check_dtypes(features: KeyedJaggedTensor) -> None:
+    dtypes = (features.values().dtype, features.lengths().dtype)
+    if dtypes != (ID_DTYPE, LENGTH_DTYPE):
+        raise ValueError(
+            f"sparse_features have {dtypes[0]} ids and {dtypes[1]} lengths; every rank must send {ID_DTYPE} ids and "
+            f"{LENGTH_DTYPE} lengths, for where dtypes differ between ranks the ids arrive as garbage. "
+            "Build batches with pipeline.data.read.batch.keyed_jagged_tensor"
+        )
+
+
+class TableSharder(EmbeddingBagCollectionSharder):
+    """Shards tables by any sharding type on any device, and draws their weights from `seed` alone."""
+
+    def __init__(
+        self,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        seed: int = 0,
+        exchange: HostExchange | None = None,
+    ) -> None:
+        super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
+        self._seed, self._exchange = seed, exchange
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        # On cpu TorchRec leaves out what needs a reduce-scatter, which gloo has had since torch 2.8.
+        return super().sharding_types("cuda" if compute_device_type == "cpu" else compute_device_type)
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedTables:
+        """Collective.
+
+        Raises:
+            ValueError: the plan asks for what TorchRec would do wrongly without saying so.
+        """
+        device = device or torch.device("cpu")
+        check_sharding(module, params, device)
+        _give_each_parameter_its_own_kwargs(module)
+        configs = module.embedding_bag_configs()
+        grid_means = [
+            config
+            for config in configs
+            if config.pooling == PoolingType.MEAN and params[config.name].sharding_type == "grid_shard"
+        ]
+        with _pooled_as_sum(grid_means), _not_drawn(configs):
+            sharded = ShardedTables(
+                module=module,
+                table_name_to_parameter_sharding=params,
+                env=env,
+                fused_params=self.fused_params,
+                device=device,
+                qcomm_codecs_registry=self.qcomm_codecs_registry,
+                module_fqn=module_fqn,
+                exchange=self._exchange,
+            )
+        _mend_mean_pooling(sharded, configs, grid_means, params)
+        sharded.tables_without_optimizer = [
+            name for name, weight in self.shardable_parameters(module).items() if optimizer_class_of(weight) is None
+        ]
+        initialize_tables(sharded, self._seed)
+        sharded.managed = add_managed_tables(sharded, configs, env, self._seed)
+        speed_up_cpu_tables(sharded._lookups)  # a plain list: modules() does not go by them
+        if device.type == "cpu":
+            accept_uneven_batches(sharded._lookups)
+            sum_uneven_rows(sharded._output_dists)
+        if device.type == "cpu" and env.world_size == 1:
+            sharded.lookup_here = _lookup_of_all(sharded)
+        return sharded
+
+
+def _lookup_of_all(sharded: ShardedTables) -> FastLookup | None:
+    """The lookup that gives what the collection gives; None where there are several, or something is done to it after."""
+    lookups = fast_lookups(sharded)
+    if len(lookups) != 1 or len(sharded._lookups) != 1 or sharded.managed or sharded._has_mean_pooling_callback:
+        return None
+    names = [name for one in sharded._embedding_shardings for name in one.feature_names()]
+    is_all = names == sharded._embedding_names and lookups[0].dims == sharded._embedding_dims
+    return lookups[0] if is_all else None
+
+
+def _give_each_parameter_its_own_kwargs(module: EmbeddingBagCollection) -> None:
+    """TorchRec renames `lr` inside the dict that apply_optimizer_in_backward was given, and all tables share it."""
+    for weight in module.parameters():
+        if hasattr(weight, "_optimizer_kwargs"):
+            weight._optimizer_kwargs = [dict(kwargs) for kwargs in weight._optimizer_kwargs]
+
+
+@contextmanager
+def _pooled_as_sum(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
+    """Under grid_shard each rank sees some of a bag's rows: their mean is not a part of the bag's mean, their sum is."""
+    for config in configs:
+        config.pooling = PoolingType.SUM
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.pooling = PoolingType.MEAN
+
+
+@contextmanager
+def _not_drawn(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
+    """Without TorchRec's own draw from the rank's random state: initialize_tables overwrites it anyway."""
+    init_fns = [config.init_fn for config in configs]
+    for config in configs:
+        config.init_fn = _keep
+    try:
+        yield
+    finally:
+        for config, init_fn in zip(configs, init_fns, strict=True):
+            config.init_fn = init_fn
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _mend_mean_pooling(
+    sharded: ShardedTables,
+    configs: list[EmbeddingBagConfig],
+    grid_means: list[EmbeddingBagConfig],
+    params: dict[str, ParameterSharding],
+) -> None:
+    """Let TorchRec divide the sums of row-sharded MEAN tables by the bags' lengths, and no other table's.
+
+    It divides every feature that is not on its list of row-sharded SUM features; tables that are not sharded
+    by rows are on no list. Putting them on the SUM list makes their divisor 1.
+    """
+    features = sharded._pooling_type_to_rs_features
+    for config in grid_means:
+        features[MEAN].extend(config.feature_names)
+    sharded._has_mean_pooling_callback = MEAN in features
+    if not sharded._has_mean_pooling_callback:
+        return
+    for config in configs:
+        if config not in grid_means and params[config.name].sharding_type not in ROW_SHARDING_TYPES:
+            features[SUM].extend(config.feature_names)
+    if twice := set(features[MEAN]) & set(features[SUM]):
+        # The divisor goes by feature, so the tables of one feature cannot differ in it.
+        raise ValueError(
+            f"feature {sorted(twice)[0]!r} is in a row-sharded MEAN table and in a table of another pooling or sharding; "
+            "give both the same, or the feature to one table"
+        )

@@ -1,0 +1,109 @@
+"""Turn a model with tables on meta and a ShardingPlan into a DistributedModelParallel that trains."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+
+from pipeline.config.training import CommsConfig
+from pipeline.embeddings.table import Table
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.sharding.collectives.averaging import GradientAverage
+from pipeline.sharding.collectives.codecs import describe_comms, make_codecs
+from pipeline.sharding.collectives.host_exchange import HostExchange, connect
+from pipeline.sharding.torchrec.embedding_sync import host_environment, plan_for_host
+from pipeline.sharding.torchrec.sharder import ShardedTables, TableSharder
+from pipeline.sharding.torchrec.sharding_checks import (
+    check_dense_layers_can_be_drawn,
+    check_plan_covers_tables,
+    check_plan_is_exact,
+)
+
+logger = get_logger(__name__)
+
+
+def make_sharders(
+    comms: CommsConfig, seed: int = 0, exchange: HostExchange | None = None
+) -> list[ModuleSharder[nn.Module]]:
+    """What a planner enumerates sharding types with, and shard_model shards with."""
+    return [TableSharder(make_codecs(comms), seed, exchange)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
+
+
+def shard_model(
+    model: nn.Module,
+    plan: ShardingPlan,
+    comms: CommsConfig,
+    context: DistributedContext,
+    *,
+    seed: int = 0,
+    tables: list[Table] | None = None,
+    replicated: bool = False,
+) -> DistributedModelParallel:
+    """Collective: place tables by `plan`, replicate the dense layers, draw what is on meta from `seed`.
+
+    Every rank passes the same seed; the first weights do not depend on plan or world size. With `tables`, column
+    shards under a row-wise optimizer are refused unless the table's config names them. `replicated`: the plan is for the
+    ranks of one host, and every host has its tables by it (training.embedding_sync). The caller's random state is kept.
+
+    Raises:
+        ValueError: the plan does not fit the model, or asks for what would silently go wrong.
+    """
+    check_plan_covers_tables(model, plan)
+    check_dense_layers_can_be_drawn(model)
+    if tables is not None:
+        check_plan_is_exact(model, plan, tables)
+    world = dist.GroupMember.WORLD
+    assert world is not None, "init_distributed comes first"
+    exchange = connect(context, comms.timeout_s) if comms.shared_memory else None
+    environment = host_environment(context) if replicated else ShardingEnv.from_process_group(world)
+    with torch.random.fork_rng(devices=[context.device] if context.device.type == "cuda" else []):
+        sharded = DistributedModelParallel(
+            model,
+            env=environment,
+            device=context.device,
+            plan=plan_for_host(plan, context) if replicated else plan,
+            sharders=make_sharders(comms, seed, exchange),
+            init_data_parallel=False,
+            init_parameters=False,
+            # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
+            data_parallel_wrapper=_AverageOverRanks(exchange),
+        )
+        # Dense layers on meta are drawn only now: how much randomness the tables took depends on the plan.
+        torch.manual_seed(seed)
+        sharded.init_parameters = True
+        sharded.init_data_parallel()
+    _log(comms, exchange)
+    return sharded
+
+
+class _AverageOverRanks(DefaultDataParallelWrapper):
+    """DDP where there is something to average: on one rank it copies every gradient into buckets for nothing, and on
+    one host's CPU ranks there is a shorter way."""
+
+    def __init__(self, exchange: HostExchange | None) -> None:
+        super().__init__(static_graph=True)
+        self._exchange = exchange
+
+    def _ddp_wrap(
+        self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device, ddp_ignore_param_names: set[str]
+    ) -> None:
+        if dist.get_world_size() == 1:  # the environment's may be that of a host
+            dmp._dmp_wrapped_module.to(device)
+        elif self._exchange is not None:
+            dmp._dmp_wrapped_module.to(device)
+            tables = [module for module in dmp.modules() if isinstance(module, ShardedTables)]
+            layers = [one for name, one in dmp.named_parameters() if name not in ddp_ignore_param_names]
+            every = [*layers, *(weight for one in tables for weight in one.replicated_weights())]
+            if every := [one for one in every if one.requires_grad]:
+                GradientAverage(every, self._exchange)
+        else:
+            super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)
+
+
+def _log(comms: CommsConfig, exchange: HostExchange | None) -> None:
+    how = "; ranks of this host exchange through shared memory" if exchange else ""
+    logger.info("comms: %s%s", ", ".join(f"{name} {what}" for name, what in describe_comms(comms).items()), how)

@@ -1,0 +1,172 @@
+"""Turn what TorchRec and FBGEMM would do wrongly without saying so into errors, before memory is allocated."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingPlan
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
+from pipeline.embeddings.table import Table
+from pipeline.planner.comms_precisions import SHARD_WIDTH
+from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.logs import get_logger
+
+CPU_FUSED_OPTIMIZERS = ("SGD", "Adagrad", "RowWiseAdagrad")
+ROW_STATE_CLASSES = ("RowWiseAdagrad", "PartialRowWiseAdam", "LAMB")
+logger = get_logger(__name__)
+
+
+def optimizer_class_of(weight: torch.Tensor) -> type | None:
+    """The class that apply_sparse_optimizer attached to an unsharded table."""
+    classes = getattr(weight, "_optimizer_classes", [])
+    return classes[0] if classes else None
+
+
+def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSharding], device: torch.device) -> None:
+    """Raises ValueError for the first table whose plan, optimizer and device do not go together."""
+    for config in module.embedding_bag_configs():
+        weight = module.embedding_bags[config.name].weight
+        sharding = params[config.name]
+        if not weight.is_meta:
+            raise ValueError(
+                f"table {config.name!r} has weights on {weight.device}, which sharding would drop; build it with "
+                "device=torch.device('meta') and load weights after sharding"
+            )
+        if sharding.sharding_type == "data_parallel":
+            _check_replicated(config.name, weight, config.data_type)
+            continue
+        _check_widths(config.name, sharding)
+        if sharding.compute_kernel == "dense":
+            raise ValueError(
+                f"table {config.name!r} is planned as {sharding.sharding_type} with the dense kernel, whose optimizer "
+                "state checkpoints mix up between ranks; use compute_kernel fused, or data_parallel"
+            )
+        if device.type == "cpu":
+            _check_fused_on_cpu(config.name, weight, config.data_type)
+        _warn_of_row_state(config.name, weight, sharding.sharding_type)
+
+
+def _check_widths(name: str, sharding: ParameterSharding) -> None:
+    spec = sharding.sharding_spec
+    assert isinstance(spec, EnumerableShardingSpec)
+    for shard in spec.shards:
+        if (width := shard.shard_sizes[1]) % SHARD_WIDTH:
+            raise ValueError(
+                f"table {name!r} is planned as {sharding.sharding_type} with {width} columns to a shard, and FBGEMM wants a "
+                f"multiple of {SHARD_WIDTH}; change its embedding_dim or sharding.min_partition, or make it data_parallel"
+            )
+
+
+def _check_replicated(name: str, weight: torch.Tensor, data_type: DataType) -> None:
+    kwargs = getattr(weight, "_optimizer_kwargs", [{}])[0]
+    if kwargs.get("weight_decay"):
+        raise ValueError(
+            f"table {name!r} is data_parallel, where optimizer.sparse.weight_decay={kwargs['weight_decay']} would decay "
+            "every row at every step and not only the rows of the batch as for other tables; set it to 0, or leave "
+            "data_parallel out of the table's sharding.sharding_types"
+        )
+    if data_type != DataType.FP32 and optimizer_class_of(weight) is not None:
+        raise ValueError(
+            f"table {name!r} is data_parallel in {data_type.value}, and so would be its optimizer state; "
+            "use data_type fp32 (replicated tables are small), or leave data_parallel out of its sharding.sharding_types"
+        )
+
+
+def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType) -> None:
+    optimizer = optimizer_class_of(weight)
+    if optimizer is None:
+        return
+    if optimizer.__name__ not in CPU_FUSED_OPTIMIZERS:
+        raise ValueError(
+            f"table {name!r}: FBGEMM has no {optimizer.__name__} for sharded tables on CPU, only SGD, Adagrad and "
+            "row-wise Adagrad; use optimizer.sparse.name=rowwise_adagrad, or for Adam set "
+            "tables.default.sharding.sharding_types=[data_parallel], which is exact, or train on a GPU"
+        )
+    for key in ("weight_decay", "max_norm"):
+        if value := getattr(weight, "_optimizer_kwargs", [{}])[0].get(key):
+            raise ValueError(
+                f"table {name!r}: FBGEMM ignores {key} on CPU, here {value}; set optimizer.sparse.{key}=0, "
+                "or train on a GPU"
+            )
+    if data_type == DataType.FP16 and find_spec("numba") is None:
+        _warn_once(
+            "table %r is fp16 on CPU, where FBGEMM does not round stochastically: an update below 1/2048 of a "
+            "weight is lost; install Numba, whose kernels do, or use data_type fp32",
+            name,
+        )
+
+
+def _warn_of_row_state(name: str, weight: torch.Tensor, sharding_type: str) -> None:
+    optimizer = optimizer_class_of(weight)
+    if optimizer is not None and optimizer.__name__ in ROW_STATE_CLASSES and sharding_type in COLUMN_SHARDING_TYPES:
+        _warn_once(
+            "table %r is %s: each column shard keeps a %s state of its own, which is not the optimizer of the "
+            "unsharded table; leave that type out of its sharding.sharding_types for exact training",
+            name,
+            sharding_type,
+            optimizer.__name__,
+        )
+
+
+def _warn_once(message: str, *values: object) -> None:
+    """Every rank checks the same plan; one of them says it."""
+    if dist.get_rank() == 0:
+        logger.warning(message, *values)
+
+
+def check_plan_covers_tables(model: nn.Module, plan: ShardingPlan) -> None:
+    """Raises ValueError when a table would silently stay unsharded, or the plan names one that the model lacks."""
+    collections = {name: child for name, child in model.named_modules() if isinstance(child, EmbeddingBagCollection)}
+    for path, collection in collections.items():
+        planned = set(plan.plan.get(path, {}))
+        tables = {config.name for config in collection.embedding_bag_configs()}
+        if missing := sorted(tables - planned):
+            raise ValueError(
+                f"the plan leaves out table(s) {', '.join(missing)} of {path!r}; make it anew for this model"
+            )
+        if unknown := sorted(planned - tables):
+            raise ValueError(
+                f"the plan shards table {unknown[0]!r}, which the model lacks{did_you_mean(unknown[0], tables)}; "
+                "make it anew for this model"
+            )
+    if unknown_paths := sorted(set(plan.plan) - set(collections)):
+        raise ValueError(
+            f"the plan shards module {unknown_paths[0]!r}; the model's tables are in {sorted(collections)}"
+        )
+
+
+def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table]) -> None:
+    """Raises ValueError for column shards under a row-wise optimizer that the table's config does not ask for."""
+    by_name = {table.name: table for table in tables}
+    for path, shardings in plan.plan.items():
+        for name, sharding in shardings.items():
+            optimizer = optimizer_class_of(model.get_parameter(f"{path}.embedding_bags.{name}.weight".lstrip(".")))
+            if optimizer is None or optimizer.__name__ not in ROW_STATE_CLASSES:
+                continue
+            kind = sharding.sharding_type
+            if kind in COLUMN_SHARDING_TYPES and kind not in by_name[name].sharding.sharding_types:
+                raise ValueError(
+                    f"the plan makes table {name!r} {kind}, but {optimizer.__name__} keeps one state a row and would "
+                    f"become another optimizer; plan anew without it, or accept that with "
+                    f"tables.{by_name[name].config_name}.sharding.sharding_types=[{kind}]"
+                )
+
+
+def check_dense_layers_can_be_drawn(model: nn.Module) -> None:
+    """Raises ValueError for a module on meta that would come up with whatever memory holds, or with zeroed buffers."""
+    for name, child in model.named_modules():
+        if isinstance(child, EmbeddingBagCollection) or "embedding_bags" in name.split("."):
+            continue
+        own = [key for key, value in child.named_parameters(recurse=False) if value.is_meta]
+        buffers = [key for key, value in child.named_buffers(recurse=False) if value.is_meta]
+        if (own and not hasattr(child, "reset_parameters")) or buffers:
+            raise ValueError(
+                f"{type(child).__name__} {name!r} has {(own + buffers)[0]!r} on the meta device and no way to fill it; "
+                "build all but the tables on cpu"
+            )

@@ -1,0 +1,164 @@
+"""Turn SparseOptimizerConfig into the tables' optimizer: fused into backward, or dense for replicated tables.
+
+FBGEMM updates a sharded table's rows inside backward. A data_parallel table leaves that optimizer behind with no
+error, so it gets a torch optimizer of the same settings; its state goes by the fused one's names and shapes, so that
+a checkpoint fits either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec import optim
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import KeyedOptimizer
+
+from pipeline.config.training import SparseOptimizerConfig
+from pipeline.sharding.torchrec.flat_update import flat_update
+
+FUSED_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": optim.SGD,
+    "adagrad": optim.Adagrad,
+    "rowwise_adagrad": optim.RowWiseAdagrad,
+    "adam": optim.Adam,
+    "partial_rowwise_adam": optim.PartialRowWiseAdam,
+    "lamb": optim.LAMB,
+}
+# For replicated tables: the torch optimizer, and fused name of a state -> its name there.
+REPLICATED_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": optim.RowWiseAdagrad,
+    "adam": torch.optim.Adam,
+}
+FUSED_STATES = {
+    "sgd": {},
+    "adagrad": {"momentum1": "sum"},
+    "rowwise_adagrad": {"momentum1": "sum"},
+    "adam": {"momentum1": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+}
+DECAYING = ("rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
+# Their update depends on the number of steps, which FBGEMM counts itself and leaves out of its state.
+STEP_COUNTING = ("adam", "partial_rowwise_adam", "lamb")
+
+
+def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
+    """Raises ValueError for settings that FBGEMM would ignore without saying so, on every device."""
+    if config.momentum:
+        raise ValueError(
+            f"optimizer.sparse.momentum={config.momentum:g}: the tables' {config.name} has no momentum, it would be ignored; "
+            "set it to 0"
+        )
+    if config.weight_decay and config.name not in DECAYING:
+        raise ValueError(
+            f"optimizer.sparse.weight_decay={config.weight_decay:g}: FBGEMM's {config.name} has no weight decay, it would be "
+            f"ignored; set it to 0, or use one of {', '.join(DECAYING)} on a GPU"
+        )
+    if "adagrad" in config.name and not config.eps > 0:
+        raise ValueError(
+            f"optimizer.sparse.eps={config.eps:g} must be above 0: a row without a gradient would become 0/0"
+        )
+
+
+def apply_sparse_optimizer(model: nn.Module, config: SparseOptimizerConfig) -> None:
+    """Attach the optimizer to every table of `model`; call it once, before planning and sharding.
+
+    Raises:
+        ValueError: a setting that would be ignored.
+    """
+    check_sparse_optimizer(config)
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            for weight in module.parameters():
+                # A dict of its own for each table: TorchRec writes into it.
+                _apply_optimizer_in_backward(FUSED_CLASSES[config.name], [weight], _fused_kwargs(config))
+
+
+def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {"lr": config.lr}
+    if config.name != "sgd":
+        kwargs["eps"] = config.eps
+    if config.name in STEP_COUNTING:
+        kwargs |= {"beta1": config.beta1, "beta2": config.beta2}
+    if config.weight_decay:
+        kwargs["weight_decay"] = config.weight_decay
+        if config.name == "rowwise_adagrad":
+            from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+
+            kwargs["weight_decay_mode"] = WeightDecayMode.L2  # its default mode ignores weight_decay
+    return kwargs
+
+
+class ReplicatedTablesOptimizer(KeyedOptimizer):
+    """A torch optimizer over data_parallel tables, whose state looks like the fused optimizer's.
+
+    `params` maps "<path>.embedding_bags.<table>.weight" to the table. The count of steps is not part of the state,
+    as it is not of the fused one: TrainingOptimizer keeps it.
+    """
+
+    def __init__(self, params: dict[str, nn.Parameter], config: SparseOptimizerConfig) -> None:
+        self._optimizer = _make_replicated(list(params.values()), config)
+        materialize_state(self._optimizer)
+        self._flat = flat_update(params, self._optimizer)
+        state = {}
+        for key, weight in params.items():
+            table = key.split(".")[-2]
+            own = self._optimizer.state[weight]
+            state[weight] = {
+                f"{table}.{fused}": own[name].view(-1) if own[name].shape == (len(weight), 1) else own[name]
+                for fused, name in FUSED_STATES[config.name].items()
+            }
+        super().__init__(params, state, self._optimizer.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._flat and set_to_none:
+            self._flat.clear_gradients()
+        else:
+            self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        if self._flat and closure is None:
+            self._flat.step()
+        else:
+            self._optimizer.step(closure=closure)
+
+    @property
+    def num_steps(self) -> int:
+        return max((int(state["step"]) for state in self._optimizer.state.values() if "step" in state), default=0)
+
+    def set_optimizer_step(self, step: int) -> None:
+        for state in self._optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(step)
+
+
+def _make_replicated(params: list[nn.Parameter], config: SparseOptimizerConfig) -> torch.optim.Optimizer:
+    if config.name not in REPLICATED_CLASSES:
+        raise ValueError(
+            f"optimizer.sparse.name={config.name} exists only fused into sharded tables, but {len(params)} tables are "
+            f"data_parallel; leave data_parallel out of their sharding.sharding_types, or use one of "
+            f"{', '.join(REPLICATED_CLASSES)}"
+        )
+    kwargs: dict[str, Any] = {"lr": config.lr}
+    if config.name != "sgd":
+        kwargs["eps"] = config.eps
+    if config.name == "adam":
+        kwargs["betas"] = (config.beta1, config.beta2)
+    return REPLICATED_CLASSES[config.name](params, **kwargs)
+
+
+@torch.no_grad()
+def materialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that torch makes at the first step, so that a checkpoint can be loaded into it before one."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            state = optimizer.state[weight]
+            if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+            elif isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+                state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)

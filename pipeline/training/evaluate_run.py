@@ -1,0 +1,152 @@
+"""Evaluate a trained model:  python -m pipeline.evaluate run=runs/quickstart split=test
+
+Any step of the run (step=300), any split, on any number of ranks:
+torchx run -s local_cwd pipeline.evaluate -j 1x2 -- run=runs/quickstart split=validation
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.config.saved_jobs import load_saved_job
+from pipeline.config.training import ParallelConfig
+from pipeline.runtime.process import watchdog
+from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.storage import storage
+from pipeline.training.run import SUMMARY, describe_quality, describe_run
+from pipeline.training.run_state import checkpoint_folder
+
+CLICK_METRICS = ("ne", "logloss", "auc", "auprc", "calibration", "label_rate")  # in this order on the terminal
+
+
+@dataclass
+class EvaluateSummary:
+    run: str
+    split: str
+    step: int
+    checkpoint: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    bayes_auc: float | None = None
+    path: str = ""
+    throughput: dict[str, float] = field(default_factory=dict)  # of the training, where it is known
+    tables: str = ""  # whose, where hosts trained tables of their own
+
+
+def evaluate(job: EvaluateJob) -> EvaluateSummary:
+    """Collective: restore a checkpoint under a plan for this world size and measure a split.
+
+    Raises:
+        ValueError: the run folder holds no run, or no such step; or the data are not those of the run.
+    """
+    # Imported here, for a typo in the command line must fail before torch is loaded.
+    with none_while_importing():
+        from pipeline.checkpoint.checkpointer import Checkpointer
+        from pipeline.checkpoint.steps import step_path
+        from pipeline.data.dataset import load_dataset
+        from pipeline.runtime.logs import to_json
+        from pipeline.runtime.process.distributed import init_distributed
+        from pipeline.sharding.torchrec.embedding_sync import TableReplicas
+        from pipeline.training.assembly import assemble, open_reader
+        from pipeline.training.evaluation import evaluate_model
+        from pipeline.training.input_watch import on_all_ranks
+
+    trained = load_trained_job(job)
+    watchdog.use(trained.trainer.limits())
+    context = init_distributed(trained.comms.backend, trained.comms.timeout_s)
+    watchdog.beat(phase="loading")
+    dataset = load_dataset(trained.data.path)
+    reader = on_all_ranks(
+        lambda: open_reader(trained, dataset, job.split, context, job.global_batch_size, every_row=True), context
+    )
+    assembly = assemble(trained, dataset, context)
+    replicas = TableReplicas(assembly.model, None, trained.parallel, context) if assembly.replicated else None
+    checkpointer = Checkpointer(
+        checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context, replicas=replicas
+    )
+    restored = checkpointer.restore_latest() if job.step is None else checkpointer.restore(job.step)
+    if restored is None:
+        raise ValueError(
+            f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train run_dir={job.run} ..."
+        )
+    tables = describe_tables(job, restored, context.world_size // context.local_world_size)
+    is_other_data = restored["data_order"]["dataset"] != dataset.fingerprint()
+    if is_other_data and not job.other_data:
+        raise ValueError(
+            f"{trained.data.path} is not the data set that {job.run} was trained on: where its vocabularies differ, ids "
+            "mean other values and the metrics mean nothing; set other_data=true if its vocabularies are the same"
+        )
+    metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}")
+    step = restored["step"]
+    checkpoint = step_path(checkpointer.folder, step)
+    summary = EvaluateSummary(job.run, job.split, step, checkpoint, metrics, dataset.bayes_auc.get(job.split))
+    summary.tables = tables
+    summary.path = storage.join(job.run, file_name(job, step, dataset.fingerprint() if is_other_data else ""))
+    if storage.exists(trained_summary := storage.join(job.run, SUMMARY)):
+        summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
+    if context.is_main:
+        said = {"split": job.split, "step": summary.step, **({"tables": tables} if tables else {}), **metrics}
+        storage.publish_text(summary.path, to_json(said, indent=1))
+    return summary
+
+
+def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
+    """A part of a split, or other data, does not take the place of the whole evaluation."""
+    part = f".first_{job.max_batches}_batches" if job.max_batches is not None else ""
+    data = f".data_{other_data[:8]}" if other_data else ""
+    tables = ".own_tables" if job.tables == "own" else ""
+    return f"evaluation.{job.split}.step_{step}{part}{data}{tables}.json"
+
+
+def describe_tables(job: EvaluateJob, restored: dict[str, Any], num_hosts: int) -> str:
+    """Whose tables were evaluated; empty for a run whose tables were one model all along.
+
+    Raises:
+        ValueError: tables=own, and the step does not hold tables of each of `num_hosts` hosts.
+    """
+    stored = restored.get("replicas")
+    if job.tables == "own" and (not stored or not stored["apart"] or stored["num_hosts"] != num_hosts):
+        held = f"tables of each of {stored['num_hosts']} hosts" if stored and stored["apart"] else "one model's tables"
+        raise ValueError(
+            f"tables=own, but step {restored['step']} of {job.run} holds {held} and this evaluation runs on {num_hosts} "
+            "host(s); run it on as many hosts as the training, or leave out tables=own"
+        )
+    if not stored:
+        return ""
+    if not stored["apart"]:
+        return f"of all {stored['num_hosts']} hosts, just averaged ({stored['embedding_sync']})"
+    whose = "each host's own" if job.tables == "own" else "averaged"
+    return f"{whose}, of {stored['num_hosts']} hosts ({stored['embedding_sync']})"
+
+
+def load_trained_job(job: EvaluateJob) -> TrainJob:
+    """The run's own config, planned anew for the ranks at hand."""
+    path = storage.join(job.run, "config.yaml")
+    if not storage.exists(path):
+        raise ValueError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")
+    trained = load_saved_job(TrainJob, path)
+    trained.planner.kind = "search"  # its plan file may be for other ranks
+    if job.tables == "averaged":
+        trained.parallel = ParallelConfig()
+    trained.world_size = job.world_size
+    trained.run_dir = job.run  # it may have been moved
+    if job.data_path is not None:
+        trained.data.path = job.data_path
+    return trained
+
+
+def describe(summary: EvaluateSummary) -> str:
+    lines = [f"{summary.split} split at step {summary.step} of {summary.run}"]
+    width = max(12, *(len(name) + 2 for name in summary.metrics))
+    first = [name for name in CLICK_METRICS if name in summary.metrics]
+    for name in [*first, *(name for name in summary.metrics if name not in first)]:
+        value = summary.metrics[name]
+        lines.append(f"  {name:<{width}}" + (f"{value:,}" if isinstance(value, int) else f"{value:.6g}"))
+    if summary.tables:
+        lines.append(f"tables      {summary.tables}")
+    lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")
+    lines += describe_run(summary.run, summary.checkpoint, summary.throughput)
+    lines.append(f"written to  {summary.path}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What happens around training steps: saving, logging, profiling, early stopping."""

@@ -1,0 +1,68 @@
+"""Turn the first training step into lines that set each rank's peak memory beside what its plan predicted."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from pipeline.planner.record import PlanDescription, RankLoad, show_bytes
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.distributed import DistributedContext
+
+MAX_RANKS = 16  # that have a line of their own; of more the fullest
+logger = get_logger("pipeline.training")
+
+
+class MemoryWatch:
+    """Made before the tables are; on CPU what the process already holds then, libraries and data, does not count."""
+
+    def __init__(self, context: DistributedContext) -> None:
+        self._context = context
+        self._resident = psutil.Process().memory_info().rss
+        self._peak = _peak_resident()
+
+    def peak_bytes(self) -> int:
+        """Of this rank so far: allocated on its GPU, or what its resident set has grown by."""
+        if self._context.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._context.device)
+        # An earlier peak, of loading data say, is none of training's; one that was higher hides what came and went since.
+        peak = now if (now := _peak_resident()) > self._peak else psutil.Process().memory_info().rss
+        return max(0, peak - self._resident)
+
+    def report(self, plan: PlanDescription) -> None:
+        """Collective: rank 0 logs all ranks' figures."""
+        mine = torch.tensor([self.peak_bytes()], dtype=torch.int64, device=self._context.device)
+        measured = [torch.zeros_like(mine) for _ in range(self._context.world_size)]
+        dist.all_gather(measured, mine)
+        for line in describe_memory(plan, [int(each) for each in measured], self._context.device.type):
+            logger.info("%s", line)
+
+
+def describe_memory(plan: PlanDescription, measured_bytes: list[int], device_type: str) -> list[str]:
+    """`measured_bytes` by rank. What was not predicted is activations, workspace and libraries: the plan's reserve."""
+    what = "max_memory_allocated" if device_type == "cuda" else "growth of the resident set since before the tables"
+    # A plan for the ranks of one host holds for those of every other.
+    loads = [replace(plan.ranks[rank % len(plan.ranks)], rank=rank) for rank in range(len(measured_bytes))]
+    ranks = sorted(zip(loads, measured_bytes, strict=True), key=lambda pair: -pair[1])
+    more = len(ranks) - MAX_RANKS
+    lines = [f"peak memory after the first step, a rank (measured: {what})"]
+    lines += [
+        _line(plan, load, measured) for load, measured in sorted(ranks[:MAX_RANKS], key=lambda pair: pair[0].rank)
+    ]
+    return lines + ([f"  and {more} ranks that take less"] if more > 0 else [])
+
+
+def _line(plan: PlanDescription, load: RankLoad, measured: int) -> str:
+    tables = load.hbm_bytes if plan.usable_hbm_bytes else load.ddr_bytes
+    return (
+        f"  rank {load.rank}: predicted {show_bytes(tables + plan.dense_bytes)} (tables {show_bytes(tables)}, "
+        f"dense part {show_bytes(plan.dense_bytes)}), measured {show_bytes(measured)}"
+    )
+
+
+def _peak_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

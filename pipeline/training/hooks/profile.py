@@ -1,0 +1,125 @@
+"""Turn some training steps into a trace for Perfetto or TensorBoard, and a table of where their time went."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.distributed import DistributedContext
+
+# What an operation counts as, by the first of these that its name holds; "other" is all else, Python's own time included.
+KINDS = {
+    "collectives": (
+        "c10d::",
+        "nccl",
+        "gloo",
+        "All2All",
+        "ReduceScatter",
+        "AllGather",
+    ),  # TorchRec waits in the last three
+    "tables forward": ("split_embedding_codegen_forward", "bounds_check_indices", "_Pooled", "dense_embedding_codegen"),
+    "tables backward": ("_PooledBackward", "split_embedding_backward"),
+    "ids handed round": ("fbgemm::", "torchrec::"),
+    "optimizer": ("_fused_", "_foreach_", "Optimizer.", "addcdiv", "addcmul", "lerp"),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "gemm", "mkldnn"),
+    "interaction": ("_Dots",),
+    "copies and casts": ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "memcpy"),
+    "other layers": ("aten::",),
+}
+ORDER = ("tables backward", *(kind for kind in KINDS if kind != "tables backward"))  # _PooledBackward holds _Pooled
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Milliseconds a step of one rank's own time in one kind of operation, and the operations that took most of it."""
+
+    kind: str
+    ms_a_step: float
+    operations: list[str]
+
+
+class StepProfiler:
+    """`with profiler.step(number):` around each step; records `first` to `last` and then writes into `folder`."""
+
+    def __init__(self, first: int, last: int, folder: str, context: DistributedContext) -> None:
+        self._first, self._last, self._folder, self._context = first, last, folder, context
+        self._profile: profile | None = None
+        self._started = 0.0
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """`number` counts from 1, as log lines do. A run that starts within the range records the rest of it."""
+        if self._profile is None and self._first <= number <= self._last:
+            activities = [ProfilerActivity.CPU]
+            if self._context.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profile, self._first = profile(activities=activities), number
+            self._profile.start()
+            self._started = time.perf_counter()
+        yield
+        if self._profile is not None and number == self._last:
+            self.close(number)
+
+    def close(self, number: int) -> None:
+        """Write what was recorded up to step `number`; nothing where nothing is being recorded."""
+        if self._profile is None:
+            return
+        if self._context.device.type == "cuda":
+            torch.cuda.synchronize(self._context.device)
+        seconds, num_steps = time.perf_counter() - self._started, number - self._first + 1
+        self._profile.stop()
+        shares = summarize(self._profile, num_steps, self._context.device.type)
+        name = f"rank{self._context.rank}.steps_{self._first}-{number}"
+        os.makedirs(self._folder, exist_ok=True)
+        self._profile.export_chrome_trace(f"{self._folder}/{name}.pt.trace.json.gz")
+        table = render(shares, 1e3 * seconds / num_steps)
+        with open(f"{self._folder}/{name}.txt", "w") as file:
+            file.write(table + "\n")
+        if self._context.is_main:
+            logger.info(
+                "steps %d-%d, %s: open %s/%s.pt.trace.json.gz at ui.perfetto.dev\n%s",
+                self._first, number, "device time" if self._context.device.type == "cuda" else "CPU time",
+                self._folder, name, table,
+            )  # fmt: skip
+        self._profile = None
+
+
+def summarize(recorded: profile, num_steps: int, device_type: str) -> list[Share]:
+    """Shares, the largest first; own time alone, so that no time is counted twice."""
+    times: dict[str, dict[str, float]] = {}
+    for event in recorded.key_averages():
+        own = event.self_device_time_total if device_type == "cuda" else event.self_cpu_time_total
+        if own > 0:
+            mine = times.setdefault(kind_of(event.key), {})
+            mine[event.key] = mine.get(event.key, 0.0) + own / 1e3 / num_steps
+    shares = [
+        Share(kind, sum(mine.values()), sorted(mine, key=lambda name: -mine[name])[:3]) for kind, mine in times.items()
+    ]
+    return sorted(shares, key=lambda share: -share.ms_a_step)
+
+
+def kind_of(operation: str) -> str:
+    return next((kind for kind in ORDER if any(part in operation for part in KINDS[kind])), "other")
+
+
+def render(shares: list[Share], wall_ms: float) -> str:
+    total = sum(share.ms_a_step for share in shares) or 1.0
+    lines = [f"{'':<18}{'ms a step':>10}{'share':>8}   most of it in"]
+    lines += [
+        f"{share.kind:<18}{share.ms_a_step:>10.2f}{share.ms_a_step / total:>8.1%}   {', '.join(share.operations)[:90]}"
+        for share in shares
+    ]
+    return "\n".join(
+        [
+            *lines,
+            f"{'all':<18}{total:>10.2f}{'':>8}   {wall_ms:.2f} ms a step by the clock, the profiler's own time included",
+        ]
+    )

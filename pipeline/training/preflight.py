@@ -1,0 +1,120 @@
+"""Turn a train job and its data set into resolved tables, or an error before torch is imported or memory is allocated."""
+
+from __future__ import annotations
+
+import math
+
+from pipeline.config.data import check_batch_geometry
+from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
+from pipeline.config.model import used_tables
+from pipeline.config.tables import rows_of_features
+from pipeline.config.training import SparseOptimizerConfig
+from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_split, load_dataset
+from pipeline.data.prepare.describe_unprepared import describe_dataset
+from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.table import Table
+from pipeline.embeddings.tables import resolve_tables
+from pipeline.planner.comms_precisions import check_batch_fits_comms, check_widths
+from pipeline.planner.head_rows import settle_head_rows
+from pipeline.planner.plan_folder import find_plan_file
+from pipeline.runtime.storage import storage
+
+CPU_FUSED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+
+
+def validate_job(job: TrainJob, world_size: int) -> list[Table]:
+    """Local, reads dataset.json only. The tables that the job will train on `world_size` ranks.
+
+    A PlanJob is also validated without dataset.json where the config alone says enough; see load_or_describe.
+
+    Raises:
+        ValueError: the data set is missing or too small, or tables, model, batch, ranks, collectives, optimizer
+            or plan file do not fit it or each other.
+    """
+    dataset = load_or_describe(job)
+    check_multi_hot(dataset, job.data.synthetic_multi_hot)
+    # Whatever number of rows is chosen for a head later on, more memory than all there is changes nothing here.
+    settled = settle_head_rows(job, dataset, world_size, math.inf)
+    tables = resolve_tables(settled, dataset, job.data.synthetic_multi_hot)
+    job.model.check_tables(tables, len(dataset.dense_features))
+    tables = used_tables(job.model, tables)
+    _check_batches(job, dataset, world_size)
+    _check_replicas(job, tables)
+    plain = physical_tables(tables)
+    if not plain:
+        raise ValueError(
+            f"all {len(tables)} tables are tensor trains, and nothing is left to shard; keep one that is none, e.g. "
+            f"tables.{min(tables, key=lambda table: table.num_embeddings).name}.compression.kind=none"
+        )
+    check_widths(plain)
+    for size in (job.trainer.micro_batch_size, job.trainer.evaluate_batch_size or job.trainer.global_batch_size):
+        check_batch_fits_comms(job.comms, size // world_size, plain)
+    if job.hardware.compute_device == "cpu":
+        check_optimizer_on_cpu(job.optimizer.sparse, plain)
+    if job.planner.kind == "file":
+        find_plan_file(job.planner.plan_file, f"python -m pipeline.plan <this job's overrides> world_size={world_size}")
+    return tables
+
+
+def load_or_describe(job: TrainJob) -> Dataset:
+    """dataset.json; where it is absent a plan, which reads no rows, takes what the config says: `splits` is then empty.
+
+    Raises:
+        ValueError: there is no dataset.json, and the job trains, or its config leaves open what it would say.
+    """
+    path = job.data.path
+    if storage.is_file(storage.join(path, FILE_NAME)):
+        return load_dataset(path)
+    if isinstance(job, PlanJob):
+        return describe_dataset(job.data, rows_of_features(job.tables))
+    raise ValueError(
+        f"there is no {FILE_NAME} in {path!r}: prepare the data set with "
+        f"`python -m pipeline.prepare data={job.data.name} source=<file, folder or glob>`, or set data.path"
+    )
+
+
+def _check_replicas(job: TrainJob, tables: list[Table]) -> None:
+    managed = [table.name for table in tables if table.compression and table.compression.kind == "managed_collision"]
+    if job.parallel.has_replicas and managed:
+        raise ValueError(
+            f"parallel.embedding_sync={job.parallel.embedding_sync}, but the rows of tables.{managed[0]} belong to whatever ids "
+            "each host has seen (compression.kind=managed_collision), and their average would mix ids; use "
+            "parallel.embedding_sync=every_step, or another kind for that table"
+        )
+
+
+def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:
+    trainer, num_streams = job.trainer, job.data.reader.num_streams
+    check_batch_geometry(trainer.micro_batch_size, num_streams, world_size)
+    if trainer.evaluate_batch_size is not None:
+        check_batch_geometry(trainer.evaluate_batch_size, num_streams, world_size)
+    if not dataset.splits:
+        return
+    check_split(dataset, "train", trainer.global_batch_size)
+    check_split(dataset, "validation", 1)
+
+
+def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table]) -> None:
+    """Raises ValueError for what FBGEMM lacks, or ignores, in tables that are sharded on CPU."""
+    sharded = [table for table in tables if table.sharding.sharding_types != ["data_parallel"]]
+    if not sharded:
+        return
+    named = f"{len(sharded)} of {len(tables)} tables, {sharded[0].name!r} first,"
+    if optimizer.name not in CPU_FUSED_OPTIMIZERS:
+        raise ValueError(
+            f"optimizer.sparse.name={optimizer.name}, but on CPU FBGEMM updates sharded tables by "
+            f"{', '.join(CPU_FUSED_OPTIMIZERS)} only, and {named} may be sharded; use one of these, or set "
+            "tables.default.sharding.sharding_types=[data_parallel], which is exact, or train on a GPU"
+        )
+    if optimizer.weight_decay:
+        raise ValueError(
+            f"optimizer.sparse.weight_decay={optimizer.weight_decay:g}, but on CPU FBGEMM ignores it in sharded tables, "
+            f"and {named} may be sharded; set it to 0, or train on a GPU"
+        )
+
+
+def validate_evaluation(job: EvaluateJob, trained: TrainJob, world_size: int) -> None:
+    """Raises ValueError where the run's batches cannot be dealt to `world_size` ranks."""
+    trainer = trained.trainer
+    size = job.global_batch_size or trainer.evaluate_batch_size or trainer.global_batch_size
+    check_batch_geometry(size, trained.data.reader.num_streams, world_size)

@@ -1,0 +1,264 @@
+"""Train one model:  python -m pipeline.train experiment=quickstart
+
+On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
+A run folder that holds a checkpoint is resumed; another run_dir starts anew.
+SIGTERM saves at the next training step and ends with exit code 75; the same command goes on (docs/reliability.md).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.jobs import TrainJob
+from pipeline.config.saved_jobs import save_job
+from pipeline.embeddings.compression.signatures import signatures
+from pipeline.runtime.process import watchdog
+from pipeline.runtime.process.exit_codes import REQUEUE
+from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.storage import storage
+from pipeline.training.run_state import (
+    describe_data_order,
+    describe_job,
+    earlier_tables,
+    open_checkpoints,
+    resume,
+    start_warm,
+)
+
+if TYPE_CHECKING:
+    from torchrec.optim.keyed import KeyedOptimizer
+
+    from pipeline.checkpoint.checkpointer import Checkpointer
+    from pipeline.checkpoint.replicas import Replicas
+    from pipeline.data.dataset import Dataset
+    from pipeline.embeddings.describe import Savings
+    from pipeline.runtime.logs import MetricsWriter
+    from pipeline.runtime.process.distributed import DistributedContext
+    from pipeline.training.assembly import Assembly
+    from pipeline.training.trainer import FitResult
+
+SUMMARY = "summary.json"
+
+
+@dataclass
+class TrainSummary:
+    """What a finished run leaves behind; `validation` are the last evaluation's metrics."""
+
+    run_dir: str
+    checkpoint: str
+    step: int
+    stopped_early: bool = False
+    throughput: dict[str, float] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    bayes_auc: float | None = None
+    num_bad_rows: int = 0  # quarantined in training, on all ranks; run_dir/quarantine lists them
+    compression: dict[str, Any] = field(
+        default_factory=dict
+    )  # of each compressed table: its parts, bytes and collisions
+
+
+def train(job: TrainJob) -> TrainSummary:
+    """Collective: build, shard, resume, fit. Rank 0 writes the run folder, and holds it until it returns or raises.
+
+    Raises:
+        ValueError: the job does not fit the data, the hardware or the checkpoint in its run folder.
+    """
+    # Imported here, for a typo in the command line must fail before torch is loaded.
+    with none_while_importing():
+        from pipeline.runtime.logs import get_logger
+        from pipeline.runtime.process.distributed import describe_threads, init_distributed
+        from pipeline.runtime.storage.run_folder import take_run_folder
+
+    context = init_distributed(job.comms.backend, job.comms.timeout_s)
+    if job.world_size != context.world_size:
+        raise ValueError(f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher")
+    get_logger("pipeline.train").info(describe_threads(context))
+    lease = take_run_folder(job.run_dir, context, job.trainer.lease_ttl_s)
+    try:
+        result, summary = _train(job, context, lease.check if lease else None)
+    finally:
+        if lease:
+            lease.release()
+    if result.preempted:
+        get_logger("pipeline.train").info("stopped by SIGTERM at step %d, saved; the same command goes on", result.step)
+        sys.exit(REQUEUE)
+    return summary
+
+
+def _train(
+    job: TrainJob, context: DistributedContext, fence: Callable[[], None] | None
+) -> tuple[FitResult, TrainSummary]:
+    """Collective: train() within a run folder that is held."""
+    with none_while_importing():
+        from pipeline.checkpoint.random_state import seed_random_state
+        from pipeline.config.training import profiled_steps
+        from pipeline.data.dataset import load_dataset
+        from pipeline.sharding.torchrec.embedding_sync import TableReplicas
+        from pipeline.training.allocator import keep_freed_memory
+        from pipeline.training.assembly import assemble, open_reader, settle_heads
+        from pipeline.training.compiled import DenseCompiler
+        from pipeline.training.hooks.memory import MemoryWatch
+        from pipeline.training.hooks.profile import StepProfiler
+        from pipeline.training.input_watch import on_all_ranks
+        from pipeline.training.optimizer import build_optimizer
+        from pipeline.training.trainer import Trainer
+
+    watchdog.beat(phase="loading")
+    seed_random_state(job.trainer.seed, context.rank)
+    dataset = load_dataset(job.data.path)
+    settle_heads(job, dataset, context, earlier_tables(job))
+    # Before memory is allocated: a missing shard shows here.
+    reader, validation_reader = (
+        on_all_ranks(partial(open_reader, job, dataset, split, context), context) for split in ("train", "validation")
+    )
+    if context.device.type == "cpu":
+        keep_freed_memory()
+    memory = MemoryWatch(context)
+    assembly = assemble(job, dataset, context)
+    savings = _tell(assembly, context)
+    if job.trainer.compile:
+        DenseCompiler().compile(assembly.task.model)
+    optimizer = build_optimizer(assembly.model, job.optimizer)
+    replicas = TableReplicas(assembly.model, optimizer, job.parallel, context) if assembly.replicated else None
+    checkpointer, restored = _resume(job, dataset, assembly, optimizer, context, fence, replicas)
+    writer = _open_writer(job, assembly, restored) if context.is_main else None
+    trainer = Trainer(
+        job.trainer,
+        job.schedule,
+        job.checkpoint,
+        model=assembly.model,
+        task=assembly.task,
+        optimizer=optimizer,
+        reader=reader,
+        validation_reader=validation_reader,
+        checkpointer=checkpointer,
+        writer=writer,
+        context=context,
+        after_first_step=lambda: memory.report(assembly.plan),
+        replicas=replicas,
+        profiler=StepProfiler(*profiled_steps(job.profile), f"{job.run_dir}/profile", context) if job.profile else None,
+    )
+    result = trainer.fit(restored)
+    summary = _summarize(job, checkpointer, result, dataset, savings)
+    if writer:
+        writer.close()
+        if result.throughput and not result.preempted:  # one that had nothing left to train keeps the earlier summary
+            _write_summary(summary)
+    return result, summary
+
+
+def _tell(assembly: Assembly, context: DistributedContext) -> list[Savings]:
+    """The plan, and what compressed tables save, into the log."""
+    from pipeline.embeddings.describe import describe_savings, savings_of
+    from pipeline.planner.explain import summarize
+    from pipeline.runtime.logs import get_logger
+
+    savings = savings_of(assembly.tables) if context.is_main else []
+    for line in [summarize(assembly.plan), *describe_savings(savings)]:
+        get_logger("pipeline.train").info("%s", line)
+    return savings
+
+
+def _resume(
+    job: TrainJob,
+    dataset: Dataset,
+    assembly: Assembly,
+    optimizer: KeyedOptimizer,
+    context: DistributedContext,
+    fence: Callable[[], None] | None,
+    replicas: Replicas | None,
+) -> tuple[Checkpointer, dict[str, Any] | None]:
+    """Collective: the run's checkpoints, and the manifest of the step that it goes on from; a warm start where there is none."""
+    from pipeline.planner.planfile import encode_record
+
+    data_order = describe_data_order(job, dataset.fingerprint())
+    about = describe_job(job, dataset, data_order, json.loads(encode_record(assembly.plan)))
+    about["compression"] = signatures(assembly.tables)
+    checkpointer = open_checkpoints(job, assembly.model, optimizer, context, about, fence, replicas)
+    restored = resume(job, checkpointer, data_order, about["compression"])
+    if restored is None and job.warm_start is not None:
+        start_warm(job, job.warm_start, assembly, optimizer, context, dataset)
+    return checkpointer, restored
+
+
+def _open_writer(job: TrainJob, assembly: Assembly, restored: dict[str, Any] | None) -> MetricsWriter:
+    """With config and plan beside it: what the run folder holds from the start."""
+    from pipeline.planner.planfile import write_plan
+    from pipeline.runtime.logs import MetricsWriter
+
+    writer = MetricsWriter(job.run_dir, restored["step"] if restored else 0)
+    save_job(job, f"{job.run_dir}/config.yaml")
+    write_plan(f"{job.run_dir}/plan.json", assembly.plan)
+    return writer
+
+
+def _summarize(
+    job: TrainJob, checkpointer: Checkpointer, result: FitResult, dataset: Dataset, savings: list[Savings]
+) -> TrainSummary:
+    from pipeline.checkpoint.steps import step_path
+    from pipeline.embeddings.describe import as_json
+
+    return TrainSummary(
+        run_dir=job.run_dir,
+        checkpoint=step_path(checkpointer.folder, result.step),
+        step=result.step,
+        stopped_early=result.stopped_early,
+        throughput=result.throughput,
+        validation=result.metrics,
+        bayes_auc=dataset.bayes_auc.get("validation"),
+        num_bad_rows=result.num_bad_rows,
+        compression=as_json(savings),
+    )
+
+
+def _write_summary(summary: TrainSummary) -> None:
+    from pipeline.runtime.logs import to_json
+
+    storage.publish_text(f"{summary.run_dir}/{SUMMARY}", to_json(asdict(summary), indent=1))
+
+
+def describe(summary: TrainSummary) -> str:
+    """What a person wants to know at the end: where things lie, how good, how fast, what next."""
+    lines = [f"trained to step {summary.step}{' (stopped early)' if summary.stopped_early else ''}"]
+    if summary.validation:
+        lines.append(f"validation  {describe_quality(summary.validation, summary.bayes_auc)}")
+    if summary.num_bad_rows:
+        lines.append(
+            f"quarantine  {summary.num_bad_rows:,} bad row(s) left out, listed in {summary.run_dir}/quarantine"
+        )
+    lines += describe_run(summary.run_dir, summary.checkpoint, summary.throughput)
+    lines.append(f"next        python -m pipeline.evaluate run={summary.run_dir} split=test")
+    return "\n".join(lines)
+
+
+def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) -> list[str]:
+    from pipeline.training.hooks.throughput import describe_comms_wait
+
+    lines = [
+        f"model       {checkpoint}",
+        f"plan        {run_dir}/plan.json",
+        f"metrics     {run_dir}/metrics.jsonl",
+        f"plots       tensorboard --logdir {run_dir}/tensorboard",
+    ]
+    if throughput:
+        lines.append(
+            f"speed       {throughput['samples_per_s']:,.0f} samples/s in training, "
+            f"{throughput['input_stall_percent']:.1f} % of the time waiting for input, "
+            f"{describe_comms_wait(throughput)}, {throughput['peak_memory_gb']:.2f} GiB a rank"
+        )
+    return lines
+
+
+def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
+    if "auc" not in metrics:
+        return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if not isinstance(value, int))
+    text = f"AUC {metrics['auc']:.4f}"
+    if bayes_auc is not None:
+        share = (metrics["auc"] - 0.5) / (bayes_auc - 0.5)
+        text += f" of {bayes_auc:.4f}, the best that the data allows ({100 * share:.1f} % of the lift over 0.5)"
+    return f"{text}, NE {metrics['ne']:.4f}, calibration {metrics['calibration']:.3f}"

@@ -1,0 +1,176 @@
+"""Turn a job into the checkpoints of its run folder: where they lie, what they say of the run, what a start takes from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.jobs import TrainJob
+from pipeline.config.saved_jobs import load_saved_job
+from pipeline.config.tables import TableConfig
+from pipeline.config.training import CheckpointConfig
+from pipeline.config.warm_start import WarmStartConfig
+from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.compression.signatures import signatures
+from pipeline.runtime.storage import storage
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torchrec.optim.keyed import KeyedOptimizer
+
+    from pipeline.checkpoint.checkpointer import Checkpointer
+    from pipeline.checkpoint.replicas import Replicas
+    from pipeline.data.dataset import Dataset
+    from pipeline.runtime.process.distributed import DistributedContext
+    from pipeline.training.assembly import Assembly
+
+
+def checkpoint_folder(run_dir: str, config: CheckpointConfig) -> str:
+    return config.folder or f"{run_dir}/checkpoints"
+
+
+def config_of(run: str) -> TrainJob | None:
+    """The config that another run has saved; None where there is none. Raises ValueError for a config of no job."""
+    path = storage.join(run, "config.yaml")
+    return load_saved_job(TrainJob, path) if storage.is_file(path) else None
+
+
+def folder_of(run: str) -> str:
+    """Where another run keeps its checkpoints, as its saved config says. Raises ValueError as config_of."""
+    job = config_of(run)
+    return checkpoint_folder(run, job.checkpoint if job else CheckpointConfig())
+
+
+def earlier_tables(job: TrainJob) -> dict[str, TableConfig]:
+    """Those of the run that this one goes on with; none for a fresh run folder."""
+    earlier = config_of(job.run_dir) if job.checkpoint.resume else None
+    return earlier.tables if earlier else {}
+
+
+def describe_data_order(job: TrainJob, dataset_fingerprint: str) -> dict[str, Any]:
+    """All that decides which rows step g trains on; a resumed run must not change it."""
+    return {
+        "dataset": dataset_fingerprint,
+        "trainer.seed": job.trainer.seed,
+        "trainer.global_batch_size": job.trainer.global_batch_size,
+        "trainer.gradient_accumulation_steps": job.trainer.gradient_accumulation_steps,
+        "data.reader.num_streams": job.data.reader.num_streams,
+        "data.reader.shuffle": job.data.reader.shuffle,
+    }
+
+
+def describe_job(job: TrainJob, dataset: Dataset, data_order: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
+    """What every checkpoint says of the run; the hashes tell at a glance whether two steps are of the same one."""
+    config = asdict(job)
+    hashes = {
+        "config": _hash(config),
+        "schema": dataset.schema_hash(),
+        "plan": _hash(plan["plan"]),
+        "plan_fingerprint": plan["fingerprint_sha256"],
+    }
+    return {"data_order": data_order, "config": config, "plan": plan, "hashes": hashes}
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def open_checkpoints(
+    job: TrainJob,
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    context: DistributedContext,
+    about: dict[str, Any],
+    fence: Callable[[], None] | None,
+    replicas: Replicas | None = None,
+) -> Checkpointer:
+    """The run's checkpoints by checkpoint.*; `fence` raises where the run has lost its folder to another."""
+    from pipeline.checkpoint.checkpointer import Checkpointer
+
+    return Checkpointer(
+        checkpoint_folder(job.run_dir, job.checkpoint),
+        model,
+        optimizer,
+        context,
+        keep_last_n=job.checkpoint.keep_last_n,
+        keep_best_n=job.checkpoint.keep_best_n,
+        best_metric=job.checkpoint.best_metric or job.model.metrics[0],
+        asynchronous=job.checkpoint.asynchronous,
+        staging=f"{job.run_dir}/staging",
+        average_row_state=job.checkpoint.row_state_across_columns == "average",
+        about=about,
+        fence=fence,
+        replicas=replicas,
+    )
+
+
+def resume(
+    job: TrainJob, checkpointer: Any, data_order: dict[str, Any], compression: dict[str, str]
+) -> dict[str, Any] | None:
+    """Collective: the manifest of the step that was restored, None for a fresh run folder.
+
+    Raises:
+        ValueError: the run folder holds a run over other data or with tables compressed in another way, or any run at
+            all with checkpoint.resume=false.
+    """
+    from pipeline.checkpoint.steps import list_steps
+
+    if not job.checkpoint.resume:
+        if steps := list_steps(checkpointer.folder):
+            raise ValueError(
+                f"checkpoint.resume=false, but {checkpointer.folder} holds {len(steps)} checkpoint(s), the newest at "
+                f"step {steps[-1]}; choose another run_dir, or delete that folder"
+            )
+        return None
+
+    def check(found: dict[str, Any]) -> None:
+        for key, now in data_order.items():
+            then = found["data_order"].get(key)
+            if then != now:
+                raise ValueError(
+                    f"{job.run_dir} was trained to step {found['step']} with {key}={then}, this job has {now}: step "
+                    f"{found['step']} would not be followed by the rows that come next; keep the value, or choose "
+                    "another run_dir"
+                )
+        before = found.get("compression", {})
+        for table in sorted(before.keys() | compression.keys()):
+            if (then := before.get(table, "whole")) != (now := compression.get(table, "whole")):
+                raise ValueError(
+                    f"{job.run_dir} was trained to step {found['step']} with table {table!r} as {then}, this job has {now}: "
+                    "its rows would stand for other ids; keep tables.*.compression, or choose another run_dir"
+                )
+
+    found: dict[str, Any] | None = checkpointer.restore_latest(check)
+    checkpointer.clear_after(found["step"] if found else -1)
+    return found
+
+
+def start_warm(
+    job: TrainJob, config: WarmStartConfig, assembly: Assembly, optimizer: Any, context: Any, dataset: Dataset
+) -> None:
+    """Collective: first weights from another run; what became of each table goes to the log and warm_start.json.
+
+    Raises:
+        ValueError: there is no such checkpoint, or a policy of `config` refuses what it holds.
+    """
+    from pipeline.checkpoint.warm_start import NewData, report_json, warm_start
+    from pipeline.runtime.logs import get_logger, to_json
+
+    by_name = {table.name: table for table in assembly.tables}
+    parts = {part.name: part.config_name for part in physical_tables(assembly.tables)}
+    data = NewData(
+        dataset,
+        job.data.path,
+        {name: by_name[whole].feature_names for name, whole in [*parts.items(), *((name, name) for name in by_name)]},
+        {name: whole for name, whole in parts.items() if name != whole},
+        signatures(assembly.tables),
+    )
+    folder = None if config.run is None else folder_of(config.run)
+    report = warm_start(config, folder, assembly.model, optimizer, context, data)
+    for line in report.lines():
+        get_logger("pipeline.train").info("%s", line)
+    if context.is_main:
+        storage.publish_text(f"{job.run_dir}/warm_start.json", to_json(report_json(report), indent=1))

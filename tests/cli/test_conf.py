@@ -1,0 +1,155 @@
+"""Every file under conf/ composes, presets carry their references' numbers, and no typo gets as far as torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.cli.command_line import load_config
+from pipeline.cli.compose import group_options
+from pipeline.config.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+GROUPS = group_options([CONF])
+OPTIONS = [(group, option) for group in GROUPS if group != "experiment" for option in GROUPS[group]]
+NUM_TYPOS = 50
+
+# mlcommons/training, recommendation_v2/torchrec_dlrm/README.MD
+MLPERF_ROWS = [
+    40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209, 11938, 155, 4, 976,
+    14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36,
+]  # fmt: skip
+MLPERF_MULTI_HOT = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
+KAGGLE_ROWS = [
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+]  # fmt: skip
+CRITEO_1TB_ROWS = [
+    227605432, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 130229467, 3067956, 405282, 10, 2209, 11938, 155, 4, 976,
+    14, 292775614, 40790948, 187188510, 590152, 12973, 108, 36,
+]  # fmt: skip
+
+
+def _rows(job: TrainJob) -> list[int | None]:
+    return [job.tables[f"cat_{index}"].num_embeddings for index in range(26)]
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_every_experiment_trains_and_plans_under_its_own_name(experiment: str) -> None:
+    job = load_config(TrainJob, [f"experiment={experiment}"])
+    assert (job.name, job.run_dir) == (experiment, f"runs/{experiment}")
+    planned = load_config(PlanJob, [f"experiment={experiment}", "hardware=h200", "world_size=8"])
+    assert planned.planner.plan_file == f"sharding_plans/{experiment}.h200x8.json"
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_every_experiment_begins_with_the_command_that_runs_it(experiment: str) -> None:
+    package, command, *_ = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    assert package == "# @package _global_"  # Hydra reads it from the first line only
+    assert command == f"# python -m pipeline.train experiment={experiment}"
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_of_every_group_composes(group: str, option: str) -> None:
+    job = load_config(TrainJob, [*dict.fromkeys(["data=criteo_kaggle"] * (group != "data")), f"{group}={option}"])
+    assert isinstance(job, TrainJob)
+    stated = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
+    part = getattr(job, group)
+    for key in set(stated or {}) - {"defaults"}:
+        assert key in part if isinstance(part, dict) else hasattr(part, key)
+
+
+@pytest.mark.parametrize("data", GROUPS["data"])
+def test_every_data_set_prepares(data: str) -> None:
+    job = load_config(PrepareJob, [f"data={data}", "source=raw/*"])
+    assert (job.data.name, job.data.path) == (data, f"datasets/{data}")
+
+
+def test_the_other_verbs_compose() -> None:
+    assert load_config(GenerateJob, ["data=quickstart"]).output == "datasets/raw/quickstart.tsv"
+    assert load_config(EvaluateJob, ["run=runs/quickstart"]).split == "test"
+
+
+def test_mlperf_dlrmv2_is_the_references_model_data_and_optimizer() -> None:
+    job = load_config(TrainJob, ["experiment=mlperf_dlrmv2"])
+    assert _rows(job) == MLPERF_ROWS
+    assert job.tables["default"].embedding_dim == 128
+    bags = [job.data.synthetic_multi_hot.get(f"cat_{index}", 1) for index in range(26)]
+    assert bags == MLPERF_MULTI_HOT
+    assert job.model == DLRMDCNConfig(
+        dense_arch_layer_sizes=[512, 256, 128],
+        over_arch_layer_sizes=[1024, 1024, 512, 256, 1],
+        dcn_num_layers=3,
+        dcn_low_rank_dim=512,
+    )
+    for optimizer in (job.optimizer.sparse, job.optimizer.dense):
+        assert (optimizer.name, optimizer.lr, optimizer.eps, optimizer.weight_decay) == ("adagrad", 0.005, 1e-8, 0.0)
+    for schedule in (job.schedule.sparse, job.schedule.dense):
+        assert (schedule.kind, schedule.warmup_steps) == ("constant", 0)
+    assert (job.trainer.global_batch_size, job.trainer.epochs) == (65536, 1)
+    # 4,195,197,692 rows, evaluated 20 times.
+    assert 4_195_197_692 // 65536 // job.trainer.evaluate_every_steps == 20
+
+
+def test_criteo_kaggle_is_the_references_model() -> None:
+    job = load_config(TrainJob, ["experiment=criteo_kaggle_dlrm"])
+    assert _rows(job) == KAGGLE_ROWS
+    assert job.tables["default"].embedding_dim == 16
+    assert job.model == DLRMConfig(dense_arch_layer_sizes=[512, 256, 64, 16], over_arch_layer_sizes=[512, 256, 1])
+    assert (job.optimizer.sparse.name, job.optimizer.sparse.lr) == ("sgd", 0.1)
+    assert job.trainer.global_batch_size == 128
+
+
+def test_criteo_1tb_tables_hold_every_id() -> None:
+    assert _rows(load_config(TrainJob, ["data=criteo_1tb", "tables=criteo_1tb"])) == CRITEO_1TB_ROWS
+
+
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [("criteo_kaggle_exact", KAGGLE_ROWS), ("criteo_1tb_exact", CRITEO_1TB_ROWS), ("criteo_1tb_mlperf", MLPERF_ROWS)],
+)
+def test_ids_are_capped_to_the_rows_of_the_references_tables(data: str, rows: list[int]) -> None:
+    ids = load_config(PrepareJob, [f"data={data}", "source=x"]).data.feature_ids
+    assert [ids[f"cat_{index}"].max_size for index in range(26)] == rows
+
+
+def test_every_typo_is_told_with_the_nearest_name_before_torch_is_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.typos", "0", str(NUM_TYPOS)],
+        cwd=CONF.parent, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "0"},
+    )  # fmt: skip
+    *typos, last = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(typos) == NUM_TYPOS
+    untold = [typo for typo in typos if f"did you mean {typo['right']!r}" not in typo["told"]]
+    assert not untold
+    assert last == {"torch": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tables", "rows", "ids", "bottom"),
+    [
+        ("rmc1", 5, 100_000, 80, [8, 4, 1]),
+        ("rmc2", 40, 2_000_000, 80, [8, 4, 1]),
+        ("rmc3", 10, 800_000, 20, [80, 8, 4]),
+    ],
+)
+def test_rmc_presets_have_the_proportions_of_the_paper(
+    name: str, num_tables: int, rows: int, ids: int, bottom: list[int]
+) -> None:
+    job = load_config(TrainJob, [f"experiment={name}"])
+    features = job.data.columns.sparse
+    assert [job.tables[feature].num_embeddings for feature in features] == [rows] * num_tables
+    assert job.data.synthetic_multi_hot == dict.fromkeys(features, ids)
+    assert isinstance(job.model, DLRMConfig)
+    unit = job.tables["default"].embedding_dim
+    assert unit == 32
+    assert job.model.dense_arch_layer_sizes[:3] == [unit * times for times in bottom]
+    assert job.model.dense_arch_layer_sizes[-1] == unit
+    assert job.model.over_arch_layer_sizes == [4 * unit, 2 * unit, unit, 1]

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.command_line import load_config
+from pipeline.cli.plan import check, describe, diff, plan, run_command_line, show, train_command
+from pipeline.config.data import ColumnsConfig, DataConfig, IdsConfig
+from pipeline.config.jobs import PlanJob, TrainJob
+from pipeline.config.planner import PlannerConfig
+from pipeline.config.tables import TableConfig
+from pipeline.config.training import TrainerConfig
+from pipeline.models.dlrm import DLRMConfig
+from pipeline.planner.planfile import read_plan
+from pipeline.training.preflight import validate_job
+from tests.planner.problems import KAGGLE_ROWS, preset
+from tests.support.datasets import described_dataset
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> PlanJob:
+    """Criteo Kaggle's shape for 64 ranks of absent hardware, from dataset.json alone."""
+    dataset = described_dataset(
+        {f"cat_{index}": rows for index, rows in enumerate(KAGGLE_ROWS)}, num_dense=13, num_rows=100_000
+    )
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset.json").write_text(dataset.to_json())
+    return PlanJob(
+        name="kaggle",
+        world_size=16,
+        data=DataConfig(name="kaggle", path=str(tmp_path / "data")),
+        model=DLRMConfig(),
+        planner=PlannerConfig(kind="torchrec", plan_file=str(tmp_path / "plan.json")),
+        hardware=preset("h100_80gb"),
+        trainer=TrainerConfig(global_batch_size=65536),
+    )
+
+
+def test_a_laptop_plans_for_absent_gpus(job: PlanJob) -> None:
+    summary = plan(job)
+    record = read_plan(job.planner.plan_file)
+    assert (summary.world_size, summary.local_world_size, len(record.ranks)) == (16, 8, 16)
+    assert list(record.plan.plan) == ["model.sparse_arch.embedding_bag_collection"]  # as in training
+    assert [choice.num_embeddings for choice in record.tables] == KAGGLE_ROWS
+    assert record.fingerprint["batch_size"] == 4096
+    assert record.usable_hbm_bytes < 0.85 * 79 * 2**30  # the dense part has its share
+    text = describe(summary)
+    assert all(f"cat_{index} " in text for index in range(26))
+    assert f"plan        {job.planner.plan_file} (torchrec, 16 rank(s) of h100_80gb" in text
+    page = job.planner.plan_file.replace(".json", ".html")
+    assert f"pictures    {page}\n" in text and "<title>Plan: kaggle on 16 x h100_80gb</title>" in Path(page).read_text()
+
+
+def test_planning_from_the_file_shows_it_again_and_refuses_another_job(job: PlanJob) -> None:
+    shown = plan(job).explanation
+    job.planner.kind = "file"
+    again = plan(job)
+    assert (again.explanation, again.page) == (shown, None)
+    assert shown in show(job.planner.plan_file)
+    job.trainer.global_batch_size = 32768
+    with pytest.raises(ValueError, match="batch_size: 4096 in the plan, 2048 in this job"):
+        plan(job)
+
+
+def test_a_batch_that_does_not_divide_is_refused(job: PlanJob) -> None:
+    job.trainer.global_batch_size = 1000
+    with pytest.raises(ValueError, match="1000"):
+        plan(job)
+
+
+def test_the_next_command_trains_with_the_plan(job: PlanJob) -> None:
+    job.planner.timeout_s = 1.0
+    summary = plan(job)
+    overrides = ["experiment=kaggle", "hardware=h100_80gb", "world_size=16", "planner=torchrec", "run_dir=a b"]
+    assert train_command(summary, overrides) == (
+        "torchx run -s <scheduler> pipeline.train -j 2x8 -- "
+        "experiment=kaggle hardware=h100_80gb world_size=16 'run_dir=a b' planner=file"
+    )
+    host = replace(summary, world_size=8)
+    assert train_command(host, []) == "torchx run -s local_cwd pipeline.train -j 1x8 -- planner=file"
+    one = replace(summary, world_size=1, local_world_size=1)
+    assert train_command(one, ["experiment=kaggle"]) == "python -m pipeline.train experiment=kaggle planner=file"
+
+
+def test_a_plan_is_made_without_the_data_where_tables_say_their_rows(
+    job: PlanJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan(job)
+    from_data = read_plan(job.planner.plan_file)
+    shutil.rmtree(job.data.path)
+    job.tables = {f"cat_{index}": TableConfig(num_embeddings=rows) for index, rows in enumerate(KAGGLE_ROWS)}
+    with caplog.at_level(logging.INFO, logger="pipeline"):
+        plan(job)
+    assert f"no data set at {job.data.path}: planned from the config alone, 26 features, 26 ids a sample" in caplog.text
+    assert read_plan(job.planner.plan_file) == from_data
+    train = TrainJob(**vars(job))
+    with pytest.raises(ValueError, match=r"there is no dataset\.json"):
+        validate_job(train, 16)
+
+
+def test_the_config_alone_gives_the_tables_that_prepared_data_give(prepared_clicks: str, tmp_path: Path) -> None:
+    """So a plan that was made without the data is not refused with them."""
+    words = ["experiment=quickstart", "data.synthetic_multi_hot={cat_3: 5}"]
+    prepared = load_config(PlanJob, [*words, f"data.path={prepared_clicks}"])
+    tables = validate_job(prepared, 2)
+    rows = [f"tables.{table.name}.num_embeddings={table.num_embeddings}" for table in tables]
+    absent = load_config(PlanJob, [*words, *rows, f"data.path={tmp_path / 'absent'}"])
+    assert validate_job(absent, 2) == [replace(table, frequencies=None) for table in tables]
+    assert all(table.frequencies for table in tables if table.num_embeddings > 1)
+
+
+SHIPPED = [
+    line.split()[3:]
+    for line in (Path(__file__).resolve().parents[2] / "sharding_plans" / "README.md").read_text().splitlines()
+    if line.startswith("    python -m pipeline.plan ")
+]
+
+
+@pytest.mark.parametrize("words", SHIPPED, ids=" ".join)
+def test_every_shipped_plan_holds_for_the_command_that_made_it(words: list[str]) -> None:
+    job = load_config(PlanJob, words)
+    assert check(job.planner.plan_file, job) == []
+    job.trainer.global_batch_size *= 2
+    assert check(job.planner.plan_file, job) != []
+
+
+def test_without_the_data_what_only_the_data_can_tell_is_asked_for(job: PlanJob) -> None:
+    shutil.rmtree(job.data.path)
+    with pytest.raises(ValueError, match=r"no table says how many ids 'cat_0' and 25 more has") as caught:
+        plan(job)
+    assert "prepare the data set with `python -m pipeline.prepare data=kaggle" in str(caught.value)
+    job.data.ids = IdsConfig(kind="hash", hash_size=1000)
+    assert {table.num_embeddings for table in validate_job(job, 16)} == {1000}
+    job.data = DataConfig("mine", job.data.path, "csv", ColumnsConfig(sparse=["a"], multi_hot=["words"]))
+    with pytest.raises(ValueError, match="how long the lists of 'words' are only the data can tell"):
+        plan(job)
+
+
+def test_a_plan_is_checked_against_a_job(job: PlanJob) -> None:
+    job.hardware = preset("h100_80gb", hbm_cap_gb=4.0)
+    plan(job)
+    path = job.planner.plan_file
+    assert check(path, job) == []
+    job.hardware = preset("h100_80gb", hbm_cap_gb=5.0)
+    assert check(path, job) == [f"topology.hbm_cap_bytes: {4 * 2**30} in the plan, {5 * 2**30} in this job"]
+    job.hardware = preset("h100_80gb", hbm_cap_gb=4.0)
+    job.planner.reserved_memory_fraction = 0.6
+    (line, *_) = check(path, job)
+    assert line.startswith("it puts ") and "GiB is left beside the dense part" in line
+
+
+@pytest.fixture
+def plan_files(job: PlanJob, tmp_path: Path) -> tuple[str, str]:
+    """Two plans of one job, for 16 and for 8 ranks."""
+    plan(job)
+    other = str(tmp_path / "other.json")
+    job.world_size, job.planner.plan_file = 8, other
+    plan(job)
+    return str(tmp_path / "plan.json"), other
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "pipeline.plan", *words], capture_output=True, text=True)
+
+
+def test_plan_files_are_shown_and_compared_without_torch(plan_files: tuple[str, str]) -> None:
+    done = run("show", plan_files[0])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "26 tables on 16 rank(s) of h100_80gb, 8 a host, batch 4096 a rank" in done.stdout
+    assert done.stdout == show(plan_files[0]) + "\n"
+    done = run("diff", *plan_files)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "topology.world_size: 16 in A, 8 in B" in done.stdout
+    assert done.stdout == diff(*plan_files) + "\n"
+    code = (
+        "import sys\nfrom pipeline.cli.plan import diff, show\n"
+        f"show({plan_files[0]!r}), diff({plan_files[0]!r}, {plan_files[1]!r})\n"
+        "assert not {'torch', 'torchrec', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_check_exits_with_0_or_1(plan_files: tuple[str, str], tmp_path: Path) -> None:
+    job = ["data=criteo_kaggle", "name=kaggle", f"data.path={tmp_path / 'data'}", "tables.default.embedding_dim=64",
+           "trainer.global_batch_size=65536", "hardware=h100_80gb"]  # fmt: skip
+    done = run("check", plan_files[1], *job, "world_size=8")
+    assert (done.returncode, done.stdout) == (0, f"{plan_files[1]} holds for this job\n"), done.stderr
+    done = run("check", plan_files[0], *job, "world_size=8")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[0] == f"{plan_files[0]} does not hold for this job:"
+    assert "  topology.world_size: 16 in the plan, 8 in this job" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["shwo", "a.json"], "unknown command 'shwo' (there are show, diff, check; a job is told as key=value); did you mean 'show'?"),
+        (["show"], "show takes FILE: python -m pipeline.plan show FILE"),
+        (["diff", "a.json"], "diff takes A B: python -m pipeline.plan diff A B"),
+        (["show", "a.json", "b.json"], "show takes FILE"),
+        (["check", "experiment=quickstart"], "check takes FILE key=value ..."),
+        (["show", "/absent/a.json"], "no plan file at /absent/a.json; make one: python -m pipeline.plan"),
+        (["check", "/absent/a.json", "data=criteo_kaggle"], "no plan file at /absent/a.json"),
+        (["check", "a.json", "hardware=h100"], "hardware=h100: there is no such option in a100_40gb"),
+        (["hardwear=h200"], "did you mean 'hardware"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_is_one_line_and_exit_code_2(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    with pytest.raises(SystemExit) as caught:
+        run_command_line(words)
+    told = capsys.readouterr().err
+    assert caught.value.code == 2 and error in told and len(told.splitlines()) == 1
+
+
+def test_damaged_plan_files_are_one_line_too(plan_files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads(Path(plan_files[0]).read_text())
+    path = Path(plan_files[1])
+    for damaged, error in (
+        (b"\x80binary", "is not a plan file"),
+        (b"[]", "is not a plan file"),
+        (json.dumps({**content, "format_version": 9}).encode(), "has format_version 9, this release reads"),
+        (json.dumps({**content, "ranks": [{"rank": 0}]}).encode(), "is damaged"),
+        (json.dumps({**content, "plan": {}}).encode(), "is damaged: its plan and its tables differ"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(SystemExit) as caught:
+            run_command_line(["show", str(path)])
+        told = capsys.readouterr().err
+        assert caught.value.code == 2 and error in told and len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["show", "--help"], ["diff", "-h"], ["check", "--help"]])
+def test_help_names_the_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run_command_line(words)
+    told = capsys.readouterr().out
+    assert all(f"python -m pipeline.plan {command} " in told for command in ("show", "diff", "check"))

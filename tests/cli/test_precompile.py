@@ -1,0 +1,52 @@
+"""What is compiled ahead is what training runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime.process.openmp import wait_briefly
+
+TRAIN = """
+import os, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+from pipeline.cli.command_line import TrainJob, load_config
+from pipeline.training.run import train
+for overrides in {runs!r}:
+    train(load_config(TrainJob, overrides))
+"""
+
+
+def _compiled(folder: Path) -> set[str]:
+    return {file.name for file in folder.rglob("*.nbc")}
+
+
+def test_training_compiles_nothing_after_it(prepared_clicks: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    subprocess.run([sys.executable, "-m", "pipeline.precompile"], env=environment, check=True, capture_output=True)
+    before = _compiled(cache)
+    assert before
+    overrides = [
+        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", f"data.path={prepared_clicks}",
+        "trainer.max_steps=3", "trainer.precision=bf16", "trainer.evaluate_max_batches=1",
+    ]  # fmt: skip
+    half = ["tables.cat_3.data_type=fp16", "tables.cat_3.sharding.sharding_types=[table_wise]"]
+    runs = [[*overrides, f"run_dir={tmp_path / 'whole'}"], [*overrides, *half, f"run_dir={tmp_path / 'half'}"]]
+    code = TRAIN.format(runs=runs)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, timeout=300)
+    assert _compiled(cache) == before
+
+
+def test_openmps_threads_wait_briefly_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    wait_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    wait_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"

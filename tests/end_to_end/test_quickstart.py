@@ -1,0 +1,47 @@
+"""The data set of `make train`, whole: each model reaches what the planted teacher allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.command_line import load_config
+from pipeline.cli.generate import generate
+from pipeline.config.jobs import GenerateJob, PrepareJob, TrainJob
+from pipeline.data.prepare.run import prepare
+from pipeline.training.run import TrainSummary, train
+from tests.support.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("quickstart")
+    source = str(folder / "quickstart.tsv")
+    generate(load_config(GenerateJob, ["data=quickstart", f"output={source}"]))
+    return prepare(
+        load_config(PrepareJob, ["data=quickstart", f"source={source}", f"data.path={folder / 'prepared'}"])
+    ).path
+
+
+def _train(rank: int, overrides: list[str]) -> TrainSummary:
+    return train(load_config(TrainJob, overrides))
+
+
+def _share_of_lift(ranks: RankPool, experiment: str, data: str, run_dir: Path) -> float:
+    overrides = [f"experiment={experiment}", f"data.path={data}", f"run_dir={run_dir}", "hardware=cpu"]
+    summary = ranks.run(2, _train, overrides)[0]
+    assert summary.bayes_auc is not None
+    return (summary.validation["auc"] - 0.5) / (summary.bayes_auc - 0.5)
+
+
+def test_dlrm_reaches_97_percent_of_the_teachers_lift(ranks: RankPool, quickstart_data: str, tmp_path: Path) -> None:
+    assert _share_of_lift(ranks, "quickstart", quickstart_data, tmp_path) >= 0.97
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("experiment", "least"), [("quickstart_dlrm_dcn", 0.95), ("quickstart_deepfm", 0.90)])
+def test_the_other_models_learn_the_teacher(
+    ranks: RankPool, quickstart_data: str, tmp_path: Path, experiment: str, least: float
+) -> None:
+    assert _share_of_lift(ranks, experiment, quickstart_data, tmp_path) >= least

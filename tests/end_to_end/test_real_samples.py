@@ -1,0 +1,61 @@
+"""Real rows go from raw files to a measured model; every row is accounted for on the way."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import EvaluateJob, PrepareJob, TrainJob
+from pipeline.data.dataset import load_dataset
+from pipeline.data.prepare.run import prepare
+from pipeline.training.evaluate_run import EvaluateSummary, evaluate
+from pipeline.training.run import TrainSummary, train
+from tests.support.ranks import RankPool
+
+SMALL_MODEL = [
+    "model=dlrm", "tables.default.embedding_dim=8", "model.dense_arch_layer_sizes=[16,8]", "hardware=cpu",
+    "model.over_arch_layer_sizes=[16,1]", "trainer.global_batch_size=64", "optimizer.dense.lr=0.003",
+    "optimizer.sparse.lr=0.05",
+]  # fmt: skip
+
+
+def _train(rank: int, overrides: list[str]) -> TrainSummary:
+    return train(load_config(TrainJob, overrides))
+
+
+def _evaluate(rank: int, run_dir: str) -> EvaluateSummary:
+    return evaluate(load_config(EvaluateJob, [f"run={run_dir}"]))
+
+
+@pytest.mark.parametrize(
+    ("data", "pattern", "header", "least_auc"),
+    [
+        ("criteo_kaggle", "criteo_kaggle_head10k.txt", 0, 0.62),  # a logistic regression gets 0.76, +-0.02
+        ("criteo_1tb", "criteo_1tb_day*.tsv", 0, None),  # some 30 positives: too few to measure
+        ("open_bandit", "open_bandit_random_men.csv", 1, None),  # 1 % positives, drawn by a random policy
+    ],
+)
+def test_real_rows_are_prepared_trained_on_and_evaluated(
+    ranks: RankPool, samples: Path, tmp_path: Path, data: str, pattern: str, header: int, least_auc: float | None
+) -> None:
+    counted = sum(len(path.read_text().splitlines()) - header for path in samples.glob(pattern))
+    path = str(tmp_path / "prepared")
+    options = [f"data={data}", f"source={samples}/{pattern}", f"data.path={path}", "data.rows_per_row_group=256"]
+    prepare(load_config(PrepareJob, options))
+    dataset = load_dataset(path)
+    assert dataset.accepted_rows + dataset.quarantined_rows == dataset.source_rows == counted
+    assert sum(split.num_rows for split in dataset.splits.values()) == dataset.accepted_rows
+
+    run_dir = str(tmp_path / "run")
+    summary = ranks.run(2, _train, [*SMALL_MODEL, f"data={data}", f"data.path={path}", f"run_dir={run_dir}"])[0]
+    assert summary.step == dataset.splits["train"].num_rows // 64
+    measured = ranks.run(1, _evaluate, run_dir)[0].metrics
+    assert measured["num_samples"] == dataset.splits["test"].num_rows
+    assert measured["label_rate"] == pytest.approx(
+        dataset.splits["test"].num_positives / dataset.splits["test"].num_rows
+    )
+    assert math.isfinite(measured["ne"]) and measured["logloss"] < 2
+    assert least_auc is None or measured["auc"] > least_auc

@@ -1,0 +1,161 @@
+"""A component emits the job that was typed, or says what is wrong with it before anything is submitted."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torchx import specs
+from torchx.specs.builders import materialize_appdef
+from torchx.specs.file_linter import validate
+
+from launch import components
+from launch.resources import Host, asked_host, parse_shape, this_host, threads_per_rank
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import TrainJob
+from pipeline.config.saved_jobs import save_job
+from tests.support.datasets import described_dataset
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    (tmp_path / "dataset.json").write_text(described_dataset({"cat_0": 10}, num_dense=13, num_rows=4096).to_json())
+    return f"data.path={tmp_path}"
+
+
+def _command(app: specs.AppDef) -> list[str]:
+    """The words of the role's shell command, as the scheduler will write them."""
+    (role,) = app.roles
+    values = specs.macros.Values(img_root="", app_id="job-1", replica_id="0", rank0_env="HOST_0")
+    return shlex.split(values.apply(role).args[1])
+
+
+def test_train_runs_an_agent_with_logs_in_the_run_folder(data: str) -> None:
+    app = components.train("experiment=quickstart", data, j="1x2", cpu=8)
+    words = _command(app)
+    assert words[:6] == ["exec", sys.executable, "-m", "pipeline.agent", "--grace-s", "30"]
+    torchrun = dict(zip(words[6:-4:2], words[7:-4:2], strict=True))
+    assert torchrun == {
+        "--rdzv-endpoint": "localhost:0", "--nnodes": "1", "--nproc-per-node": "2", "--max-restarts": "3", "--rdzv-backend": "c10d",
+        "--rdzv-id": "job-1", "--tee": "3", "--local-ranks-filter": "0", "--log-dir": "runs/quickstart/logs", "--role": "",
+    }  # fmt: skip
+    assert words[-4:] == ["-m", "pipeline.train", "experiment=quickstart", data]
+    (role,) = app.roles
+    assert (app.name, role.num_replicas, role.env["OMP_NUM_THREADS"]) == ("quickstart", 1, "4")
+
+
+def test_what_is_typed_behind_torchx_run_reaches_the_component_as_numbers(
+    data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["-j", "1x2", "--cpu", "8", "--gpu", "2", "--memMB", "9000", "--max_retries", "3", "--", "experiment=quickstart", data]  # fmt: skip
+    (role,) = materialize_appdef(components.train, typed).roles
+    assert (role.resource.cpu, role.resource.gpu, role.resource.memMB, role.max_retries) == (8, 2, 9000, 3)
+    with pytest.raises(SystemExit):
+        materialize_appdef(components.train, [*typed[:2], "--cpu", "many", *typed[10:]])
+    assert capsys.readouterr().err == "error: --cpu many: give a whole number from 1 on, or leave it out\n"
+
+
+def test_nodes_meet_at_the_first_one(data: str) -> None:
+    app = components.train("experiment=quickstart", data, j="2x4", image="ours:1", env={"A": "1"}, max_retries=3)
+    (role,) = app.roles
+    assert "${HOST_0:=localhost}:29500" in _command(app)
+    assert _command(app)[1] == "python"  # the image's own
+    assert (role.num_replicas, role.max_retries, role.image, role.env["A"]) == (2, 3, "ours:1", "1")
+
+
+@pytest.mark.parametrize("word", ["name=two words", "run_dir=out/${name}", "name='$HOME and $$'", "tables={cat_0: {pooling: mean}}"])  # fmt: skip
+def test_an_override_reaches_the_verb_as_it_was_typed(data: str, word: str) -> None:
+    app = components.train("experiment=quickstart", data, word)
+    assert _command(app)[-1] == word
+
+
+@pytest.mark.parametrize(
+    ("overrides", "j", "message"),
+    [
+        (["experiment=quickstrat"], "1x2", "did you mean 'quickstart'?"),
+        (["experiment=quickstart", "data.path=/nowhere"], "1x2", "python -m pipeline.prepare data=quickstart"),
+        (["experiment=quickstart"], "1x3", "cannot be dealt evenly to 3 ranks"),
+        (["experiment=quickstart", "world_size=4"], "1x2", "world_size=4, but -j 1x2 starts 2 rank(s)"),
+        (["experiment=quickstart"], "1y2", "-j 1y2 is not NODESxRANKS_PER_NODE"),
+        (["experiment=quickstart"], "0x2", "-j 0x2 is not NODESxRANKS_PER_NODE"),
+    ],
+)
+def test_a_wrong_job_is_never_submitted(
+    data: str, overrides: list[str], j: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        components.train(overrides[0], data, *overrides[1:], j=j)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_data_that_only_the_cluster_sees_are_not_asked_for() -> None:
+    app = components.train("experiment=mlperf_dlrmv2", "data.path=/scratch/criteo", j="8x8", check_data=False)
+    assert app.roles[0].num_replicas == 8
+    assert "--log-dir" not in _command(components.evaluate("run=s3://bucket/run", check_data=False))
+
+
+def test_the_other_components(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (prepare,) = components.prepare("data=criteo_kaggle", "source=raw/*.gz").roles
+    assert [prepare.entrypoint, *prepare.args] == [
+        sys.executable, "-u", "-m", "pipeline.prepare", "data=criteo_kaggle", "source=raw/*.gz",
+    ]  # fmt: skip
+    (plan,) = components.plan("experiment=quickstart", data, "world_size=8", "hardware=h200").roles
+    assert plan.args[2:] == ["pipeline.plan", "experiment=quickstart", data, "world_size=8", "hardware=h200"]
+    save_job(load_config(TrainJob, ["experiment=quickstart", data]), str(tmp_path / "config.yaml"))
+    evaluate = components.evaluate(f"run={tmp_path}", "split=validation", j="1x4")
+    assert _command(evaluate)[-3:] == ["pipeline.evaluate", f"run={tmp_path}", "split=validation"]
+    with pytest.raises(SystemExit):
+        components.evaluate("run=/nowhere")
+    assert "is that a run folder?" in capsys.readouterr().err
+
+
+def test_help_after_the_dashes_is_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        components.train("--help")
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert out.startswith("Train: torchx run") and "quickstart_deepfm" in out and "Args:" not in out
+
+
+def test_torchx_accepts_every_component() -> None:
+    source = str(REPOSITORY / "launch" / "components.py")
+    for name in ("train", "evaluate", "prepare", "plan", "export", "retrain"):
+        assert validate(source, name) == []
+
+
+def test_shapes_and_threads() -> None:
+    assert parse_shape("2x8") == (2, 8) and parse_shape("4") == (1, 4)
+    given = asked_host(16, 2, 1000, None)
+    assert (given.cpu, given.gpu, given.mem_mb) == (16, 2, 1000)
+    assert threads_per_rank(given.cpu, 4) == 4 and threads_per_rank(given.cpu, 100) == 1
+    assert asked_host(4, None, None, "h100_80gb_x8") == Host(cpu=4, gpu=8, mem_mb=1_900_000)
+    assert asked_host(None, None, None, "gpu.small").cpu == 8  # TorchX's own
+    with pytest.raises(ValueError, match="did you mean 'h100_80gb_x8'"):
+        asked_host(None, None, None, "h100_80gbx8")
+    assert this_host().cpu >= 1 and this_host().mem_mb > 100
+
+
+def test_a_job_is_composed_and_validated_without_torch(data: str) -> None:
+    code = (
+        "import contextlib, io, json, os, sys\n"
+        "import launch.components\n"
+        "from launch.render import render\n"
+        "script = render('slurm', ['train', '-j', '2x1', '--', 'experiment=quickstart', sys.argv[1]])\n"
+        "heavy = sorted({'torch', 'torchrec', 'pyarrow', 'duckdb', 'numpy'} & set(sys.modules))\n"
+        "print(json.dumps({'heavy': heavy, 'cpu_s': sum(os.times()[:2]), 'lines': script.count('SBATCH')}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, data], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    print(f"compose, validate and render: {found['cpu_s']:.2f} s of CPU")
+    assert found["heavy"] == [] and found["lines"] > 5
+    assert found["cpu_s"] < 3  # 0.3 on a quiet machine; torch alone would be more

@@ -1,0 +1,164 @@
+"""The faster backward of CPU tables makes the same tables as FBGEMM's, bit for bit alike on any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+
+from pipeline.sharding.torchrec.cpu_tables import share_out, speed_up_cpu_tables
+
+ROWS, DIMS = (1, 7, 300, 20_000), (4, 8, 20, 64)
+BATCH = 96
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _lookup(
+    optimizer: EmbOptimType, pooling: PoolingMode = PoolingMode.SUM, precision: SparseType = SparseType.FP32
+) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """Five features: the last two share the last table."""
+    specs = [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, dim in zip(ROWS, DIMS, strict=True)]
+    lookup = SplitTableBatchedEmbeddingBagsCodegen(
+        specs, feature_table_map=[0, 1, 2, 3, 3], optimizer=optimizer, pooling_mode=pooling, learning_rate=0.3, eps=1e-8,
+        weights_precision=precision,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for weights in lookup.split_embedding_weights():
+        weights.copy_(torch.randn_like(weights.float()))
+    return lookup
+
+
+def _inputs(most: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bags of 0 to `most` ids, rows drawn so that many recur."""
+    torch.manual_seed(seed)
+    features = [*ROWS, ROWS[-1]]
+    lengths = torch.randint(0, most + 1, (len(features), BATCH))
+    ids = [
+        (torch.rand(int(count)) ** 4 * rows).long() for count, rows in zip(lengths.sum(dim=1), features, strict=True)
+    ]
+    return torch.cat(ids), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
+
+
+def _train(lookup: SplitTableBatchedEmbeddingBagsCodegen, most: int, num_steps: int = 4) -> list[torch.Tensor]:
+    """Pooled outputs, then tables and states."""
+    outputs = []
+    for seed in range(num_steps):
+        pooled = lookup(*_inputs(most, seed))
+        outputs.append(pooled.detach().clone())
+        pooled.backward(torch.randn(pooled.shape, generator=torch.Generator().manual_seed(seed)))
+    states = [state for table in lookup.split_optimizer_states() for state in table]
+    return [*outputs, *lookup.split_embedding_weights(), *states]
+
+
+@pytest.mark.parametrize("most", [1, 9], ids=["one_hot", "multi_hot"])
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_tables_states_and_outputs_equal_fbgemms(optimizer: str, pooling: PoolingMode, most: int) -> None:
+    theirs, ours = (_lookup(OPTIMIZERS[optimizer], pooling) for _ in range(2))
+    assert speed_up_cpu_tables([ours]) == 1
+    for expected, found in zip(_train(theirs, most), _train(ours, most), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    assert not torch.equal(
+        theirs.split_embedding_weights()[3], _lookup(OPTIMIZERS[optimizer]).split_embedding_weights()[3]
+    )
+
+
+@pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
+def test_any_number_of_threads_gives_the_same_bits(precision: SparseType) -> None:
+    found = []
+    for num_threads in (1, 2, 3, 8):
+        torch.set_num_threads(num_threads)
+        lookup = _lookup(EmbOptimType.EXACT_ROWWISE_ADAGRAD, precision=precision)
+        speed_up_cpu_tables([lookup])
+        found.append(_train(lookup, 5))
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fp16_tables_stay_within_a_rounding_of_fp32s_a_step(optimizer: str) -> None:
+    whole, half = (_lookup(OPTIMIZERS[optimizer], precision=one) for one in (SparseType.FP32, SparseType.FP16))
+    for exact, rounded in zip(whole.split_embedding_weights(), half.split_embedding_weights(), strict=True):
+        exact.copy_(rounded.float())
+    assert speed_up_cpu_tables([whole, half]) == 2
+    _train(whole, 5, num_steps=1)
+    _train(half, 5, num_steps=1)
+    for exact, rounded in zip(whole.split_embedding_weights(), half.split_embedding_weights(), strict=True):
+        neighbours = exact.abs().clamp(min=2**-14).log2().floor().sub(10).exp2()  # how far apart
+        assert ((rounded.float() - exact).abs() <= neighbours * 1.001).all()
+
+
+def test_updates_too_small_for_fp16_arrive_in_the_mean_where_fbgemm_loses_them() -> None:
+    """100 updates of 1/16 of the distance between neighbours."""
+    drifts = []
+    for fast in (False, True):
+        lookup = _lookup(EmbOptimType.EXACT_SGD, precision=SparseType.FP16)
+        table = lookup.split_embedding_weights()[3]
+        table.fill_(1.5)
+        lookup.set_learning_rate(2.0**-14)
+        speed_up_cpu_tables([lookup] if fast else [])
+        ids = torch.arange(BATCH).repeat(len(ROWS) + 1) % torch.tensor([*ROWS, ROWS[-1]]).repeat_interleave(BATCH)
+        ids[-BATCH:] = 5000 + torch.arange(BATCH)
+        for step in range(100):
+            if fast:
+                lookup.forward.step = step  # type: ignore[attr-defined]
+            lookup(ids, torch.arange(len(ids) + 1)).sum().backward()
+        drifts.append(1.5 - float(table[:BATCH].float().mean()))
+    assert drifts[0] == 0.0
+    assert drifts[1] == pytest.approx(
+        100 * 2.0**-14, rel=0.02
+    )  # 6,144 rows' numbers: 0.3 % is the mean's own deviation
+
+
+def test_a_new_learning_rate_is_taken_at_once() -> None:
+    lookup = _lookup(EmbOptimType.EXACT_SGD)
+    speed_up_cpu_tables([lookup])
+    before = lookup.split_embedding_weights()[2].clone()
+    lookup.set_learning_rate(0.0)
+    _train(lookup, 3)
+    assert torch.equal(lookup.split_embedding_weights()[2], before)
+
+
+def test_what_it_cannot_do_stays_fbgemms() -> None:
+    eight = _lookup(EmbOptimType.EXACT_SGD, precision=SparseType.INT8)
+    assert speed_up_cpu_tables([eight]) == 0
+    weighted, theirs = _lookup(EmbOptimType.EXACT_SGD), _lookup(EmbOptimType.EXACT_SGD)
+    speed_up_cpu_tables([weighted])
+    ids, offsets = _inputs(3, 0)
+    for lookup in (weighted, theirs):
+        lookup(ids, offsets, torch.rand(len(ids), generator=torch.Generator().manual_seed(1))).sum().backward()
+    for expected, found in zip(theirs.split_embedding_weights(), weighted.split_embedding_weights(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_an_id_out_of_range_is_still_found() -> None:
+    lookup = _lookup(EmbOptimType.EXACT_SGD)
+    lookup.bounds_check_mode_int = 0  # fatal
+    speed_up_cpu_tables([lookup])
+    ids, offsets = _inputs(3, 0)
+    ids[-1] = ROWS[-1]
+    with pytest.raises(RuntimeError):
+        lookup(ids, offsets)
+
+
+def test_tables_are_shared_out_evenly_and_each_once() -> None:
+    torch.set_num_threads(2)
+    work = [100, 100, 5000, 3000, 2500]
+    shares = share_out(torch.tensor([0, *work]).cumsum(0).numpy(), torch.full((5,), 16).numpy())
+    assert sorted(table for share in shares for table in share.tolist()) == [0, 1, 2, 3, 4]
+    assert abs(sum(work[i] for i in shares[0]) - sum(work[i] for i in shares[1])) < 1000

@@ -1,0 +1,135 @@
+"""On one rank nothing is sent, cast or copied that need not be, and no number changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.dist_data import KJTAllToAll
+
+from pipeline.config.training import TrainerConfig
+from pipeline.data.read.batch import Batch
+from pipeline.models.layers.dlrm import look_up_where_products_want_it
+from pipeline.models.layers.interaction import DotInteraction
+from pipeline.sharding.torchrec.sharder import ShardedTables
+from tests.support.ranks import RankPool
+from tests.support.sharded_models import build_sharded, draw_batches, full_state, train_steps
+
+TABLE_WISE = dict.fromkeys("abcd", "table_wise")
+NUM_STEPS = 5
+
+
+def _tables(model: nn.Module) -> ShardedTables:
+    return next(module for module in model.modules() if isinstance(module, ShardedTables))
+
+
+def _twice(rank: int, precision: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Losses and state of TorchRec's way from ids to products, then of ours."""
+    found = []
+    for is_ours in (False, True):
+        task, model, optimizer, _ = build_sharded(TABLE_WISE)
+        task._bf16 = precision == "bf16"
+        tables = _tables(model)
+        if is_ours:
+            assert look_up_where_products_want_it(model) == 1
+            assert tables.lookup_here is not None and tables.lookup_here.room == 8
+        else:
+            tables.lookup_here = None
+        losses = train_steps(model, optimizer, draw_batches(0, 1, NUM_STEPS))
+        found.append((losses, full_state(model)))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_losses_and_weights_are_those_of_torchrecs_way_bit_for_bit(ranks: RankPool, precision: str) -> None:
+    (losses, expected), (ours, found) = ranks.run(1, _twice, precision)[0]
+    assert ours == losses and len(set(ours)) == NUM_STEPS
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _exchanges(rank: int) -> list[bool]:
+    """Whether ids stay the same tensor, for each sharding type's way of dealing them."""
+    _, model, optimizer, _ = build_sharded(
+        {"a": "table_wise", "b": "row_wise", "c": "column_wise", "d": "data_parallel"}
+    )
+    train_steps(model, optimizer, draw_batches(0, 1, 1))
+    exchanges = [one for part in _tables(model)._input_dists for one in part.modules() if isinstance(one, KJTAllToAll)]
+    features = next(draw_batches(0, 1, 1)).sparse_features
+    return [one(features).wait().wait() is features for one in exchanges]
+
+
+def test_ids_stay_where_they_are(ranks: RankPool) -> None:
+    stay = ranks.run(1, _exchanges)[0]
+    assert len(stay) >= 2 and all(stay)
+
+
+def _mixed(rank: int) -> tuple[bool, int, list[float]]:
+    _, model, optimizer, _ = build_sharded(
+        {"a": "table_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
+    )
+    joined = look_up_where_products_want_it(model)
+    return _tables(model).lookup_here is None, joined, train_steps(model, optimizer, draw_batches(0, 1, NUM_STEPS))
+
+
+def test_tables_that_do_not_lie_in_one_block_train_as_before(ranks: RankPool) -> None:
+    is_none, joined, losses = ranks.run(1, _mixed)[0]
+    plain = ranks.run(1, _twice, "fp32")[0][0][0]
+    assert is_none and joined == 0
+    assert losses == pytest.approx(plain, abs=1e-6)
+
+
+def _wrong(rank: int) -> str:
+    _, model, optimizer, _ = build_sharded(TABLE_WISE)
+    look_up_where_products_want_it(model)
+    batch = next(draw_batches(0, 1, 1))
+    train_steps(model, optimizer, iter([batch]))
+    features = batch.sparse_features
+    narrow = type(features)(features.keys(), features.values().int(), lengths=features.lengths())
+    try:
+        model(Batch(batch.dense_features, narrow, batch.labels, batch.sample_weights))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ids_of_another_dtype_are_refused_there_too(ranks: RankPool) -> None:
+    assert "torch.int32 ids" in ranks.run(1, _wrong)[0]
+
+
+def _evaluated(rank: int) -> list[torch.Tensor]:
+    """Logits with and without gradients, by our way."""
+    _, model, _, _ = build_sharded(TABLE_WISE)
+    look_up_where_products_want_it(model)
+    batches = list(draw_batches(0, 1, 2))
+    model.train()
+    model(batches[0])
+    model.eval()
+    found = [model(batches[1])[1].logits.detach()]
+    with torch.no_grad():
+        found.append(model(batches[1])[1].logits)
+    return found
+
+
+def test_an_evaluation_scores_alike(ranks: RankPool) -> None:
+    with_gradients, without = ranks.run(1, _evaluated)[0]
+    torch.testing.assert_close(without, with_gradients, rtol=1e-6, atol=1e-6)
+
+
+def test_the_pipeline_overlaps_where_there_is_something_to_overlap() -> None:
+    config = TrainerConfig()
+    assert [config.pipeline_of(1, "cpu"), config.pipeline_of(2, "cpu"), config.pipeline_of(1, "cuda")] == [
+        "base", "sparse_dist", "sparse_dist",
+    ]  # fmt: skip
+    assert TrainerConfig(pipeline="sparse_dist").pipeline_of(1, "cpu") == "sparse_dist"
+
+
+def test_a_block_that_is_not_the_lookups_own_is_left_alone() -> None:
+    """rows cut out of a larger tensor: what lies ahead of them is somebody's."""
+    torch.manual_seed(0)
+    whole = torch.randn(6, 4, 8)
+    before, dense = whole.clone(), torch.randn(4, 8)
+    interaction = DotInteraction(3)
+    expected = interaction(dense, whole[1:5, 1:])
+    interaction.rows_have_room = True
+    assert torch.equal(interaction(dense, whole[1:5, 1:]), expected)
+    assert torch.equal(whole, before)

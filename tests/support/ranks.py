@@ -1,0 +1,108 @@
+"""One pool of gloo ranks for the whole test session: importing torchrec costs seconds, a spawn a test would too.
+
+A test asks for the `ranks` fixture and calls `ranks.run(world_size, function, *args)`; `function(rank, *args)`
+is a module-level function, runs on `world_size` processes inside a fresh gloo process group, and its return
+values (picklable) come back in rank order. LOCAL_WORLD_SIZE is `local_world_size` (default: world_size).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+from tests.support.process_state import own_process_state
+
+TIMEOUT_S = 900  # compilers and four ranks on a busy machine too
+ENVIRONMENT = dict(os.environ)  # not that of the test which happens to start a process
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while (task := pipe.recv()) is not None:
+        with own_process_state():
+            _do(pipe, *task)
+
+
+def _do(
+    pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int,
+    local_world_size: int, store: str,
+) -> None:  # fmt: skip
+    """Answer (True, what `function` returns) or (False, the traceback)."""
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % local_world_size),
+        LOCAL_WORLD_SIZE=str(local_world_size), MASTER_ADDR="localhost", MASTER_PORT="0",
+    )  # fmt: skip
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )  # fmt: skip
+        result = function(rank, *args)
+        dist.barrier()
+        pipe.send((True, result))
+    except BaseException:  # the parent decides what to do with it
+        pipe.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """Processes start on first use and are reused; where one gave no answer, it may hang in a collective: all are replaced."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, local_world_size: int | None = None
+    ) -> list[Any]:
+        """Raises RuntimeError with the traceback of every rank that failed."""
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < world_size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            with patch.dict(os.environ, ENVIRONMENT, clear=True):
+                process.start()
+            self._workers.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            workers = self._workers[:world_size]
+            for rank, (_, pipe) in enumerate(workers):
+                pipe.send((function, args, rank, world_size, local_world_size or world_size, f"{folder}/store"))
+            results: dict[int, Any] = {}
+            failures: dict[int, str] = {}
+            lost = False
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+            while waiting:
+                # Once a rank has failed, the others may wait for it in vain.
+                answered = wait_for_any(list(waiting), 5 if failures else TIMEOUT_S + 20)
+                if not answered:
+                    failures |= dict.fromkeys(waiting.values(), "no answer: hangs, probably in a collective\n")
+                    lost = True
+                    break
+                for pipe in answered:
+                    try:
+                        passed, value = pipe.recv()
+                    except EOFError:
+                        passed, value, lost = False, "the process died\n", True
+                    (results if passed else failures)[waiting.pop(pipe)] = value
+        if lost:
+            self.close()
+        if failures:
+            raise RuntimeError("".join(f"--- rank {rank}\n{text}" for rank, text in sorted(failures.items())))
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._workers.clear()

@@ -1,0 +1,102 @@
+"""A job that cannot train on its data and ranks fails from dataset.json alone, with numbers and the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.config.saved_jobs import save_job
+from pipeline.data.dataset import Split, check_split, load_dataset
+from pipeline.training.preflight import validate_evaluation, validate_job
+from tests.support.datasets import described_dataset
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    """13 dense features and three tables' worth of ids, 4096 training rows; no shards."""
+    (tmp_path / "dataset.json").write_text(
+        described_dataset({"cat_0": 1000, "cat_1": 50, "cat_2": 7}, num_dense=13, num_rows=4096).to_json()
+    )
+    return f"data.path={tmp_path}"
+
+
+def _validate(data: str, *overrides: str, world_size: int = 2) -> list[str]:
+    job = load_config(TrainJob, ["experiment=quickstart", data, *overrides])
+    return [f"{table.name}:{table.num_embeddings}x{table.embedding_dim}" for table in validate_job(job, world_size)]
+
+
+def test_a_job_that_fits_gives_its_tables(data: str) -> None:
+    assert _validate(data, "trainer.global_batch_size=1024") == ["cat_0:1000x16", "cat_1:50x16", "cat_2:7x16"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "message"),
+    [
+        (["data.path=/nowhere"], 2, r"no dataset.json in '/nowhere'.*pipeline.prepare data=quickstart source="),
+        (["trainer.global_batch_size=1000"], 2, r"1000 rows cannot be dealt.*use a global batch size of 992 or 1008"),
+        ([], 3, r"num_streams=16 cannot be dealt evenly to 3 ranks: run on 1, 2, 4, 8 or 16 ranks"),
+        (["trainer.global_batch_size=8192"], 2, r"split 'train'.*4096 rows, fewer than one global batch of 8192"),
+        (["trainer.gradient_accumulation_steps=256"], 2, r"8 rows cannot be dealt evenly to data.reader.num_streams=16"),
+        (["trainer.evaluate_batch_size=100"], 2, r"100 rows cannot be dealt.*96 or 112"),
+        (["tables.cat_0.num_embeddings=999"], 2, r"num_embeddings=999 but the data's ids reach 999 \(cardinality 1000\)"),
+        (["tables.cat_9.embedding_dim=16"], 2, r"embeds feature 'cat_9', which data set 'described' does not have"),
+        (["tables.cat_1.embedding_dim=8"], 2, r"one embedding_dim, the tables have \[8, 16\]"),
+        (["tables.default.embedding_dim=32"], 2, r"ends in 16 but the tables' embedding_dim is 32"),
+        (["data.synthetic_multi_hot.cat_8=3"], 2, r"synthetic_multi_hot names 'cat_8', which is no sparse feature"),
+        (["comms=int8", "trainer.global_batch_size=2064"], 4, r"batch_size=516.*not a multiple of 32.*multiple of 8"),
+        (["tables.default.embedding_dim=15", "model.dense_arch_layer_sizes=[32,15]"], 2,
+         r"embedding_dim=15, but FBGEMM's sharded tables want a multiple of 4: use 16"),
+        (["planner=file", "planner.plan_file=plans/none.json"], 2, r"no plan file at plans/none.json.*pipeline.plan"),
+        (["hardware=cpu", "optimizer=adam"], 2, r"optimizer.sparse.name=adam, but on CPU.*sharding_types=\[data_parallel\]"),
+        (["hardware=cpu", "optimizer.sparse.weight_decay=0.01"], 2, r"weight_decay=0.01, but on CPU FBGEMM ignores it"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_said_with_numbers(data: str, overrides: list[str], world_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _validate(data, *overrides, world_size=world_size)
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_split_that_was_prepared_without_rows_asks_for_its_fraction(data: str, tmp_path: Path, split: str) -> None:
+    dataset = load_dataset(str(tmp_path))
+    dataset.splits[split] = Split([], 0, 0)
+    with pytest.raises(ValueError, match=rf"{split!r} .* 0 rows: .* data.split.{split}_fraction above 0"):
+        check_split(dataset, split, 1)
+
+
+def test_adam_on_cpu_passes_for_replicated_tables(data: str) -> None:
+    replicated = "tables.default.sharding.sharding_types=[data_parallel]"
+    assert len(_validate(data, "hardware=cpu", "optimizer=adam", replicated)) == 3
+    assert len(_validate(data, "hardware=h100_80gb", "optimizer=adam")) == 3
+
+
+def test_an_evaluation_that_cannot_be_dealt_to_its_ranks_is_refused(data: str, tmp_path: Path) -> None:
+    trained = load_config(TrainJob, ["experiment=quickstart", data])
+    save_job(trained, str(tmp_path / "config.yaml"))
+    job = load_config(EvaluateJob, [f"run={tmp_path}"])
+    validate_evaluation(job, trained, 4)
+    with pytest.raises(ValueError, match="cannot be dealt evenly to 3 ranks"):
+        validate_evaluation(job, trained, 3)
+
+
+def test_composing_and_validating_needs_no_torch(data: str) -> None:
+    """Prints how long it takes; the target is under a second on a laptop."""
+    code = (
+        "import sys, time; started = time.perf_counter()\n"
+        "from pipeline.cli.command_line import TrainJob, load_config, validate_job\n"
+        f"job = load_config(TrainJob, ['experiment=quickstart', {data!r}])\n"
+        "validate_job(job, 2)\n"
+        "print(f'composed and validated in {time.perf_counter() - started:.2f} s')\n"
+        "heavy = {'torch', 'torchrec', 'fbgemm_gpu', 'pyarrow', 'duckdb', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
