@@ -90,7 +90,7 @@ def test_composing_and_validating_needs_no_torch(data: str) -> None:
     """Prints how long it takes; the target is under a second on a laptop."""
     code = (
         "import sys, time; started = time.perf_counter()\n"
-        "from pipeline.cli.command_line import TrainJob, load_config, validate_job\n"
+        "from pipeline.cli.command_line import load_config\nfrom pipeline.config.jobs import TrainJob\nfrom pipeline.training.preflight import validate_job\n"
         f"job = load_config(TrainJob, ['experiment=quickstart', {data!r}])\n"
         "validate_job(job, 2)\n"
         "print(f'composed and validated in {time.perf_counter() - started:.2f} s')\n"
