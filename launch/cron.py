@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from pipeline.runtime.errors import LaunchError
+
 MACROS = {
     "@hourly": "0 * * * *", "@daily": "0 0 * * *", "@midnight": "0 0 * * *", "@weekly": "0 0 * * 0",
     "@monthly": "0 0 1 * *", "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *",
@@ -40,12 +42,12 @@ FIELDS = (
 
 
 def parse_cron(expression: str) -> str:
-    """The expression in five fields of numbers. Raises ValueError for what one of the three would refuse or misread."""
+    """The expression in five fields of numbers. Raises LaunchError for what one of the three would refuse or misread."""
     text = MACROS.get(expression.strip().lower(), expression)
     words = text.split()
     if len(words) != len(FIELDS):
         known = ", ".join(each.name for each in FIELDS)
-        raise ValueError(
+        raise LaunchError(
             f'--cron "{expression}" has {len(words)} field(s) instead of 5 ({known}); quote it, as in --cron "0 * * * *", '
             f"or take one of {', '.join(MACROS)}"
         )
@@ -103,12 +105,12 @@ def _number(word: str, kind: Field, part: str) -> int:
     return int(word)
 
 
-def _wrong(part: str, kind: Field, why: str) -> ValueError:
-    return ValueError(f"--cron: {part!r} as {kind.name} {why}")
+def _wrong(part: str, kind: Field, why: str) -> LaunchError:
+    return LaunchError(f"--cron: {part!r} as {kind.name} {why}")
 
 
 def _check_dates(expression: str, days: set[int], months: set[int]) -> None:
-    """Raises ValueError for a day that none of the months has."""
+    """Raises LaunchError for a day that none of the months has."""
     longest = max(LONGEST_MONTHS[month - 1] for month in months)
     if min(days) > longest:
-        raise ValueError(f'--cron "{expression}" never comes: no month in it has {min(days)} days')
+        raise LaunchError(f'--cron "{expression}" never comes: no month in it has {min(days)} days')

@@ -10,6 +10,7 @@ from typing import Optional
 from launch.options import option
 from launch.resources import this_host
 from launch.workload import Workload
+from pipeline.runtime.errors import LaunchError
 
 LONGEST_COMMAND = 998  # Vixie cron's, Debian's too
 
@@ -23,22 +24,22 @@ class CrontabOptions:
 
 
 def render_crontab(workload: Workload, cron: str, options: CrontabOptions) -> str:
-    """A comment and a line. Raises ValueError for what cron cannot run."""
+    """A comment and a line. Raises LaunchError for what cron cannot run."""
     if workload.nodes > 1:
-        raise ValueError(f"-j {workload.nodes}x{workload.ranks_per_node}: cron starts a job on its own host, one node; take slurm or kubernetes")  # fmt: skip
+        raise LaunchError(f"-j {workload.nodes}x{workload.ranks_per_node}: cron starts a job on its own host, one node; take slurm or kubernetes")  # fmt: skip
     if workload.image or workload.mounts:
-        raise ValueError("--image and --mount: cron starts no container; leave them out, or write the line by hand")
+        raise LaunchError("--image and --mount: cron starts no container; leave them out, or write the line by hand")
     folder = os.path.abspath(options.folder or ".")
     log = options.log or f"logs/{workload.name}.log"
     command = _command(workload, folder, log)
     if not command.isprintable():
-        raise ValueError("an override holds a line break or another sign that a crontab cannot have")
+        raise LaunchError("an override holds a line break or another sign that a crontab cannot have")
     if "\\" in command:
-        raise ValueError("an override holds a backslash, which crons read differently; put it into an experiment file")
+        raise LaunchError("an override holds a backslash, which crons read differently; put it into an experiment file")
     # A bare % is a line break to cron, and what follows it goes to stdin.
     line = command.replace("%", r"\%")
     if len(line) > LONGEST_COMMAND:
-        raise ValueError(
+        raise LaunchError(
             f"the command has {len(line)} characters and cron takes {LONGEST_COMMAND}; put overrides into an experiment file"
         )
     return f"# {workload.verb}. A tick that finds another one running does nothing.\n{cron} {line}\n"

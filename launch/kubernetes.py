@@ -16,6 +16,7 @@ from launch.kubernetes_pod import CONTAINER, INSTANCE, is_kept, labels_of, pod_t
 from launch.manifest import given, to_yaml
 from launch.volcano import volcano_job
 from launch.workload import Workload
+from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
 
 AGAIN = {
@@ -29,7 +30,7 @@ NODES = "node"  # the one replicated job of a JobSet
 
 
 def render_job(workload: Workload, options: KubernetesOptions) -> str:
-    """YAML for `kubectl create -f -`. Raises ValueError for what Kubernetes, or the job, cannot have."""
+    """YAML for `kubectl create -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
     return to_yaml(KINDS[options.kind](workload, options), _comment(workload, options))
 
 
@@ -45,10 +46,10 @@ def queue_label(options: KubernetesOptions) -> dict[str, str]:
 def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
     """Gives each pod a name in DNS, before it is ready too: the nodes have to meet in order to become so.
 
-    Raises ValueError for a name that begins with a digit: a Service's must not.
+    Raises LaunchError for a name that begins with a digit: a Service's must not.
     """
     if workload.name[0].isdigit():
-        raise ValueError(f"--name {workload.name}: for several nodes the name must begin with a letter; give --name")
+        raise LaunchError(f"--name {workload.name}: for several nodes the name must begin with a letter; give --name")
     return {
         "apiVersion": "v1",
         "kind": "Service",

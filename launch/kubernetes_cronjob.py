@@ -12,7 +12,7 @@ from launch.kubernetes_pod import JOB_NAME, labels_of, pod_template
 from launch.manifest import given, to_yaml
 from launch.options import option
 from launch.workload import Workload
-from pipeline.runtime.errors import check_at_least, check_choice, check_within, did_you_mean
+from pipeline.runtime.errors import LaunchError, check_at_least, check_choice, check_within, did_you_mean
 
 CONCURRENCY = ("Forbid", "Replace")
 # The controller looks every 10 s; with 100 missed ticks in this time it would start none ever again.
@@ -38,13 +38,13 @@ class CronJobOptions(KubernetesOptions):
         check_at_least("--keep-failed", self.keep_failed, 0)
         known = zoneinfo.available_timezones()  # empty where the system has no list
         if self.time_zone is not None and known and self.time_zone not in known:
-            raise ValueError(f"--time-zone {self.time_zone} is no time zone{did_you_mean(self.time_zone, known)}")
+            raise LaunchError(f"--time-zone {self.time_zone} is no time zone{did_you_mean(self.time_zone, known)}")
         if self.kind != "job":
-            raise ValueError(f"--kind {self.kind}: a CronJob makes Jobs, nothing else; leave --kind out")
+            raise LaunchError(f"--kind {self.kind}: a CronJob makes Jobs, nothing else; leave --kind out")
 
 
 def render_cronjob(workload: Workload, cron: str, options: CronJobOptions) -> str:
-    """YAML for `kubectl apply -f -`. Raises ValueError for what Kubernetes, or the job, cannot have."""
+    """YAML for `kubectl apply -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
     many = workload.nodes > 1
     head = f"{JOB_NAME}-0.{workload.name}" if many else "localhost"
     template = pod_template(workload, options, head, labels_of(workload, options), workload.name if many else "")

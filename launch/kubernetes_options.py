@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from launch.options import option
-from pipeline.runtime.errors import check_at_least, check_choice
+from pipeline.runtime.errors import LaunchError, check_at_least, check_choice
 
 KINDS = ("job", "jobset", "volcano")
 EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
@@ -51,15 +51,15 @@ class KubernetesOptions:
         check_at_least("--grace-s", self.grace_s, 1, allow_none=True)
         check_at_least("--fs-group", self.fs_group, -1)
         if self.run_as_user == 0:
-            raise ValueError("--run-as-user 0 is root; give another number, or leave it to the image")
+            raise LaunchError("--run-as-user 0 is root; give another number, or leave it to the image")
         if not self.workdir.startswith("/"):
-            raise ValueError(f"--workdir {self.workdir}: give a path that begins with /")
+            raise LaunchError(f"--workdir {self.workdir}: give a path that begins with /")
         for name in ("namespace", "queue", "secret", "pull_secret", "service_account", "priority_class"):
             _check_names(_flag(name), getattr(self, name))
         for name, path in (self.secret_mount or {}).items():
             _check_names("--secret-mount", name)
             if not path.startswith("/"):
-                raise ValueError(f"--secret-mount {name}={path}: give NAME=/path")
+                raise LaunchError(f"--secret-mount {name}={path}: give NAME=/path")
         for key, rest in (self.toleration or {}).items():
             check_choice(f"--toleration {key}={rest}: the effect", rest.partition(":")[2], EFFECTS)
 
@@ -71,7 +71,7 @@ class KubernetesOptions:
 def _check_names(flag: str, names: Optional[str]) -> None:
     for name in (names or "").split(","):
         if name and not all(DNS_LABEL.fullmatch(part) for part in name.split(".")):
-            raise ValueError(f"{flag} {name}: names in Kubernetes are lower-case letters, digits and dashes")
+            raise LaunchError(f"{flag} {name}: names in Kubernetes are lower-case letters, digits and dashes")
 
 
 def _flag(name: str) -> str:

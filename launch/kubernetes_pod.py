@@ -8,6 +8,7 @@ from typing import Any
 from launch.kubernetes_options import KubernetesOptions
 from launch.manifest import given
 from launch.workload import ENDPOINT, Mount, Workload
+from pipeline.runtime.errors import LaunchError
 
 CONTAINER = "main"
 INSTANCE = "app.kubernetes.io/instance"
@@ -40,7 +41,7 @@ def pod_template(
     """`head`: the first node's name as the others know it; `node`: the number of this one. Both may hold `$(VARIABLE)`.
 
     Raises:
-        ValueError: the workload has no image, no size, or a mount that pods cannot have.
+        LaunchError: the workload has no image, no size, or a mount that pods cannot have.
     """
     _check(workload)
     pod = given(
@@ -63,10 +64,10 @@ def pod_template(
 
 
 def grace_s(workload: Workload, options: KubernetesOptions) -> int:
-    """From SIGTERM to SIGKILL. Raises ValueError where that is less than the ranks count on."""
+    """From SIGTERM to SIGKILL. Raises LaunchError where that is less than the ranks count on."""
     least = int(workload.grace_s) + (GRACE_MARGIN_S if workload.grace_s else 0)
     if options.grace_s is not None and options.grace_s < least:
-        raise ValueError(
+        raise LaunchError(
             f"--grace-s {options.grace_s} is less than the {least} s that {workload.verb} needs to save "
             f"(trainer.grace_s and {GRACE_MARGIN_S} s); give more, or set trainer.grace_s"
         )
@@ -81,9 +82,9 @@ def is_kept(workload: Workload, options: KubernetesOptions) -> bool:
 
 def _check(workload: Workload) -> None:
     if workload.image is None:
-        raise ValueError("--image is needed: a pod runs in an image; docs/cluster.md says how to build it")
+        raise LaunchError("--image is needed: a pod runs in an image; docs/cluster.md says how to build it")
     if not workload.cpu or not workload.mem_mb:
-        raise ValueError(
+        raise LaunchError(
             "--cpu and --memMB are needed (or --h): a pod that asks for nothing is put anywhere and evicted first"
         )
 
@@ -154,7 +155,7 @@ def _source(mount: Mount) -> dict[str, Any]:
         return {"persistentVolumeClaim": given(claimName=mount.source, readOnly=mount.read_only or None)}
     if mount.kind == "bind":
         return {"hostPath": {"path": mount.source}}
-    raise ValueError(
+    raise LaunchError(
         f"--mount type={mount.kind},src={mount.source}: pods get devices from a device plugin (--gpu, --gpu-resource)"
     )
 

@@ -21,6 +21,7 @@ from launch.kubernetes_options import KubernetesOptions
 from launch.manifest import to_yaml
 from launch.volcano import longest_name, volcano_job
 from launch.workload import Workload, check_env
+from pipeline.runtime.errors import LaunchError
 
 DEFAULT_QUEUE = "default"
 UNIQUE = 12  # random characters behind a name
@@ -76,7 +77,7 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         return AppDryRunInfo(VolcanoRequest(pushed, resource), str)  # type: ignore[arg-type]
 
     def _api_client(self) -> Any:
-        """Raises ValueError where there is no cluster to talk to; TorchX would talk to this machine."""
+        """Raises LaunchError where there is no cluster to talk to; TorchX would talk to this machine."""
         if self._client is None:
             from kubernetes import client, config
 
@@ -115,7 +116,7 @@ def _load_as_in_a_pod(error: Exception) -> None:
     try:
         config.load_incluster_config()
     except config.ConfigException:
-        raise ValueError(
+        raise LaunchError(
             f"no cluster to talk to: {str(error).rstrip('.')}; set KUBECONFIG, or print a manifest: "
             "python -m launch.render kubernetes --kind volcano"
         ) from None

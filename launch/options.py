@@ -9,6 +9,8 @@ import argparse
 import dataclasses
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pipeline.runtime.errors import LaunchError
+
 Options = TypeVar("Options")
 
 
@@ -33,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, title: str) -> None:
 
 
 def from_flags(kind: type[Options], typed: argparse.Namespace) -> Options:
-    """Raises ValueError for a --env without `=`, and what the dataclass itself refuses."""
+    """Raises LaunchError for a --env without `=`, and what the dataclass itself refuses."""
     values = {each.name: getattr(typed, each.name) for each, _ in _fields(kind)}
     for each, plain in _fields(kind):
         if get_origin(plain) is dict:
@@ -66,5 +68,5 @@ def _flag(name: str) -> str:
 def _pairs(flag: str, words: list[str]) -> dict[str, str]:
     for word in words:
         if "=" not in word:
-            raise ValueError(f"{flag} {word}: give NAME=VALUE")
+            raise LaunchError(f"{flag} {word}: give NAME=VALUE")
     return dict(word.split("=", 1) for word in words)

@@ -21,6 +21,7 @@ from launch.resources import this_host
 from launch.slurm import SlurmOptions, render_sbatch
 from launch.workload import WORKLOADS, Where, Workload, make_workload
 from pipeline.cli.command_line import print_user_errors
+from pipeline.runtime.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class TorchrunOptions:
 def render_torchrun(workload: Workload, options: TorchrunOptions) -> str:
     """The command of every node, the same for all."""
     if workload.nodes > 1 and options.head == "localhost":
-        raise ValueError(
+        raise LaunchError(
             f"-j {workload.nodes}x{workload.ranks_per_node} meets at the first node: say --head NAME, as the others know it"
         )
     env = dict(workload.env)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import LaunchError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ NAMED_HOSTS = {
 
 
 def asked_host(cpu: Optional[int], gpu: Optional[int], mem_mb: Optional[int], h: Optional[str]) -> Host:
-    """The named host `h`, if any, with the numbers that are given. Raises ValueError for names and numbers that cannot be."""
+    """The named host `h`, if any, with the numbers that are given. Raises LaunchError for names and numbers that cannot be."""
     host = Host() if h is None else named_host(h)
     asked = {"cpu": _number("cpu", cpu, 1), "gpu": _number("gpu", gpu, 0), "mem_mb": _number("memMB", mem_mb, 1)}
     return replace(host, **{name: number for name, number in asked.items() if number is not None})
@@ -43,7 +43,7 @@ def _number(flag: str, typed: "int | str | None", least: int) -> Optional[int]:
     if typed is None:
         return None
     if not str(typed).lstrip("-").isdecimal() or int(typed) < least:
-        raise ValueError(f"--{flag} {typed}: give a whole number from {least} on, or leave it out")
+        raise LaunchError(f"--{flag} {typed}: give a whole number from {least} on, or leave it out")
     return int(typed)
 
 
@@ -56,7 +56,7 @@ def named_host(name: str) -> Host:
         found = specs.named_resources[name]
     except KeyError:
         known = ", ".join(NAMED_HOSTS)
-        raise ValueError(
+        raise LaunchError(
             f"-h {name} is no named resource{did_you_mean(name, NAMED_HOSTS)}; there are {known} and TorchX's own; "
             "or give --cpu, --gpu and --memMB"
         ) from None
@@ -74,7 +74,7 @@ def parse_shape(j: str) -> tuple[int, int]:
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)", j)
     nodes, ranks = (int(match[1] or 1), int(match[2])) if match else (0, 0)
     if nodes < 1 or ranks < 1:
-        raise ValueError(f"-j {j} is not NODESxRANKS_PER_NODE, both at least 1; for instance -j 1x2 or -j 2x8")
+        raise LaunchError(f"-j {j} is not NODESxRANKS_PER_NODE, both at least 1; for instance -j 1x2 or -j 2x8")
     return nodes, ranks
 
 

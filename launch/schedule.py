@@ -20,7 +20,7 @@ from launch.options import add_flags, from_flags, option, split_words
 from launch.scrontab import ScrontabOptions, render_scrontab
 from launch.workload import WORKLOADS, Where, Workload, make_workload
 from pipeline.cli.command_line import print_user_errors
-from pipeline.runtime.errors import check_choice
+from pipeline.runtime.errors import LaunchError, check_choice
 
 TARGETS: dict[str, tuple[type, Callable[[Workload, str, Any], str]]] = {
     "kubernetes": (CronJobOptions, render_cronjob),
@@ -31,14 +31,14 @@ TARGETS: dict[str, tuple[type, Callable[[Workload, str, Any], str]]] = {
 
 @dataclass(frozen=True)
 class Tick:
-    """What is run, and when. Raises ValueError for an expression that no scheduler would take."""
+    """What is run, and when. Raises LaunchError for an expression that no scheduler would take."""
 
     cron: str = option("", 'when: "0 * * * *", or @hourly, @daily, @weekly, @monthly')
     verb: str = option("retrain", f"what is run: {', '.join(WORKLOADS)}")
 
     def __post_init__(self) -> None:
         if not self.cron:
-            raise ValueError('--cron is needed, for instance --cron "0 * * * *"')
+            raise LaunchError('--cron is needed, for instance --cron "0 * * * *"')
         check_choice("--verb", self.verb, WORKLOADS)
         object.__setattr__(self, "cron", parse_cron(self.cron))
 

@@ -12,6 +12,7 @@ from typing import Optional
 from launch.options import option
 from launch.slurm import SlurmOptions, environment, meeting_lines, sbatch_lines, srun_words
 from launch.workload import Workload
+from pipeline.runtime.errors import LaunchError
 
 NOT_OF_A_TICK = ("--requeue", "--no-requeue")  # a tick that fails is followed by the next one
 
@@ -24,16 +25,16 @@ class ScrontabOptions(SlurmOptions):
 
 
 def render_scrontab(workload: Workload, cron: str, options: ScrontabOptions) -> str:
-    """A comment, #SCRON lines and a line of the crontab. Raises ValueError for what these cannot hold."""
+    """A comment, #SCRON lines and a line of the crontab. Raises LaunchError for what these cannot hold."""
     folder = os.path.abspath(options.folder or ".")
     wanted = [*sbatch_lines(workload, options), f"--chdir={folder}"]
     lines = [line for line in wanted if line not in NOT_OF_A_TICK]
     for line in lines:
         if not line.isprintable() or any(sign in line for sign in " \"'"):
-            raise ValueError(f"{line}: scrontab reads no blanks and no quotes in an option; leave them out")
+            raise LaunchError(f"{line}: scrontab reads no blanks and no quotes in an option; leave them out")
     command = "; ".join(_steps(workload, options))
     if not command.isprintable():
-        raise ValueError("an override holds a line break or another sign that a crontab cannot have")
+        raise LaunchError("an override holds a line break or another sign that a crontab cannot have")
     head = f"# {workload.verb}. The next tick is queued once the one before has ended."
     return "\n".join([head, *(f"#SCRON {line}" for line in lines), f"{cron} {command}"]) + "\n"
 

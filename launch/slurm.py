@@ -15,6 +15,7 @@ from typing import Optional
 
 from launch.options import option
 from launch.workload import Workload
+from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.masking import find_secret
 from pipeline.runtime.process.exit_codes import DONE, FINAL, REQUEUE, USER_ERROR
 
@@ -27,7 +28,7 @@ _SIGNAL = re.compile(r"(?:(?:SIG)?TERM@)?(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What sbatch takes beside the shape of the job. Raises ValueError for what it, or the script, could not use."""
+    """What sbatch takes beside the shape of the job. Raises LaunchError for what it, or the script, could not use."""
 
     partition: Optional[str] = option(None, "partition to run in")
     account: Optional[str] = option(None, "account that is charged")
@@ -48,15 +49,15 @@ class SlurmOptions:
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             if isinstance(value, str) and not value.isprintable():
-                raise ValueError(f"{each.name}={value!r}: one line of text is needed")
+                raise LaunchError(f"{each.name}={value!r}: one line of text is needed")
         if self.time is not None and not _TIME.fullmatch(self.time):
-            raise ValueError(f"time={self.time} is no time limit of sbatch: give minutes, hh:mm:ss or d-hh:mm:ss")
+            raise LaunchError(f"time={self.time} is no time limit of sbatch: give minutes, hh:mm:ss or d-hh:mm:ss")
         if self.signal is not None and not _SIGNAL.fullmatch(self.signal):
-            raise ValueError(
+            raise LaunchError(
                 f"signal={self.signal}: ranks save on TERM alone; give TERM@SECONDS, for instance TERM@120"
             )
         if key := find_secret(dataclasses.asdict(self)):
-            raise ValueError(f"{key} holds a credential, and the script is kept by Slurm; put it into an env_file")
+            raise LaunchError(f"{key} holds a credential, and the script is kept by Slurm; put it into an env_file")
 
 
 def render_sbatch(workload: Workload, options: SlurmOptions) -> str:

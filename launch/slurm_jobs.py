@@ -1,7 +1,7 @@
 """Turn Slurm's own commands into what a launcher asks of a job: submit, state, place of its output, cancel, list.
 
 slurmctld is asked first, so no accounting is needed; where there is some, sacct knows jobs that slurmctld has forgotten
-(after MinJobAge, five minutes by default). What Slurm refuses is a ValueError with Slurm's own words.
+(after MinJobAge, five minutes by default). What Slurm refuses is a LaunchError with Slurm's own words.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
+
+from pipeline.runtime.errors import LaunchError
 
 FIELDS = "%i|%T|%j|%N|%R"  # job id, state, name, nodes, why it waits
 
@@ -33,7 +35,7 @@ def submit(script: str, flags: Sequence[str] = ()) -> str:
 def find_job(job_id: str) -> Optional[SlurmJob]:
     """None where neither slurmctld nor accounting knows it."""
     if not re.fullmatch(r"\d+", job_id):
-        raise ValueError(f"{job_id} is no number of a Slurm job; `squeue --me` lists yours")
+        raise LaunchError(f"{job_id} is no number of a Slurm job; `squeue --me` lists yours")
     return _in_queue(job_id) or _in_accounting(job_id)
 
 
@@ -68,7 +70,7 @@ def _shown(job_id: str) -> dict[str, str]:
     words = ["scontrol", "show", "job", "--oneliner", job_id]
     done = _run(words)
     if done.returncode and "Invalid job id" not in done.stderr:
-        raise ValueError(_refusal(words, done.stderr))
+        raise LaunchError(_refusal(words, done.stderr))
     keys = "JobState|JobName|NodeList|Reason|Restarts|StdOut"
     found = re.findall(rf"(?:^| )({keys})=(\S*)", done.stdout.splitlines()[0] if done.stdout else "")
     return dict(reversed(found))  # the first of each name: a comment, further behind, may hold anything
@@ -108,7 +110,7 @@ def _expanded(nodes: str) -> list[str]:
 def _ask(words: Sequence[str], stdin: str = "") -> str:
     done = _run(words, stdin)
     if done.returncode:
-        raise ValueError(_refusal(words, done.stderr))
+        raise LaunchError(_refusal(words, done.stderr))
     return done.stdout
 
 
@@ -116,7 +118,7 @@ def _run(words: Sequence[str], stdin: str = "") -> "subprocess.CompletedProcess[
     try:
         return subprocess.run(words, input=stdin, capture_output=True, text=True)
     except FileNotFoundError:
-        raise ValueError(
+        raise LaunchError(
             f"there is no {words[0]} on this machine: run this where the cluster's jobs are submitted, "
             "or print the script with `python -m launch.render slurm`"
         ) from None

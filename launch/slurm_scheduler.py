@@ -24,6 +24,7 @@ from launch import slurm_jobs
 from launch.appdef import WORKLOAD
 from launch.slurm import SlurmOptions, render_sbatch
 from launch.workload import check_env
+from pipeline.runtime.errors import LaunchError
 
 STATES = {
     "COMPLETED": AppState.SUCCEEDED,
@@ -123,7 +124,7 @@ class SlurmScheduler(TorchXSlurmScheduler):
         while should_tail and not os.path.exists(path) and not self._has_ended(app_id):
             time.sleep(POLL_S)
         if not os.path.exists(path):
-            raise ValueError(f"job {app_id} has written nothing yet to {path}; `--tail` waits for it")
+            raise LaunchError(f"job {app_id} has written nothing yet to {path}; `--tail` waits for it")
         with open(path, errors="replace", newline="\n") as file:
             while True:
                 ended = not should_tail or self._has_ended(app_id)  # asked first: what comes after is read below

@@ -25,7 +25,7 @@ from torchx.runner import Runner, get_runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import AppState, MalformedAppHandleException
 
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import LaunchError, did_you_mean
 from pipeline.runtime.masking import mask
 from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED, REQUEUE, USER_ERROR
 
@@ -43,7 +43,7 @@ class Run(CmdRun):
         if following:
             following.join()
         if status is None:
-            raise ValueError(f"{app_handle}: the scheduler knows the job no more")
+            raise LaunchError(f"{app_handle}: the scheduler knows the job no more")
         if status.state != AppState.SUCCEEDED:
             hint = "" if log else f"; `torchx log {app_handle}` tells more"
             _end(f"{app_handle} ended as {status.state.name}{hint}", FAILED)
@@ -83,13 +83,13 @@ class Describe(CmdDescribe):
 
 
 def _check_keys(scheduler: str, typed: str) -> None:
-    """Raises ValueError for a -cfg key that the scheduler does not have: TorchX drops those without a word."""
+    """Raises LaunchError for a -cfg key that the scheduler does not have: TorchX drops those without a word."""
     with get_runner() as runner:
         known = [name for name, _ in runner.scheduler_run_opts(scheduler)]
     for word in re.findall(r"(?:^|[,;])([\w-]+)=", typed):
         if word not in known:
             hint = did_you_mean(word, known)
-            raise ValueError(
+            raise LaunchError(
                 f"-cfg {word}: the scheduler {scheduler} has no such option{hint}; it has {', '.join(known)}"
             )
 
@@ -97,7 +97,7 @@ def _check_keys(scheduler: str, typed: str) -> None:
 def _check_known(handle: str) -> None:
     with get_runner() as runner:
         if runner.status(handle) is None:
-            raise ValueError(f"{handle}: the scheduler knows no such job, or knows it no more")
+            raise LaunchError(f"{handle}: the scheduler knows no such job, or knows it no more")
 
 
 @contextmanager

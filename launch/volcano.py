@@ -11,6 +11,7 @@ from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import labels_of, pod_template
 from launch.manifest import given
 from launch.workload import Workload
+from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
 
 LONGEST_HOST_NAME = 63
@@ -19,9 +20,9 @@ MOST_EVICTIONS = 3
 
 
 def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
-    """Raises ValueError for what Kubernetes, or the job, cannot have."""
+    """Raises LaunchError for what Kubernetes, or the job, cannot have."""
     if options.deadline_s:
-        raise ValueError(f"--deadline-s {options.deadline_s}: Volcano ends no job by the clock; leave it out")
+        raise LaunchError(f"--deadline-s {options.deadline_s}: Volcano ends no job by the clock; leave it out")
     return {
         "apiVersion": "batch.volcano.sh/v1alpha1",
         "kind": "Job",
@@ -49,7 +50,7 @@ def longest_name(verb: str, nodes: int) -> int:
 def _task(workload: Workload, options: KubernetesOptions, node: int) -> dict[str, Any]:
     longest = longest_name(workload.verb, workload.nodes)
     if len(workload.name) > longest:
-        raise ValueError(f"--name {workload.name}: Volcano's names leave {longest} characters; give a shorter --name")
+        raise LaunchError(f"--name {workload.name}: Volcano's names leave {longest} characters; give a shorter --name")
     head = f"{workload.name}-{workload.verb}-0-0.{workload.name}" if workload.nodes > 1 else "localhost"
     template = pod_template(workload, options, head, labels_of(workload, options), node=str(node))
     return {"name": f"{workload.verb}-{node}", "replicas": 1, "template": template}

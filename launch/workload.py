@@ -19,6 +19,7 @@ from pipeline.cli.command_line import parse_command_line, print_user_errors, val
 from pipeline.config.jobs import EvaluateJob, ExportJob, PlanJob, PrepareJob, RetrainJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import TrainerConfig
+from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.masking import SECRET_NAME, mask
 
 RDZV_PORT = 29500
@@ -172,12 +173,12 @@ def make_workload(
 
 
 def check_env(env: dict[str, str]) -> None:
-    """Raises ValueError for a credential: what is given here is written into scripts, manifests and their logs."""
+    """Raises LaunchError for a credential: what is given here is written into scripts, manifests and their logs."""
     for name, value in env.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ValueError(f"env: {name!r} is no name of an environment variable")
+            raise LaunchError(f"env: {name!r} is no name of an environment variable")
         if SECRET_NAME.search(name) or mask(value) != value:
-            raise ValueError(
+            raise LaunchError(
                 f"env: {name} looks like a credential, and the job's environment is written into what is submitted; "
                 "docs/cluster.md says how credentials reach a job (Slurm: from your shell or env_file, Kubernetes: a Secret)"
             )
@@ -192,7 +193,9 @@ def parse_mounts(text: Optional[str]) -> list[Mount]:
         if key == "type":
             found.append({})
         if key not in ("type", "src", "dst", "readonly", "perm") or not found:
-            raise ValueError(f"--mount {text}: {word!r} is not type=, src=, dst= or readonly, with type= first in each")
+            raise LaunchError(
+                f"--mount {text}: {word!r} is not type=, src=, dst= or readonly, with type= first in each"
+            )
         found[-1][key] = value
     mounts = [
         Mount(each["type"], each.get("src", ""), each.get("dst", each.get("src", "")), "readonly" in each)
@@ -200,17 +203,17 @@ def parse_mounts(text: Optional[str]) -> list[Mount]:
     ]
     for mount in mounts:
         if mount.kind not in MOUNT_TYPES or not mount.source or not mount.target.startswith("/"):
-            raise ValueError(f"--mount {text}: each is type={'|'.join(MOUNT_TYPES)},src=SOURCE,dst=/PATH[,readonly]")
+            raise LaunchError(f"--mount {text}: each is type={'|'.join(MOUNT_TYPES)},src=SOURCE,dst=/PATH[,readonly]")
     return mounts
 
 
 def _as_composed_by_ranks(words: list[str], where: Where) -> list[str]:
-    """The overrides with the world size that the launcher will set. Raises ValueError where they name another."""
+    """The overrides with the world size that the launcher will set. Raises LaunchError where they name another."""
     nodes, ranks = parse_shape(where.j)
     for word in words:
         name, _, value = word.partition("=")
         if name.lstrip("+") == "world_size" and value != str(nodes * ranks):
-            raise ValueError(
+            raise LaunchError(
                 f"{word}, but -j {where.j} starts {nodes * ranks} rank(s); leave world_size out, or change -j"
             )
     return [*words, f"world_size={nodes * ranks}"]
@@ -242,7 +245,7 @@ def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, g
 
 def _single(verb: str, words: list[str], where: Where, name: str) -> Workload:
     if parse_shape(where.j) != (1, 1):
-        raise ValueError(f"-j {where.j}: {verb} is one process; leave -j out")
+        raise LaunchError(f"-j {where.j}: {verb} is one process; leave -j out")
     command = [_python(where), "-u", "-m", f"pipeline.{verb}", *words]
     return _placed(Workload(verb, _app_name(where.name or name), 1, 1, command), where)
 

@@ -157,7 +157,7 @@ class Checkpointer:
     def restore_latest(self, check: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any] | None:
         """Restore the newest step that verifies while it is read, and return its manifest; None without a step.
 
-        `check` may refuse a manifest by raising ValueError before anything is read.
+        `check` may refuse a manifest by raising CheckpointError before anything is read.
 
         Raises:
             CheckpointError: as newest() and restore() do.

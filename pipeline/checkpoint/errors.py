@@ -1,8 +1,12 @@
 """Say what can be wrong with a checkpoint; both messages name the checkpoint, why, and what to do or where."""
 
+from pipeline.runtime.errors import UserError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(UserError):
     """A checkpoint cannot be used, or not be made."""
+
+    code = "checkpoint"
 
 
 class StepTakenError(CheckpointError):

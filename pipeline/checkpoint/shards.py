@@ -83,7 +83,7 @@ class ShardPlanner:
 
 def _num_bytes(item: WriteItem) -> int:
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-        raise ValueError(f"{item.index.fqn} is no tensor, and pickled values are not loaded again")
+        raise CheckpointError(f"{item.index.fqn} is no tensor, and pickled values are not loaded again")
     data = item.tensor_data
     # A shard of a tensor has its own size in `chunk`; `size` is the whole tensor's.
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize

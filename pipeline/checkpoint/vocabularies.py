@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.checkpoint.errors import CheckpointError
 from pipeline.data.dataset import FILE_NAME, Dataset, load_dataset
 from pipeline.runtime.storage import storage
 
@@ -64,15 +65,15 @@ def features_of(config: dict[str, Any], table: str) -> list[str]:
 
 
 def read_values(path: str, batch_rows: int = 1 << 16) -> Iterator[tuple[int, list[str]]]:
-    """(id of the first, values) of a vocabulary's successive rows. Raises ValueError for a file that is none."""
+    """(id of the first, values) of a vocabulary's successive rows. Raises CheckpointError for a file that is none."""
     expected = 1
     try:
         with storage.open_file(path, "rb") as raw, pq.ParquetFile(raw) as file:
             for batch in file.iter_batches(batch_size=batch_rows, columns=["value", "id"]):
                 ids = batch["id"].to_numpy()
                 if len(ids) and (ids[0] != expected or ids[-1] != expected + len(ids) - 1):
-                    raise ValueError(f"the ids of {path} are not 1, 2, 3, ...: prepare the data set again")
+                    raise CheckpointError(f"the ids of {path} are not 1, 2, 3, ...: prepare the data set again")
                 yield expected, batch["value"].to_pylist()
                 expected += len(ids)
     except (pa.ArrowInvalid, KeyError) as error:
-        raise ValueError(f"{path} is no vocabulary ({error}): prepare the data set again") from None
+        raise CheckpointError(f"{path} is no vocabulary ({error}): prepare the data set again") from None

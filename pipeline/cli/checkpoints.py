@@ -17,7 +17,7 @@ from dataclasses import replace
 from pipeline.cli.command_line import parse_command_line, print_user_errors
 from pipeline.config.jobs import CHECKPOINT_COMMANDS, CheckpointsJob
 from pipeline.config.training import CheckpointConfig
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.training.run_state import config_of, folder_of
 
@@ -26,7 +26,7 @@ logger = get_logger("pipeline.checkpoints")  # run as a command, __name__ is ano
 
 
 def list_checkpoints(job: CheckpointsJob) -> list[str]:
-    """A line a step, oldest first. Raises ValueError where there is none."""
+    """A line a step, oldest first. Raises ConfigError where there is none."""
     from pipeline.checkpoint.retention import is_higher_better
     from pipeline.checkpoint.steps import list_steps
     from pipeline.checkpoint.survey import StepSummary, summarize_step
@@ -34,7 +34,7 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
     folder = folder_of(job.run)
     found = [summarize_step(folder, step) for step in list_steps(folder)]
     if not found:
-        raise ValueError(f"{folder} holds no checkpoint; run=<the run_dir of a training>")
+        raise ConfigError(f"{folder} holds no checkpoint; run=<the run_dir of a training>")
     trained = config_of(job.run)
     config = trained.checkpoint if trained else CheckpointConfig()
     metric = config.best_metric or "ne"
@@ -59,26 +59,26 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
 
 
 def verify_checkpoints(job: CheckpointsJob) -> dict[int, str]:
-    """Step -> empty, or what is wrong with it. Raises ValueError where there is no such step."""
+    """Step -> empty, or what is wrong with it. Raises ConfigError where there is no such step."""
     from pipeline.checkpoint.steps import list_steps
     from pipeline.checkpoint.survey import verify_step
 
     folder = folder_of(job.run)
     steps = list_steps(folder)
     if not steps or (job.step is not None and job.step not in steps):
-        raise ValueError(f"there is no step {'' if job.step is None else job.step} in {folder}; there are {steps}")
+        raise ConfigError(f"there is no step {'' if job.step is None else job.step} in {folder}; there are {steps}")
     return {step: verify_step(folder, step) for step in (steps if job.step is None else [job.step])}
 
 
 def show_checkpoint(job: CheckpointsJob) -> list[str]:
-    """What a step holds. Raises ValueError where there is none, or it cannot be read."""
+    """What a step holds. Raises ConfigError where there is none, or it cannot be read."""
     from pipeline.checkpoint.survey import describe_step, open_step
 
     return describe_step(*open_step(folder_of(job.run), job.step))
 
 
 def export_checkpoint(job: CheckpointsJob) -> list[str]:
-    """Write one table to job.output; lines that say what. Raises ValueError for an unknown or damaged step or table."""
+    """Write one table to job.output; lines that say what. Raises ConfigError for an unknown or damaged step or table."""
     from pipeline.checkpoint.export import export_table
     from pipeline.checkpoint.survey import open_step, verify_step
     from pipeline.checkpoint.tables import inventory_of_step
@@ -91,9 +91,13 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
     parts = [tables[name] for name in (f"{job.table}__hot", f"{job.table}__cold") if name in tables]
     found = [replace(one, name=job.table) for one in ([tables[job.table]] if job.table in tables else parts)]
     if not found:
-        raise ValueError(f"step {step} has no table {job.table!r} among {len(tables)}{did_you_mean(job.table, tables)}")
+        raise ConfigError(
+            f"step {step} has no table {job.table!r} among {len(tables)}{did_you_mean(job.table, tables)}"
+        )
     if problem := verify_step(folder, step):
-        raise ValueError(f"step {step} is damaged: {problem}; export another: python -m pipeline.checkpoints {job.run}")
+        raise ConfigError(
+            f"step {step} is damaged: {problem}; export another: python -m pipeline.checkpoints {job.run}"
+        )
     dataset, where = trained_dataset(manifest, job.data_path)
     vocabulary, without_values = None, where
     if dataset is not None:
@@ -123,7 +127,7 @@ def _size(size_bytes: int) -> str:
 
 
 def overrides_of(argv: list[str]) -> list[str]:
-    """`[COMMAND] [RUN] [STEP] key=value ...` in any order as key=value words. Raises ValueError for a word too many."""
+    """`[COMMAND] [RUN] [STEP] key=value ...` in any order as key=value words. Raises ConfigError for a word too many."""
     words = [word for word in argv if "=" not in word and not word.startswith("-")]
     rest = [word for word in argv if word not in words]
     command = next((word for word in words if word in CHECKPOINT_COMMANDS), "list")
@@ -136,7 +140,7 @@ def overrides_of(argv: list[str]) -> list[str]:
         unknown = next((word for word in words if did_you_mean(word, CHECKPOINT_COMMANDS)), words[-1])
         if len(words) > 1:
             near = did_you_mean(unknown, CHECKPOINT_COMMANDS)
-            raise ValueError(f"cannot read {unknown!r}; commands are {', '.join(CHECKPOINT_COMMANDS)}{near}")
+            raise ConfigError(f"cannot read {unknown!r}; commands are {', '.join(CHECKPOINT_COMMANDS)}{near}")
         rest.append(f"run='{words[0]}'")
     return [f"command={command}", *rest]
 

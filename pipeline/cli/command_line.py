@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from pipeline.config.jobs import (
     TrainJob,
 )
 from pipeline.config.saved_jobs import job_to_yaml
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
 from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.masking import find_secret, mask
 from pipeline.runtime.process import preemption, watchdog
@@ -123,18 +122,14 @@ def is_rank_zero() -> bool:
 
 @contextmanager
 def print_user_errors(written: str = "") -> Iterator[None]:
-    """End the process with one line instead of a traceback for a ValueError that our own checks raised, and for what
-    the system refuses and a user can mend: no room, no rights, no such path. `written`: where the verb writes to.
+    """End the process with one line instead of a traceback for a UserError, and for what the system refuses and a
+    person can put right: no room, no rights, no such path. `written`: where the verb writes to.
 
-    A ValueError out of a library keeps its traceback: that one is a bug, ours or theirs.
+    Any other exception is a bug, ours or a library's, and keeps its traceback.
     """
     try:
         yield
-    except ValueError as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        package = Path(__file__).parents[1]
-        if not raised_in.is_relative_to(package) and not raised_in.is_relative_to(package.parent / "launch"):
-            raise
+    except UserError as error:
         _end_with(str(error))
     except OSError as error:
         text = describe_os_error(error, written)
@@ -156,7 +151,7 @@ def load_config(job_type: type[Job], argv: Iterable[str], config_dir: str | None
     overrides, flags = split_flags(argv)
     job = compose_job(job_type, overrides, flags.get("--config-dir", config_dir))
     if key := find_secret(dataclasses.asdict(job)):  # type: ignore[call-overload]
-        raise ValueError(
+        raise ConfigError(
             f"{key} holds a credential, and a job is saved beside its results; give it in the environment, as the "
             "store's own tools take it (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or in its own config file"
         )
@@ -175,7 +170,7 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
             overrides.append(word)
         elif name not in FLAGS:
             hint = f"; overrides take no dashes: {word.lstrip('-')}" if equals else did_you_mean(name, FLAGS)
-            raise ValueError(f"unknown flag {name} (there are {', '.join(FLAGS)}){hint}")
+            raise ConfigError(f"unknown flag {name} (there are {', '.join(FLAGS)}){hint}")
         else:
             flags[name] = value if equals or name != "--config-dir" else next(waiting, "")
     return overrides, flags

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.config.jobs import CONFIG_NAMES, TrainJob
 from pipeline.config.registry import components
 from pipeline.config.saved_jobs import first_line, instantiate, near_field
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import ConfigError, did_you_mean
 
 Job = TypeVar("Job")
 
@@ -31,7 +31,7 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     """Compose conf/<verb>.yaml with the `overrides` into a job; `config_dir` overlays a user's own conf folder.
 
     Raises:
-        ValueError: one line that names the key or option and the nearest valid one.
+        ConfigError: one line that names the key or option and the nearest valid one.
     """
     folders = config_folders(config_dir)
     config_name = CONFIG_NAMES[job_type]
@@ -46,7 +46,7 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
             searchpath = ["hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]"]
             config = compose(config_name, [*searchpath, *choices])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ValueError(_explain_composition(error, job_type, groups)) from None
+        raise ConfigError(_explain_composition(error, job_type, groups)) from None
     for override in values:
         _apply(config, job_type, override)
     return instantiate(config, job_type)
@@ -62,17 +62,17 @@ def config_folders(config_dir: str | None = None) -> list[Path]:
     package = Path(__file__).resolve().parents[1]
     own = package.parent / "conf" if (package.parent / "setup.cfg").is_file() else package / "conf"
     if not own.is_dir():
-        raise ValueError(f"there is no conf folder at {own}: reinstall the package")
+        raise ConfigError(f"there is no conf folder at {own}: reinstall the package")
     if config_dir is None:
         return [own]
     overlay = Path(config_dir).expanduser().resolve()
     if not overlay.is_dir():
-        raise ValueError(f"--config-dir {config_dir}: there is no such folder")
+        raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
     taken = [
         file.relative_to(overlay) for file in overlay.glob("*/*.yaml") if (own / file.relative_to(overlay)).is_file()
     ]
     if taken:
-        raise ValueError(f"--config-dir {config_dir}: {taken[0]} is a name that the package has; give yours another")
+        raise ConfigError(f"--config-dir {config_dir}: {taken[0]} is a name that the package has; give yours another")
     return [own, overlay]
 
 
@@ -96,9 +96,9 @@ def _parse(argv: Iterable[str]) -> list[Override]:
             way_out = (
                 "overrides look like key=value" if "=" not in word else "quote it as 'key=\"value\"' if it is text"
             )
-            raise ValueError(f"cannot read {word!r} ({reason}); {way_out}") from None
+            raise ConfigError(f"cannot read {word!r} ({reason}); {way_out}") from None
         if override.is_sweep_override():
-            raise ValueError(f"{word!r} names several values; a list is key=[a,b], and a sweep is one job a value")
+            raise ConfigError(f"{word!r} names several values; a list is key=[a,b], and a sweep is one job a value")
         overrides.append(override)
     return overrides
 
@@ -114,7 +114,7 @@ def _split_overrides(overrides: list[Override], groups: dict[str, list[str]]) ->
         for option in value if isinstance(value, list) else [value]:
             if str(option) not in groups[group]:
                 near = did_you_mean(str(option), groups[group])
-                raise ValueError(f"{group}={option}: there is no such option in {', '.join(groups[group])}{near}")
+                raise ConfigError(f"{group}={option}: there is no such option in {', '.join(groups[group])}{near}")
         # Every group stands in the defaults list, so `+group=option` can only mean `group=option`.
         choices.append(str(override.input_line).lstrip("+"))
     return choices, values
@@ -135,14 +135,14 @@ def _apply(config: DictConfig, job_type: type, override: Override) -> None:
     """
     key, value = override.key_or_group, override.value()
     if override.is_delete() or override.package is not None:
-        raise ValueError(
+        raise ConfigError(
             f"{override.input_line!r}: a job's keys are fixed, they cannot be deleted or moved; set a value"
         )
     _make_room(config, job_type, key)
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{override.input_line}: {first_line(error)}{near_field(error)}") from None
+        raise ConfigError(f"{override.input_line}: {first_line(error)}{near_field(error)}") from None
 
 
 def _make_room(config: DictConfig, job_type: type, key: str) -> None:
@@ -161,7 +161,7 @@ def _make_room(config: DictConfig, job_type: type, key: str) -> None:
         elif get_origin(kind) is list and name.isdigit():
             kind = get_args(kind)[0]
         else:
-            raise ValueError(f"unknown key {key!r}: {'.'.join(walked[:-1])} is a single value, not a section")
+            raise ConfigError(f"unknown key {key!r}: {'.'.join(walked[:-1])} is a single value, not a section")
         kind = next((part for part in get_args(kind) if part is not NoneType), kind) if _is_optional(kind) else kind
         if dataclasses.is_dataclass(kind):
             if OmegaConf.is_missing(node, name) or node.get(name) is None:
@@ -195,7 +195,7 @@ def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set
         hint = f"did you mean {' or '.join(repr(key) for key in elsewhere)}?"
     else:
         hint = f"{'.'.join(section) or 'a job'} has {', '.join(sorted(choices))}"
-    raise ValueError(f"unknown key {'.'.join(walked)!r}; {hint}")
+    raise ConfigError(f"unknown key {'.'.join(walked)!r}; {hint}")
 
 
 def _leaf_keys(kind: Any, prefix: str = "") -> Iterator[str]:

@@ -22,7 +22,7 @@ from pipeline.config.jobs import PlanJob
 from pipeline.embeddings.compression.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.planner.head_rows import head_reports, is_settled, settle_head_rows, with_notes
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.training.preflight import load_or_describe, validate_job
 
@@ -52,7 +52,7 @@ def plan(job: PlanJob) -> PlanSummary:
     """Build the model on meta, plan for `world_size` ranks of `hardware`, and write planner.plan_file and its page.
 
     Raises:
-        ValueError: no plan holds the tables, or the job does not fit the data or the number of ranks.
+        ConfigError: no plan holds the tables, or the job does not fit the data or the number of ranks.
     """
     started = time.monotonic()
     tables = validate_job(job, job.world_size)
@@ -120,7 +120,7 @@ def build_request(job: PlanJob, tables: list[Table] | None = None) -> PlanReques
 
 
 def show(path: str) -> str:
-    """What the plan file at `path` says. Raises ValueError where there is none, or none that can be read."""
+    """What the plan file at `path` says. Raises ConfigError where there is none, or none that can be read."""
     from pipeline.planner.explain import explain
     from pipeline.planner.plan_text import read_view
 
@@ -134,7 +134,7 @@ def show(path: str) -> str:
 
 
 def diff(a: str, b: str) -> str:
-    """What moved from the plan in file `a` to that in `b`. Raises ValueError as `show`."""
+    """What moved from the plan in file `a` to that in `b`. Raises ConfigError as `show`."""
     from pipeline.planner.compare import compare
     from pipeline.planner.plan_text import read_view
 
@@ -142,7 +142,7 @@ def diff(a: str, b: str) -> str:
 
 
 def check(path: str, job: PlanJob) -> list[str]:
-    """Why the plan in `path` does not hold for the job; empty where it does. Raises ValueError as `show` and `plan`."""
+    """Why the plan in `path` does not hold for the job; empty where it does. Raises ConfigError as `show` and `plan`."""
     from pipeline.planner.plan_folder import find_plan_file
     from pipeline.planner.plan_text import COMMAND
 
@@ -195,14 +195,14 @@ def run_command_line(argv: list[str]) -> None:
 
 def _check_usage(command: str, words: list[str]) -> None:
     if command not in SUBCOMMANDS:
-        raise ValueError(
+        raise ConfigError(
             f"unknown command {command!r} (there are {', '.join(SUBCOMMANDS)}; a job is told as key=value)"
             f"{did_you_mean(command, SUBCOMMANDS)}"
         )
     num_files = 2 if command == "diff" else 1
     enough = len(words) >= 1 and "=" not in words[0] if command == "check" else len(words) == num_files
     if not enough:
-        raise ValueError(
+        raise ConfigError(
             f"{command} takes {SUBCOMMANDS[command]}: python -m pipeline.plan {command} {SUBCOMMANDS[command]}"
         )
 

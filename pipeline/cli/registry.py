@@ -20,7 +20,7 @@ from pipeline.config.retraining import REGISTRY_COMMANDS
 from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, describe_record
 from pipeline.retraining.promotion import add_run
 from pipeline.retraining.registry import VERSION_NAME, Registry, RegistryError
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
 from pipeline.runtime.logs import configure_logging
 
 DAMAGED = 1  # exit code of verify
@@ -58,7 +58,7 @@ def verify_versions(job: RegistryJob) -> dict[str, str]:
     for name in [job.version] if job.version else registry.names():
         try:
             problems[name] = registry.verify(registry.version(name))[0]
-        except ValueError as error:
+        except UserError as error:
             if job.version and isinstance(error, RegistryError):
                 raise
             problems[name] = str(error)
@@ -105,13 +105,13 @@ def unpin(job: RegistryJob) -> list[str]:
 
 
 def add(job: RegistryJob) -> list[str]:
-    """A run's newest step becomes the champion, ungated. Raises ValueError where there is one already."""
+    """A run's newest step becomes the champion, ungated. Raises ConfigError where there is one already."""
     record = add_run(Registry(job.registry), Ledger(job.registry), job.run)
     return [f"champion    {record.version}, from {job.run}"]
 
 
 def overrides_of(argv: list[str]) -> list[str]:
-    """`[COMMAND] [REGISTRY] [VERSION] key=value ...` as key=value words. Raises ValueError for a word too many."""
+    """`[COMMAND] [REGISTRY] [VERSION] key=value ...` as key=value words. Raises ConfigError for a word too many."""
     words = [word for word in argv if "=" not in word.split("/")[0] and not word.startswith("-")]
     rest = [word for word in argv if word not in words]
     command = next((word for word in words if word in REGISTRY_COMMANDS), "list")
@@ -122,7 +122,7 @@ def overrides_of(argv: list[str]) -> list[str]:
     if len(words) > 1:
         unknown = next((word for word in words if did_you_mean(word, REGISTRY_COMMANDS)), words[-1])
         near = did_you_mean(unknown, REGISTRY_COMMANDS)
-        raise ValueError(f"cannot read {unknown!r}; commands are {', '.join(REGISTRY_COMMANDS)}{near}")
+        raise ConfigError(f"cannot read {unknown!r}; commands are {', '.join(REGISTRY_COMMANDS)}{near}")
     if words:
         rest.append(f"registry='{words[0]}'")
     return [f"command={command}", *rest]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from pipeline.runtime.errors import check_above, check_at_least, check_choice
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
 
 SCHEMES = ("naive", "quotient_remainder", "generalised", "chinese_remainder", "given")
 OPERATIONS = ("add", "multiply", "concatenate")
@@ -94,16 +94,16 @@ class CompressionConfig:
     def _check_split(self) -> None:
         self.head_rows = str(self.head_rows)
         if self.head_rows != AUTO and not self.head_rows.isdecimal():
-            raise ValueError(f"compression.head_rows={self.head_rows} is neither {AUTO} nor a number of rows")
+            raise ConfigError(f"compression.head_rows={self.head_rows} is neither {AUTO} nor a number of rows")
         if not self.head_sharding_types:
-            raise ValueError("compression.head_sharding_types is empty; leave it out for [data_parallel]")
+            raise ConfigError("compression.head_sharding_types is empty; leave it out for [data_parallel]")
         if self.head_rows == AUTO and self.head_sharding_types != ["data_parallel"]:
-            raise ValueError(
+            raise ConfigError(
                 f"compression.head_rows={AUTO} weighs what a replicated head sends, and head_sharding_types="
                 f"{self.head_sharding_types} is not [data_parallel]; give head_rows=<rows>"
             )
         if self.tail is not None and self.tail.kind in ("none", "frequency_split"):
-            raise ValueError(
+            raise ConfigError(
                 f"compression.tail.kind={self.tail.kind}: the tail is whole without `tail`, and a split tail would be cold "
                 "in both parts; leave tail out, or give it another kind"
             )
@@ -116,7 +116,7 @@ class CompressionConfig:
             if name in ANY_KIND | OWN_FIELDS[self.kind] or value == fresh[name]:
                 continue
             owners = [kind for kind, own in OWN_FIELDS.items() if name in own]
-            raise ValueError(
+            raise ConfigError(
                 f"compression.{name}={value} is a setting of {', '.join(owners)}, but compression.kind={self.kind}; "
                 f"leave it out, or set kind={owners[0]}"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.runtime.errors import check_above, check_at_least, check_choice, check_given, check_within
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_given, check_within
 
 FORMATS = ("criteo_tsv", "csv", "tsv", "parquet")
 DENSE_TRANSFORMS = ("log1p", "none")
@@ -54,13 +54,13 @@ class IdsConfig:
         check_at_least("ids.max_size", self.max_size, 1, allow_none=True)
         check_at_least("ids.hash_size", self.hash_size, 2, allow_none=True)
         if self.kind == "hash" and self.hash_size is None:
-            raise ValueError("ids.kind=hash needs ids.hash_size=<rows>")
+            raise ConfigError("ids.kind=hash needs ids.hash_size=<rows>")
         if self.kind == "hash" and (self.min_frequency, self.max_size) != (1, None):
-            raise ValueError(
+            raise ConfigError(
                 "ids.kind=hash counts nothing: ids.min_frequency and ids.max_size go with ids.kind=vocabulary"
             )
         if self.kind == "vocabulary" and self.hash_size is not None:
-            raise ValueError(
+            raise ConfigError(
                 f"ids.hash_size={self.hash_size} goes with ids.kind=hash; a vocabulary is cut by ids.max_size"
             )
 
@@ -100,7 +100,7 @@ class SplitConfig:
         check_within("split.validation_fraction", self.validation_fraction, 0.0, 0.9)
         check_within("split.test_fraction", self.test_fraction, 0.0, 0.9)
         if self.validation_fraction + self.test_fraction >= 1.0:
-            raise ValueError(
+            raise ConfigError(
                 f"split fractions add up to {self.validation_fraction + self.test_fraction:g}: nothing is left to train on"
             )
 
@@ -136,10 +136,10 @@ class ReaderConfig:
 
 
 def check_batch_geometry(global_batch_size: int, num_streams: int, world_size: int) -> None:
-    """Raise ValueError unless every rank owns the same number of streams and every stream gives a batch the same rows."""
+    """Raise ConfigError unless every rank owns the same number of streams and every stream gives a batch the same rows."""
     if num_streams % world_size:
         ranks = [n for n in range(1, num_streams + 1) if num_streams % n == 0]
-        raise ValueError(
+        raise ConfigError(
             f"data.reader.num_streams={num_streams} cannot be dealt evenly to {world_size} ranks: run on "
             f"{_either(ranks)} ranks, or set data.reader.num_streams={_either(_multiples_near(num_streams, world_size))} "
             "(another number of streams is another order of rows)"
@@ -147,7 +147,7 @@ def check_batch_geometry(global_batch_size: int, num_streams: int, world_size: i
     if global_batch_size % num_streams:
         streams = [n for n in range(world_size, global_batch_size + 1, world_size) if global_batch_size % n == 0]
         nearest = min(streams, key=lambda n: (abs(n - num_streams), n), default=None)
-        raise ValueError(
+        raise ConfigError(
             f"a global batch of {global_batch_size} rows cannot be dealt evenly to data.reader.num_streams={num_streams}: "
             f"use a global batch size of {_either(_multiples_near(global_batch_size, num_streams))}"
             + (f", or data.reader.num_streams={nearest}" if nearest else "")
@@ -203,7 +203,7 @@ class SyntheticConfig:
         check_within("synthetic.positive_rate", self.positive_rate, 0.001, 0.999)
         check_within("synthetic.num_interactions", self.num_interactions, 0, len(self.cardinalities) // 2)
         if min(self.cardinalities, default=0) < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"synthetic.cardinalities has {len(self.cardinalities)} values, the least "
                 f"{min(self.cardinalities, default=0)}; name features of at least 1 id each"
             )
@@ -268,11 +268,13 @@ class DataConfig:
         check_at_least("data.rows_per_row_group", self.rows_per_row_group, 1)
         check_within("data.max_quarantined_fraction", self.max_quarantined_fraction, 0.0, 1.0)
         if self.format == "criteo_tsv" and self.columns != ColumnsConfig():
-            raise ValueError("data.format=criteo_tsv fixes its columns: drop data.columns, or name another data.format")
+            raise ConfigError(
+                "data.format=criteo_tsv fixes its columns: drop data.columns, or name another data.format"
+            )
         if self.synthetic is not None:
             self._check_synthetic(self.synthetic)
         if self.split.kind == "time" and not self.columns.timestamp:
-            raise ValueError(
+            raise ConfigError(
                 "data.split.kind=time needs data.columns.timestamp=<column>, and data.format=csv, tsv or parquet"
             )
 
@@ -284,8 +286,8 @@ class DataConfig:
             named = (len(self.columns.dense), len(self.columns.sparse))
             what = f"data.columns names {named[1]} categorical features and {named[0]} dense ones"
         else:
-            raise ValueError(f"data.synthetic writes data.format=criteo_tsv or tsv, not {self.format}")
+            raise ConfigError(f"data.synthetic writes data.format=criteo_tsv or tsv, not {self.format}")
         if drawn != named:
-            raise ValueError(
+            raise ConfigError(
                 f"synthetic.cardinalities has {drawn[1]} values and synthetic.num_dense is {drawn[0]}, but {what}"
             )

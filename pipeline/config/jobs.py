@@ -28,7 +28,7 @@ from pipeline.config.training import (
     profiled_steps,
 )
 from pipeline.config.warm_start import WarmStartConfig
-from pipeline.runtime.errors import check_at_least, check_choice, check_given, check_within
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within
 
 
 @dataclass
@@ -61,7 +61,7 @@ class GenerateJob:
     def __post_init__(self) -> None:
         check_at_least("threads", self.threads, 1, allow_none=True)
         if self.data.synthetic is None and self.data.user_item is None:
-            raise ValueError(
+            raise ConfigError(
                 f"data={self.data.name} has no `synthetic` or `user_item` section to draw from; data=quickstart and "
                 "data=user_item have one"
             )
@@ -98,12 +98,12 @@ class TrainJob:
         check_at_least("world_size", self.world_size, 1)
         self._choose_metrics()
         if type(self) is TrainJob and "://" in self.run_dir:  # a PlanJob writes no run folder
-            raise ValueError(
+            raise ConfigError(
                 f"run_dir={self.run_dir}: run folders are local paths in this release; give a folder that every host mounts"
             )
 
     def _choose_metrics(self) -> None:
-        """What no config chooses goes by the model's first metric. Raises ValueError for one that the model has not."""
+        """What no config chooses goes by the model's first metric. Raises ConfigError for one that the model has not."""
         known = self.model.metrics
         early_stop, checkpoint = self.trainer.early_stop, self.checkpoint
         early_stop.metric = early_stop.metric or known[0]
@@ -145,7 +145,7 @@ class RetrainJob(TrainJob):
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
         check_at_least("threads", self.threads, 1, allow_none=True)
         if self.warm_start is not None:
-            raise ValueError(
+            raise ConfigError(
                 "retrain starts from the champion; leave warm_start out (growth.* says what becomes of tables)"
             )
         managed = [
@@ -154,14 +154,14 @@ class RetrainJob(TrainJob):
             if table.compression and table.compression.kind == "managed_collision"
         ]
         if self.gate.export.enabled and managed:
-            raise ValueError(
+            raise ConfigError(
                 f"tables.{managed[0]}.compression.kind=managed_collision cannot be exported; gate.export.enabled=false "
                 "retrains without artifacts"
             )
         if "://" in self.run_dir:
-            raise ValueError(f"run_dir={self.run_dir}: give a local folder; registry.path may be s3://...")
+            raise ConfigError(f"run_dir={self.run_dir}: give a local folder; registry.path may be s3://...")
         if self.checkpoint.folder is not None:
-            raise ValueError(
+            raise ConfigError(
                 "retrain keeps a run's checkpoints below run_dir until they are promoted: leave checkpoint.folder out"
             )
 
@@ -238,7 +238,7 @@ class ExportJob:
         if self.output is not None:
             check_given("output", self.output)
             if "://" in self.output:
-                raise ValueError(
+                raise ConfigError(
                     f"output={self.output}: artifacts are written to local paths; copy the folder from there"
                 )
 
@@ -296,7 +296,7 @@ class PredictJob:
         if self.format is not None:
             check_choice("format", self.format, FORMATS)
         if not self.output.endswith((".parquet", ".csv")) and self.output != "???":
-            raise ValueError(f"output={self.output} must end in .parquet or .csv")
+            raise ConfigError(f"output={self.output} must end in .parquet or .csv")
         check_at_least("batch_rows", self.batch_rows, 1)
         check_at_least("rows_per_part", self.rows_per_part, 1)
         check_within("max_quarantined_fraction", self.max_quarantined_fraction, 0.0, 1.0)

@@ -30,7 +30,7 @@ class ModelConfig:
         return None
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
-        """Raises ValueError when the model cannot be built on these tables."""
+        """Raises ConfigError when the model cannot be built on these tables."""
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         """The model, with tables on the meta device; import torch in here, for a config is composed without it.

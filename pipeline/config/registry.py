@@ -20,7 +20,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import ConfigError, did_you_mean
 
 ENTRY_POINTS = "torchrec_pipeline.components"
 # Kind -> the package whose modules register this release's own.
@@ -35,13 +35,13 @@ def register(kind: str, name: str) -> Callable[[T], T]:
     """A decorator that makes a class or function known as `name` among the components of `kind`.
 
     Raises:
-        ValueError: another component has that name.
+        ConfigError: another component has that name.
     """
 
     def remember(component: T) -> T:
         known = _components.setdefault(kind, {})
         if name in known and _origin(known[name]) != _origin(component):
-            raise ValueError(
+            raise ConfigError(
                 f"{_origin(component)} registers {kind} {name!r}, which is {_origin(known[name])}; give it another name"
             )
         known[name] = component
@@ -61,11 +61,11 @@ def find(kind: str, name: str, key: str = "") -> Any:
     """The component of `kind` called `name`; `key` is the config key that names it, for the error.
 
     Raises:
-        ValueError: there is none, with the nearest name and how a plugin is given.
+        ConfigError: there is none, with the nearest name and how a plugin is given.
     """
     known = components(kind)
     if name not in known:
-        raise ValueError(
+        raise ConfigError(
             f"{key or kind}={name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}; "
             f"a {kind} of your own is given by plugins=[<its package>]"
         )
@@ -76,7 +76,7 @@ def load_plugins(packages: Iterable[str]) -> None:
     """Import modules or packages whose import registers components.
 
     Raises:
-        ValueError: one of them cannot be imported.
+        ConfigError: one of them cannot be imported.
     """
     for name in packages:
         if name in _loaded:
@@ -84,7 +84,7 @@ def load_plugins(packages: Iterable[str]) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ValueError(
+            raise ConfigError(
                 f"plugins: cannot import {name!r} ({error}); install it, or put its folder into PYTHONPATH"
             ) from error
         _loaded.add(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.serving import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
-from pipeline.runtime.errors import check_above, check_at_least, check_choice, check_within
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within
 
 WINDOW_KINDS = ("partitions", "timestamps")
 LATE_POLICIES = ("skip", "use")
@@ -44,9 +44,9 @@ class WindowsConfig:
         check_at_least("windows.min_rows", self.min_rows, 0)
         check_at_least("windows.lateness_hours", self.lateness_hours, 0.0)
         if self.kind == "timestamps" and not self.timestamp_column:
-            raise ValueError("windows.kind=timestamps needs windows.timestamp_column=<column>")
+            raise ConfigError("windows.kind=timestamps needs windows.timestamp_column=<column>")
         if self.kind == "partitions" and "%" not in self.pattern:
-            raise ValueError(
+            raise ConfigError(
                 f"windows.pattern={self.pattern!r} names no time; give strptime's letters, as in dt=%Y-%m-%d/hour=%H"
             )
 

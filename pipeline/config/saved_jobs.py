@@ -14,7 +14,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from pipeline.config.jobs import CONFIG_NAMES
 from pipeline.config.registry import components, find
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.storage import storage
 
 Job = TypeVar("Job")
@@ -26,22 +26,22 @@ def job_to_yaml(job: Any) -> str:
 
 
 def job_from_yaml(job_type: type[Job], text: str) -> Job:
-    """Raises ValueError for keys or values that this release does not know."""
+    """Raises ConfigError for keys or values that this release does not know."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"saved job: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"saved job: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"saved job: a {type(values).__name__} is no job")
+        raise ConfigError(f"saved job: a {type(values).__name__} is no job")
     if key := _interpolation(values):
-        raise ValueError(f"saved job: {key} holds ${{...}}, and what train saves is resolved: somebody has changed it")
+        raise ConfigError(f"saved job: {key} holds ${{...}}, and what train saves is resolved: somebody has changed it")
     schema = OmegaConf.structured(job_type)
     if "model" in values:
         schema.model = OmegaConf.structured(find("model", str(values["model"].get("kind")), "saved model.kind"))
     try:
         return instantiate(OmegaConf.merge(schema, values), job_type)  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
-        raise ValueError(f"saved job: {error.full_key}: {str(error).splitlines()[0]}{near_field(error)}") from None
+        raise ConfigError(f"saved job: {error.full_key}: {str(error).splitlines()[0]}{near_field(error)}") from None
 
 
 def _interpolation(value: Any, key: str = "") -> str:
@@ -60,26 +60,26 @@ def save_job(job: Any, path: str) -> None:
 
 
 def load_saved_job(job_type: type[Job], path: str) -> Job:
-    """Raises ValueError where there is no file, or one that does not fit `job_type`."""
+    """Raises ConfigError where there is no file, or one that does not fit `job_type`."""
     if not storage.is_file(path):
-        raise ValueError(f"there is no saved job at {path!r}: is that a run folder?")
+        raise ConfigError(f"there is no saved job at {path!r}: is that a run folder?")
     return job_from_yaml(job_type, storage.read_text(path))
 
 
 def instantiate(config: DictConfig, job_type: type[Job]) -> Job:
     try:
         if missing := sorted(OmegaConf.missing_keys(config)):
-            raise ValueError(_explain_missing(missing, CONFIG_NAMES[job_type]))
+            raise ConfigError(_explain_missing(missing, CONFIG_NAMES[job_type]))
         job: Job = OmegaConf.to_object(config)  # type: ignore[assignment]
     except InterpolationToMissingValueError as error:
         key = str(error).splitlines()[0].rpartition(" ")[2]  # OmegaConf names the missing key in its text alone
-        raise ValueError(_explain_missing([key], CONFIG_NAMES[job_type])) from None
+        raise ConfigError(_explain_missing([key], CONFIG_NAMES[job_type])) from None
     except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key}: {first_line(error)}") from None
+        raise ConfigError(f"{error.full_key}: {first_line(error)}") from None
     model = getattr(job, "model", None)
     models = components("model")
     if model is not None and models.get(model.kind) is not type(model):
-        raise ValueError(
+        raise ConfigError(
             f"model.kind={model.kind!r} does not change the model, which is {type(model).__name__}; "
             f"choose it by model=<option>{did_you_mean(model.kind, models)}"
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.runtime.errors import check_above, check_at_least, check_choice, check_given, check_within
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_given, check_within
 
 MEMORIES = ("ram", "ssd")
 
 
 def check_memory(memory: str) -> None:
-    """Raise ValueError unless `memory` is ram or ssd."""
+    """Raise ConfigError unless `memory` is ram or ssd."""
     check_choice("memory", memory, MEMORIES)
 
 
@@ -79,12 +79,12 @@ class BatchingConfig:
         check_at_least("batching.max_delay_ms", self.max_delay_ms, 0.0)
         check_above("batching.latency_budget_ms", self.latency_budget_ms, 0.0)
         if self.max_delay_ms >= self.latency_budget_ms:
-            raise ValueError(
+            raise ConfigError(
                 f"batching.max_delay_ms={self.max_delay_ms:g} uses up batching.latency_budget_ms={self.latency_budget_ms:g}: "
                 "lower the first, or raise the second"
             )
         if self.queue_rows < self.max_rows:
-            raise ValueError(
+            raise ConfigError(
                 f"batching.queue_rows={self.queue_rows} holds no batch of batching.max_rows={self.max_rows}: raise it"
             )
 

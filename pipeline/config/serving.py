@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.data import SPLITS
-from pipeline.runtime.errors import check_at_least, check_choice, check_within
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_within
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4", "int2")  # of tables, from the largest to the smallest
 AUTO = "auto"
@@ -36,17 +36,17 @@ class PruningConfig:
                 check_within(f"pruning.{name}", getattr(self, name), 0.0, 1.0)
         given = [name for name in ("fraction", "keep_lookups") if getattr(self, name) is not None]
         if self.kind == "frequency" and len(given) != 1:
-            raise ValueError(
+            raise ConfigError(
                 "pruning.kind=frequency wants one of pruning.fraction and pruning.keep_lookups, each in [0, 1]"
             )
         if self.kind != "frequency" and self.keep_lookups is not None:
-            raise ValueError(f"pruning.keep_lookups goes with pruning.kind=frequency, not {self.kind}")
+            raise ConfigError(f"pruning.keep_lookups goes with pruning.kind=frequency, not {self.kind}")
         if self.kind == "none" and given:
-            raise ValueError(
+            raise ConfigError(
                 f"pruning.{given[0]} prunes nothing under pruning.kind=none; choose untrained or frequency"
             )
         if self.kind != "untrained" and self.state_at_most:
-            raise ValueError(f"pruning.state_at_most goes with pruning.kind=untrained, not {self.kind}")
+            raise ConfigError(f"pruning.state_at_most goes with pruning.kind=untrained, not {self.kind}")
 
 
 @dataclass
@@ -66,7 +66,7 @@ class ParityConfig:
         for split in self.splits:
             check_choice("parity.splits", split, SPLITS)
         if "validation" not in self.splits:
-            raise ValueError(f"parity.splits={self.splits} must hold validation: the certificate is about it")
+            raise ConfigError(f"parity.splits={self.splits} must hold validation: the certificate is about it")
         check_at_least("parity.max_rows", self.max_rows, 1)
         check_at_least("parity.max_ne_increase", self.max_ne_increase, 0.0)
         check_at_least("parity.max_auc_decrease", self.max_auc_decrease, 0.0)
@@ -74,7 +74,7 @@ class ParityConfig:
 
 
 def check_precisions(precision: str, tables: dict[str, str]) -> None:
-    """Raise ValueError for a precision that there is none of; `tables` is what single tables have instead."""
+    """Raise ConfigError for a precision that there is none of; `tables` is what single tables have instead."""
     check_choice("precision", precision, (*PRECISIONS, AUTO))
     for name, value in tables.items():
         check_choice(f"tables.{name}", value, PRECISIONS)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from pipeline.runtime.errors import (
+    ConfigError,
     check_above,
     check_at_least,
     check_below_one,
@@ -145,7 +146,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         match = re.fullmatch(r"every_([1-9]\d*)_steps?", self.embedding_sync)
         if not match and self.embedding_sync not in EMBEDDING_SYNCS:
-            raise ValueError(
+            raise ConfigError(
                 f"parallel.embedding_sync={self.embedding_sync!r} is not one of {', '.join(EMBEDDING_SYNCS)}"
                 f"{did_you_mean(self.embedding_sync, ('every_step', 'never', 'every_100_steps'))}"
             )
@@ -261,7 +262,7 @@ class TrainerConfig:
         check_within("trainer.seed", self.seed, 0, 2**63 - 1)
         check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
         if self.global_batch_size % self.gradient_accumulation_steps:
-            raise ValueError(
+            raise ConfigError(
                 f"trainer.global_batch_size={self.global_batch_size} does not divide into "
                 f"trainer.gradient_accumulation_steps={self.gradient_accumulation_steps} micro-batches"
             )
@@ -273,9 +274,9 @@ class TrainerConfig:
 
 
 def profiled_steps(text: str) -> tuple[int, int]:
-    """`steps:50-60` -> (50, 60), counted from 1. Raises ValueError for anything else."""
+    """`steps:50-60` -> (50, 60), counted from 1. Raises ConfigError for anything else."""
     kind, _, numbers = text.partition(":")
     first, _, last = numbers.partition("-")
     if kind != "steps" or not first.isdigit() or not last.isdigit() or not 1 <= int(first) <= int(last):
-        raise ValueError(f"profile={text}: say which steps to record, as in profile=steps:50-60 (steps count from 1)")
+        raise ConfigError(f"profile={text}: say which steps to record, as in profile=steps:50-60 (steps count from 1)")
     return int(first), int(last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.runtime.errors import check_at_least, check_choice
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice
 
 
 @dataclass
@@ -38,14 +38,14 @@ class WarmStartConfig:
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.checkpoint is None):
-            raise ValueError("warm_start wants one of run=<a run folder> and checkpoint=<the folder of a step>")
+            raise ConfigError("warm_start wants one of run=<a run folder> and checkpoint=<the folder of a step>")
         if self.checkpoint is not None and self.step is not None:
-            raise ValueError("warm_start.step belongs to warm_start.run; warm_start.checkpoint is a step already")
+            raise ConfigError("warm_start.step belongs to warm_start.run; warm_start.checkpoint is a step already")
         check_at_least("warm_start.step", self.step, 0, allow_none=True)
         for name, choices in POLICIES.items():
             check_choice(f"warm_start.{name}", getattr(self, name), choices)
         if len(set(self.renames.values())) < len(self.renames):
-            raise ValueError(f"warm_start.renames={self.renames} makes one table of two; give each another name")
+            raise ConfigError(f"warm_start.renames={self.renames} makes one table of two; give each another name")
 
 
 POLICIES = {

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, Optional
 
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
 FILE_NAME = "dataset.json"
@@ -100,21 +100,21 @@ class Dataset:
 
     @classmethod
     def from_json(cls, text: str) -> "Dataset":
-        """Raises ValueError for a file of another format version, or one that `prepare` did not write."""
+        """Raises DataError for a file of another format version, or one that `prepare` did not write."""
         try:
             raw = json.loads(text)
             version = raw.get("format_version")
         except (json.JSONDecodeError, AttributeError) as error:
-            raise ValueError(f"{FILE_NAME} is damaged ({error}): run `python -m pipeline.prepare` again") from None
+            raise DataError(f"{FILE_NAME} is damaged ({error}): run `python -m pipeline.prepare` again") from None
         if version != FORMAT_VERSION:
-            raise ValueError(
+            raise DataError(
                 f"{FILE_NAME} has format_version {version}, this release reads {FORMAT_VERSION}: "
                 "run `python -m pipeline.prepare` again"
             )
         try:
             return cls(**{**raw, **_decode_parts(raw)})
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{FILE_NAME} is damaged ({error!r}): run `python -m pipeline.prepare` again") from None
+            raise DataError(f"{FILE_NAME} is damaged ({error!r}): run `python -m pipeline.prepare` again") from None
 
 
 def _decode_parts(raw: Dict[str, Any]) -> Dict[str, Any]:
@@ -130,10 +130,10 @@ def _decode_parts(raw: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def load_dataset(folder: str) -> Dataset:
-    """Raises ValueError where `prepare` has not finished."""
+    """Raises DataError where `prepare` has not finished."""
     path = storage.join(folder, FILE_NAME)
     if not storage.is_file(path):
-        raise ValueError(
+        raise DataError(
             f"there is no {FILE_NAME} in {folder!r}: prepare it first with "
             "`python -m pipeline.prepare data=<name> source=<file, folder or glob>`, or set data.path"
         )
@@ -141,36 +141,36 @@ def load_dataset(folder: str) -> Dataset:
 
 
 def check_split(dataset: Dataset, split: str, least_rows: int) -> None:
-    """Raise ValueError unless the split is there and holds a batch."""
+    """Raise DataError unless the split is there and holds a batch."""
     if split not in dataset.splits:
-        raise ValueError(
+        raise DataError(
             f"data set {dataset.name!r} has no split {split!r}, it has {', '.join(dataset.splits)}"
             f"{did_you_mean(split, dataset.splits)}"
         )
     num_rows = dataset.splits[split].num_rows
     if num_rows == 0 and split != "train":
-        raise ValueError(
+        raise DataError(
             f"split {split!r} of data set {dataset.name!r} has 0 rows: "
             f"prepare it again with data.split.{split}_fraction above 0"
         )
     if num_rows < least_rows:
-        raise ValueError(
+        raise DataError(
             f"split {split!r} of data set {dataset.name!r} has {num_rows} rows, fewer than one global batch of "
             f"{least_rows}: use a smaller global batch size, or prepare more rows"
         )
 
 
 def check_multi_hot(dataset: Dataset, multi_hot: dict[str, int]) -> None:
-    """Raise ValueError for a size below 1, and for a feature that is unknown or has lists of its own."""
+    """Raise DataError for a size below 1, and for a feature that is unknown or has lists of its own."""
     features = {feature.name: feature for feature in dataset.sparse_features}
     for name, size in multi_hot.items():
         if name not in features:
-            raise ValueError(
+            raise DataError(
                 f"data.synthetic_multi_hot names {name!r}, which is no sparse feature{did_you_mean(name, features)}"
             )
         if size < 1:
-            raise ValueError(f"data.synthetic_multi_hot.{name}={size} must be at least 1")
+            raise DataError(f"data.synthetic_multi_hot.{name}={size} must be at least 1")
         if features[name].multi_hot:
-            raise ValueError(
+            raise DataError(
                 f"data.synthetic_multi_hot.{name}={size}, but the data hold lists for {name!r}: leave it out"
             )

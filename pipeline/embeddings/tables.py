@@ -14,7 +14,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.embeddings.compression.physical import check_compressed, num_numbers
 from pipeline.embeddings.row_frequencies import merge_frequencies
 from pipeline.embeddings.table import Table
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import ConfigError, did_you_mean
 
 LAST_RESORT = TableConfig(
     embedding_dim=64, pooling="sum", data_type="fp32", init=InitConfig(), sharding=ConstraintConfig()
@@ -30,12 +30,12 @@ def resolve_tables(
     features whose ids are multiplied on the fly.
 
     Raises:
-        ValueError: a feature that the data set lacks or that two tables claim, fewer rows than the
+        ConfigError: a feature that the data set lacks or that two tables claim, fewer rows than the
             data's cardinality, num_embeddings in `default`.
     """
     default = tables.get(DEFAULT, TableConfig())
     if default.num_embeddings is not None or default.feature_names:
-        raise ValueError(
+        raise ConfigError(
             "tables.default sets what tables leave unset; num_embeddings and feature_names belong to one table"
         )
     known = dataset.sparse_feature_names
@@ -44,12 +44,12 @@ def resolve_tables(
     for name, config in named.items():
         for feature in config.feature_names or [name]:
             if feature not in known:
-                raise ValueError(
+                raise ConfigError(
                     f"tables.{name} embeds feature {feature!r}, which data set {dataset.name!r} does not have "
                     f"({len(known)} sparse features){did_you_mean(feature, known)}"
                 )
             if feature in owner:
-                raise ValueError(
+                raise ConfigError(
                     f"feature {feature!r} is in tables {owner[feature]!r} and {name!r}; name it in one of them"
                 )
             owner[feature] = name
@@ -66,7 +66,7 @@ def _resolve(
     cardinality = max(feature.cardinality for feature in features)
     num_embeddings = cardinality if config.num_embeddings is None else config.num_embeddings
     if num_embeddings < cardinality:
-        raise ValueError(
+        raise ConfigError(
             f"tables.{name}.num_embeddings={num_embeddings} but the data's ids reach {cardinality - 1} "
             f"(cardinality {cardinality}); leave it unset, or prepare with a frequency threshold or "
             f"data.ids.max_size={num_embeddings}"

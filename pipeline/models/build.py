@@ -20,7 +20,7 @@ def build_model(config: ModelConfig, tables: list[Table], num_dense_features: in
     Dense layers are initialized from `seed` alone, so every rank builds the same; the caller's random state is kept.
 
     Raises:
-        ValueError: the model cannot be built on these tables.
+        ConfigError: the model cannot be built on these tables.
     """
     import torch  # here, for the models' configs lie beside this file and are composed without torch
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipeline.embeddings.table import Table
-from pipeline.runtime.errors import check_at_least, check_given, did_you_mean
+from pipeline.runtime.errors import ConfigError, check_at_least, check_given, did_you_mean
 
 
 def check_layer_sizes(name: str, sizes: list[int], least: int = 1) -> None:
     if len(sizes) < least:
-        raise ValueError(f"{name}={sizes} needs at least {least} layer(s)")
+        raise ConfigError(f"{name}={sizes} needs at least {least} layer(s)")
     for size in sizes:
         check_at_least(f"each size in {name}", size, 1)
 
@@ -20,7 +20,7 @@ def check_one_dim(tables: list[Table]) -> int:
     dims = sorted({table.embedding_dim for table in tables})
     if len(dims) > 1:
         odd = next(table for table in tables if table.embedding_dim != tables[0].embedding_dim)
-        raise ValueError(
+        raise ConfigError(
             f"the model wants one embedding_dim, the tables have {dims} (tables.{tables[0].name}: "
             f"{tables[0].embedding_dim}, tables.{odd.name}: {odd.embedding_dim}); set them alike"
         )
@@ -30,25 +30,25 @@ def check_one_dim(tables: list[Table]) -> int:
 def check_least_dim(tables: list[Table], least: int, why: str) -> None:
     for table in tables:
         if table.embedding_dim < least:
-            raise ValueError(
+            raise ConfigError(
                 f"tables.{table.name}.embedding_dim={table.embedding_dim}, but {why}; set it to {least} at least"
             )
 
 
 def check_features(roles: Iterable[tuple[str, str]], tables: list[Table]) -> None:
-    """Raises ValueError unless each (config key, feature) names a feature of the data, and no feature comes twice."""
+    """Raises ConfigError unless each (config key, feature) names a feature of the data, and no feature comes twice."""
     known = [feature for table in tables for feature in table.feature_names]
     seen: dict[str, str] = {}
     for key, feature in roles:
         check_given(key, feature)
         if feature not in known:
             listed = ", ".join(known[:30]) + (", ..." if len(known) > 30 else "")
-            raise ValueError(
+            raise ConfigError(
                 f"{key} names {feature!r}, which is no sparse feature of the data set{did_you_mean(feature, known)}; "
                 f"it has {listed}"
             )
         if feature in seen:
-            raise ValueError(f"{seen[feature]} and {key} both name {feature!r}; a feature belongs to one side")
+            raise ConfigError(f"{seen[feature]} and {key} both name {feature!r}; a feature belongs to one side")
         seen[feature] = key
 
 

@@ -9,7 +9,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.registry import register
 from pipeline.embeddings.table import Table
 from pipeline.models.checks import check_layer_sizes, check_one_dim
-from pipeline.runtime.errors import check_at_least
+from pipeline.runtime.errors import ConfigError, check_at_least
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,19 +28,19 @@ class DLRMConfig(ModelConfig):
         check_layer_sizes("model.dense_arch_layer_sizes", self.dense_arch_layer_sizes)
         check_layer_sizes("model.over_arch_layer_sizes", self.over_arch_layer_sizes, least=2)
         if self.over_arch_layer_sizes[-1] != 1:
-            raise ValueError(
+            raise ConfigError(
                 f"model.over_arch_layer_sizes={self.over_arch_layer_sizes} must end in 1: one logit a sample"
             )
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         dim = check_one_dim(tables)
         if self.dense_arch_layer_sizes[-1] != dim:
-            raise ValueError(
+            raise ConfigError(
                 f"model.dense_arch_layer_sizes ends in {self.dense_arch_layer_sizes[-1]} but the tables' embedding_dim "
                 f"is {dim}, and the interaction needs them equal; end the list in {dim}, or set tables.default.embedding_dim"
             )
         if num_dense_features == 0:
-            raise ValueError(
+            raise ConfigError(
                 "DLRM needs dense features and the data set has none; use model=wide_deep or fm, or map dense columns"
             )
 
@@ -100,7 +100,9 @@ class DeepFMConfig(ModelConfig):
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         check_one_dim(tables)
         if num_dense_features == 0:
-            raise ValueError("DeepFM needs dense features and the data set has none; map dense columns in data.columns")
+            raise ConfigError(
+                "DeepFM needs dense features and the data set has none; map dense columns in data.columns"
+            )
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from torchrec.models.deepfm import SimpleDeepFMNN

@@ -9,7 +9,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.registry import register
 from pipeline.embeddings.table import Table
 from pipeline.models.checks import check_features, check_layer_sizes, check_least_dim, check_one_dim, dims_of_features
-from pipeline.runtime.errors import check_above, check_at_least, check_choice
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
 
 NCF_VARIANTS = ("gmf", "mlp", "neumf")
 
@@ -75,7 +75,7 @@ class NCFConfig(UserItemConfig):
         check_layer_sizes("model.mlp_layer_sizes", self.mlp_layer_sizes)
         check_at_least("model.gmf_dim", self.gmf_dim, 1, allow_none=True)
         if self.gmf_dim is not None and self.variant != "neumf":
-            raise ValueError(
+            raise ConfigError(
                 f"model.gmf_dim={self.gmf_dim} goes with model.variant=neumf; {self.variant} takes whole rows"
             )
 
@@ -126,13 +126,13 @@ class TwoTowerConfig(ModelConfig):
         check_above("model.temperature", self.temperature, 0.0)
         check_layer_sizes("model.recall_at", self.recall_at)
         if self.user_layer_sizes[-1] != self.item_layer_sizes[-1]:
-            raise ValueError(
+            raise ConfigError(
                 f"model.user_layer_sizes ends in {self.user_layer_sizes[-1]} and model.item_layer_sizes in "
                 f"{self.item_layer_sizes[-1]}, but a score is the dot product of both ends; end them alike"
             )
         for name, features in (("user", self.user_features), ("item", self.item_features)):
             if not features:
-                raise ValueError(f"model.{name}_features is empty: name at least one feature")
+                raise ConfigError(f"model.{name}_features is empty: name at least one feature")
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -148,14 +148,14 @@ class TwoTowerConfig(ModelConfig):
         item = self.item_features[0]
         table = next(table for table in tables if item in table.feature_names)
         if table.compression is not None:
-            raise ValueError(
+            raise ConfigError(
                 f"tables.{table.name}.compression={table.compression.kind}, but model.item_features begins with {item!r}, "
                 "whose ids name the items of the catalogue; leave that table uncompressed, or name another feature first"
             )
         if not self.log_q_correction:
             return
         if table.frequencies is None or not table.frequencies.by_row or len(table.feature_names) > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"model.log_q_correction needs to know how often each item comes, and the data do not say it of {item!r}: "
                 "its ids must come from a vocabulary (ids.kind=vocabulary) and have a table of their own; "
                 "or set model.log_q_correction=false"

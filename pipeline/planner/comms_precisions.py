@@ -5,16 +5,17 @@ from __future__ import annotations
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import PlanError
 
 INT8_ROW = 32  # fbgemm's codec quantizes this many neighbouring values with one scale and bias
 SHARD_WIDTH = 4  # what the columns of a table and of each of its shards are a multiple of
 
 
 def check_widths(tables: list[Table]) -> None:
-    """Raises ValueError for a table that no sharding but data_parallel can place."""
+    """Raises PlanError for a table that no sharding but data_parallel can place."""
     for table in tables:
         if table.embedding_dim % SHARD_WIDTH and table.sharding.sharding_types != ["data_parallel"]:
-            raise ValueError(
+            raise PlanError(
                 f"tables.{table.config_name}.embedding_dim={table.embedding_dim}, but FBGEMM's sharded tables want a multiple of "
                 f"{SHARD_WIDTH}: use {table.embedding_dim // SHARD_WIDTH * SHARD_WIDTH + SHARD_WIDTH}, or "
                 f"tables.{table.config_name}.sharding.sharding_types=[data_parallel]"
@@ -41,14 +42,14 @@ def describe_comms(comms: CommsConfig) -> dict[str, str]:
 
 
 def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Table]) -> None:
-    """Raises ValueError when int8 all-to-all would stop at the first step: it cuts a rank's values into rows of 32."""
+    """Raises PlanError when int8 all-to-all would stop at the first step: it cuts a rank's values into rows of 32."""
     if "int8" not in precisions(comms)["all_to_all"]:
         return
     for table in tables:
         by_columns = set(COLUMN_SHARDING_TYPES) & set(table.sharding.sharding_types or COLUMN_SHARDING_TYPES)
         width = SHARD_WIDTH if by_columns else table.embedding_dim
         if batch_size * width % INT8_ROW:
-            raise ValueError(
+            raise PlanError(
                 f"comms int8 sends {INT8_ROW} values to a scale, but batch_size={batch_size} (a rank's rows) times the "
                 f"{width} columns of table {table.name!r} or of a shard of it is not a multiple of {INT8_ROW}; make the "
                 f"batch size a rank a multiple of {INT8_ROW // SHARD_WIDTH}, or use comms precision fp16"

@@ -12,6 +12,7 @@ from torchrec.distributed.types import ModuleSharder
 from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.embeddings.table import Table
 from pipeline.planner.hardware import Hardware
+from pipeline.runtime.errors import PlanError
 
 # Without a limit of the table's own. On cpu only these two exist, and dense serves data_parallel alone.
 KERNELS = {"cpu": ("dense", "fused"), "cuda": ("dense", "fused", "fused_uvm", "fused_uvm_caching")}
@@ -69,7 +70,7 @@ def build_constraints(
     """Per table: pooling factors from the data, and the sharding types and kernels that leave training exact.
 
     Raises:
-        ValueError: nothing is left for a table, with what it asks for and what there is.
+        PlanError: nothing is left for a table, with what it asks for and what there is.
     """
     return {
         entry.table.name: ParameterConstraints(
@@ -91,7 +92,7 @@ def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer: TableOpti
     if table.sharding.compute_kernels and "dense" not in table.sharding.compute_kernels:
         types = [kind for kind in types if kind != "data_parallel"]
     if not types:
-        raise ValueError(
+        raise PlanError(
             f"table {table.name!r} may be sharded as {table.sharding.sharding_types or 'anything exact'} with kernels "
             f"{table.sharding.compute_kernels or 'of any kind'}, but on {hardware.compute_device} there is "
             f"{', '.join(sorted(offered))}, and data_parallel goes with the dense kernel; change tables.{table.config_name}.sharding"
@@ -120,7 +121,7 @@ def _compute_kernels(entry: PlacedTable, hardware: Hardware, optimizer: TableOpt
         there = (*there, ON_SSD)
     kernels = [kernel for kernel in table.sharding.compute_kernels or there if kernel in there]
     if not kernels:
-        raise ValueError(
+        raise PlanError(
             f"table {table.name!r} asks for kernels {table.sharding.compute_kernels}, on {hardware.compute_device} "
             f"there are {', '.join(there)}; change tables.{table.config_name}.sharding.compute_kernels"
         )
@@ -128,16 +129,16 @@ def _compute_kernels(entry: PlacedTable, hardware: Hardware, optimizer: TableOpt
 
 
 def _check_ssd(table: Table, hardware: Hardware, optimizer: TableOptimizer) -> None:
-    """Raises ValueError where a table that asks for SSD cannot train there."""
+    """Raises PlanError where a table that asks for SSD cannot train there."""
     what = f"table {table.name!r} asks for the kernel {ON_SSD}"
     if not hardware.ssd_cap_bytes:
         where = "there is none on cpu" if hardware.compute_device == "cpu" else f"hardware={hardware.name} has no SSD"
-        raise ValueError(
+        raise PlanError(
             f"{what}, but {where}: set hardware.ssd_cap_gb=<GiB a rank> and hardware.ssd_gb_per_s, or change "
             f"tables.{table.config_name}.sharding.compute_kernels"
         )
     if optimizer.name not in SSD_OPTIMIZERS:
-        raise ValueError(
+        raise PlanError(
             f"{what}, which FBGEMM trains with {', '.join(SSD_OPTIMIZERS)} only, and optimizer.sparse.name="
             f"{optimizer.name}; change either"
         )

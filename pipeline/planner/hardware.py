@@ -16,6 +16,7 @@ from torchrec.distributed.planner import types as torchrec_planner
 from torchrec.distributed.planner.types import Topology
 
 from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.runtime.errors import PlanError
 
 GIB = 1 << 30
 BYTES_PER_MS = 1e6  # in one GB/s
@@ -64,13 +65,13 @@ def resolve_hardware(
     A running rank passes its `local_world_size` and `device_type`; a plan for absent hardware passes neither.
 
     Raises:
-        ValueError: a value that is neither given nor to be probed, ranks that do not fill whole hosts, or
+        PlanError: a value that is neither given nor to be probed, ranks that do not fill whole hosts, or
             hardware of another kind than the running rank's.
     """
     device = _compute_device(config, device_type)
     local = local_world_size or min(world_size, config.ranks_per_host or _ranks_at_hand(device, world_size))
     if world_size % local:
-        raise ValueError(
+        raise PlanError(
             f"world_size={world_size} does not fill hosts of {local} ranks; "
             f"use a multiple of {local}, or set hardware.ranks_per_host"
         )
@@ -142,7 +143,7 @@ def _compute_device(config: HardwareConfig, device_type: str | None) -> str:
     if config.compute_device == "auto":
         return device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_type is not None and config.compute_device != device_type:
-        raise ValueError(
+        raise PlanError(
             f"hardware={config.name} is for {config.compute_device} but this rank runs on {device_type}; "
             "use hardware=auto, or a preset of this device"
         )
@@ -166,7 +167,7 @@ def _bandwidth(config: HardwareConfig, name: str, probe: Callable[[], float] | N
     if value is None and probe is not None:
         value = probe()
     if not value:
-        raise ValueError(
+        raise PlanError(
             f"hardware={config.name} does not say {name}, and it cannot be probed; "
             f"set hardware.{name}=<GB/s>, or use a preset of conf/hardware"
         )
@@ -190,7 +191,7 @@ def _probe_hbm_gb_per_s() -> float:
 
 def _probed_gpu(name: str) -> int:
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise PlanError(
             f"hardware.{name} is not set and torch sees no GPU to probe it from; "
             "use a preset (hardware=h100_80gb), or hardware=cpu"
         )

@@ -76,7 +76,7 @@ def settle_head_rows(
     room_bytes: what tables may take of a rank. earlier: the tables of the run that goes on, whose numbers stay.
 
     Raises:
-        ValueError: tables that do not fit the data, or a head of a table whose ids are in no order.
+        PlanError: tables that do not fit the data, or a head of a table whose ids are in no order.
     """
     if is_settled(job.tables):
         return job.tables

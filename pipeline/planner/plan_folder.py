@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.runtime.errors import PlanError
 from pipeline.runtime.storage import storage
 
 FOLDER = "sharding_plans"
@@ -11,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def find_plan_file(path: str, command: str) -> str:
-    """Look at `path`, then among the plans that ship; `command` is what makes one. Raises ValueError for neither."""
+    """Look at `path`, then among the plans that ship; `command` is what makes one. Raises PlanError for neither."""
     if storage.is_file(path):
         return path
     looked = [path]
@@ -19,7 +20,7 @@ def find_plan_file(path: str, command: str) -> str:
         looked.append(str(shipped_folder() / path.removeprefix(FOLDER + "/")))
         if storage.is_file(looked[-1]):
             return looked[-1]
-    raise ValueError(f"no plan file at {' or '.join(looked)}; make one: {command}")
+    raise PlanError(f"no plan file at {' or '.join(looked)}; make one: {command}")
 
 
 def shipped_folder() -> Path:

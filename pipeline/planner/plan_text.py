@@ -9,11 +9,12 @@ from typing import Any
 from pipeline.planner.fingerprint import sha256_of
 from pipeline.planner.plan_folder import find_plan_file
 from pipeline.planner.record import Objective, PlanDescription, RankLoad, TableChoice
+from pipeline.runtime.errors import PlanError
 from pipeline.runtime.storage import storage
 
 FORMAT_VERSION = 2
 COMMAND = "python -m pipeline.plan experiment=<name> hardware=<preset> world_size=<ranks>"
-DAMAGE = (KeyError, TypeError, AttributeError, ValueError)  # what decoding a damaged file raises
+DAMAGE = (KeyError, TypeError, AttributeError, PlanError)  # what decoding a damaged file raises
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def read_view(path: str) -> PlanView:
     """The plan in `path`, to look at: what training needs of its shards is not checked.
 
     Raises:
-        ValueError: no such file, no plan file, or a damaged one.
+        PlanError: no such file, no plan file, or a damaged one.
     """
     path = find_plan_file(path, COMMAND)
     content = read_content(path)
@@ -36,21 +37,21 @@ def read_view(path: str) -> PlanView:
         view = PlanView(PlanDescription(**description_fields(content)), content["plan"])
         planned = {table for tables in view.shardings.values() for table in tables}
         if planned != {choice.name for choice in view.description.tables}:
-            raise ValueError("its plan and its tables differ")
+            raise PlanError("its plan and its tables differ")
     except DAMAGE as error:
-        raise ValueError(f"plan file {path} is damaged: {error}; make it again: {COMMAND}") from error
+        raise PlanError(f"plan file {path} is damaged: {error}; make it again: {COMMAND}") from error
     return view
 
 
 def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
-    """The file's JSON object. Raises ValueError where it is none, or one that this release does not read."""
+    """The file's JSON object. Raises PlanError where it is none, or one that this release does not read."""
     try:
         content: dict[str, Any] = json.loads(storage.read_text(path))
         version = content["format_version"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a plan file ({error!r}); make one: {command}") from None
+        raise PlanError(f"{path} is not a plan file ({error!r}); make one: {command}") from None
     if version != FORMAT_VERSION:
-        raise ValueError(
+        raise PlanError(
             f"plan file {path} has format_version {version}, this release reads {FORMAT_VERSION}; make it again: {command}"
         )
     return content
@@ -59,7 +60,7 @@ def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
 def description_fields(content: dict[str, Any]) -> dict[str, Any]:
     """The fields of a PlanDescription. Raises one of DAMAGE where the file is damaged."""
     if sha256_of(content["fingerprint"]) != content["fingerprint_sha256"]:
-        raise ValueError("its fingerprint was changed by hand")
+        raise PlanError("its fingerprint was changed by hand")
     torchrec = content.get("torchrec_objective")
     return {
         "planner": content["planner"],

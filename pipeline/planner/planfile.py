@@ -20,6 +20,7 @@ from pipeline.planner.fingerprint import MAX_LINES, Fingerprint, differing_libra
 from pipeline.planner.plan_folder import find_plan_file
 from pipeline.planner.plan_text import COMMAND, DAMAGE, FORMAT_VERSION, description_fields, read_content, to_json
 from pipeline.planner.record import PlanRecord
+from pipeline.runtime.errors import PlanError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 
@@ -56,27 +57,27 @@ def load_plan(path: str, expected: Fingerprint, command: str) -> PlanRecord:
     """The plan in `path`, made for exactly what `expected` says; `command` is what makes a fresh one.
 
     Raises:
-        ValueError: no such file, not a plan file, or a plan for something else.
+        PlanError: no such file, not a plan file, or a plan for something else.
     """
     found = find_plan_file(path, command)
     record = read_plan(found, command)
     if lines := differing_lines(record.fingerprint, expected):
         shown = "".join(f"\n  {line}" for line in lines[:MAX_LINES])
         more = f"\n  and {len(lines) - MAX_LINES} more" if len(lines) > MAX_LINES else ""
-        raise ValueError(f"plan file {found} was made for another job:{shown}{more}\nmake a fresh one: {command}")
+        raise PlanError(f"plan file {found} was made for another job:{shown}{more}\nmake a fresh one: {command}")
     if libraries := differing_libraries(record.fingerprint, expected):
         logger.warning("plan file %s was made with %s", found, ", ".join(libraries))
     return record
 
 
 def read_plan(path: str, command: str = COMMAND) -> PlanRecord:
-    """The plan in `path`, whatever it was made for. Raises ValueError where the file is damaged or no plan."""
+    """The plan in `path`, whatever it was made for. Raises PlanError where the file is damaged or no plan."""
     content = read_content(path, command)
     try:
         record = _decode_content(content)
         _check_shards(record)
     except DAMAGE as error:
-        raise ValueError(f"plan file {path} is damaged: {error}; make it again: {command}") from error
+        raise PlanError(f"plan file {path} is damaged: {error}; make it again: {command}") from error
     return record
 
 
@@ -90,7 +91,7 @@ def encode_plan(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def decode_plan(encoded: dict[str, Any]) -> ShardingPlan:
-    """Equal, field by field, to the plan that was encoded. Raises ValueError for a field this TorchRec lacks."""
+    """Equal, field by field, to the plan that was encoded. Raises PlanError for a field this TorchRec lacks."""
     return ShardingPlan(
         {
             path: EmbeddingModuleShardingPlan({table: _decode_sharding(raw) for table, raw in tables.items()})
@@ -136,7 +137,7 @@ def _encode(value: Any) -> Any:
         return {name: _encode(getattr(value, name)) for name in value._fields}
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
-    raise ValueError(f"a plan file cannot hold {type(value).__name__}: {value!r}")
+    raise PlanError(f"a plan file cannot hold {type(value).__name__}: {value!r}")
 
 
 def _decode(value: Any, hint: Any) -> Any:
@@ -156,7 +157,7 @@ def _decode(value: Any, hint: Any) -> Any:
     if is_dataclass(hint) or hasattr(hint, "_fields"):
         hints = typing.get_type_hints(hint)
         if unknown := sorted(value.keys() - hints.keys()):
-            raise ValueError(f"{hint.__name__} has no field {', '.join(unknown)} in this version of TorchRec")
+            raise PlanError(f"{hint.__name__} has no field {', '.join(unknown)} in this version of TorchRec")
         return hint(**{name: _decode(item, hints[name]) for name, item in value.items()})
     return value
 
@@ -171,20 +172,20 @@ def _decode_content(content: dict[str, Any]) -> PlanRecord:
 
 
 def _check_shards(record: PlanRecord) -> None:
-    """Raises ValueError unless each table of the fingerprint is there once and its shards tile it exactly."""
+    """Raises PlanError unless each table of the fingerprint is there once and its shards tile it exactly."""
     described, world_size = record.fingerprint["tables"], record.fingerprint["topology"]["world_size"]
     planned = {
         (path, table): sharding for path, tables in record.plan.plan.items() for table, sharding in tables.items()
     }
     if planned.keys() != {(table["module"], name) for name, table in described.items()}:
-        raise ValueError("its plan and its fingerprint name different tables")
+        raise PlanError("its plan and its fingerprint name different tables")
     for (_, name), sharding in planned.items():
         ranks = sharding.ranks or []
         if not ranks or not all(0 <= rank < world_size for rank in ranks):
-            raise ValueError(f"table {name!r} is on ranks {ranks} of {world_size}")
+            raise PlanError(f"table {name!r} is on ranks {ranks} of {world_size}")
         spec = sharding.sharding_spec
         if (spec is None) != (sharding.sharding_type == "data_parallel"):
-            raise ValueError(
+            raise PlanError(
                 f"table {name!r} is {sharding.sharding_type} {'without' if spec is None else 'with'} shards"
             )
         if spec is not None:
@@ -195,14 +196,14 @@ def _check_shards(record: PlanRecord) -> None:
 def _check_tiling(name: str, shape: tuple[int, int], shards: list[ShardMetadata], ranks: list[int]) -> None:
     """Column blocks side by side, each cut into rows from top to bottom: all of TorchRec's types look like this."""
     if [shard.placement and shard.placement.rank() for shard in shards] != ranks:
-        raise ValueError(f"table {name!r} names ranks {ranks} that its shards are not on")
+        raise PlanError(f"table {name!r} names ranks {ranks} that its shards are not on")
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for shard in shards:
         (row, column), (num_rows, num_columns) = shard.shard_offsets, shard.shard_sizes
         blocks.setdefault((column, num_columns), []).append((row, num_rows))
     whole = _tiles(sorted(blocks), shape[1]) and all(_tiles(sorted(rows), shape[0]) for rows in blocks.values())
     if not whole:
-        raise ValueError(f"the shards of table {name!r} leave out or double parts of its {shape[0]} x {shape[1]}")
+        raise PlanError(f"the shards of table {name!r} leave out or double parts of its {shape[0]} x {shape[1]}")
 
 
 def _tiles(pieces: list[tuple[int, int]], length: int) -> bool:

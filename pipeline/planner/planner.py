@@ -41,6 +41,7 @@ from pipeline.planner.search.problem import Floats
 from pipeline.planner.search.shortfall import least_shortfall
 from pipeline.planner.searcher import PHASES, enumerate_options, pose_search, search_options
 from pipeline.planner.suggestions import WayOut, working_ways
+from pipeline.runtime.errors import PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 
@@ -84,12 +85,12 @@ def load_or_search_plan(
     context: DistributedContext,
     num_ranks: int | None = None,
 ) -> PlanRecord:
-    """Collective: rank 0 reads or searches the plan, and every rank gets the same one, or the same ValueError.
+    """Collective: rank 0 reads or searches the plan, and every rank gets the same one, or the same PlanError.
 
     `num_ranks`: how many the plan is for; None: all.
 
     Raises:
-        ValueError: no plan holds the tables, or the plan file is missing, damaged or for something else.
+        PlanError: no plan holds the tables, or the plan file is missing, damaged or for something else.
     """
     text, error = "", ""
     if context.is_main:
@@ -103,7 +104,7 @@ def load_or_search_plan(
             request = PlanRequest(tables, model, sharders, here, optimizer, batch_size)
             record = make_plan(config, request)
             text = encode_record(record)
-        except ValueError as failure:
+        except UserError as failure:
             if context.world_size == 1:
                 raise
             error = str(failure)
@@ -112,13 +113,13 @@ def load_or_search_plan(
         dist.broadcast_object_list(message, src=0, device=context.device)
         text, error = message
     if error:
-        raise ValueError(error)
+        raise PlanError(error)
     # Rank 0 too: what all go by is what a file would hold.
     return decode_record(text)
 
 
 def make_plan(config: PlannerConfig, request: PlanRequest) -> PlanRecord:
-    """On this rank alone: the plan of planner.plan_file, or a fresh one. Raises ValueError as load_or_search_plan."""
+    """On this rank alone: the plan of planner.plan_file, or a fresh one. Raises PlanError as load_or_search_plan."""
     problem = _pose(config, request)
     if config.kind != "file":
         return search_plan(config, problem)
@@ -160,7 +161,7 @@ def _pose(config: PlannerConfig, request: PlanRequest) -> Problem:
         hardware.compute_device, hardware.hbm_cap_bytes, hardware.ddr_cap_bytes, fraction, dense_bytes
     )
     if (usable[0] if hardware.compute_device == "cuda" else usable[1]) <= 0:
-        raise ValueError(
+        raise PlanError(
             f"the dense part takes {show_bytes(dense_bytes)} in training, and of a rank of {hardware.name} "
             f"({show_bytes(hardware.hbm_cap_bytes or hardware.ddr_cap_bytes)}) {100 * fraction:g} % are kept free: nothing "
             "is left for tables; use smaller layers, other hardware=, or a lower planner.reserved_memory_fraction"
@@ -200,7 +201,7 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> Found:
     try:
         plan = planner.plan(request.model, request.sharders)
     except (PlannerError, RuntimeError) as error:  # TorchRec raises both where nothing fits
-        raise ValueError(_explain_infeasible(config, problem)) from error
+        raise PlanError(_explain_infeasible(config, problem)) from error
     if time.monotonic() - started > config.timeout_s:
         logger.warning(
             "planner.timeout_s=%g cut the search short: a longer one may find a better plan", config.timeout_s
@@ -224,7 +225,7 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
             enumerated, num_proposed, request.hardware, problem.usable, settings, problem.costs.links.latencies_ms()
         )
     except (Infeasible, RuntimeError) as error:  # TorchRec raises RuntimeError where a table has no option
-        raise ValueError(_explain_infeasible(config, problem)) from error
+        raise PlanError(_explain_infeasible(config, problem)) from error
     if result.cut_short:
         logger.warning(
             "planner.timeout_s=%g cut the search short: a longer one may find a better plan", config.timeout_s
@@ -405,7 +406,7 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
 
 def _check_fits(record: PlanRecord, usable: tuple[int, int], what: str, way_out: str) -> None:
     for overfull in _overfull_ranks(record, usable):
-        raise ValueError(f"{what} puts {overfull}; {way_out}")
+        raise PlanError(f"{what} puts {overfull}; {way_out}")
 
 
 def _overfull_ranks(record: PlanRecord, usable: tuple[int, int]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from pipeline.retraining.registry import Pointer, Version
 from pipeline.retraining.statistics import WindowStatistics
 from pipeline.retraining.window_runner import Place, Workshop
 from pipeline.retraining.windows import Window, file_name
+from pipeline.runtime.errors import UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.export_run import ExportSummary
 
@@ -67,7 +68,7 @@ class Challenge:
         """Of `window`, or of `judged_on` where that one is not fit to judge by.
 
         Raises:
-            ValueError: the job does not fit the data, or the first window cannot be prepared.
+            RetrainingError: the job does not fit the data, or the first window cannot be prepared.
         """
         history = accepted_statistics(self.ledger, self.job.checks.remember)
         age = windows_since(self.ledger, self.champion.name) if self.champion else 0
@@ -91,7 +92,7 @@ class Challenge:
         try:
             place = self.shop.place(window)
             data = self._champions_view(place)
-        except ValueError as error:
+        except UserError as error:
             if self.champion is None:  # the job's mistake, more likely than the window's
                 raise
             return self._rejected(window, [str(error)])
@@ -126,7 +127,7 @@ class Challenge:
                 exported = self.shop.export(run)
             except DamagedError:  # what was trained is not what lies there: no verdict on the window
                 raise
-            except ValueError as error:
+            except UserError as error:
                 return self._rejected(self.window, [f"gate.export: {error}"], trained_on, metrics=metrics)
             metrics |= parity_metrics(exported)
             extra = files_of_artifact(exported.artifact)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from pipeline.retraining.registry import POINTER, Registry
+from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.storage import storage
 from pipeline.serving.scoring.find_artifact import FoundArtifact, find_folder
 
 
 def find_artifact(artifact: str) -> FoundArtifact:
-    """Raises ValueError where there is none."""
+    """Raises RetrainingError where there is none."""
     return _champion(artifact) if storage.is_file(storage.join(artifact, POINTER)) else find_folder(artifact)
 
 
 def _champion(path: str) -> FoundArtifact:
     champion = Registry(path).champion()
     if champion is None:
-        raise ValueError(f"registry {path} has no champion yet: promote a version first")
+        raise RetrainingError(f"registry {path} has no champion yet: promote a version first")
     if champion.artifact is None:
-        raise ValueError(
+        raise RetrainingError(
             f"{champion.name}, the champion of {path}, has no artifact: retrain with an export, or export it"
         )
     return FoundArtifact(champion.artifact, f"{path}:{champion.name}")

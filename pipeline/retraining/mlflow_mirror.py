@@ -6,17 +6,18 @@ The ledger is what counts: a mirror that is away costs a warning.
 from __future__ import annotations
 
 from pipeline.retraining.ledger import Record
+from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.logs import get_logger
 
 logger = get_logger("pipeline.retrain")
 
 
 def mirror_record(uri: str, experiment: str, record: Record) -> None:
-    """One finished MLflow run a record: metrics as such, the rest as tags. Raises ValueError where MLflow is not installed."""
+    """One finished MLflow run a record: metrics as such, the rest as tags. Raises RetrainingError where MLflow is not installed."""
     try:
         from mlflow.tracking import MlflowClient
     except ImportError as error:
-        raise ValueError(
+        raise RetrainingError(
             "registry.mlflow needs MLflow: pip install 'torchrec-pipeline[mlflow]', or leave registry.mlflow out"
         ) from error
     try:

@@ -50,7 +50,7 @@ class FinishedRun:
 
 
 def finished_run(folder: str) -> FinishedRun:
-    """Of the newest step. Raises ValueError where there is none, or its vocabularies are elsewhere."""
+    """Of the newest step. Raises RetrainingError where there is none, or its vocabularies are elsewhere."""
     checkpoints = storage.join(folder, "checkpoints")
     steps = list_steps(checkpoints)
     if not steps or not storage.is_file(storage.join(folder, "config.yaml")):

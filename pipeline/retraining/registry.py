@@ -26,7 +26,7 @@ from typing import Any
 from pipeline.checkpoint.checksums import BLOCK_BYTES, ChecksummedWriter, FileEntry, damage
 from pipeline.checkpoint.errors import DamagedError
 from pipeline.checkpoint.steps import read_sealed, seal_manifest
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import RetrainingError, did_you_mean
 from pipeline.runtime.storage import storage
 
 MANIFEST = "manifest.json"
@@ -38,7 +38,7 @@ ATTEMPT, PURGED = ".attempt-", ".purged-"
 PROMOTION_ATTEMPTS = 5
 
 
-class RegistryError(ValueError):
+class RegistryError(RetrainingError):
     """The registry does not hold what was asked of it; the message says what it holds."""
 
 

@@ -20,6 +20,7 @@ from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.retraining.gate import Scores
+from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, init_distributed
 from pipeline.training.assembly import assemble, open_reader
@@ -33,7 +34,7 @@ def score(
     `config` is a saved job, `checkpoint` the folder of a step; `data_path` was prepared under the model's vocabularies.
 
     Raises:
-        ValueError: the checkpoint is damaged or does not fit the data.
+        RetrainingError: the checkpoint is damaged or does not fit the data.
     """
     job = load_saved_job(TrainJob, config)
     job.world_size, job.planner = world_size, PlannerConfig(gap_tolerance=job.planner.gap_tolerance)
@@ -65,7 +66,7 @@ def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedCont
                 parts["labels"].append(prediction.labels[real.to(context.device)].float().cpu().numpy())
                 for name in slices:
                     if name not in batch.sparse_features.keys():  # noqa: SIM118
-                        raise ValueError(
+                        raise RetrainingError(
                             f"gate.slices names {name!r}, which is no feature whose ids the model reads as they are"
                         )
                     parts[name].append(_first_ids(batch.sparse_features[name])[real.numpy()])

@@ -49,7 +49,7 @@ def retrain(job: RetrainJob) -> TickSummary:
     """Collective: one tick.
 
     Raises:
-        ValueError: the job does not fit the source, the data or the registry.
+        RetrainingError: the job does not fit the source, the data or the registry.
     """
     crew = Crew(job.world_size, job.comms.backend, job.comms.timeout_s)
     if not crew.is_leader:

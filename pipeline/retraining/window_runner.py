@@ -60,7 +60,7 @@ class Workshop:
         self._key = hash_of(job, NOT_TRAINING)[:8]
 
     def place(self, window: Window) -> Place:
-        """Raises ValueError where the window has no files."""
+        """Raises RetrainingError where the window has no files."""
         from pipeline.data.raw.source import find_sources
 
         source = window.source
@@ -123,7 +123,7 @@ class Workshop:
         """The challenger's artifact, compared with it. Not collective: the other ranks wait.
 
         Raises:
-            ValueError: it lies too far from the model, or there is none of such a model.
+            RetrainingError: it lies too far from the model, or there is none of such a model.
         """
         wanted = self.job.gate.export
         options = {

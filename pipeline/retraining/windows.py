@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 
 from pipeline.config.data import DataConfig
 from pipeline.config.retraining import WindowsConfig
+from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.storage import storage
 
 READY, WAITING, LATE = "ready", "waiting", "late"
@@ -40,7 +41,7 @@ def find_windows(
     """Windows that begin after `after` and are not `done`, oldest first, each ready, waiting or late.
 
     Raises:
-        ValueError: there is nothing at `source` that is a window.
+        RetrainingError: there is nothing at `source` that is a window.
     """
     first = parse_time(config.first) if config.first else None
     list_them = _partitions if config.kind == "partitions" else _spans
@@ -69,7 +70,7 @@ def _partitions(config: WindowsConfig, source: str, data: DataConfig, after: dat
             windows.append(Window(path, begin, begin + _length(config), storage.join(source, path)))
     if not windows and after is None:
         here = ", ".join(storage.list_folder(source)[:5]) or "nothing"
-        raise ValueError(
+        raise RetrainingError(
             f"source={source} has no folder like windows.pattern={config.pattern} (it has {here}); mend one of the two"
         )
     return sorted((one for one in windows if after is None or one.begin >= after), key=lambda one: one.begin)
@@ -101,7 +102,7 @@ def _with_gaps(windows: list[Window], config: WindowsConfig) -> list[Window]:
             before = Window(name, begin, begin + _length(config), "", is_there=False)
             filled.append(before)
             if missing > MAX_GAP:
-                raise ValueError(
+                raise RetrainingError(
                     f"{missing:,} windows are missing before {window.name}: is windows.length_hours={config.length_hours:g} "
                     f"right? windows.first={window.begin:%Y-%m-%dT%H} begins there"
                 )
@@ -151,7 +152,7 @@ def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime
             "WHERE span IS NOT NULL GROUP BY span ORDER BY span"
         ).fetchall()
     if not rows:
-        raise ValueError(
+        raise RetrainingError(
             f"source={source} has no row with a time in windows.timestamp_column={config.timestamp_column}"
         )
     windows = []
@@ -206,7 +207,7 @@ def outside_share(window: Window, config: WindowsConfig, data: DataConfig) -> fl
 def _scan(source: str, data: DataConfig) -> str:
     """A DuckDB table of the source's rows; text files keep every value as it is written."""
     if data.format == "criteo_tsv":
-        raise ValueError("data.format=criteo_tsv has no time column: put each window into a folder of its own")
+        raise RetrainingError("data.format=criteo_tsv has no time column: put each window into a folder of its own")
     from pipeline.data.raw.source import find_sources
 
     paths = ", ".join(_text(os.path.abspath(storage.local_path(one.path))) for one in find_sources(source))
@@ -228,11 +229,11 @@ def _seconds(config: WindowsConfig) -> str:
 
 
 def parse_time(text: str) -> datetime:
-    """`2026-11-20` or `2026-11-20T03`, UTC. Raises ValueError for anything else."""
+    """`2026-11-20` or `2026-11-20T03`, UTC. Raises RetrainingError for anything else."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no time; write 2026-11-20 or 2026-11-20T03:00") from None
+        raise RetrainingError(f"{text!r} is no time; write 2026-11-20 or 2026-11-20T03:00") from None
     return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
 
 

@@ -7,6 +7,70 @@ import math
 from collections.abc import Collection
 
 
+class UserError(ValueError):
+    """Something that a person can put right; a verb prints its one line and ends with exit code 2.
+
+    The text says what is wrong, with numbers, and then how to put it right. `code` names the class for programs and tests.
+    Every other exception is a bug, of ours or of a library: it keeps its traceback and ends with exit code 1.
+    """
+
+    code = "user"
+
+
+class ConfigError(UserError):
+    """A value, key or option of a job does not hold, alone or beside others."""
+
+    code = "config"
+
+
+class DataError(UserError):
+    """Raw rows or a prepared data set cannot be used."""
+
+    code = "data"
+
+
+class PlanError(UserError):
+    """No plan holds the tables, or a plan file does not fit the job."""
+
+    code = "plan"
+
+
+class ShardingError(UserError):
+    """Tables cannot be sharded as asked on this backend."""
+
+    code = "sharding"
+
+
+class TrainingError(UserError):
+    """A run cannot go on, or not with this job."""
+
+    code = "training"
+
+
+class ServingError(UserError):
+    """An artifact cannot be made, loaded or served as asked."""
+
+    code = "serving"
+
+
+class RetrainingError(UserError):
+    """Windows, champion and registry do not allow what was asked."""
+
+    code = "retraining"
+
+
+class StorageError(UserError):
+    """A path or URI cannot be used."""
+
+    code = "storage"
+
+
+class LaunchError(UserError):
+    """A job cannot be rendered for, or submitted to, a scheduler."""
+
+    code = "launch"
+
+
 def did_you_mean(name: str, choices: Collection[str]) -> str:
     """`"; did you mean 'x'?"` for the nearest of `choices`, else the empty string.
 
@@ -18,49 +82,49 @@ def did_you_mean(name: str, choices: Collection[str]) -> str:
 
 
 def check_choice(field: str, value: str, choices: Collection[str]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
+    """Raise ConfigError unless `value` is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"{field}={value!r} is not one of {', '.join(sorted(choices))}{did_you_mean(value, choices)}")
+        raise ConfigError(f"{field}={value!r} is not one of {', '.join(sorted(choices))}{did_you_mean(value, choices)}")
 
 
 def check_given(field: str, value: str) -> None:
-    """Raise ValueError for empty text."""
+    """Raise ConfigError for empty text."""
     if not value.strip():
-        raise ValueError(f"{field} is empty: give it a value, or leave it out")
+        raise ConfigError(f"{field} is empty: give it a value, or leave it out")
 
 
 def check_finite(field: str, value: float) -> None:
-    """Raise ValueError for NaN and the infinities."""
+    """Raise ConfigError for NaN and the infinities."""
     if isinstance(value, float) and not math.isfinite(value):  # math.isfinite overflows on whole numbers above 1e308
-        raise ValueError(f"{field}={value} must be a finite number")
+        raise ConfigError(f"{field}={value} must be a finite number")
 
 
 def check_at_least(field: str, value: float | None, least: float, allow_none: bool = False) -> None:
-    """Raise ValueError unless `value` is finite and >= `least`."""
+    """Raise ConfigError unless `value` is finite and >= `least`."""
     if value is None and allow_none:
         return
     if value is not None:
         check_finite(field, value)
     if value is None or value < least:
-        raise ValueError(f"{field}={value} must be at least {least}")
+        raise ConfigError(f"{field}={value} must be at least {least}")
 
 
 def check_above(field: str, value: float, floor: float) -> None:
-    """Raise ValueError unless `value` is finite and > `floor`."""
+    """Raise ConfigError unless `value` is finite and > `floor`."""
     check_finite(field, value)
     if value <= floor:
-        raise ValueError(f"{field}={value} must be above {floor}")
+        raise ConfigError(f"{field}={value} must be above {floor}")
 
 
 def check_below_one(field: str, value: float) -> None:
-    """Raise ValueError unless 0 <= `value` < 1, as decay rates of running means are."""
+    """Raise ConfigError unless 0 <= `value` < 1, as decay rates of running means are."""
     check_finite(field, value)
     if not 0.0 <= value < 1.0:
-        raise ValueError(f"{field}={value} must be at least 0 and below 1")
+        raise ConfigError(f"{field}={value} must be at least 0 and below 1")
 
 
 def check_within(field: str, value: float, least: float, most: float) -> None:
-    """Raise ValueError unless `value` is finite and `least` <= `value` <= `most`."""
+    """Raise ConfigError unless `value` is finite and `least` <= `value` <= `most`."""
     check_finite(field, value)
     if not least <= value <= most:
-        raise ValueError(f"{field}={value} must lie within [{least}, {most}]")
+        raise ConfigError(f"{field}={value} must lie within [{least}, {most}]")

@@ -25,6 +25,7 @@ from pipeline.planner.hardware import resolve_hardware, room_for_tables
 from pipeline.planner.head_rows import head_reports, is_settled, settle_head_rows, with_notes
 from pipeline.planner.planner import load_or_search_plan
 from pipeline.planner.record import PlanRecord
+from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.collectives.codecs import check_batch_fits_comms
@@ -115,12 +116,12 @@ def settle_heads(
                 device_type=context.device.type,
             )
             message[0] = settle_head_rows(job, dataset, context.world_size, room_for_tables(job.planner, here), earlier)
-        except ValueError as error:
+        except UserError as error:
             message[1] = str(error)
     if context.world_size > 1:
         dist.broadcast_object_list(message, src=0, device=context.device)
     if message[1]:
-        raise ValueError(message[1])
+        raise TrainingError(message[1])
     job.tables = message[0]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.config.jobs import EvaluateJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import ParallelConfig
+from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
@@ -39,7 +40,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     """Collective: restore a checkpoint under a plan for this world size and measure a split.
 
     Raises:
-        ValueError: the run folder holds no run, or no such step; or the data are not those of the run.
+        TrainingError: the run folder holds no run, or no such step; or the data are not those of the run.
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
     with none_while_importing():
@@ -68,13 +69,13 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     )
     restored = checkpointer.restore_latest() if job.step is None else checkpointer.restore(job.step)
     if restored is None:
-        raise ValueError(
+        raise TrainingError(
             f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train run_dir={job.run} ..."
         )
     tables = describe_tables(job, restored, context.world_size // context.local_world_size)
     is_other_data = restored["data_order"]["dataset"] != dataset.fingerprint()
     if is_other_data and not job.other_data:
-        raise ValueError(
+        raise TrainingError(
             f"{trained.data.path} is not the data set that {job.run} was trained on: where its vocabularies differ, ids "
             "mean other values and the metrics mean nothing; set other_data=true if its vocabularies are the same"
         )
@@ -104,12 +105,12 @@ def describe_tables(job: EvaluateJob, restored: dict[str, Any], num_hosts: int) 
     """Whose tables were evaluated; empty for a run whose tables were one model all along.
 
     Raises:
-        ValueError: tables=own, and the step does not hold tables of each of `num_hosts` hosts.
+        TrainingError: tables=own, and the step does not hold tables of each of `num_hosts` hosts.
     """
     stored = restored.get("replicas")
     if job.tables == "own" and (not stored or not stored["apart"] or stored["num_hosts"] != num_hosts):
         held = f"tables of each of {stored['num_hosts']} hosts" if stored and stored["apart"] else "one model's tables"
-        raise ValueError(
+        raise TrainingError(
             f"tables=own, but step {restored['step']} of {job.run} holds {held} and this evaluation runs on {num_hosts} "
             "host(s); run it on as many hosts as the training, or leave out tables=own"
         )
@@ -125,7 +126,7 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
     """The run's own config, planned anew for the ranks at hand."""
     path = storage.join(job.run, "config.yaml")
     if not storage.exists(path):
-        raise ValueError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")
+        raise TrainingError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")
     trained = load_saved_job(TrainJob, path)
     trained.planner.kind = "search"  # its plan file may be for other ranks
     if job.tables == "averaged":

@@ -35,7 +35,7 @@ def evaluate_model(
 
     Raises:
         Preempted: on every rank, within a few batches of a SIGTERM to any of them; what was measured is dropped.
-        ValueError, OSError: on every rank, within a few batches of any rank's reader failing; or too many rows are bad.
+        TrainingError, OSError: on every rank, within a few batches of any rank's reader failing; or too many rows are bad.
     """
     num_batches = min(reader.steps_per_epoch, max_batches or reader.steps_per_epoch)
     measure = evaluation_measure(model, context, reader.batch_size)
@@ -65,7 +65,7 @@ def evaluate_model(
 
 
 def _note_bad_rows(reader: ShardReader, num_samples: int, description: str) -> None:
-    """Those of a whole split that were quarantined. Raises ValueError where they are more than is allowed."""
+    """Those of a whole split that were quarantined. Raises TrainingError where they are more than is allowed."""
     bad = reader.num_rows - num_samples
     if problem := too_many_bad(reader, bad, reader.num_rows):
         raise problem

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.models.tasks.click import GuardedLoss
+from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 
@@ -68,13 +69,13 @@ class InputWatch:
         self._num_logged = bad
 
 
-def too_many_bad(reader: ShardReader, bad: int, num_rows: int) -> ValueError | None:
+def too_many_bad(reader: ShardReader, bad: int, num_rows: int) -> TrainingError | None:
     """None while `bad` of `num_rows` rows, both of all ranks, are within data.reader.max_bad_fraction."""
     fraction = reader.config.max_bad_fraction
     allowed = fraction * max(num_rows, min(FIRST_ROWS, reader.num_rows))
     if bad <= allowed:
         return None
-    return ValueError(
+    return TrainingError(
         f"{bad:,} of the {num_rows:,} rows read so far by all ranks are quarantined ({bad / num_rows:.2%}), and "
         f"data.reader.max_bad_fraction={fraction:g} allows {int(allowed):,}; the quarantine folder of the run says which "
         "and why. Mend or prepare the data again, or allow more: the same command then goes on"
@@ -93,14 +94,14 @@ def agreed_failure(error: Exception | None, context: DistributedContext) -> Exce
     if rank == context.rank:
         return error
     kind, args = found[rank] or ("", ())
-    return {"ValueError": ValueError, "OSError": OSError}.get(kind, RuntimeError)(*args)
+    return {"UserError": UserError, "OSError": OSError}.get(kind, RuntimeError)(*args)
 
 
 def _portable(error: Exception) -> tuple[str, tuple[object, ...]]:
     """Its kind and arguments, such as any rank can build again."""
     if isinstance(error, OSError) and error.errno is not None:
         return "OSError", (error.errno, error.strerror, error.filename)
-    kind = next((kind.__name__ for kind in (ValueError, OSError) if isinstance(error, kind)), "")
+    kind = next((kind.__name__ for kind in (UserError, OSError) if isinstance(error, kind)), "")
     return kind, (str(error) or repr(error),)
 
 

@@ -12,6 +12,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig
+from pipeline.runtime.errors import TrainingError
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import STEP_COUNTING, ReplicatedTablesOptimizer, materialize_state
 
@@ -91,10 +92,10 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) ->
     """The optimizer of a model on which apply_sparse_optimizer was called with the same config before sharding.
 
     Raises:
-        ValueError: a table without an optimizer, or settings that its place in the plan does not allow.
+        TrainingError: a table without an optimizer, or settings that its place in the plan does not allow.
     """
     if forgotten := sorted(name for tables in _sharded_tables(model) for name in tables.tables_without_optimizer):
-        raise ValueError(
+        raise TrainingError(
             f"table(s) {', '.join(forgotten)} were sharded without an optimizer and would train by FBGEMM's default, "
             "SGD at 0.01; call apply_sparse_optimizer before shard_model"
         )
@@ -144,7 +145,7 @@ def dense_parameters(model: DistributedModelParallel) -> dict[str, nn.Parameter]
 def assert_every_parameter_has_one_optimizer(
     model: DistributedModelParallel, optimizers: Sequence[KeyedOptimizer]
 ) -> None:
-    """Raises ValueError that names the parameters, tables among them, which no optimizer or more than one would train."""
+    """Raises TrainingError that names the parameters, tables among them, which no optimizer or more than one would train."""
     counts: dict[str, int] = {
         name: 0
         for name, weight in model.named_parameters()
@@ -156,9 +157,11 @@ def assert_every_parameter_has_one_optimizer(
     uncovered = sorted(name for name, count in counts.items() if count == 0)
     doubled = sorted(name for name, count in counts.items() if count > 1)
     if uncovered:
-        raise ValueError(f"no optimizer trains {', '.join(uncovered)}: they would stay at their first values for ever")
+        raise TrainingError(
+            f"no optimizer trains {', '.join(uncovered)}: they would stay at their first values for ever"
+        )
     if doubled:
-        raise ValueError(f"more than one optimizer trains {', '.join(doubled)}: give each parameter to one")
+        raise TrainingError(f"more than one optimizer trains {', '.join(doubled)}: give each parameter to one")
 
 
 def clip_dense_gradients(model: DistributedModelParallel, max_norm: float) -> torch.Tensor:

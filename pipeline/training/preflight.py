@@ -17,6 +17,7 @@ from pipeline.embeddings.tables import resolve_tables
 from pipeline.planner.comms_precisions import check_batch_fits_comms, check_widths
 from pipeline.planner.head_rows import settle_head_rows
 from pipeline.planner.plan_folder import find_plan_file
+from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage import storage
 
 CPU_FUSED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
@@ -28,7 +29,7 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     A PlanJob is also validated without dataset.json where the config alone says enough; see load_or_describe.
 
     Raises:
-        ValueError: the data set is missing or too small, or tables, model, batch, ranks, collectives, optimizer
+        TrainingError: the data set is missing or too small, or tables, model, batch, ranks, collectives, optimizer
             or plan file do not fit it or each other.
     """
     dataset = load_or_describe(job)
@@ -42,7 +43,7 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     _check_replicas(job, tables)
     plain = physical_tables(tables)
     if not plain:
-        raise ValueError(
+        raise TrainingError(
             f"all {len(tables)} tables are tensor trains, and nothing is left to shard; keep one that is none, e.g. "
             f"tables.{min(tables, key=lambda table: table.num_embeddings).name}.compression.kind=none"
         )
@@ -60,14 +61,14 @@ def load_or_describe(job: TrainJob) -> Dataset:
     """dataset.json; where it is absent a plan, which reads no rows, takes what the config says: `splits` is then empty.
 
     Raises:
-        ValueError: there is no dataset.json, and the job trains, or its config leaves open what it would say.
+        TrainingError: there is no dataset.json, and the job trains, or its config leaves open what it would say.
     """
     path = job.data.path
     if storage.is_file(storage.join(path, FILE_NAME)):
         return load_dataset(path)
     if isinstance(job, PlanJob):
         return describe_dataset(job.data, rows_of_features(job.tables))
-    raise ValueError(
+    raise TrainingError(
         f"there is no {FILE_NAME} in {path!r}: prepare the data set with "
         f"`python -m pipeline.prepare data={job.data.name} source=<file, folder or glob>`, or set data.path"
     )
@@ -76,7 +77,7 @@ def load_or_describe(job: TrainJob) -> Dataset:
 def _check_replicas(job: TrainJob, tables: list[Table]) -> None:
     managed = [table.name for table in tables if table.compression and table.compression.kind == "managed_collision"]
     if job.parallel.has_replicas and managed:
-        raise ValueError(
+        raise TrainingError(
             f"parallel.embedding_sync={job.parallel.embedding_sync}, but the rows of tables.{managed[0]} belong to whatever ids "
             "each host has seen (compression.kind=managed_collision), and their average would mix ids; use "
             "parallel.embedding_sync=every_step, or another kind for that table"
@@ -95,26 +96,26 @@ def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:
 
 
 def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table]) -> None:
-    """Raises ValueError for what FBGEMM lacks, or ignores, in tables that are sharded on CPU."""
+    """Raises TrainingError for what FBGEMM lacks, or ignores, in tables that are sharded on CPU."""
     sharded = [table for table in tables if table.sharding.sharding_types != ["data_parallel"]]
     if not sharded:
         return
     named = f"{len(sharded)} of {len(tables)} tables, {sharded[0].name!r} first,"
     if optimizer.name not in CPU_FUSED_OPTIMIZERS:
-        raise ValueError(
+        raise TrainingError(
             f"optimizer.sparse.name={optimizer.name}, but on CPU FBGEMM updates sharded tables by "
             f"{', '.join(CPU_FUSED_OPTIMIZERS)} only, and {named} may be sharded; use one of these, or set "
             "tables.default.sharding.sharding_types=[data_parallel], which is exact, or train on a GPU"
         )
     if optimizer.weight_decay:
-        raise ValueError(
+        raise TrainingError(
             f"optimizer.sparse.weight_decay={optimizer.weight_decay:g}, but on CPU FBGEMM ignores it in sharded tables, "
             f"and {named} may be sharded; set it to 0, or train on a GPU"
         )
 
 
 def validate_evaluation(job: EvaluateJob, trained: TrainJob, world_size: int) -> None:
-    """Raises ValueError where the run's batches cannot be dealt to `world_size` ranks."""
+    """Raises TrainingError where the run's batches cannot be dealt to `world_size` ranks."""
     trainer = trained.trainer
     size = job.global_batch_size or trainer.evaluate_batch_size or trainer.global_batch_size
     check_batch_geometry(size, trained.data.reader.num_streams, world_size)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.jobs import TrainJob
 from pipeline.config.saved_jobs import save_job
 from pipeline.embeddings.compression.signatures import signatures
+from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.exit_codes import REQUEUE
 from pipeline.runtime.process.garbage import none_while_importing
@@ -66,7 +67,7 @@ def train(job: TrainJob) -> TrainSummary:
     """Collective: build, shard, resume, fit. Rank 0 writes the run folder, and holds it until it returns or raises.
 
     Raises:
-        ValueError: the job does not fit the data, the hardware or the checkpoint in its run folder.
+        TrainingError: the job does not fit the data, the hardware or the checkpoint in its run folder.
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
     with none_while_importing():
@@ -76,7 +77,9 @@ def train(job: TrainJob) -> TrainSummary:
 
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
     if job.world_size != context.world_size:
-        raise ValueError(f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher")
+        raise TrainingError(
+            f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher"
+        )
     get_logger("pipeline.train").info(describe_threads(context))
     lease = take_run_folder(job.run_dir, context, job.trainer.lease_ttl_s)
     try:

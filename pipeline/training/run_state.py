@@ -15,6 +15,7 @@ from pipeline.config.training import CheckpointConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.compression.physical import physical_tables
 from pipeline.embeddings.compression.signatures import signatures
+from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage import storage
 
 if TYPE_CHECKING:
@@ -33,13 +34,13 @@ def checkpoint_folder(run_dir: str, config: CheckpointConfig) -> str:
 
 
 def config_of(run: str) -> TrainJob | None:
-    """The config that another run has saved; None where there is none. Raises ValueError for a config of no job."""
+    """The config that another run has saved; None where there is none. Raises TrainingError for a config of no job."""
     path = storage.join(run, "config.yaml")
     return load_saved_job(TrainJob, path) if storage.is_file(path) else None
 
 
 def folder_of(run: str) -> str:
-    """Where another run keeps its checkpoints, as its saved config says. Raises ValueError as config_of."""
+    """Where another run keeps its checkpoints, as its saved config says. Raises TrainingError as config_of."""
     job = config_of(run)
     return checkpoint_folder(run, job.checkpoint if job else CheckpointConfig())
 
@@ -113,14 +114,14 @@ def resume(
     """Collective: the manifest of the step that was restored, None for a fresh run folder.
 
     Raises:
-        ValueError: the run folder holds a run over other data or with tables compressed in another way, or any run at
+        TrainingError: the run folder holds a run over other data or with tables compressed in another way, or any run at
             all with checkpoint.resume=false.
     """
     from pipeline.checkpoint.steps import list_steps
 
     if not job.checkpoint.resume:
         if steps := list_steps(checkpointer.folder):
-            raise ValueError(
+            raise TrainingError(
                 f"checkpoint.resume=false, but {checkpointer.folder} holds {len(steps)} checkpoint(s), the newest at "
                 f"step {steps[-1]}; choose another run_dir, or delete that folder"
             )
@@ -130,7 +131,7 @@ def resume(
         for key, now in data_order.items():
             then = found["data_order"].get(key)
             if then != now:
-                raise ValueError(
+                raise TrainingError(
                     f"{job.run_dir} was trained to step {found['step']} with {key}={then}, this job has {now}: step "
                     f"{found['step']} would not be followed by the rows that come next; keep the value, or choose "
                     "another run_dir"
@@ -138,7 +139,7 @@ def resume(
         before = found.get("compression", {})
         for table in sorted(before.keys() | compression.keys()):
             if (then := before.get(table, "whole")) != (now := compression.get(table, "whole")):
-                raise ValueError(
+                raise TrainingError(
                     f"{job.run_dir} was trained to step {found['step']} with table {table!r} as {then}, this job has {now}: "
                     "its rows would stand for other ids; keep tables.*.compression, or choose another run_dir"
                 )
@@ -154,7 +155,7 @@ def start_warm(
     """Collective: first weights from another run; what became of each table goes to the log and warm_start.json.
 
     Raises:
-        ValueError: there is no such checkpoint, or a policy of `config` refuses what it holds.
+        TrainingError: there is no such checkpoint, or a policy of `config` refuses what it holds.
     """
     from pipeline.checkpoint.warm_start import NewData, report_json, warm_start
     from pipeline.runtime.logs import get_logger, to_json

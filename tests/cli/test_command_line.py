@@ -14,7 +14,11 @@ from pipeline.config import saved_jobs
 from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job, save_job
+from pipeline.data.dataset import FrequencyCurve, SparseFeature
+from pipeline.embeddings.row_frequencies import merge_frequencies
 from pipeline.models.dlrm import DeepFMConfig, DLRMDCNConfig
+from pipeline.runtime.errors import DataError
+from pipeline.runtime.process.exit_codes import FAILED, USER_ERROR
 from pipeline.training.preflight import validate_job
 
 QUICKSTART = "experiment=quickstart"
@@ -356,6 +360,29 @@ def test_an_error_of_a_verb_reaches_the_user_and_torchrun(
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("error: there is no dataset.json in '/nowhere/at/all'")
     assert "there is no dataset.json" in (tmp_path / "error.json").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+@pytest.mark.usefixtures("logging_untouched")
+def test_a_bug_inside_the_package_keeps_its_traceback_and_is_not_final(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """zip(strict=True) in a function of ours once ended as the user's one-line error, and the agent gave up."""
+    feature = SparseFeature("f", 3, False, 1.0, FrequencyCurve([0, 1, 3], [0.0, 0.5, 1.0]))
+    monkeypatch.setattr(sys, "argv", ["prepare", "data=quickstart", "source=x"])
+    with pytest.raises(SystemExit) as stop:
+        run_verb(PrepareJob, lambda job: merge_frequencies([feature], [1.0, 2.0], {}), "doc")
+    assert stop.value.code == FAILED
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "row_frequencies.py" in err
+
+
+def test_only_user_errors_become_one_line() -> None:
+    with pytest.raises(ValueError, match="ours"), print_user_errors():
+        raise ValueError("ours")
+    with pytest.raises(SystemExit) as stop, print_user_errors():
+        raise DataError("the user's")
+    assert stop.value.code == USER_ERROR
 
 
 def test_a_librarys_value_error_keeps_its_traceback() -> None:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from pipeline.config.data import BaseVocabularyConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.encode import Features
+from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
 BUCKETS_FILE = "value_buckets.json"  # beside dataset.json, of data sets that were prepared from a base
@@ -38,18 +39,18 @@ class BaseVocabulary:
         return about if self.frozen else about | {"count_decay": self.count_decay}
 
     def check(self, features: Features) -> None:
-        """Raises ValueError where a feature's ids cannot go on from what they were."""
+        """Raises DataError where a feature's ids cannot go on from what they were."""
         known = {feature.name: feature for feature in self.dataset.sparse_features}
         for name in features.sparse:
             if name not in known:
-                raise ValueError(
+                raise DataError(
                     f"vocabularies.path: data set {self.dataset.name!r} has no feature {name!r}; prepare both with the "
                     "same data.columns"
                 )
             ids, base = features.ids[name], known[name]
             size, seed = (ids.hash_size, ids.hash_seed) if ids.kind == "hash" else (None, 0)
             if (size, seed) != (base.hash_size, base.hash_seed if base.hash_size else 0):
-                raise ValueError(
+                raise DataError(
                     f"vocabularies.path: the ids of {name!r} were given "
                     f"{f'by hash to {base.hash_size} rows' if base.hash_size else 'by vocabulary'}, and are now "
                     f"{f'by hash to {size} rows' if size else 'by vocabulary'}; keep data.ids as it was"
@@ -101,14 +102,14 @@ class BaseVocabulary:
 
 
 def load_base(config: BaseVocabularyConfig) -> BaseVocabulary:
-    """Raises ValueError where there is no such data set, or a vocabulary of it is missing."""
+    """Raises DataError where there is no such data set, or a vocabulary of it is missing."""
     dataset = load_dataset(config.path)
     files = {}
     for feature in dataset.sparse_features:
         if feature.vocabulary:
             path = storage.join(config.path, feature.vocabulary)
             if not storage.is_file(path):
-                raise ValueError(f"{path} is missing: prepare {config.path} again, or name another vocabularies.path")
+                raise DataError(f"{path} is missing: prepare {config.path} again, or name another vocabularies.path")
             files[feature.name] = storage.local_path(path)
     return BaseVocabulary(dataset, files, config.frozen, config.count_decay)
 

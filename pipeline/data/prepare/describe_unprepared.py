@@ -9,23 +9,24 @@ from __future__ import annotations
 from pipeline.config.data import DataConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, FrequencyCurve, SparseFeature
 from pipeline.data.raw.criteo import criteo_columns
+from pipeline.runtime.errors import DataError
 
 
 def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
     """`num_ids`: rows that a table gives a feature; those of hashed ids are known without. `splits` is empty.
 
     Raises:
-        ValueError: the config leaves open how many ids a feature has, or how many a sample.
+        DataError: the config leaves open how many ids a feature has, or how many a sample.
     """
     columns = criteo_columns() if config.format == "criteo_tsv" else config.columns
     if columns.multi_hot:
-        raise ValueError(
+        raise DataError(
             f"{_absence(config)}, and how long the lists of {columns.multi_hot[0]!r} are only the data can tell: {_prepare(config)}"
         )
     known = {**_hashed(config, columns.sparse), **num_ids}
     if missing := [name for name in columns.sparse if name not in known]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(
+        raise DataError(
             f"{_absence(config)}, and no table says how many ids {missing[0]!r}{more} has: choose tables that do "
             f"(tables.{missing[0]}.num_embeddings=<rows>), or {_prepare(config)}"
         )

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pipeline.config.data import DataConfig, IdsConfig
 from pipeline.data.raw.hashing import hash_ids
 from pipeline.data.raw.layout import Layout
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import DataError, did_you_mean
 
 # Staged beside the features; no feature has these names.
 TIMESTAMP_COLUMN = "\0timestamp"
@@ -40,12 +40,12 @@ class Features:
 
 
 def features_of(config: DataConfig, layout: Layout) -> Features:
-    """Raises ValueError where data.feature_ids names no categorical column."""
+    """Raises DataError where data.feature_ids names no categorical column."""
     columns = layout.columns
     sparse = [*columns.sparse, *columns.multi_hot]
     for name in config.feature_ids:
         if name not in sparse:
-            raise ValueError(f"data.feature_ids names {name!r}, not a categorical column{did_you_mean(name, sparse)}")
+            raise DataError(f"data.feature_ids names {name!r}, not a categorical column{did_you_mean(name, sparse)}")
     return Features(
         label=columns.label,
         dense=columns.dense,

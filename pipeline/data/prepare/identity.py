@@ -9,19 +9,20 @@ from pipeline.config.data import DataConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, load_dataset
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.raw.source import Source
+from pipeline.runtime.errors import DataError, UserError
 from pipeline.runtime.storage import storage
 
 
 def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabulary | None = None) -> Dataset | None:
-    """The finished data set of the same sources and recipe. Raises ValueError where config.path holds another one."""
+    """The finished data set of the same sources and recipe. Raises DataError where config.path holds another one."""
     path = storage.join(config.path, FILE_NAME)
     if not storage.is_file(path):
         return None
     way_out = f"choose another data.path, or remove {config.path} to prepare it anew"
     try:
         dataset = load_dataset(config.path)
-    except ValueError as error:
-        raise ValueError(f"{path} is of another release: {way_out}") from error
+    except UserError as error:
+        raise DataError(f"{path} is of another release: {way_out}") from error
     wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
     differing = [f"{key} was {found.get(key)}, is {wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
     here = {source.name: (source.size_bytes, source.digest) for source in sources}
@@ -30,11 +31,11 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
     differing += [f"{name} is new" for name in here.keys() - there.keys()]
     differing += [f"{name} is missing" for name in there.keys() - here.keys()]
     if differing:
-        raise ValueError(f"{config.path} was prepared from other input ({'; '.join(sorted(differing)[:5])}): {way_out}")
+        raise DataError(f"{config.path} was prepared from other input ({'; '.join(sorted(differing)[:5])}): {way_out}")
     for shard in (shard for split in dataset.splits.values() for shard in split.files):
         shard_path = storage.join(config.path, shard.path)
         if not storage.is_file(shard_path) or storage.size_bytes(shard_path) != shard.size_bytes:
-            raise ValueError(f"{shard_path} is not the {shard.size_bytes:,} bytes that {FILE_NAME} names: {way_out}")
+            raise DataError(f"{shard_path} is not the {shard.size_bytes:,} bytes that {FILE_NAME} names: {way_out}")
     return dataset
 
 

@@ -49,6 +49,7 @@ from pipeline.data.prepare.write_shards import ShardWriter, WrittenShard, plan_s
 from pipeline.data.raw.layout import Layout, layout_of
 from pipeline.data.raw.source import Source
 from pipeline.data.raw.source_schemas import check_sources
+from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process.processes import only_one_run
 from pipeline.runtime.storage import storage
@@ -61,7 +62,7 @@ logger = get_logger(__name__)
 def prepare_dataset(
     config: DataConfig, sources: list[Source], resources: Resources, base: BaseVocabulary | None = None
 ) -> Dataset:
-    """Write the data set to config.path. Raises ValueError for sources that cannot become one."""
+    """Write the data set to config.path. Raises DataError for sources that cannot become one."""
     layout = layout_of(config)
     features = features_of(config, layout)
     if base is not None:
@@ -73,7 +74,7 @@ def prepare_dataset(
         try:
             dataset = _write_dataset(config, sources, features, files, resources, base)
         except duckdb.OutOfMemoryException as error:
-            raise ValueError(
+            raise DataError(
                 f"memory_limit_gb={resources.memory_bytes / 2**30:g} is too little for {resources.threads} threads "
                 f"(DuckDB: {str(error).splitlines()[0]}): raise it, or lower threads"
             ) from error
@@ -115,9 +116,9 @@ def stage_sources(
 
 
 def _refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> None:
-    """Raises ValueError where more rows are quarantined than the config allows."""
+    """Raises DataError where more rows are quarantined than the config allows."""
     if quarantined > config.max_quarantined_fraction * rows:
-        raise ValueError(
+        raise DataError(
             f"{quarantined:,} of {rows:,} rows ({quarantined / rows:.2%}) cannot be read and "
             f"data.max_quarantined_fraction allows {config.max_quarantined_fraction:.2%}; the first is {example}. "
             "Check data.format and data.columns, mend the source, or allow more"

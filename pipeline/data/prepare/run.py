@@ -20,7 +20,7 @@ class PrepareSummary:
 
 
 def prepare(job: PrepareJob) -> PrepareSummary:
-    """Raises ValueError where the source cannot become a data set, or job.data.path holds another one."""
+    """Raises DataError where the source cannot become a data set, or job.data.path holds another one."""
     # Here, so that a typo in the command fails before pyarrow and DuckDB are imported.
     from pipeline.data.prepare.base_vocabulary import load_base
     from pipeline.data.prepare.identity import find_prepared

@@ -18,6 +18,7 @@ from pipeline.config.data import SPLITS, SplitConfig
 from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, Features
 from pipeline.data.prepare.staging import StagedFile
 from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
+from pipeline.runtime.errors import DataError
 
 RECOUNTED_BLOCK = -1  # stands for the training rows of blocks that other splits share
 
@@ -49,7 +50,7 @@ def find_boundaries(config: SplitConfig, files: list[StagedFile], engine: duckdb
     total = sum(file.num_rows for file in files)
     if config.kind == "files":
         if len(files) < 2:
-            raise ValueError(
+            raise DataError(
                 "data.split.kind=files holds out the last of several files, and source names 1; use row_range"
             )
         last = files[-1].num_rows
@@ -107,7 +108,7 @@ def split_of_block(block: BlockRows, boundaries: Boundaries, batch: pa.RecordBat
 
 
 def blocks_of(files: list[StagedFile], boundaries: Boundaries) -> list[BlockRows]:
-    """All blocks in source order. Raises ValueError where nothing is left to train on."""
+    """All blocks in source order. Raises DataError where nothing is left to train on."""
     blocks = []
     first_row = first_entry = 0
     edges = np.array([0, boundaries.first_validation, boundaries.first_test, np.iinfo(np.int64).max])
@@ -122,7 +123,7 @@ def blocks_of(files: list[StagedFile], boundaries: Boundaries) -> list[BlockRows
             first_row += num_rows
             first_entry += sum(file.num_values[i])
     if not any(block.per_split[0] for block in blocks):
-        raise ValueError(
+        raise DataError(
             f"none of {first_row} accepted rows is left to train on: lower data.split.validation_fraction and "
             "test_fraction, or bring more rows"
         )

@@ -26,6 +26,7 @@ from pipeline.data.raw.criteo import TEACHER_COLUMN, TEACHER_SUFFIX
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
 from pipeline.data.raw.source import Block, Source
+from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
 STAGING_VERSION = 1  # what another version staged is not taken over
@@ -111,7 +112,7 @@ def stage_source(
             advance(reader.position - position)
             position = reader.position
     if teacher is not None and len(teacher) != staged.num_source_rows:
-        raise ValueError(
+        raise DataError(
             f"{source.path}{TEACHER_SUFFIX} has {len(teacher)} rows, its source {staged.num_source_rows}: generate both again"
         )
     storage.publish_text(os.path.join(folder, DONE), json.dumps(asdict(staged) | {"sizes": staged.sizes}))

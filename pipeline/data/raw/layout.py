@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.config.data import ColumnsConfig, DataConfig
 from pipeline.data.raw.criteo import criteo_columns
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import DataError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Layout:
 
 
 def layout_of(config: DataConfig) -> Layout:
-    """Raises ValueError where a column has two roles, or none is left to learn from."""
+    """Raises DataError where a column has two roles, or none is left to learn from."""
     if config.format == "criteo_tsv":
         columns = criteo_columns()
         return Layout(columns, header=(columns.label, *columns.dense, *columns.sparse))
@@ -50,21 +50,21 @@ def layout_of(config: DataConfig) -> Layout:
     )
     twice = sorted({name for name in layout.needed if layout.needed.count(name) > 1})
     if twice:
-        raise ValueError(f"data.columns gives {', '.join(map(repr, twice))} two roles: name each column once")
+        raise DataError(f"data.columns gives {', '.join(map(repr, twice))} two roles: name each column once")
     if not config.columns.sparse and not config.columns.multi_hot:
-        raise ValueError("data.columns names no categorical column: list some under data.columns.sparse or multi_hot")
+        raise DataError("data.columns names no categorical column: list some under data.columns.sparse or multi_hot")
     return layout
 
 
 def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
-    """Raises ValueError where a needed column is missing, naming the nearest one that is there."""
+    """Raises DataError where a needed column is missing, naming the nearest one that is there."""
     missing = [name for name in layout.needed if name not in names]
     if missing:
         listed = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in missing[:5])
-        raise ValueError(
+        raise DataError(
             f"{path} lacks {len(missing)} of {len(layout.needed)} columns: {listed}. "
             f"It has {', '.join(names[:60])}; mend data.columns"
         )
     doubled = sorted({name for name in layout.needed if names.count(name) > 1})
     if doubled:
-        raise ValueError(f"{path} names column {doubled[0]!r} {names.count(doubled[0])} times: rename one")
+        raise DataError(f"{path} names column {doubled[0]!r} {names.count(doubled[0])} times: rename one")

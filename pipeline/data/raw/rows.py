@@ -17,13 +17,14 @@ from pipeline.data.raw.cells import LARGEST_FLOAT32, is_number, is_time, parse_t
 from pipeline.data.raw.layout import Layout, check_columns
 from pipeline.data.raw.parquet_text import not_text, with_text
 from pipeline.data.raw.source import MAX_LINE_BYTES, Block, ParquetReader, Source, TextReader
+from pipeline.runtime.errors import DataError
 
 MAX_TEXT_CHARACTERS = 500
 csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 
 
 def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[TextReader | ParquetReader, tuple[str, ...]]:
-    """A reader of the source's blocks, and the names of its columns. Raises ValueError where a needed one is missing."""
+    """A reader of the source's blocks, and the names of its columns. Raises DataError where a needed one is missing."""
     reader: TextReader | ParquetReader
     if layout.parquet:
         reader = ParquetReader(source, layout.needed, block_bytes)
@@ -76,7 +77,7 @@ def parse_block(layout: Layout, header: tuple[str, ...], block: Block) -> Parsed
         kept = [i for i in kept if not reasons[i]]
         table = _read_rows(layout, header, [lines[i] for i in kept])
     if table is None:
-        raise ValueError(
+        raise DataError(
             f"lines {block.first_line} to {block.first_line + block.num_rows - 1} cannot be read, and none of them alone is at fault"
         )
     quarantined = [
@@ -216,5 +217,5 @@ def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
     if pa.types.is_boolean(kind):
         column = column.cast(pa.int8())
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-        raise ValueError(f"column {name!r} has type {kind}: labels and dense features are numbers; mend data.columns")
+        raise DataError(f"column {name!r} has type {kind}: labels and dense features are numbers; mend data.columns")
     return column.cast(pa.float64(), safe=False)

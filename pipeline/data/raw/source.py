@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.raw.criteo import TEACHER_SUFFIX
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
 MAX_BLOCK_ROWS = 65_535  # codes of a block's values fit 16 bits, 0 being the missing value
@@ -56,7 +56,7 @@ class Block:
 
 
 def find_sources(source: str) -> list[Source]:
-    """Files in natural order (day_2 before day_10). Raises ValueError where there is none."""
+    """Files in natural order (day_2 before day_10). Raises DataError where there is none."""
     if any(sign in source for sign in "*?["):
         folder, pattern = storage.dirname(source), source.rpartition("/")[2]
         local = storage.is_local(source)
@@ -69,7 +69,7 @@ def find_sources(source: str) -> list[Source]:
     if not paths:
         siblings = storage.list_folder(storage.dirname(source))
         hint = did_you_mean(source.rpartition("/")[2], siblings)
-        raise ValueError(f"source={source!r} names no file{hint}; give a file, a folder or a quoted glob")
+        raise DataError(f"source={source!r} names no file{hint}; give a file, a folder or a quoted glob")
     return [_describe(path) for path in sorted(paths, key=_natural)]
 
 
@@ -117,7 +117,7 @@ class TextReader:
         with self._whole_gzip():
             line = bytes(self._stream.readline(MAX_LINE_BYTES)).removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
-            raise ValueError(f"{self._source.path} begins with an empty line, or is empty: the first names the columns")
+            raise DataError(f"{self._source.path} begins with an empty line, or is empty: the first names the columns")
         return line
 
     def blocks(self) -> Iterator[Block]:
@@ -126,7 +126,7 @@ class TextReader:
         while chunk := self._read():
             cut = chunk.rfind(b"\n") + 1
             if not cut and len(rest) + len(chunk) > MAX_LINE_BYTES:
-                raise ValueError(
+                raise DataError(
                     f"{self._source.path} has no line end for {MAX_LINE_BYTES >> 20} MiB after line {self._line}: "
                     "is it a text file? data.format says so"
                 )
@@ -147,7 +147,7 @@ class TextReader:
         try:
             yield
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{self._source.path} is not a whole gzip file ({error}): fetch it again") from error
+            raise DataError(f"{self._source.path} is not a whole gzip file ({error}): fetch it again") from error
 
     def _cut(self, text: bytes) -> Iterator[Block]:
         num_lines = text.count(b"\n") + (not text.endswith(b"\n"))
@@ -216,7 +216,7 @@ class ParquetReader:
         """What to raise: a disk's error as it is."""
         if getattr(error, "errno", None) is not None:
             return error
-        return ValueError(
+        return DataError(
             f"{self._source.path} is not a whole Parquet file (after row {self._row}: {' '.join(str(error).split())[:300]}): "
             "fetch it again, or leave it out of source; data.format says what is expected"
         )

@@ -7,13 +7,14 @@ import pyarrow as pa
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import open_source
 from pipeline.data.raw.source import ParquetReader, Source
+from pipeline.runtime.errors import DataError
 
 
 def check_sources(layout: Layout, sources: list[Source]) -> None:
     """Look at every source's columns before rows are read of any.
 
     Raises:
-        ValueError: a needed column is missing, or has another kind of type than in the first source: 1 and 1.0 would
+        DataError: a needed column is missing, or has another kind of type than in the first source: 1 and 1.0 would
             be two values of one category.
     """
     first: dict[str, str] = {}
@@ -24,7 +25,7 @@ def check_sources(layout: Layout, sources: list[Source]) -> None:
         first = first or kinds
         for name in kinds:
             if kinds[name] != first[name]:
-                raise ValueError(
+                raise DataError(
                     f"{source.path}: column {name!r} holds {kinds[name]}, in {sources[0].path} {first[name]}: the same value "
                     "would become two ids or two times; write both files with one type"
                 )
@@ -41,7 +42,7 @@ def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
         if pa.types.is_dictionary(inner):
             inner = inner.value_type
         if pa.types.is_nested(inner):
-            raise ValueError(
+            raise DataError(
                 f"{source.path}: column {name!r} has type {kind}: give text, whole numbers, or lists of them"
             )
         is_time = pa.types.is_temporal(inner)

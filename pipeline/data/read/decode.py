@@ -24,6 +24,7 @@ from pipeline.data.read.check_rows import Columns, Lists, check_columns
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.shard_files import WAY_OUT, ShardError, ShardFiles, check_layout
 from pipeline.data.read.streams import Segment, row_permutation
+from pipeline.runtime.errors import DataError
 
 MAX_IDLE_FILES = 32
 TO_QUARANTINE = "or leave such rows out with data.reader.on_bad_rows=quarantine (rows count from 0)"
@@ -69,7 +70,7 @@ class Shards:
         return self.files[index].path, first + row
 
     def decode(self, segment: Segment, seed: int, epoch: int, shuffled: bool) -> Block:
-        """Raises ValueError that names file, row, column and value for data that must not be trained on."""
+        """Raises DataError that names file, row, column and value for data that must not be trained on."""
         rows = self.row_group_sizes[segment.row_group]
         chosen = row_permutation(seed, epoch, segment.row_group, rows) if shuffled else np.arange(rows)
         chosen = chosen[segment.start : segment.stop]
@@ -97,7 +98,7 @@ class Shards:
     def _refuse(self, row_group: int, reasons: dict[int, str]) -> NoReturn:
         row = min(reasons)
         index, group, first = self._places[row_group]
-        raise ValueError(
+        raise DataError(
             f"{self.files.path(index)}, row {first + row}: {reasons[row]} (row group {group} has {len(reasons)} bad "
             f"of {self.row_group_sizes[row_group]} rows); {WAY_OUT}; {TO_QUARANTINE}"
         )

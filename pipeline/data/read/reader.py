@@ -26,6 +26,7 @@ from pipeline.data.read.decode import Block, Shards
 from pipeline.data.read.prefetch import Prefetcher
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.streams import EpochOrder, Segment, num_steps, row_permutation
+from pipeline.runtime.errors import DataError
 
 CHUNK_ROWS = 16_384  # batches are made from about so many rows at once
 
@@ -65,7 +66,7 @@ class ShardReader:
     ) -> None:
         check_batch_geometry(global_batch_size, config.num_streams, world_size)
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} must lie within [0, {world_size - 1}]")
+            raise DataError(f"rank={rank} must lie within [0, {world_size - 1}]")
         check_split(dataset, split, global_batch_size if drop_last else 1)
         check_multi_hot(dataset, multi_hot or {})
         self.config = config
@@ -94,7 +95,7 @@ class ShardReader:
     def batches(self, epoch: int, start_step: int = 0) -> Prefetcher[Batch]:
         """Batches start_step .. steps_per_epoch - 1 of an epoch; close() the iterator to end its threads early."""
         if epoch < 0 or not 0 <= start_step <= self.steps_per_epoch:
-            raise ValueError(
+            raise DataError(
                 f"epoch={epoch}, start_step={start_step}: epochs count from 0, and an epoch has "
                 f"{self.steps_per_epoch} steps; was the checkpoint made with other data or another batch size?"
             )

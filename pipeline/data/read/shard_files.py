@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.dataset import FILE_NAME, Dataset, ShardFile, Split
+from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.storage import storage
 
@@ -17,7 +18,7 @@ WAY_OUT = f"compare the file's checksum with {FILE_NAME}, copy it again, or remo
 logger = get_logger(__name__)
 
 
-class ShardError(ValueError):
+class ShardError(DataError):
     """A shard or a row group of it cannot be read, or is not what dataset.json says."""
 
 
@@ -32,7 +33,7 @@ class Stamp(NamedTuple):
 class ShardFiles:
     """The files of one split, by number.
 
-    must_be_whole: raise ValueError at once for files that are missing or of another size; else they are warned of, and
+    must_be_whole: raise DataError at once for files that are missing or of another size; else they are warned of, and
     fetch() raises ShardError. Sizes of remote shards are checked when they are fetched.
     """
 
@@ -42,10 +43,10 @@ class ShardFiles:
         self._lock = threading.Lock()
         counted = sum(sum(shard.row_groups) for shard in split.files)
         if counted != split.num_rows:
-            raise ValueError(f"{FILE_NAME} counts {split.num_rows} rows, but row groups with {counted}; {WAY_OUT}")
+            raise DataError(f"{FILE_NAME} counts {split.num_rows} rows, but row groups with {counted}; {WAY_OUT}")
         problems = self._missing() + (self._stamp_all() if storage.is_local(folder) else [])
         if problems and must_be_whole:
-            raise ValueError(problems[0])
+            raise DataError(problems[0])
         for problem in problems:
             logger.warning("%s", problem)
 
@@ -69,14 +70,14 @@ class ShardFiles:
         return local
 
     def verify_checksums(self, indices: range) -> None:
-        """Read the files whole and compare SHA-256. Raises ValueError for the first that differs."""
+        """Read the files whole and compare SHA-256. Raises DataError for the first that differs."""
         with progress("verifying shards", sum(self._files[index].size_bytes for index in indices)) as bar:
             for index in indices:
                 self._verify(index)
                 bar.advance(self._files[index].size_bytes)
 
     def check_unchanged(self, index: int) -> None:
-        """Raise ValueError where the file is no longer the one that was there at the start.
+        """Raise DataError where the file is no longer the one that was there at the start.
 
         One call of stat. A file that was only touched, or copied again, passes by its checksum.
         """
@@ -87,16 +88,14 @@ class ShardFiles:
         try:
             now = _stamp(path)
         except FileNotFoundError:
-            raise ValueError(
-                f"{path} has vanished while it was read; bring it back, the same command goes on"
-            ) from None
+            raise DataError(f"{path} has vanished while it was read; bring it back, the same command goes on") from None
         if now == then:
             return
         with self._lock:
             if self._stamps[index] == now:
                 return
             if now.size_bytes != then.size_bytes or storage.sha256_of(path) != self._files[index].sha256:
-                raise ValueError(
+                raise DataError(
                     f"{path} has changed while it was read: {then.size_bytes} bytes of {then.modified_ns / 1e9:.3f} s, now "
                     f"{now.size_bytes} of {now.modified_ns / 1e9:.3f} s, and not those of {FILE_NAME}; {WAY_OUT}"
                 )

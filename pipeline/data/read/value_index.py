@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pipeline.data.raw.hashing import hash_text, hash_texts
 from pipeline.data.raw.texts import WORD_BYTES, Texts, texts_of
+from pipeline.runtime.errors import DataError
 
 HASH_SEED = 0
 NAMES = ["id", "value"]
@@ -44,7 +45,7 @@ def index_values(
 class ValueIndex:
     """The ids of the values of several vocabularies, which are numbered as they are given.
 
-    Raises ValueError for a table that index_values has not made.
+    Raises DataError for a table that index_values has not made.
     """
 
     def __init__(self, vocabularies: Iterable[pa.Table]) -> None:
@@ -54,7 +55,7 @@ class ValueIndex:
             values.append(table["value"].combine_chunks())
             hashes.append(hash_text(values[-1], HASH_SEED))
             if (hashes[-1][1:] < hashes[-1][:-1]).any():
-                raise ValueError("a vocabulary's values are in the order of their hashes, these are not")
+                raise DataError("a vocabulary's values are in the order of their hashes, these are not")
         self._number_bits = max(1, (len(hashes) - 1).bit_length())
         numbers = np.repeat(np.arange(len(hashes)), [len(one) for one in hashes])
         self._keys = self._keys_of(numbers, np.concatenate([np.zeros(0, np.uint64), *hashes]))
@@ -90,7 +91,7 @@ class ValueIndex:
 
 def _checked(table: pa.Table) -> pa.Table:
     if table.column_names != NAMES or table["id"].null_count or table["value"].null_count:
-        raise ValueError(f"a vocabulary has the columns {NAMES} and a value for each id, this one {table.schema.names}")
+        raise DataError(f"a vocabulary has the columns {NAMES} and a value for each id, this one {table.schema.names}")
     return table
 
 

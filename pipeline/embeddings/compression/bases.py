@@ -9,17 +9,19 @@ import math
 from collections.abc import Sequence
 from itertools import combinations
 
+from pipeline.runtime.errors import ConfigError
+
 
 def check_bases(name: str, bases: Sequence[int], num_ids: int, coprime: bool) -> None:
-    """Raises ValueError where two ids would get the same code."""
+    """Raises ConfigError where two ids would get the same code."""
     if (product := math.prod(bases)) < num_ids:
-        raise ValueError(
+        raise ConfigError(
             f"tables.{name}.compression.bases={list(bases)} tell {product:,} ids apart, and the table has {num_ids:,}: "
             f"make their product at least that, e.g. {balanced_bases(num_ids, len(bases), coprime)}"
         )
     for left, right in combinations(bases, 2) if coprime else ():
         if (common := math.gcd(left, right)) > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"tables.{name}.compression.bases={list(bases)}: {left} and {right} are not coprime (both are divisible by "
                 f"{common}), so ids that differ by {math.lcm(left, right):,} would get one code; use e.g. "
                 f"{balanced_bases(num_ids, len(bases), coprime)}, or scheme=generalised"

@@ -14,6 +14,7 @@ from pipeline.config.compression import AUTO
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.embeddings.compression.part_frequencies import frequencies_of_block, share_of_block
 from pipeline.embeddings.table import Block, Table
+from pipeline.runtime.errors import ConfigError
 
 HOT, COLD = "hot", "cold"
 FASTEST_KERNELS = ["fused"]  # host memory on cpu, HBM on a GPU
@@ -21,11 +22,11 @@ UNEVEN = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_pa
 
 
 def head_rows(table: Table) -> int:
-    """Of a frequency_split table. Raises ValueError where they are still to be chosen."""
+    """Of a frequency_split table. Raises ConfigError where they are still to be chosen."""
     config = table.compression
     assert config is not None and config.kind == "frequency_split"
     if config.head_rows == AUTO:
-        raise ValueError(f"tables.{table.name}.compression.head_rows=auto has not been settled for these ranks yet")
+        raise ConfigError(f"tables.{table.name}.compression.head_rows=auto has not been settled for these ranks yet")
     return min(int(config.head_rows), table.num_embeddings)
 
 
@@ -33,12 +34,12 @@ def hot_and_cold(table: Table) -> list[Table]:
     """The parts that have rows, the hot one first; the cold one may be compressed.
 
     Raises:
-        ValueError: ids that are not in the order of their frequency.
+        ConfigError: ids that are not in the order of their frequency.
     """
     config, hot = table.compression, head_rows(table)
     assert config is not None
     if table.frequencies is not None and not table.frequencies.by_row:
-        raise ValueError(
+        raise ConfigError(
             f"tables.{table.name}: kind=frequency_split takes the first rows for the hottest, and hashed ids are in no order; "
             "prepare the data with ids.kind=vocabulary, or use kind=managed_collision"
         )
@@ -75,7 +76,7 @@ def _without_even_batches(table: Table) -> ConstraintConfig:
         return table.sharding  # the planner tries none of the others beside them, but for several hosts
     kept = [kind for kind in asked if kind in UNEVEN]
     if not kept:
-        raise ValueError(
+        raise ConfigError(
             f"tables.{table.name}.sharding.sharding_types={asked}: their collectives want as many bags of every feature, but "
             f"kind=frequency_split leaves out bags without cold ids; allow one of {', '.join(UNEVEN)}, or set "
             f"tables.{table.name}.compression.skip_empty_bags=false"

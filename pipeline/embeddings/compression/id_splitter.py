@@ -22,6 +22,7 @@ from pipeline.embeddings.compression.physical import composes_each_id, feature_o
 from pipeline.embeddings.compression.sizes import blocks_of, paths_of
 from pipeline.embeddings.empty_bags import leave_out_empty_bags
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ConfigError
 
 
 class Bags(NamedTuple):
@@ -58,7 +59,7 @@ class IdSplitter:
         return bool(self._splits)
 
     def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Raises ValueError for a bag longer than the table's compression says."""
+        """Raises ConfigError for a bag longer than the table's compression says."""
         if not self._splits:
             return features
         keys: list[str] = []
@@ -106,10 +107,10 @@ def by_place(bags: Bags, places: list[int], what: str) -> Iterator[tuple[int, Ba
     """The first ids of all bags, the second ones, and so on; a bag that has ended is empty.
 
     Raises:
-        ValueError: a bag has more ids than there are places.
+        ConfigError: a bag has more ids than there are places.
     """
     if (longest := int(bags.lengths.max(initial=0))) > len(places):
-        raise ValueError(
+        raise ConfigError(
             f"{what} has a list of {longest} ids, and compression.max_ids_per_bag={len(places)}; raise it, or use "
             "operation=add or concatenate, which pool first"
         )

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from pipeline.config.tables import ConstraintConfig
 from pipeline.embeddings.table import ManagedRows, Table
+from pipeline.runtime.errors import ConfigError
 
 MANAGED = "managed"
 IDS_A_BUCKET = 1 << 48  # hashes within a bucket: two of a billion ids fall on one with odds of 1 in 5,000 at 8 buckets
@@ -18,14 +19,14 @@ SHARDING_TYPES = ("row_wise", "table_wise")  # a rank has the whole of a row, an
 
 
 def managed_rows(table: Table) -> ManagedRows:
-    """Raises ValueError where the settings do not make a table."""
+    """Raises ConfigError where the settings do not make a table."""
     config, key = table.compression, f"tables.{table.name}.compression"
     assert config is not None and config.kind == "managed_collision"
     if config.num_rows is None:
-        raise ValueError(f"{key}: kind=managed_collision wants num_rows, of the ids that are to have one at a time")
+        raise ConfigError(f"{key}: kind=managed_collision wants num_rows, of the ids that are to have one at a time")
     least = 2 * config.buckets  # the last row of a bucket is everybody's who has none
     if config.num_rows < least:
-        raise ValueError(
+        raise ConfigError(
             f"{key}.num_rows={config.num_rows} in {config.buckets} buckets leaves less than 2 rows to one; use at least "
             f"{least}, or fewer buckets"
         )
@@ -34,11 +35,11 @@ def managed_rows(table: Table) -> ManagedRows:
 
 
 def managed_part(table: Table) -> list[Table]:
-    """The one part that has rows. Raises ValueError as managed_rows, and for sharding types that cannot hold the map."""
+    """The one part that has rows. Raises ConfigError as managed_rows, and for sharding types that cannot hold the map."""
     managed, asked = managed_rows(table), table.sharding.sharding_types
     kept = [kind for kind in asked or SHARDING_TYPES if kind in SHARDING_TYPES]
     if not kept:
-        raise ValueError(
+        raise ConfigError(
             f"tables.{table.name}.sharding.sharding_types={asked}: a row of kind=managed_collision is given away by the one rank "
             f"that holds all of it; allow one of {', '.join(SHARDING_TYPES)}"
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline.embeddings.compression.bases import balanced_bases, bases_within, check_bases
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ConfigError
 
 NUMPY_MAGIC = b"\x93NUMPY"
 ARRAY_CODES = {1: "b", 2: "h", 4: "i", 8: "q"}
@@ -56,7 +57,7 @@ def partitions_of(table: Table) -> list[Partition]:
     """Of a table whose compression is by partitions.
 
     Raises:
-        ValueError: settings that do not go together, or that leave two ids with one code.
+        ConfigError: settings that do not go together, or that leave two ids with one code.
     """
     config, num_ids = table.compression, table.num_embeddings
     assert config is not None
@@ -76,25 +77,25 @@ def partitions_of(table: Table) -> list[Partition]:
 
 
 def part_dims(table: Table, num_parts: int) -> list[int]:
-    """Columns of each part. Raises ValueError where they do not compose to the table's."""
+    """Columns of each part. Raises ConfigError where they do not compose to the table's."""
     config, dim = table.compression, table.embedding_dim
     assert config is not None
     key = f"tables.{table.name}.compression"
     if config.dims and len(config.dims) != num_parts:
-        raise ValueError(f"{key}.dims={config.dims} has {len(config.dims)} entries, and there are {num_parts} parts")
+        raise ConfigError(f"{key}.dims={config.dims} has {len(config.dims)} entries, and there are {num_parts} parts")
     if config.operation == "concatenate":
         if not config.dims and dim % num_parts:
-            raise ValueError(
+            raise ConfigError(
                 f"{key}: {num_parts} parts cannot share embedding_dim={dim} equally; make it a multiple of {num_parts}, or "
                 f"set compression.dims to {num_parts} numbers that add up to {dim}"
             )
         dims = config.dims or [dim // num_parts] * num_parts
         if sum(dims) != dim:
-            raise ValueError(f"{key}.dims={dims} add up to {sum(dims)}, and concatenated they are to be {dim}")
+            raise ConfigError(f"{key}.dims={dims} add up to {sum(dims)}, and concatenated they are to be {dim}")
         return list(dims)
     dims = config.dims or [dim] * num_parts
     if odd := [one for one in dims if one != dim]:
-        raise ValueError(
+        raise ConfigError(
             f"{key}.dims={dims}: operation={config.operation} goes number by number, so every part needs the table's "
             f"embedding_dim={dim}, not {odd[0]}; leave dims out, or set operation=concatenate"
         )
@@ -105,12 +106,12 @@ def _hash_rows(table: Table) -> int:
     config, key = table.compression, f"tables.{table.name}.compression"
     assert config is not None
     if (config.num_rows is None) == (config.ratio is None):
-        raise ValueError(
+        raise ConfigError(
             f"{key}: kind=hash wants one of num_rows (of the hashed table) and ratio (its part of the full one)"
         )
     num_rows = config.num_rows or max(1, int(table.num_embeddings / (config.ratio or 1)))
     if num_rows > table.num_embeddings:
-        raise ValueError(
+        raise ConfigError(
             f"{key}.num_rows={num_rows:,}, but the table has {table.num_embeddings:,} ids: hashed into more rows they would "
             "still collide and take more memory; use fewer, or kind=none"
         )
@@ -123,10 +124,10 @@ def _bases(table: Table) -> list[int]:
     key, coprime = f"tables.{table.name}.compression", config.scheme == "chinese_remainder"
     if config.bases:
         if config.ratio is not None:
-            raise ValueError(f"{key}: bases and ratio both say the sizes; leave one out")
+            raise ConfigError(f"{key}: bases and ratio both say the sizes; leave one out")
         count = config.num_partitions or len(config.bases)
         if len(config.bases) != count or (config.scheme == "quotient_remainder" and count > 2) or count < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"{key}.bases={config.bases} has {len(config.bases)} entries; scheme={config.scheme} with "
                 f"num_partitions={config.num_partitions} wants "
                 + (
@@ -142,14 +143,14 @@ def _bases(table: Table) -> list[int]:
         return bases
     count = config.num_partitions or 2
     if config.scheme == "quotient_remainder" and count > 2:
-        raise ValueError(f"{key}.num_partitions={count}: quotient and remainder are 2; more are scheme=generalised")
+        raise ConfigError(f"{key}.num_partitions={count}: quotient and remainder are 2; more are scheme=generalised")
     if config.ratio is None:
         return balanced_bases(num_ids, count, coprime)
     width = max(part_dims(table, count))
     found = bases_within(num_ids, count, int(num_ids * table.embedding_dim / config.ratio / width), coprime)
     if found is None:
         least = sum(balanced_bases(num_ids, count, coprime)) * width
-        raise ValueError(
+        raise ConfigError(
             f"{key}.ratio={config.ratio:g} is more than {count} partitions of {num_ids:,} ids can reach, which is "
             f"{num_ids * table.embedding_dim / least:.3g}; lower it, raise num_partitions with scheme=generalised, or leave "
             f"such tables out with min_rows={num_ids + 1}"
@@ -162,15 +163,15 @@ def _given(table: Table) -> list[Partition]:
     assert config is not None
     key = f"tables.{table.name}.compression"
     if bool(config.assignments) == (config.assignments_file is not None):
-        raise ValueError(f"{key}: scheme=given wants one of assignments (lists of classes by id) and assignments_file")
+        raise ConfigError(f"{key}: scheme=given wants one of assignments (lists of classes by id) and assignments_file")
     if config.bases or config.ratio is not None or config.num_partitions is not None:
-        raise ValueError(
+        raise ConfigError(
             f"{key}: scheme=given takes its sizes from the assignments; leave out bases, ratio, num_partitions"
         )
     if config.assignments_file is not None:
         path = Path(config.assignments_file)
         if not path.is_file():
-            raise ValueError(f"{key}.assignments_file={path} is no file; write it with numpy.save, [partitions, ids]")
+            raise ConfigError(f"{key}.assignments_file={path} is no file; write it with numpy.save, [partitions, ids]")
         stamp = path.stat()
         columns = _columns_of_file(
             str(path), (stamp.st_mtime_ns, stamp.st_size), num_ids, f"{key}.assignments_file={path}"
@@ -182,12 +183,12 @@ def _given(table: Table) -> list[Partition]:
 
 
 def _check_given(what: str, columns: Sequence[Sequence[int]], num_ids: int) -> None:
-    """Raises ValueError unless every id has a class in each partition and no two ids have all classes in common."""
+    """Raises ConfigError unless every id has a class in each partition and no two ids have all classes in common."""
     for index, column in enumerate(columns):
         if len(column) != num_ids:
-            raise ValueError(f"{what}: partition {index} assigns {len(column):,} ids, and the table has {num_ids:,}")
+            raise ConfigError(f"{what}: partition {index} assigns {len(column):,} ids, and the table has {num_ids:,}")
         if (least := min(column)) < 0:
-            raise ValueError(f"{what}: partition {index} has a class {least}; classes count from 0")
+            raise ConfigError(f"{what}: partition {index} has a class {least}; classes count from 0")
     first: dict[int, int] = {}
     bases = [max(column) + 1 for column in columns]
     for row, classes in enumerate(zip(*columns, strict=True)):
@@ -195,7 +196,7 @@ def _check_given(what: str, columns: Sequence[Sequence[int]], num_ids: int) -> N
         for base, value in zip(bases, classes, strict=True):
             code = code * base + value
         if (other := first.setdefault(code, row)) != row:
-            raise ValueError(
+            raise ConfigError(
                 f"{what}: ids {other} and {row} have the same classes {list(classes)} in all {len(columns)} partitions, so "
                 "they would share a row; partitions must be complementary (arXiv 1909.02107)"
             )
@@ -214,13 +215,13 @@ def _read_columns(path: str, what: str) -> tuple[array[int], ...]:
     wanted = f"{what} must be a .npy file [partitions, ids] of integers (numpy.save)"
     with open(path, "rb") as file:
         if file.read(6) != NUMPY_MAGIC:
-            raise ValueError(f"{wanted}; it is no .npy file")
+            raise ConfigError(f"{wanted}; it is no .npy file")
         major = file.read(2)[0]
         (length,) = struct.unpack("<H", file.read(2)) if major == 1 else struct.unpack("<I", file.read(4))
         header = ast.literal_eval(file.read(length).decode("latin1"))
         shape, descr = header["shape"], str(header["descr"])
         if len(shape) != 2 or descr[0] not in "<|" or descr[1] not in "iu" or header["fortran_order"]:
-            raise ValueError(f"{wanted}; it holds {descr} of shape {list(shape)}")
+            raise ConfigError(f"{wanted}; it holds {descr} of shape {list(shape)}")
         code = ARRAY_CODES[int(descr[2:])]
         columns = []
         for _ in range(shape[0]):

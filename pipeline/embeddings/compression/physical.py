@@ -26,19 +26,20 @@ from pipeline.embeddings.compression.sizes import (
 )
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ConfigError
 
 
 def physical_tables(tables: Sequence[Table]) -> list[Table]:
     """The plain tables of `tables`, in their order; a table that is not compressed is its own.
 
     Raises:
-        ValueError: settings that do not fit a table, or two tables of one name.
+        ConfigError: settings that do not fit a table, or two tables of one name.
     """
     found: dict[str, Table] = {}
     for table in tables:
         for part in leaves(table):
             if part.name in found:
-                raise ValueError(
+                raise ConfigError(
                     f"tables.{table.name} has a part {part.name!r}, and so is a table of tables.{found[part.name].config_name} "
                     "called; rename one of them"
                 )
@@ -62,21 +63,21 @@ def num_numbers(table: Table) -> int:
 
 
 def check_compressed(table: Table) -> None:
-    """Raises ValueError where a table's compression does not fit it."""
+    """Raises ConfigError where a table's compression does not fit it."""
     config = table.compression
     assert config is not None
     is_product = config.kind == "tensor_train" or (
         config.kind == "quotient_remainder" and config.operation == "multiply"
     )
     if is_product and table.init.kind == "zeros":
-        raise ValueError(
+        raise ConfigError(
             f"tables.{table.name}: init.kind=zeros under {_describe(table)} would never train, for each factor's gradient is "
             "the product of the others; use another init or compression"
         )
     num_numbers(table)  # what lies beside the parts is checked too
     for part in leaves(table):
         if part.embedding_dim % DIM_STEP and part.sharding.sharding_types != ["data_parallel"]:
-            raise ValueError(
+            raise ConfigError(
                 f"tables.{table.name}.compression makes a part {part.name!r} of {part.embedding_dim} columns, and FBGEMM's "
                 f"sharded tables want a multiple of {DIM_STEP}; use a larger embedding_dim or fewer parts, or "
                 f"tables.{table.name}.sharding.sharding_types=[data_parallel]"
@@ -130,7 +131,7 @@ def places_of(table: Table, index: int) -> list[int] | list[None]:
     """The places in a bag of the table's feature number `index`; [None] where there is one id a sample.
 
     Raises:
-        ValueError: lists of any length.
+        ConfigError: lists of any length.
     """
     config = table.compression
     assert config is not None
@@ -138,7 +139,7 @@ def places_of(table: Table, index: int) -> list[int] | list[None]:
     if limit is None:
         limit = config.max_ids_per_bag
     if limit is None:
-        raise ValueError(
+        raise ConfigError(
             f"tables.{table.name}: feature {table.feature_names[index]!r} has lists, whose ids {_describe(table)} composes one "
             f"by one: say how long they get by tables.{table.name}.compression.max_ids_per_bag=<ids>, or use operation=add "
             "or concatenate, which pool first"

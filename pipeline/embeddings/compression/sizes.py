@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipeline.embeddings.compression.part_frequencies import share_of_block
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ConfigError
 
 DIM_STEP = 4  # columns of FBGEMM's sharded tables
 BLOCK_GROWTH = 8  # a block of ids has so many times the rows of all hotter ones
@@ -32,16 +33,16 @@ class Paths:
 
 
 def paths_of(table: Table) -> Paths:
-    """Raises ValueError where the numbers do not fit the table."""
+    """Raises ConfigError where the numbers do not fit the table."""
     config, num_ids, dim = table.compression, table.num_embeddings, table.embedding_dim
     assert config is not None
     key, hidden = f"tables.{table.name}.compression", config.hidden_size
     each = network_numbers(dim, hidden)
     if config.num_rows is not None:
         if config.ratio is not None:
-            raise ValueError(f"{key}: num_rows and ratio both say the size; leave one out")
+            raise ConfigError(f"{key}: num_rows and ratio both say the size; leave one out")
         if config.num_rows > num_ids:
-            raise ValueError(
+            raise ConfigError(
                 f"{key}.num_rows={config.num_rows:,}, but the table has {num_ids:,} ids: a base table of more rows has some that "
                 "no id looks up; use fewer, or kind=none"
             )
@@ -56,7 +57,7 @@ def paths_of(table: Table) -> Paths:
         num_rows -= max(1, (num_rows * dim + -(-num_ids // num_rows) * each - limit) // (2 * dim))
     if num_rows < cheapest:
         least = cheapest * dim + -(-num_ids // cheapest) * each
-        raise ValueError(
+        raise ConfigError(
             f"{key}.ratio={config.ratio:g} is more than paths of {hidden} hidden units can reach for {num_ids:,} ids, which is "
             f"{num_ids * dim / least:.3g}; lower it, use a smaller hidden_size, or leave such tables out with "
             f"min_rows={num_ids + 1}"
@@ -89,13 +90,13 @@ def blocks_of(table: Table) -> list[Block]:
     p the lookups of a block's average id; here by blocks within a table, and in steps of 4.
 
     Raises:
-        ValueError: ids that are not in descending frequency, sizes that do not fit.
+        ConfigError: ids that are not in descending frequency, sizes that do not fit.
     """
     config = table.compression
     assert config is not None
     key = f"tables.{table.name}.compression"
     if table.frequencies is not None and not table.frequencies.by_row:
-        raise ValueError(
+        raise ConfigError(
             f"{key}: mixed_dimension goes by popularity, and hashed ids are in no order; prepare the feature with "
             "ids.kind=vocabulary, or use another kind"
         )
@@ -103,14 +104,14 @@ def blocks_of(table: Table) -> list[Block]:
     if config.dims:
         return _given_blocks(table, bounds)
     if (config.temperature is None) == (config.ratio is None):
-        raise ValueError(f"{key}: mixed_dimension wants one of dims, temperature and ratio")
+        raise ConfigError(f"{key}: mixed_dimension wants one of dims, temperature and ratio")
     popularity = [_popularity(table.frequencies, first, end, table.num_embeddings) for first, end in bounds]
     if config.temperature is not None:
         return _sized(table, bounds, popularity, config.temperature)
     limit, high = budget(table), 16.0
     assert limit is not None
     if _numbers(least := _sized(table, bounds, popularity, high), table.embedding_dim) > limit:
-        raise ValueError(
+        raise ConfigError(
             f"{key}.ratio={config.ratio:g} is more than blocks of at least {DIM_STEP} columns can reach, which is "
             f"{table.num_embeddings * table.embedding_dim / _numbers(least, table.embedding_dim):.3g} at "
             f"embedding_dim={table.embedding_dim}; lower it, or use another kind"
@@ -134,15 +135,15 @@ def _given_blocks(table: Table, bounds: list[tuple[int, int]]) -> list[Block]:
     assert config is not None
     key = f"tables.{table.name}.compression"
     if config.temperature is not None or config.ratio is not None or config.num_blocks is not None:
-        raise ValueError(f"{key}: dims say all sizes; leave out temperature, ratio and num_blocks")
+        raise ConfigError(f"{key}: dims say all sizes; leave out temperature, ratio and num_blocks")
     if any(later > former for former, later in zip(config.dims, config.dims[1:], strict=False)):
-        raise ValueError(f"{key}.dims={config.dims} must not grow: the hottest ids come first")
+        raise ConfigError(f"{key}.dims={config.dims} must not grow: the hottest ids come first")
     if config.dims[0] > table.embedding_dim:
-        raise ValueError(
+        raise ConfigError(
             f"{key}.dims={config.dims}: no block is wider than the table's embedding_dim={table.embedding_dim}"
         )
     if len(bounds) < len(config.dims):
-        raise ValueError(f"{key}.dims={config.dims}: {table.num_embeddings} ids make only {len(bounds)} blocks")
+        raise ConfigError(f"{key}.dims={config.dims}: {table.num_embeddings} ids make only {len(bounds)} blocks")
     return [Block(first, end, dim) for (first, end), dim in zip(bounds, config.dims, strict=True)]
 
 
@@ -187,24 +188,24 @@ class TensorTrain:
 
 
 def tensor_train_of(table: Table) -> TensorTrain:
-    """Raises ValueError where factors do not cover the table, or no rank is small enough."""
+    """Raises ConfigError where factors do not cover the table, or no rank is small enough."""
     config, num_ids, dim = table.compression, table.num_embeddings, table.embedding_dim
     assert config is not None
     key = f"tables.{table.name}.compression"
     rows = tuple(config.row_factors) or _factors_above(num_ids)
     dims = tuple(config.dim_factors) or _factors_of(dim)
     if len(rows) != 3 or math.prod(rows) < num_ids:
-        raise ValueError(
+        raise ConfigError(
             f"{key}.row_factors={list(rows)} must be three numbers whose product covers the table's {num_ids:,} ids, e.g. "
             f"{list(_factors_above(num_ids))}"
         )
     if len(dims) != 3 or math.prod(dims) != dim:
-        raise ValueError(
+        raise ConfigError(
             f"{key}.dim_factors={list(dims)} must be three numbers whose product is embedding_dim={dim}, e.g. "
             f"{list(_factors_of(dim))}"
         )
     if config.rank is not None and config.ratio is not None:
-        raise ValueError(f"{key}: rank and ratio both say the size; leave one out")
+        raise ConfigError(f"{key}: rank and ratio both say the size; leave one out")
     limit = budget(table)
     rank = config.rank or DEFAULT_RANK
     if limit is not None:
@@ -213,7 +214,7 @@ def tensor_train_of(table: Table) -> TensorTrain:
         rank = int((math.sqrt(linear**2 + 4 * square * limit) - linear) / (2 * square))
         if rank < 1:
             least = TensorTrain(rows, dims, 1).num_numbers
-            raise ValueError(
+            raise ConfigError(
                 f"{key}.ratio={config.ratio:g} is more than a tensor train of {num_ids:,} x {dim} can reach, which is "
                 f"{num_ids * dim / least:.3g}; lower it, or leave such tables out with min_rows={num_ids + 1}"
             )

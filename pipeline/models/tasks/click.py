@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline.data.read.batch import Batch
+from pipeline.runtime.errors import TrainingError
 from pipeline.sharding.collectives.host_exchange import all_reduce
 
 MAX_SUSPECTS = 5  # rows named on each rank when the loss is not finite
@@ -25,7 +26,7 @@ class Prediction(NamedTuple):
     sample_weights: torch.Tensor
 
 
-class NonFiniteLossError(ValueError):
+class NonFiniteLossError(TrainingError):
     """The loss of a step is NaN or infinite on at least one rank; no rank has updated anything.
 
     rows: of this rank's batch, the first of the `num_at_fault` whose loss is not finite; where there is none, those

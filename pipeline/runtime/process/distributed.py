@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process import watchdog
 
 STORE_TIMEOUT_S = 10.0
@@ -42,7 +43,7 @@ def init_distributed(backend: str = "auto", timeout_s: float = 300.0) -> Distrib
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     chosen = ("nccl" if use_cuda else "gloo") if backend == "auto" else backend
     if chosen == "nccl" and not use_cuda:
-        raise ValueError("comms.backend=nccl needs an NVIDIA GPU and torch sees none; use comms.backend=gloo")
+        raise ConfigError("comms.backend=nccl needs an NVIDIA GPU and torch sees none; use comms.backend=gloo")
     if use_cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():

@@ -29,7 +29,7 @@ class Preempted(SystemExit):
 
 
 def listen() -> None:
-    """Take SIGTERM over. Raises ValueError outside the main thread, as signal.signal does."""
+    """Take SIGTERM over. Raises ConfigError outside the main thread, as signal.signal does."""
     signal.signal(signal.SIGTERM, _handle)
 
 

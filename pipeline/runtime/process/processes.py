@@ -10,6 +10,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pipeline.runtime.errors import ConfigError
+
 PR_SET_PDEATHSIG = 1
 STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel", "T": "stopped by a signal", "Z": "dead"}
 
@@ -63,10 +65,10 @@ def kill(pid: int, started: int) -> bool:
 
 @contextmanager
 def only_one_run(folder: str, doing: str) -> Iterator[None]:
-    """Raises ValueError while another process is `doing` the same in the folder; its lock ends with it."""
+    """Raises ConfigError while another process is `doing` the same in the folder; its lock ends with it."""
     with open(os.path.join(folder, "lock"), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"another run is {doing} in {folder}: wait for it, or set another temp_dir") from error
+            raise ConfigError(f"another run is {doing} in {folder}: wait for it, or set another temp_dir") from error
         yield

@@ -19,12 +19,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
+from pipeline.runtime.errors import StorageError
 from pipeline.runtime.process import processes
 
 FOLDER = ".lease"
 
 
-class RunFolderHeldError(ValueError):
+class RunFolderHeldError(StorageError):
     """Another run writes to the folder; the message says who, and since when."""
 
 

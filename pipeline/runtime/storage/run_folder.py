@@ -6,6 +6,7 @@ import atexit
 
 import torch.distributed as dist
 
+from pipeline.runtime.errors import StorageError
 from pipeline.runtime.process import preemption
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage.lease import Lease, RunFolderHeldError, take_lease
@@ -17,7 +18,7 @@ def take_run_folder(path: str, context: DistributedContext, ttl_s: float = 120.0
     A run that loses its lease is asked to stop, as by SIGTERM; its fence keeps it from committing.
 
     Raises:
-        ValueError: on every rank, when it cannot be written to, or another run holds it.
+        StorageError: on every rank, when it cannot be written to, or another run holds it.
     """
     lease, problem = None, ""
     if context.is_main:
@@ -31,5 +32,5 @@ def take_run_folder(path: str, context: DistributedContext, ttl_s: float = 120.0
     box = [problem]
     dist.broadcast_object_list(box, src=0)
     if box[0]:
-        raise ValueError(box[0])
+        raise StorageError(box[0])
     return lease

@@ -17,6 +17,8 @@ from typing import IO, Any
 
 from iopath.common.file_io import PathManager
 
+from pipeline.runtime.errors import StorageError
+
 CHUNK_BYTES = 1 << 20
 
 
@@ -27,7 +29,7 @@ def path_manager() -> PathManager:
 
 
 def is_local(path: str) -> bool:
-    """Whether `path` is a plain path of this machine. Raises ValueError for a scheme that nothing handles."""
+    """Whether `path` is a plain path of this machine. Raises StorageError for a scheme that nothing handles."""
     if "://" not in path:
         return True
     prefix = path.split("://", 1)[0] + "://"
@@ -35,7 +37,7 @@ def is_local(path: str) -> bool:
         _register_s3()
     # Without a handler iopath falls back to native calls, which would make a folder named "gs:".
     if prefix not in path_manager()._path_handlers:
-        raise ValueError(
+        raise StorageError(
             f"no storage handler for {prefix} in {path!r}; use a local path or s3://, "
             "or register an iopath handler with storage.path_manager().register_handler(...)"
         )
@@ -48,7 +50,9 @@ def _register_s3() -> None:
     try:
         path_manager().register_handler(S3Handler())
     except ImportError as error:
-        raise ValueError("s3:// paths need boto3: pip install 'torchrec-pipeline[s3]', or pip install boto3") from error
+        raise StorageError(
+            "s3:// paths need boto3: pip install 'torchrec-pipeline[s3]', or pip install boto3"
+        ) from error
 
 
 def join(folder: str, *names: str) -> str:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.reader import ShardReader
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
 from pipeline.serving.scoring.lookup import ServedFeature
@@ -93,7 +94,7 @@ def read_sample(
 
 
 def used_rows(samples: Iterable[Sample], features: Sequence[ServedFeature], rows: Sequence[int]) -> list[KeptRows]:
-    """Of each table, `rows` many each, those that the samples look up. Raises ValueError for ids outside their table."""
+    """Of each table, `rows` many each, those that the samples look up. Raises ServingError for ids outside their table."""
     masks = [RowMask(num_rows) for num_rows in rows]
     for sample in samples:
         for batch in sample.batches:
@@ -102,7 +103,7 @@ def used_rows(samples: Iterable[Sample], features: Sequence[ServedFeature], rows
             for feature, begin, end in zip(features, ends, ends[1:], strict=False):
                 ids = batch.values[begin:end].numpy()
                 if len(ids) and (ids.min() < 0 or ids.max() >= rows[feature.table]):
-                    raise ValueError(
+                    raise ServingError(
                         f"feature {feature.name!r} has ids up to {ids.max()}, its table has {rows[feature.table]} rows: "
                         "these are not the data that the run was trained on"
                     )

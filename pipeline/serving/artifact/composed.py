@@ -25,6 +25,7 @@ from pipeline.embeddings.compression.id_splitter import IdSplitter
 from pipeline.embeddings.compression.partitions import Given, partitions_of
 from pipeline.embeddings.compression.physical import physical_tables
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.row_maps import RowMap
 from pipeline.serving.scoring.lookup import TableLookup
 
@@ -41,12 +42,12 @@ class ComposedTables:
         composition: Composition | None = None,
         row_maps: Mapping[str, RowMap] | None = None,
     ) -> None:
-        """`row_maps`: of the parts with managed collision. Raises ValueError where one is missing."""
+        """`row_maps`: of the parts with managed collision. Raises ServingError where one is missing."""
         self.tables, self.keys, self.row_maps = list(tables), list(keys), dict(row_maps or {})
         self.parts = physical_tables(self.tables)
         managed = [part for part in self.parts if part.managed is not None]
         if sorted(part.name for part in managed) != sorted(self.row_maps):
-            raise ValueError(
+            raise ServingError(
                 f"tables {[part.name for part in managed]} want maps, there are those of {[*self.row_maps]}"
             )
         self._map_of = {feature: self.row_maps[part.name] for part in managed for feature in part.feature_names}
@@ -60,12 +61,12 @@ class ComposedTables:
         self._rows = {feature: table.num_embeddings for table in self.tables for feature in table.feature_names}
 
     def split(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Raises ValueError for an id outside its table, or a bag that is too long."""
+        """Raises ServingError for an id outside its table, or a bag that is too long."""
         ends = features.offset_per_key()
         for key, (begin, end) in zip(features.keys(), pairwise(ends), strict=True):
             ids = features.values()[begin:end]
             if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self._rows[key]):
-                raise ValueError(f"feature {key!r} has an id outside [0, {self._rows[key]})")
+                raise ServingError(f"feature {key!r} has an id outside [0, {self._rows[key]})")
         return self._split(features)
 
     def ids_looked_up(self, split: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,10 +112,10 @@ class ComposedTables:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> ComposedTables:
-        """Raises ValueError for what to_bytes has not written."""
+        """Raises ServingError for what to_bytes has not written."""
         line, _, body = content.partition(b"\n")
         if len(line) > MAX_HEADER_BYTES:
-            raise ValueError("its header is too long")
+            raise ServingError("its header is too long")
         header = json.loads(line)
         tables = [decode(Table, values) for values in header["tables"]]
         taken = 4 * sum(int(np.prod(shape)) for shape in header["parameters"].values())
@@ -123,7 +124,7 @@ class ComposedTables:
         found = cls(tables, [str(key) for key in header["keys"]], row_maps=_row_maps(header.get("row_maps", {}), rest))
         own = found.composition.state_dict()
         if {name: list(value.shape) for name, value in own.items()} != header["parameters"]:
-            raise ValueError("its parameters are not those of its tables")
+            raise ServingError("its parameters are not those of its tables")
         values = torch.from_numpy(np.frombuffer(body[:taken], "<f4").copy())
         sizes = [value.numel() for value in own.values()]
         parts = values.split(sizes)
@@ -164,7 +165,7 @@ def _fill_classes(tables: list[Table], shapes: list[list[int]], numbers: NDArray
 
 def _row_maps(sizes: dict[str, list[int]], numbers: NDArray[np.int64]) -> dict[str, RowMap]:
     if len(numbers) != sum(2 * count for count, _ in sizes.values()):
-        raise ValueError("it is shorter or longer than its header says")
+        raise ServingError("it is shorter or longer than its header says")
     found = {}
     for name, (count, rows_a_bucket) in sizes.items():
         found[name] = RowMap(numbers[:count].copy(), numbers[count : 2 * count].copy(), rows_a_bucket)
@@ -173,7 +174,7 @@ def _row_maps(sizes: dict[str, list[int]], numbers: NDArray[np.int64]) -> dict[s
 
 
 def decode(kind: Any, value: Any) -> Any:
-    """Of what asdict gave of a dataclass of plain values, lists and dataclasses. Raises KeyError, TypeError, ValueError."""
+    """Of what asdict gave of a dataclass of plain values, lists and dataclasses. Raises KeyError, TypeError, ServingError."""
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         known = {one.name for one in fields(kind)}

@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from pipeline.embeddings.collection import ComposedEmbeddings
 from pipeline.models.layers.interaction import DotInteraction
+from pipeline.runtime.errors import ServingError
 
 EXAMPLE_ROWS = 16
 MAX_BATCH = 1 << 20
@@ -70,7 +71,7 @@ class Layers(nn.Module):
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         logits = self.model(dense.to(self._dtype), pooled.to(self._dtype))
         if not isinstance(logits, torch.Tensor):
-            raise ValueError(
+            raise ServingError(
                 f"the model gives a {type(logits).__name__}, not one logit a row: there is nothing to score rows by "
                 "(two towers give vectors of users and items)"
             )
@@ -187,7 +188,7 @@ def _attribute(module: Any, path: str) -> torch.Tensor:
 
 
 def compile_layers(program: torch.export.ExportedProgram, path: str) -> None:
-    """Write the layers as an AOTInductor package. Raises ValueError where there is no compiler that can."""
+    """Write the layers as an AOTInductor package. Raises ServingError where there is no compiler that can."""
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import InductorError
 
@@ -195,7 +196,7 @@ def compile_layers(program: torch.export.ExportedProgram, path: str) -> None:
         # How many threads is for the process that serves to say, not for the one that compiles.
         aoti_compile_and_package(program, package_path=path, inductor_configs={"cpp.dynamic_threads": True})
     except (InductorError, RuntimeError, OSError) as error:
-        raise ValueError(
+        raise ServingError(
             f"the layers cannot be compiled ({' '.join(str(error).split())[:300]}); AOTInductor needs a C++ compiler (g++) "
             "and Python's headers; install them, or leave out compiled=true: dense.pt2 scores the same"
         ) from error

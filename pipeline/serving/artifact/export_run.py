@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs import ExportJob
+from pipeline.runtime.errors import ServingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
@@ -46,7 +47,7 @@ def export(job: ExportJob) -> ExportSummary:
     """Write the artifact, or find that it is there already.
 
     Raises:
-        ValueError: the run, step or data set is not there, or damaged; another artifact has the output's place; or the
+        ServingError: the run, step or data set is not there, or damaged; another artifact has the output's place; or the
             artifact's scores lie further from the model's than job.parity allows, with the numbers.
     """
     with none_while_importing():  # here, for a typo in the command line must fail before torch is loaded
@@ -92,11 +93,11 @@ def _open_source(job: ExportJob) -> Source:
 
     trained_job = config_of(job.run)
     if trained_job is None:
-        raise ValueError(f"{job.run} is no run folder: it has no config.yaml; run=<the run_dir of a training>")
+        raise ServingError(f"{job.run} is no run folder: it has no config.yaml; run=<the run_dir of a training>")
     step, manifest, tensors = open_step(folder_of(job.run), job.step)
     dataset, where = trained_dataset(manifest, job.data_path or trained_job.data.path)
     if dataset is None:
-        raise ValueError(
+        raise ServingError(
             f"{where}: the artifact needs its vocabularies and validation rows; set data_path=<its folder>"
         )
     tables = used_tables(
@@ -107,7 +108,7 @@ def _open_source(job: ExportJob) -> Source:
         from pipeline.runtime.errors import did_you_mean
 
         near = did_you_mean(unknown[0], sorted(known))
-        raise ValueError(f"tables.{unknown[0]}: the run has no such table among {len(tables)}{near}")
+        raise ServingError(f"tables.{unknown[0]}: the run has no such table among {len(tables)}{near}")
     model = build_model(trained_job.model, tables, len(dataset.dense_features), seed=trained_job.trainer.seed)
     is_bf16 = trained_job.trainer.precision == "bf16"
     trained = load_trained(model, tables, dataset.sparse_feature_names, tensors, len(dataset.dense_features), is_bf16)
@@ -115,18 +116,18 @@ def _open_source(job: ExportJob) -> Source:
 
 
 def _already_there(job: ExportJob, source: Source, output: str) -> ExportSummary:
-    """Raises ValueError where what is there is something else."""
+    """Raises ServingError where what is there is something else."""
     from pipeline.serving.artifact.make_artifact import lineage_of, settings_of
     from pipeline.serving.artifact.manifest import read_manifest
 
     way_out = f"choose another output=<folder>, or remove {output}"
     try:
         manifest = read_manifest(output)
-    except ValueError as error:
-        raise ValueError(f"{output} is there already, and is no artifact ({error}): {way_out}") from None
+    except UserError as error:
+        raise ServingError(f"{output} is there already, and is no artifact ({error}): {way_out}") from None
     wanted = {**lineage_of(job, source), "exported_at": manifest.lineage["exported_at"], "run": manifest.lineage["run"]}
     if manifest.lineage != wanted or manifest.settings != json.loads(json.dumps(settings_of(job))):
-        raise ValueError(f"{output} is there already, of another step, run or setting: {way_out}")
+        raise ServingError(f"{output} is there already, of another step, run or setting: {way_out}")
     return _summary(job, source.step, output, manifest, 0.0, already_exported=True)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.runtime.errors import ServingError
+
 WORD_BITS = 64
 
 
@@ -18,14 +20,14 @@ class KeptRows:
     """`words` [ceil(num_rows / 64)] uint64: bit i % 64 of word i // 64 says whether row i is kept. Row 0 is."""
 
     def __init__(self, num_rows: int, words: NDArray[np.uint64]) -> None:
-        """Raises ValueError for words that are not those of a table of `num_rows` with its row 0."""
+        """Raises ServingError for words that are not those of a table of `num_rows` with its row 0."""
         if len(words) != -(-num_rows // WORD_BITS) or not num_rows or not int(words[0]) & 1:
-            raise ValueError(f"{len(words)} words do not say which of {num_rows} rows are kept, row 0 among them")
+            raise ServingError(f"{len(words)} words do not say which of {num_rows} rows are kept, row 0 among them")
         self.num_rows, self.words = num_rows, words
         counts = np.bitwise_count(words)
         self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.uint32)
         if int(np.sum(counts, dtype=np.int64)) >= 2**32:
-            raise ValueError("more than 2^32 rows of a table are kept")
+            raise ServingError("more than 2^32 rows of a table are kept")
 
     @property
     def num_kept(self) -> int:

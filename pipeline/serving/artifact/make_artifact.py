@@ -10,6 +10,7 @@ from pipeline import __version__
 from pipeline.config.jobs import ExportJob, TrainJob
 from pipeline.config.serving import AUTO
 from pipeline.data.dataset import Dataset
+from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.attempt import Attempt
 from pipeline.serving.artifact.certificate import excesses
@@ -54,7 +55,7 @@ def settings_of(job: ExportJob) -> dict[str, Any]:
 
 
 def make_artifact(job: ExportJob, source: Source, at: Attempt) -> Manifest:
-    """Write everything but the manifest. Raises ValueError where a limit of job.parity is passed."""
+    """Write everything but the manifest. Raises ServingError where a limit of job.parity is passed."""
     trained, packed = source.trained, Packed()
     reference = _make_reference(job, source, at)
     precisions = choose_precisions(reference, job.precision, job.tables, job.ne_budget)
@@ -92,7 +93,7 @@ def _make_reference(job: ExportJob, source: Source, at: Attempt) -> Reference:
     data, dataset = source.job.data, source.dataset
     splits = [name for name in job.parity.splits if dataset.splits[name].num_rows]
     if "validation" not in splits:
-        raise ValueError(
+        raise ServingError(
             f"data set {dataset.name!r} has no validation rows to certify an artifact by: prepare it again with "
             "data.split.validation_fraction above 0"
         )
@@ -140,7 +141,7 @@ def _certified(
     at: Attempt,
     kept: list[KeptRows | None],
 ) -> Manifest:
-    """The manifest with its certificate. Raises ValueError where a limit is passed."""
+    """The manifest with its certificate. Raises ServingError where a limit is passed."""
     certificate = costs(reference, kept, job.parity)
     found = check(reference, manifest, at.path)
     certificate["splits"] = {split: parity.as_dict() for split, parity in found.items()}
@@ -153,7 +154,7 @@ def _certified(
         ways = ["precision=auto finds the smallest mix within ne_budget"] if job.precision != AUTO else []
         ways += ["prune less"] if job.pruning.kind != "none" else []
         ways += ["dense=fp32"] if job.dense != "fp32" else []
-        raise ValueError(refusal(lines, certificate, ways))
+        raise ServingError(refusal(lines, certificate, ways))
     return replace(manifest, certificate=certificate)
 
 

@@ -14,6 +14,7 @@ from pipeline.checkpoint.checksums import ChecksummedWriter, FileEntry
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.data.dataset import Dataset, SparseFeature
 from pipeline.data.read.value_index import index_values
+from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import progress
 from pipeline.runtime.storage import storage
 from pipeline.serving.artifact.attempt import Attempt
@@ -111,7 +112,7 @@ def pack_vocabularies(
 def _vocabulary_path(feature: SparseFeature, data_path: str) -> str:
     path = storage.join(data_path, feature.vocabulary or "")
     if feature.vocabulary is None or not storage.is_file(path):
-        raise ValueError(
+        raise ServingError(
             f"the vocabulary of feature {feature.name!r} is not at {path}, and without it raw rows cannot be scored; "
             "say where the data set is now: data_path=<folder>"
         )

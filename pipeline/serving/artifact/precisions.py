@@ -16,7 +16,7 @@ def choose_precisions(reference: Reference, precision: str, tables: dict[str, st
     """One a table. `tables` is what single ones have instead of `precision`; of a compressed table so have its parts.
 
     Raises:
-        ValueError: a table has no such rows.
+        ServingError: a table has no such rows.
     """
     trained = reference.trained
     fixed = {}

@@ -14,6 +14,7 @@ from pipeline.checkpoint.tensors import StepTensors
 from pipeline.config.serving import PruningConfig
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
 from pipeline.serving.artifact.table_files import block_rows
 
@@ -31,7 +32,7 @@ def rows_to_keep(
     A `fraction` is of the rows of all tables that may be pruned: small tables have hot rows alone.
 
     Raises:
-        ValueError: the optimizer keeps no state that says which rows were trained.
+        ServingError: the optimizer keeps no state that says which rows were trained.
     """
     whole = [one for one, table in zip(stored, tables, strict=True) if table.part_of is None]
     if config.kind == "untrained":
@@ -74,7 +75,7 @@ def _state_blocks(tensors: StepTensors, stored: StoredTable) -> Iterator[torch.T
     """[n] float32, not negative: the state of successive rows, the largest of a row where it has one an element."""
     state = next((name for name in STATES if name in stored.states), None)
     if state is None:
-        raise ValueError(
+        raise ServingError(
             f"pruning.kind=untrained wants optimizer state that says which rows of {stored.name!r} were trained, and this "
             "run's optimizer keeps none (it has it with adagrad, rowwise_adagrad and adam); use pruning.kind=frequency"
         )

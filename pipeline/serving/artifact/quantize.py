@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import torch
 
+from pipeline.runtime.errors import ServingError
+
 SCALE_BIAS_BYTES = 4
 BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}
 
 
 def row_bytes(dim: int, precision: str) -> int:
-    """Bytes of a row of `dim` numbers. Raises ValueError where FBGEMM has no such rows."""
+    """Bytes of a row of `dim` numbers. Raises ServingError where FBGEMM has no such rows."""
     if not fits(dim, precision):
-        raise ValueError(
+        raise ServingError(
             f"rows of {dim} numbers cannot be {precision}: that wants a multiple of {16 // BITS[precision]}"
         )
     return dim * BITS[precision] // 8 + (SCALE_BIAS_BYTES if precision.startswith("int") else 0)
@@ -27,9 +29,9 @@ def fits(dim: int, precision: str) -> bool:
 
 
 def quantize_rows(rows: torch.Tensor, precision: str) -> torch.Tensor:
-    """[n, dim] float -> [n, row_bytes] uint8. Each row is quantized by itself. Raises ValueError for NaN and infinities."""
+    """[n, dim] float -> [n, row_bytes] uint8. Each row is quantized by itself. Raises ServingError for NaN and infinities."""
     if not bool(rows.isfinite().all()):
-        raise ValueError("a row holds NaN or an infinity")
+        raise ServingError("a row holds NaN or an infinity")
     if precision == "fp32":
         return rows.float().contiguous().view(torch.uint8)
     if precision == "fp16":

@@ -10,6 +10,7 @@ import torch
 from pipeline.checkpoint.checksums import ChecksummedWriter, FileEntry
 from pipeline.checkpoint.tables import StoredTable
 from pipeline.checkpoint.tensors import BLOCK_BYTES, StepTensors
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.kept_rows import WORD_BITS, KeptRows
 from pipeline.serving.artifact.quantize import quantize_rows
 
@@ -23,7 +24,7 @@ def checkpoint_rows(tensors: StepTensors, table: StoredTable, kept: KeptRows | N
     """[n, dim] float32, the rows that are kept, ascending. What no kept row lies in is not read.
 
     Raises:
-        ValueError: a row holds NaN or an infinity, or the checkpoint is damaged.
+        ServingError: a row holds NaN or an infinity, or the checkpoint is damaged.
     """
     rows_at_once = block_rows(table.dim * table.dtype.itemsize)
     for first in range(0, table.rows, rows_at_once):
@@ -34,7 +35,7 @@ def checkpoint_rows(tensors: StepTensors, table: StoredTable, kept: KeptRows | N
         rows = tensors.read(table.key, [first, 0], [count, table.dim]).float()
         rows = rows if mask is None else rows[torch.from_numpy(mask)]
         if not bool(rows.isfinite().all()):
-            raise ValueError(
+            raise ServingError(
                 f"table {table.name!r} holds NaN or an infinity in rows {first} to {first + count - 1}: "
                 "export an earlier step (step=<number>)"
             )

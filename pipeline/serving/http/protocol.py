@@ -11,6 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.config.server import LimitsConfig
+from pipeline.runtime.errors import ServingError
 
 READ_AT_ONCE = 1 << 18  # asyncio hands over at most this many bytes, of header and body together
 REASONS = {
@@ -72,7 +73,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._raw_bytes = 0
         self._stop_timer()
         if self._header_bytes > self.limits.header_bytes:
-            raise ValueError("header")  # ends the parser, which calls send_400_response
+            raise ServingError("header")  # ends the parser, which calls send_400_response
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

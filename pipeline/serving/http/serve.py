@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeline.config.jobs import ServeJob
+from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.serving.scoring.find_artifact import FoundArtifact, find_folder
@@ -30,7 +31,7 @@ def serve(
     """Runs until SIGTERM or Ctrl-C, after which what is under way is answered.
 
     Raises:
-        ValueError: the artifact cannot be loaded, or the address cannot be had.
+        ServingError: the artifact cannot be loaded, or the address cannot be had.
     """
     listener = bind(job.server.host, job.server.port)
     # Here, so that a typo in the command, or a port in use, fails before torch is imported.
@@ -38,7 +39,7 @@ def serve(
         try:
             from pipeline.serving.http.server import Settings, run_server
         except ImportError as error:
-            raise ValueError(f"serving needs its extra: pip install 'torchrec-pipeline[serve]' ({error})") from error
+            raise ServingError(f"serving needs its extra: pip install 'torchrec-pipeline[serve]' ({error})") from error
         from pipeline.serving.scoring.load import load_artifact
 
     def load_found(found: FoundArtifact) -> Scorer:
@@ -61,5 +62,5 @@ def bind(host: str, port: int) -> socket.socket:
             errno.EACCES: "ports below 1024 want root: choose another server.port",
         }
         way_out = ways_out.get(error.errno or 0, "server.host is an address of this machine")
-        raise ValueError(f"cannot listen on {host}:{port} ({error.strerror or error}): {way_out}") from error
+        raise ServingError(f"cannot listen on {host}:{port} ({error.strerror or error}): {way_out}") from error
     return listener

@@ -38,7 +38,7 @@ Load = Callable[[FoundArtifact], Scorer]
 
 
 def run_server(settings: Settings, listener: socket.socket, find: Find, load: Load) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ValueError where the first artifact cannot be loaded."""
+    """Serve until SIGTERM or SIGINT. Raises ServingError where the first artifact cannot be loaded."""
     found = find()
     scorer = load(found)
     try_out(scorer)

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.server import BatchingConfig, LimitsConfig
+from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.masking import mask
 from pipeline.serving.http.batching import Batcher
@@ -42,11 +43,11 @@ class ServedModel:
 
 
 def try_out(scorer: Scorer) -> None:
-    """Score a row with nothing in it, as a first request would be. Raises ValueError where that gives no probability."""
+    """Score a row with nothing in it, as a first request would be. Raises ServingError where that gives no probability."""
     schema = RequestReader(scorer.columns, LimitsConfig()).schema
     scored = scorer.score(pa.table([pa.nulls(2, field.type) for field in schema], schema=schema))
     if not np.all((scored.scores >= 0) & (scored.scores <= 1)):
-        raise ValueError(f"artifact {scorer.version} gives {scored.scores[0]} for an empty row, no probability")
+        raise ServingError(f"artifact {scorer.version} gives {scored.scores[0]} for an empty row, no probability")
 
 
 class ModelSlot:

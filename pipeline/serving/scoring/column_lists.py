@@ -25,7 +25,7 @@ class ColumnLists:
         return ColumnLists(self.schema, columns, max(0, min(length, self.num_rows - begin)))
 
     def to_table(self) -> pa.Table:
-        """Raises ValueError for text that is no Unicode."""
+        """Raises ServingError for text that is no Unicode."""
         arrays = [pa.array(column, field.type) for field, column in zip(self.schema, self.columns, strict=True)]
         return pa.table(arrays, schema=self.schema)
 

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 from pipeline.checkpoint.steps import MANIFEST
+from pipeline.runtime.errors import ServingError
 from pipeline.runtime.storage import storage
 
 
@@ -19,12 +20,12 @@ class FoundArtifact:
 
 
 def find_folder(artifact: str) -> FoundArtifact:
-    """Raises ValueError where there is none."""
+    """Raises ServingError where there is none."""
     # What a link names now is what is loaded, wherever it points a moment later.
     path = os.path.realpath(artifact) if storage.is_local(artifact) else artifact
     manifest = storage.join(path, MANIFEST)
     if not storage.is_file(manifest):
-        raise ValueError(
+        raise ServingError(
             f"artifact={artifact} is neither an artifact nor a registry with a champion: {manifest} is missing; "
             "make one by python -m pipeline.export run=<run>"
         )

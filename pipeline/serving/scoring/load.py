@@ -10,7 +10,7 @@ from pipeline.serving.scoring.scorer import Scorer
 
 
 def load_artifact(artifact: str, memory: str, ssd: SsdConfig, threads: int | None, compiled: bool) -> Scorer:
-    """Raises ValueError where the artifact is damaged, `artifact` names none, or has no compiled layers that are asked for."""
+    """Raises ServingError where the artifact is damaged, `artifact` names none, or has no compiled layers that are asked for."""
     import torch
 
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))

@@ -21,6 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTable
 from numpy.typing import NDArray
 
 from pipeline.checkpoint.checksums import FileEntry, VerifiedFile
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.quantize import row_bytes
 
@@ -74,7 +75,7 @@ class TableLookup(Protocol):
         [batch, sum of the features' dims] float32.
 
         Raises:
-            ValueError: an id lies outside its table.
+            ServingError: an id lies outside its table.
         """
 
 
@@ -93,7 +94,7 @@ def select_features(
 def stored_rows_of(
     tables: Sequence[ServedTable], features: Sequence[ServedFeature], values: torch.Tensor, offsets: torch.Tensor
 ) -> NDArray[np.int64]:
-    """[n]: where in its table's file the row of each id lies. Raises ValueError for ids outside their table."""
+    """[n]: where in its table's file the row of each id lies. Raises ServingError for ids outside their table."""
     ids = values.long().contiguous().numpy()
     batch = (len(offsets) - 1) // max(1, len(features))
     ends = offsets[::batch].tolist() if batch else [0] * (len(features) + 1)
@@ -103,7 +104,7 @@ def stored_rows_of(
     if is_outside.any():
         place = int(np.argmax(is_outside))
         feature = features[int(np.searchsorted(ends, place, side="right")) - 1]
-        raise ValueError(
+        raise ServingError(
             f"feature {feature.name!r} has id {ids[place]}, not one within [0, {tables[feature.table].rows})"
         )
     result = ids
@@ -195,7 +196,7 @@ def read_rows(table: ServedTable, into: memoryview) -> None:
         while filled < len(into):
             count = file.readinto(into[filled:])
             if not count:
-                raise ValueError(f"{table.path} ends {len(into) - filled} bytes too soon")
+                raise ServingError(f"{table.path} ends {len(into) - filled} bytes too soon")
             filled += count
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs import PredictJob
+from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.process.processes import only_one_run
@@ -51,7 +52,7 @@ def predict(
     """Write job.output, and <output>.json, which is its commit; bad rows go to <output>.quarantine.jsonl.
 
     Raises:
-        ValueError: artifact or source cannot be read, too many rows are bad, or job.output holds other scores.
+        ServingError: artifact or source cannot be read, too many rows are bad, or job.output holds other scores.
     """
     started = time.monotonic()
     # Here, so that a typo in the command fails before torch and pyarrow are imported.
@@ -81,12 +82,12 @@ def predict(
 
 
 def check_apart(job: PredictJob) -> None:
-    """Raise ValueError where the output would be one of the sources, the next time that they are looked for."""
+    """Raise ServingError where the output would be one of the sources, the next time that they are looked for."""
     folder = storage.dirname(job.output)
     by_pattern = any(sign in job.source for sign in "*?[") and fnmatch.fnmatch(job.output, job.source)
     local = storage.is_local(job.output) and storage.is_local(job.source)
     if by_pattern or job.output == job.source or (local and os.path.realpath(folder) == os.path.realpath(job.source)):
-        raise ValueError(f"output={job.output} is among the files of source={job.source}: write it to another folder")
+        raise ServingError(f"output={job.output} is among the files of source={job.source}: write it to another folder")
 
 
 def staging_folder(job: PredictJob) -> str:
@@ -114,7 +115,7 @@ def _subject(job: PredictJob, scorer: Scorer, sources: list[Source]) -> dict[str
 
 
 def _finished(job: PredictJob, subject: dict[str, Any]) -> PredictSummary | None:
-    """The summary of the same prediction. Raises ValueError where the output holds another one."""
+    """The summary of the same prediction. Raises ServingError where the output holds another one."""
     report = job.output + REPORT_SUFFIX
     if not storage.is_file(report) and not storage.is_file(job.output):
         return None
@@ -125,7 +126,7 @@ def _finished(job: PredictJob, subject: dict[str, Any]) -> PredictSummary | None
         return PredictSummary(**values["summary"], already_scored=True)
     if storage.is_file(job.output) and not job.overwrite:
         why = f"those of another {' and '.join(changed)}" if values else f"not from predict, for {report} is missing"
-        raise ValueError(f"{job.output} holds other scores, {why}: {way_out}")
+        raise ServingError(f"{job.output} holds other scores, {why}: {way_out}")
     storage.remove(report)  # from here on nothing says that the output is whole
     return None
 
@@ -174,7 +175,7 @@ def _check_refused(job: PredictJob, staged: StagedScores) -> None:
     done = staged.progress
     if done.num_refused > job.max_quarantined_fraction * done.num_rows:
         first = json.loads(next(staged.quarantine_lines()))
-        raise ValueError(
+        raise ServingError(
             f"{done.num_refused:,} of {done.num_rows:,} rows ({done.num_refused / done.num_rows:.2%}) cannot be scored and "
             f"max_quarantined_fraction allows {job.max_quarantined_fraction:.2%}; the first is {first['file']}, line "
             f"{first['line']}: {first['reason']}. Check format, mend the source, or allow more: what is scored is kept"

@@ -18,7 +18,7 @@ from pipeline.checkpoint.checksums import FileEntry, damage, read_verified
 from pipeline.config.data import ColumnsConfig
 from pipeline.config.server import SsdConfig
 from pipeline.data.raw.rows import QuarantinedRow
-from pipeline.runtime.errors import check_choice
+from pipeline.runtime.errors import ServingError, check_choice
 from pipeline.runtime.storage import storage
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import (
@@ -117,7 +117,7 @@ class Predictor:
         """Raw columns, as prepare reads them, without a label; a table, or lists of schema_of(self.columns).
 
         Raises:
-            ValueError: a column is missing, or of a type that cannot be what it should.
+            ServingError: a column is missing, or of a type that cannot be what it should.
         """
         scores = np.full(rows.num_rows, np.nan, np.float32)
         bad: list[QuarantinedRow] = []
@@ -132,15 +132,15 @@ class Predictor:
         """[batch] float32 of prepared rows: dense [batch, num_dense], ids by the features that the model reads, among others.
 
         Raises:
-            ValueError: a feature is missing, an id outside its table, or the dense values are of another number.
+            ServingError: a feature is missing, an id outside its table, or the dense values are of another number.
         """
         keys = list(sparse.keys())
         if lacking := [key for key in self._keys if key not in keys]:
-            raise ValueError(f"the features are {keys[:5]}..., and the artifact wants {lacking[0]!r} too")
+            raise ServingError(f"the features are {keys[:5]}..., and the artifact wants {lacking[0]!r} too")
         offsets = sparse.offsets().long()
         wanted = [(len(offsets) - 1) // len(keys), len(self.encoder.schema.dense)]
         if list(dense.shape) != wanted:
-            raise ValueError(f"dense is {list(dense.shape)}, and {wanted} goes with the ids")
+            raise ServingError(f"dense is {list(dense.shape)}, and {wanted} goes with the ids")
         ids = select_features(sparse.values(), offsets, len(keys), [keys.index(key) for key in self._keys])
         return torch.from_numpy(self._score(dense, *ids))
 

@@ -8,6 +8,7 @@ from pipeline.config.data import ColumnsConfig
 from pipeline.data.raw.criteo import criteo_columns
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.source import Source, TextReader
+from pipeline.runtime.errors import ServingError
 
 FORMAT_OF_SUFFIX = {"parquet": "parquet", "pq": "parquet", "csv": "csv", "tsv": "tsv"}
 
@@ -15,11 +16,11 @@ FORMAT_OF_SUFFIX = {"parquet": "parquet", "pq": "parquet", "csv": "csv", "tsv": 
 def format_of(sources: list[Source], columns: ColumnsConfig) -> str:
     """By the files' names; what has no telling name is as the training rows were: Criteo's TSV, or a TSV with a header.
 
-    Raises ValueError where the files have several formats.
+    Raises ServingError where the files have several formats.
     """
     found = {_format_of(source.name, columns) for source in sources}
     if len(found) > 1:
-        raise ValueError(f"source names files of several formats ({', '.join(sorted(found))}): score them one by one")
+        raise ServingError(f"source names files of several formats ({', '.join(sorted(found))}): score them one by one")
     return found.pop()
 
 
@@ -37,7 +38,7 @@ def _is_criteo(columns: ColumnsConfig) -> bool:
 def layout_of_file(source: Source, kind: str, columns: ColumnsConfig, id_columns: list[str]) -> Layout:
     """Labels are not read. Criteo's rows, which have no header, may have one or not: the first line tells.
 
-    Raises ValueError where that line has another number of columns, or the artifact was not made from such rows.
+    Raises ServingError where that line has another number of columns, or the artifact was not made from such rows.
     """
     header = _criteo_header(source, columns) if kind == "criteo_tsv" else None
     return Layout(
@@ -52,7 +53,7 @@ def layout_of_file(source: Source, kind: str, columns: ColumnsConfig, id_columns
 
 def _criteo_header(source: Source, columns: ColumnsConfig) -> tuple[str, ...]:
     if not _is_criteo(columns):
-        raise ValueError(
+        raise ServingError(
             f"format=criteo_tsv, but the artifact's model reads {', '.join([*columns.dense, *columns.sparse][:5])}, ...: "
             "name them in a header, and set format=tsv or format=csv"
         )
@@ -62,7 +63,7 @@ def _criteo_header(source: Source, columns: ColumnsConfig) -> tuple[str, ...]:
         block = next(reader.blocks(), None)
     found = block.text.split(b"\n", 1)[0].count(b"\t") + 1 if block else len(features)
     if found not in (len(features), len(features) + 1):
-        raise ValueError(
+        raise ServingError(
             f"{source.path}: line 1 has {found} columns; Criteo's rows have {len(features)}, or {len(features) + 1} with their "
             "label; format=<format> says what it is"
         )

@@ -22,7 +22,7 @@ from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import QuarantinedRow, parse_block
 from pipeline.data.raw.source import Block
 from pipeline.data.read.multi_hot import draw_bags
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows
 from pipeline.serving.scoring.feature_ids import FeatureIds
@@ -69,7 +69,7 @@ class RowEncoder:
     def encode(self, rows: Rows) -> EncodedRows:
         """ColumnLists have the columns of schema_of(self.layout.columns).
 
-        Raises ValueError for a column that is missing, or of a type that cannot be what it should.
+        Raises ServingError for a column that is missing, or of a type that cannot be what it should.
         """
         few = rows if isinstance(rows, ColumnLists) else self._few(rows)
         encoded = None if few is None else self._encode_few(few)
@@ -135,7 +135,7 @@ class RowEncoder:
                 dense[:, place] = dense_values(parsed.table[name], self.schema.dense_transform)
             bags = self._bags(parsed.table)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
-            raise ValueError(f"the rows cannot be read: {' '.join(str(error).split())[:300]}") from None
+            raise ServingError(f"the rows cannot be read: {' '.join(str(error).split())[:300]}") from None
         return _joined(dense, bags, parsed.kept, parsed.quarantined)
 
     def _needed(self, rows: pa.Table) -> pa.Table:
@@ -143,9 +143,9 @@ class RowEncoder:
         names, columns = rows.column_names, self.schema.columns
         if missing := [name for name in columns if name not in names]:
             listed = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in missing[:5])
-            raise ValueError(f"the rows lack {len(missing)} of {len(columns)} columns: {listed}")
+            raise ServingError(f"the rows lack {len(missing)} of {len(columns)} columns: {listed}")
         if doubled := [name for name in columns if names.count(name) > 1]:
-            raise ValueError(f"the rows have {names.count(doubled[0])} columns {doubled[0]!r}")
+            raise ServingError(f"the rows have {names.count(doubled[0])} columns {doubled[0]!r}")
         table = rows.select(list(columns))
         for place, (name, kind) in enumerate(columns.items()):
             if wanted := _type_of_nothing(table.schema.field(name).type, kind):

@@ -14,6 +14,7 @@ from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
 from pipeline.data.raw.source import Block, ParquetReader, Source, TextReader
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.score_parts import StagedScores
 from pipeline.serving.scoring.scorer import Scorer, refused_rows
 
@@ -42,7 +43,7 @@ def open_sources(sources: list[Source], layouts: list[Layout], reserved: tuple[s
     """Look at every source's columns before a row is scored.
 
     Raises:
-        ValueError: a column is missing, or an id column has another type than in the first source, or a name of ours.
+        ServingError: a column is missing, or an id column has another type than in the first source, or a name of ours.
     """
     opened: list[OpenedSource] = []
     for source, layout in zip(sources, layouts, strict=True):
@@ -50,11 +51,11 @@ def open_sources(sources: list[Source], layouts: list[Layout], reserved: tuple[s
         with reader:
             carried = _carried(layout, reader)
         if taken := [name for name in layout.carried if name in reserved]:
-            raise ValueError(
+            raise ServingError(
                 f"id_columns names {taken[0]!r}, as a column of the output is called: rename it in the source"
             )
         if opened and carried != opened[0].carried:
-            raise ValueError(
+            raise ServingError(
                 f"{source.path}: id columns have other types than in {sources[0].path} ({_types(carried)}; "
                 f"{_types(opened[0].carried)}): write both with one type"
             )
@@ -97,7 +98,7 @@ def score_source(
     """Score what `staged` does not hold of source `number`; `advance` hears of bytes read.
 
     Raises:
-        ValueError: more than half of the file cannot be read.
+        ServingError: more than half of the file cannot be read.
     """
     begin = staged.progress.next_row(number)
     reader, names = open_source(opened.layout, opened.source, BLOCK_BYTES)
@@ -116,7 +117,7 @@ def score_source(
             next_row = block.first_row + block.num_rows
             num_seen, num_refused = num_seen + block.num_rows, num_refused + len(quarantined)
             if num_refused > max(HOPELESS_ROWS, num_seen / 2):
-                raise ValueError(
+                raise ServingError(
                     f"{num_refused:,} of the first {num_seen:,} rows of {opened.source.path} cannot be read, the last "
                     f"line {quarantined[-1]['line']}: {quarantined[-1]['reason']}; does format= say what the file is?"
                 )

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipeline.runtime.errors import ServingError
 from pipeline.runtime.storage import storage
 from pipeline.serving.scoring.lookup import (
     ALIGNMENT,
@@ -150,12 +151,12 @@ class SsdLookup:
 
 
 def _map(table: ServedTable) -> torch.Tensor:
-    """[stored_rows, row_bytes] uint8; nothing is read yet. Raises ValueError where the file is not local."""
+    """[stored_rows, row_bytes] uint8; nothing is read yet. Raises ServingError where the file is not local."""
     if not storage.is_local(table.path):
-        raise ValueError(f"memory=ssd wants a local copy of the artifact, and {table.path} is remote")
+        raise ServingError(f"memory=ssd wants a local copy of the artifact, and {table.path} is remote")
     with open(table.path, "rb") as file:
         if os.fstat(file.fileno()).st_size != table.size_bytes:
-            raise ValueError(f"{table.path} is not the {table.size_bytes:,} bytes of table {table.name!r}")
+            raise ServingError(f"{table.path} is not the {table.size_bytes:,} bytes of table {table.name!r}")
         # A private mapping, for torch knows no read-only memory; nothing writes to it.
         mapped = mmap.mmap(file.fileno(), table.size_bytes, access=mmap.ACCESS_COPY)
     mapped.madvise(mmap.MADV_RANDOM)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 
@@ -174,7 +175,7 @@ class _Slot:
 
     def _map(self, num_bytes: int) -> None:
         if num_bytes > SLOT_BYTES:
-            raise ValueError(
+            raise ShardingError(
                 f"a rank sends {num_bytes / 2**30:.1f} GiB at once and can send {SLOT_BYTES / 2**30:.0f} through shared "
                 "memory; set comms.shared_memory=false, or lower trainer.global_batch_size"
             )

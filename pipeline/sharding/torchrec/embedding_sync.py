@@ -25,6 +25,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint.tables import flatten
 from pipeline.config.training import ParallelConfig
+from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 
@@ -37,12 +38,12 @@ def replicates(config: ParallelConfig, context: DistributedContext) -> bool:
     """Whether hosts train replicas of their own.
 
     Raises:
-        ValueError: the hosts do not run equally many ranks.
+        ShardingError: the hosts do not run equally many ranks.
     """
     if not config.has_replicas:
         return False
     if context.world_size % context.local_world_size:
-        raise ValueError(
+        raise ShardingError(
             f"parallel.embedding_sync={config.embedding_sync} keeps a replica of the tables on every host, and "
             f"{context.world_size} ranks do not make hosts of {context.local_world_size}; run as many ranks on each"
         )
@@ -80,14 +81,14 @@ def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPl
     """The plan of one host's ranks, counted from 0, as this rank's host has it.
 
     Raises:
-        ValueError: a table lies in a cache or a key-value store, of which an average sees a part.
+        ShardingError: a table lies in a cache or a key-value store, of which an average sees a part.
     """
     mine = copy.deepcopy(plan)
     first = context.rank - context.rank % context.local_world_size
     for tables in mine.plan.values():
         for name, sharding in tables.items():  # type: ignore[attr-defined]  # EmbeddingModuleShardingPlan is a dict
             if sharding.compute_kernel not in WHOLE_KERNELS:
-                raise ValueError(
+                raise ShardingError(
                     f"table {name!r} is planned with kernel {sharding.compute_kernel}, and replicas are averaged where "
                     f"they lie whole; with parallel.embedding_sync set tables.{name}.sharding.compute_kernels=[fused]"
                 )

@@ -29,6 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, MANAGED
 from pipeline.embeddings.table import ManagedRows
+from pipeline.runtime.errors import ShardingError
 
 POLICIES: dict[str, Callable[[], Any]] = {
     "lfu": LFU_EvictionPolicy,
@@ -232,9 +233,9 @@ def _shard(tensor: torch.Tensor, offset: int, group: Any) -> Shard:
 
 
 def _check_shards(managed: ManagedRows, sharding: Any, world_size: int) -> None:
-    """Raises ValueError where a bucket would lie on two ranks."""
+    """Raises ShardingError where a bucket would lie on two ranks."""
     if sharding.sharding_type == "row_wise" and managed.num_buckets % world_size:
-        raise ValueError(
+        raise ShardingError(
             f"table {managed.table!r} has {managed.num_buckets} buckets, which {world_size} ranks cannot share out evenly; set "
             "compression.buckets to a multiple of the ranks (a run keeps its buckets, whatever its ranks), or allow "
             "table_wise alone"

@@ -27,6 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
+from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.collectives.host_dists import exchange_on_host
 from pipeline.sharding.collectives.host_exchange import HostExchange
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables
@@ -63,7 +64,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
-        """Collective: the pooled rows as a KeyedTensor, or what becomes one. Raises ValueError as input_dist does."""
+        """Collective: the pooled rows as a KeyedTensor, or what becomes one. Raises ShardingError as input_dist does."""
         lookup = self.lookup_here
         # The first batch is TorchRec's: it checks names and ids.
         if lookup is None or self._has_uninitialized_input_dist or not self._fits(features):
@@ -80,7 +81,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         """Collective.
 
         Raises:
-            ValueError: ids or lengths of another dtype than the one that all ranks have agreed on.
+            ShardingError: ids or lengths of another dtype than the one that all ranks have agreed on.
         """
         _check_dtypes(features)
         if self._device is not None and self._device.type == "cpu":
@@ -146,7 +147,7 @@ class _Unaveraged(nn.Module):
 def _check_dtypes(features: KeyedJaggedTensor) -> None:
     dtypes = (features.values().dtype, features.lengths().dtype)
     if dtypes != (ID_DTYPE, LENGTH_DTYPE):
-        raise ValueError(
+        raise ShardingError(
             f"sparse_features have {dtypes[0]} ids and {dtypes[1]} lengths; every rank must send {ID_DTYPE} ids and "
             f"{LENGTH_DTYPE} lengths, for where dtypes differ between ranks the ids arrive as garbage. "
             "Build batches with pipeline.data.read.batch.keyed_jagged_tensor"
@@ -180,7 +181,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
         """Collective.
 
         Raises:
-            ValueError: the plan asks for what TorchRec would do wrongly without saying so.
+            ShardingError: the plan asks for what TorchRec would do wrongly without saying so.
         """
         device = device or torch.device("cpu")
         check_sharding(module, params, device)
@@ -285,7 +286,7 @@ def _mend_mean_pooling(
             features[SUM].extend(config.feature_names)
     if twice := set(features[MEAN]) & set(features[SUM]):
         # The divisor goes by feature, so the tables of one feature cannot differ in it.
-        raise ValueError(
+        raise ShardingError(
             f"feature {sorted(twice)[0]!r} is in a row-sharded MEAN table and in a table of another pooling or sharding; "
             "give both the same, or the feature to one table"
         )

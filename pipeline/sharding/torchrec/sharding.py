@@ -50,7 +50,7 @@ def shard_model(
     ranks of one host, and every host has its tables by it (training.embedding_sync). The caller's random state is kept.
 
     Raises:
-        ValueError: the plan does not fit the model, or asks for what would silently go wrong.
+        ShardingError: the plan does not fit the model, or asks for what would silently go wrong.
     """
     check_plan_covers_tables(model, plan)
     check_dense_layers_can_be_drawn(model)

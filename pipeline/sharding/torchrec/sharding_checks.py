@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
 from pipeline.embeddings.table import Table
 from pipeline.planner.comms_precisions import SHARD_WIDTH
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import ShardingError, did_you_mean
 from pipeline.runtime.logs import get_logger
 
 CPU_FUSED_OPTIMIZERS = ("SGD", "Adagrad", "RowWiseAdagrad")
@@ -29,12 +29,12 @@ def optimizer_class_of(weight: torch.Tensor) -> type | None:
 
 
 def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSharding], device: torch.device) -> None:
-    """Raises ValueError for the first table whose plan, optimizer and device do not go together."""
+    """Raises ShardingError for the first table whose plan, optimizer and device do not go together."""
     for config in module.embedding_bag_configs():
         weight = module.embedding_bags[config.name].weight
         sharding = params[config.name]
         if not weight.is_meta:
-            raise ValueError(
+            raise ShardingError(
                 f"table {config.name!r} has weights on {weight.device}, which sharding would drop; build it with "
                 "device=torch.device('meta') and load weights after sharding"
             )
@@ -43,7 +43,7 @@ def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSh
             continue
         _check_widths(config.name, sharding)
         if sharding.compute_kernel == "dense":
-            raise ValueError(
+            raise ShardingError(
                 f"table {config.name!r} is planned as {sharding.sharding_type} with the dense kernel, whose optimizer "
                 "state checkpoints mix up between ranks; use compute_kernel fused, or data_parallel"
             )
@@ -57,7 +57,7 @@ def _check_widths(name: str, sharding: ParameterSharding) -> None:
     assert isinstance(spec, EnumerableShardingSpec)
     for shard in spec.shards:
         if (width := shard.shard_sizes[1]) % SHARD_WIDTH:
-            raise ValueError(
+            raise ShardingError(
                 f"table {name!r} is planned as {sharding.sharding_type} with {width} columns to a shard, and FBGEMM wants a "
                 f"multiple of {SHARD_WIDTH}; change its embedding_dim or sharding.min_partition, or make it data_parallel"
             )
@@ -66,13 +66,13 @@ def _check_widths(name: str, sharding: ParameterSharding) -> None:
 def _check_replicated(name: str, weight: torch.Tensor, data_type: DataType) -> None:
     kwargs = getattr(weight, "_optimizer_kwargs", [{}])[0]
     if kwargs.get("weight_decay"):
-        raise ValueError(
+        raise ShardingError(
             f"table {name!r} is data_parallel, where optimizer.sparse.weight_decay={kwargs['weight_decay']} would decay "
             "every row at every step and not only the rows of the batch as for other tables; set it to 0, or leave "
             "data_parallel out of the table's sharding.sharding_types"
         )
     if data_type != DataType.FP32 and optimizer_class_of(weight) is not None:
-        raise ValueError(
+        raise ShardingError(
             f"table {name!r} is data_parallel in {data_type.value}, and so would be its optimizer state; "
             "use data_type fp32 (replicated tables are small), or leave data_parallel out of its sharding.sharding_types"
         )
@@ -83,14 +83,14 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType) ->
     if optimizer is None:
         return
     if optimizer.__name__ not in CPU_FUSED_OPTIMIZERS:
-        raise ValueError(
+        raise ShardingError(
             f"table {name!r}: FBGEMM has no {optimizer.__name__} for sharded tables on CPU, only SGD, Adagrad and "
             "row-wise Adagrad; use optimizer.sparse.name=rowwise_adagrad, or for Adam set "
             "tables.default.sharding.sharding_types=[data_parallel], which is exact, or train on a GPU"
         )
     for key in ("weight_decay", "max_norm"):
         if value := getattr(weight, "_optimizer_kwargs", [{}])[0].get(key):
-            raise ValueError(
+            raise ShardingError(
                 f"table {name!r}: FBGEMM ignores {key} on CPU, here {value}; set optimizer.sparse.{key}=0, "
                 "or train on a GPU"
             )
@@ -121,28 +121,28 @@ def _warn_once(message: str, *values: object) -> None:
 
 
 def check_plan_covers_tables(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raises ValueError when a table would silently stay unsharded, or the plan names one that the model lacks."""
+    """Raises ShardingError when a table would silently stay unsharded, or the plan names one that the model lacks."""
     collections = {name: child for name, child in model.named_modules() if isinstance(child, EmbeddingBagCollection)}
     for path, collection in collections.items():
         planned = set(plan.plan.get(path, {}))
         tables = {config.name for config in collection.embedding_bag_configs()}
         if missing := sorted(tables - planned):
-            raise ValueError(
+            raise ShardingError(
                 f"the plan leaves out table(s) {', '.join(missing)} of {path!r}; make it anew for this model"
             )
         if unknown := sorted(planned - tables):
-            raise ValueError(
+            raise ShardingError(
                 f"the plan shards table {unknown[0]!r}, which the model lacks{did_you_mean(unknown[0], tables)}; "
                 "make it anew for this model"
             )
     if unknown_paths := sorted(set(plan.plan) - set(collections)):
-        raise ValueError(
+        raise ShardingError(
             f"the plan shards module {unknown_paths[0]!r}; the model's tables are in {sorted(collections)}"
         )
 
 
 def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table]) -> None:
-    """Raises ValueError for column shards under a row-wise optimizer that the table's config does not ask for."""
+    """Raises ShardingError for column shards under a row-wise optimizer that the table's config does not ask for."""
     by_name = {table.name: table for table in tables}
     for path, shardings in plan.plan.items():
         for name, sharding in shardings.items():
@@ -151,7 +151,7 @@ def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table
                 continue
             kind = sharding.sharding_type
             if kind in COLUMN_SHARDING_TYPES and kind not in by_name[name].sharding.sharding_types:
-                raise ValueError(
+                raise ShardingError(
                     f"the plan makes table {name!r} {kind}, but {optimizer.__name__} keeps one state a row and would "
                     f"become another optimizer; plan anew without it, or accept that with "
                     f"tables.{by_name[name].config_name}.sharding.sharding_types=[{kind}]"
@@ -159,14 +159,14 @@ def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table
 
 
 def check_dense_layers_can_be_drawn(model: nn.Module) -> None:
-    """Raises ValueError for a module on meta that would come up with whatever memory holds, or with zeroed buffers."""
+    """Raises ShardingError for a module on meta that would come up with whatever memory holds, or with zeroed buffers."""
     for name, child in model.named_modules():
         if isinstance(child, EmbeddingBagCollection) or "embedding_bags" in name.split("."):
             continue
         own = [key for key, value in child.named_parameters(recurse=False) if value.is_meta]
         buffers = [key for key, value in child.named_buffers(recurse=False) if value.is_meta]
         if (own and not hasattr(child, "reset_parameters")) or buffers:
-            raise ValueError(
+            raise ShardingError(
                 f"{type(child).__name__} {name!r} has {(own + buffers)[0]!r} on the meta device and no way to fill it; "
                 "build all but the tables on cpu"
             )

@@ -17,6 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.config.training import SparseOptimizerConfig
+from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.flat_update import flat_update
 
 FUSED_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
@@ -46,19 +47,19 @@ STEP_COUNTING = ("adam", "partial_rowwise_adam", "lamb")
 
 
 def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
-    """Raises ValueError for settings that FBGEMM would ignore without saying so, on every device."""
+    """Raises ShardingError for settings that FBGEMM would ignore without saying so, on every device."""
     if config.momentum:
-        raise ValueError(
+        raise ShardingError(
             f"optimizer.sparse.momentum={config.momentum:g}: the tables' {config.name} has no momentum, it would be ignored; "
             "set it to 0"
         )
     if config.weight_decay and config.name not in DECAYING:
-        raise ValueError(
+        raise ShardingError(
             f"optimizer.sparse.weight_decay={config.weight_decay:g}: FBGEMM's {config.name} has no weight decay, it would be "
             f"ignored; set it to 0, or use one of {', '.join(DECAYING)} on a GPU"
         )
     if "adagrad" in config.name and not config.eps > 0:
-        raise ValueError(
+        raise ShardingError(
             f"optimizer.sparse.eps={config.eps:g} must be above 0: a row without a gradient would become 0/0"
         )
 
@@ -67,7 +68,7 @@ def apply_sparse_optimizer(model: nn.Module, config: SparseOptimizerConfig) -> N
     """Attach the optimizer to every table of `model`; call it once, before planning and sharding.
 
     Raises:
-        ValueError: a setting that would be ignored.
+        ShardingError: a setting that would be ignored.
     """
     check_sparse_optimizer(config)
     for module in model.modules():
@@ -137,7 +138,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
 
 def _make_replicated(params: list[nn.Parameter], config: SparseOptimizerConfig) -> torch.optim.Optimizer:
     if config.name not in REPLICATED_CLASSES:
-        raise ValueError(
+        raise ShardingError(
             f"optimizer.sparse.name={config.name} exists only fused into sharded tables, but {len(params)} tables are "
             f"data_parallel; leave data_parallel out of their sharding.sharding_types, or use one of "
             f"{', '.join(REPLICATED_CLASSES)}"

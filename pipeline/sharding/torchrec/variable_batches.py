@@ -22,6 +22,8 @@ from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable, NoWait, QuantizedCommCodec, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from pipeline.runtime.errors import ShardingError
+
 
 def accept_uneven_batches(lookups: Iterable[nn.Module]) -> None:
     """Give TorchRec's grouped lookups a forward that pads features to one number of bags, where they differ in it."""
@@ -120,10 +122,10 @@ def in_order_of(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTen
 
 
 def check_uneven_batches(sharding_types: Collection[str], device: torch.device) -> None:
-    """Raises ValueError for sharding types whose collectives take equal batches only."""
+    """Raises ShardingError for sharding types whose collectives take equal batches only."""
     unable = {"grid_shard"} if device.type == "cuda" else {"grid_shard", "table_row_wise"}
     if found := sorted(unable & set(sharding_types)):
-        raise ValueError(
+        raise ShardingError(
             f"a table is {found[0]}, whose collectives on {device.type} want as many bags of every feature, but a "
             "frequency_split table leaves out bags without cold ids; leave that type out of the tables' "
             "sharding.sharding_types, or set compression.skip_empty_bags=false"
