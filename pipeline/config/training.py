@@ -164,10 +164,14 @@ class ParallelConfig:
 
 @dataclass
 class CheckpointConfig:
-    """A step is removed only when two later ones are known to be intact, so two stay at least."""
+    """A step is saved every `save_every_minutes`, every `save_every_steps`, and always at the end of training.
+
+    An old step is removed only when two later ones are known to be intact, so two stay at least.
+    """
 
     folder: str | None = None  # None: run_dir/checkpoints; s3://bucket/prefix for an object store
-    save_every_steps: int = 0  # 0: at the end of training only
+    save_every_minutes: float | None = 10.0  # of wall-clock time since the last save; None: not by time
+    save_every_steps: int = 0  # 0: not by steps
     keep_last_n: int = 2
     keep_best_n: int = 0  # beside the last n, of those evaluated at the step that they save
     best_metric: str | None = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
@@ -180,6 +184,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_choice("checkpoint.row_state_across_columns", self.row_state_across_columns, ROW_STATE_POLICIES)
+        if self.save_every_minutes is not None:
+            check_above("checkpoint.save_every_minutes", self.save_every_minutes, 0.0)
         check_at_least("checkpoint.save_every_steps", self.save_every_steps, 0)
         check_at_least("checkpoint.keep_last_n", self.keep_last_n, 2)
         check_at_least("checkpoint.keep_best_n", self.keep_best_n, 0)
