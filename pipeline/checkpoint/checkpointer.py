@@ -24,10 +24,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint import random_state
 from pipeline.checkpoint.async_save import InFlight
-from pipeline.checkpoint.checksums import read_verified
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.commit import step_folder
-from pipeline.checkpoint.errors import DamagedError, StepTakenError
 from pipeline.checkpoint.free_space import shortage
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.replicas import Replicas, describe_replicas, holds_own_tables, state_to_load, state_to_save
@@ -35,12 +33,14 @@ from pipeline.checkpoint.reshard import check_fit, fill_row_states, without
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.shards import HostCopy, ShardPlan, ShardPlanner
 from pipeline.checkpoint.step_writer import Save, StepWriter
-from pipeline.checkpoint.steps import FORMAT_VERSION, CheckpointError, file_path, list_steps, read_manifest, step_path
+from pipeline.checkpoint.steps import FORMAT_VERSION, file_path, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import flatten, inventory_of_state, merge
 from pipeline.checkpoint.tensors import StepTensors
+from pipeline.runtime.errors import CheckpointError, DamagedError, StepTakenError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import read_verified
 
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 logger = get_logger(__name__)

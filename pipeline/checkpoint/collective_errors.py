@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pipeline.checkpoint.errors import DamagedError
-from pipeline.checkpoint.steps import CheckpointError
+from pipeline.runtime.errors import CheckpointError, DamagedError
 from pipeline.runtime.process.distributed import DistributedContext
 
 # A slow disk is no dead rank: that one's connection breaks, and is seen at once.

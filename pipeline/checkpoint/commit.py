@@ -14,9 +14,10 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipeline.checkpoint.errors import DamagedError
-from pipeline.checkpoint.steps import MANIFEST, list_steps, read_manifest, seal_manifest, step_name, step_path
+from pipeline.checkpoint.steps import list_steps, read_manifest, step_name, step_path
+from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest
 
 ATTEMPT = ".attempt-"
 DAMAGED = ".damaged-"

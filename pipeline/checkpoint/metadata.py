@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from pipeline.checkpoint.checksums import VerifiedFile, read_verified
-from pipeline.checkpoint.errors import DamagedError
 from pipeline.checkpoint.steps import METADATA, file_path, read_manifest
+from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
 ALLOWED = {
     "pathlib": {"PosixPath"},

@@ -13,9 +13,9 @@ from typing import Any
 import duckdb
 import numpy as np
 
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.vocabularies import IdSpace
 from pipeline.data.prepare.vocabulary import open_engine
+from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.storage import storage
 
 MEMORY_BYTES = 512 << 20  # of the join; it spills to disk beyond

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.steps import CheckpointError
 from pipeline.checkpoint.tables import (
     TABLE_STATE,
     Inventory,
@@ -22,6 +21,7 @@ from pipeline.checkpoint.tables import (
     local_chunks,
 )
 from pipeline.checkpoint.tensors import StepTensors
+from pipeline.runtime.errors import CheckpointError
 
 MAX_LINES = 6
 

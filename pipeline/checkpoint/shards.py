@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from pipeline.checkpoint.checksums import ChecksummedWriter, FileEntry
-from pipeline.checkpoint.steps import METADATA, CheckpointError
+from pipeline.checkpoint.steps import METADATA
+from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry
 
 Tensors = list[torch.Tensor]  # in the order of ShardPlan.items
 Places = dict[MetadataIndex, _StorageInfo]

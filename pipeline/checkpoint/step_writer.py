@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.checkpoint import random_state
-from pipeline.checkpoint.checksums import FileEntry, damage
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.commit import Attempt, StepFolder
-from pipeline.checkpoint.errors import DamagedError
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.retention import LATER_VERIFIED, Retention, measured_metric
 from pipeline.checkpoint.shards import Places, ShardPlan, Tensors, write_bytes, write_metadata, write_shards
-from pipeline.checkpoint.steps import CheckpointError, file_path, list_steps, read_manifest, step_path
+from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_path
+from pipeline.runtime.errors import CheckpointError, DamagedError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import FileEntry, damage, size_problem
 
 logger = get_logger(__name__)
 
@@ -164,9 +164,4 @@ class StepWriter:
 
 def file_problem(path: str, entry: FileEntry) -> str:
     """Empty where a file verifies; in an object store its size has to do, for reading it is downloading it."""
-    if storage.is_local(path):
-        return damage(path, entry)
-    if not storage.exists(path):
-        return f"{path} is missing"
-    found = storage.size_bytes(path)
-    return "" if found == entry["size_bytes"] else f"{path} has {found} bytes, its manifest says {entry['size_bytes']}"
+    return damage(path, entry) if storage.is_local(path) else size_problem(path, entry)

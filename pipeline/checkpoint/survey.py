@@ -9,13 +9,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.checkpoint.checksums import damage
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.retention import measured_metric
-from pipeline.checkpoint.steps import MANIFEST, file_path, list_steps, read_manifest, step_path
+from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import describe_dtype, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
+from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import damage, size_problem
+from pipeline.runtime.storage.manifest import MANIFEST
 
 METRICS = ("ne", "auc", "logloss", "calibration", "recall_at_10", "mrr")
 
@@ -40,19 +41,12 @@ def summarize_step(folder: str, step: int) -> StepSummary:
     try:
         manifest = read_manifest(path)
         size = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
-        found = (_size_problem(file_path(path, manifest, name), entry) for name, entry in manifest["files"].items())
+        found = (size_problem(file_path(path, manifest, name), entry) for name, entry in manifest["files"].items())
         problem = next((text for text in found if text), "")
         metrics = {name: value for name in METRICS if (value := measured_metric(manifest, name)) is not None}
         return StepSummary(step, age, size, int(manifest["world_size"]), metrics, problem)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return StepSummary(step, age, problem=str(error) or repr(error))
-
-
-def _size_problem(file: str, entry: dict[str, Any]) -> str:
-    if not storage.is_file(file):
-        return f"{file} is missing"
-    size = storage.size_bytes(file)
-    return "" if size == entry["size_bytes"] else f"{file} has {size} bytes, its manifest says {entry['size_bytes']}"
 
 
 def verify_step(folder: str, step: int) -> str:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from pipeline.checkpoint.metadata import TensorsOnlyReader
-from pipeline.checkpoint.steps import CheckpointError
+from pipeline.runtime.errors import CheckpointError
 
 BLOCK_BYTES = 8 << 20  # of one read
 

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.data.dataset import FILE_NAME, Dataset, load_dataset
+from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.storage import storage
 
 

@@ -13,7 +13,6 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.collective_errors import Ranks
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.reshard import read_row_state
 from pipeline.checkpoint.steps import STEP_FOLDER, read_manifest, step_path
@@ -29,6 +28,7 @@ from pipeline.checkpoint.tables import (
 from pipeline.checkpoint.tensors import BLOCK_BYTES, StepTensors
 from pipeline.checkpoint.warm_start_policy import Decisions, NewData, TableDecision, decide
 from pipeline.config.warm_start import WarmStartConfig
+from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage

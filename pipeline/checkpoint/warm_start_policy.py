@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.remap import RowMap, match_ids
 from pipeline.checkpoint.tables import Inventory, StoredTable, describe_dtype
 from pipeline.checkpoint.vocabularies import IdSpace, features_of, id_space, trained_dataset
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import Dataset
-from pipeline.runtime.errors import did_you_mean
+from pipeline.runtime.errors import CheckpointError, did_you_mean
 
 STATE = "optimizer.state."
 COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)__parts\.")

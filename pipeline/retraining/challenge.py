@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.checkpoint.errors import DamagedError
 from pipeline.config.jobs import RetrainJob
 from pipeline.models.tasks.click import NonFiniteLossError
 from pipeline.retraining.data_checks import check_data
@@ -21,7 +20,7 @@ from pipeline.retraining.registry import Pointer, Version
 from pipeline.retraining.statistics import WindowStatistics
 from pipeline.retraining.window_runner import Place, Workshop
 from pipeline.retraining.windows import Window, file_name
-from pipeline.runtime.errors import UserError
+from pipeline.runtime.errors import DamagedError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.export_run import ExportSummary
 

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.checkpoint.errors import DamagedError
-from pipeline.checkpoint.steps import MANIFEST as ARTIFACT_MANIFEST
-from pipeline.checkpoint.steps import list_steps, read_manifest, read_sealed, step_path
+from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
 from pipeline.data.dataset import FILE_NAME, load_dataset
 from pipeline.retraining.ledger import ADDED, PROMOTED, Ledger, Record
 from pipeline.retraining.registry import ARTIFACT, Pointer, Registry, RegistryError, Version, timestamp
+from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.manifest import MANIFEST as ARTIFACT_MANIFEST
+from pipeline.runtime.storage.manifest import read_sealed
 
 
 @dataclass(frozen=True)

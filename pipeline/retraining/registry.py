@@ -23,13 +23,11 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline.checkpoint.checksums import BLOCK_BYTES, ChecksummedWriter, FileEntry, damage
-from pipeline.checkpoint.errors import DamagedError
-from pipeline.checkpoint.steps import read_sealed, seal_manifest
-from pipeline.runtime.errors import RetrainingError, did_you_mean
+from pipeline.runtime.errors import DamagedError, RetrainingError, did_you_mean
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import FileEntry, checksums_of, copy_file, damage, size_problem
+from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_manifest
 
-MANIFEST = "manifest.json"
 POINTER = "champion.json"
 ARTIFACT = "artifact"
 FORMAT_VERSION = 1
@@ -145,7 +143,7 @@ class Registry:
             names = self.names()
             near = did_you_mean(name, names)
             raise RegistryError(f"{self.path} has no version {name!r} among {', '.join(names[-10:]) or 'none'}{near}")
-        return Version(name, path, read_sealed(storage.join(path, MANIFEST)))
+        return Version(name, path, open_manifest(storage.join(path, MANIFEST), FORMAT_VERSION))
 
     def next_name(self) -> str:
         taken = [int(name[1:]) for name in storage.list_folder(self._versions) if VERSION_NAME.fullmatch(name)]
@@ -175,7 +173,7 @@ class Registry:
             target = storage.join(attempt, place)
             os.makedirs(os.path.dirname(target), exist_ok=True)
             folders.add(os.path.dirname(target))
-            entries[place] = _copy(source, target)
+            entries[place] = copy_file(source, target)
         manifest = {**about, "files": entries}
         storage.publish_text(storage.join(attempt, MANIFEST), seal_manifest(manifest))
         for folder in folders:
@@ -209,7 +207,10 @@ class Registry:
 
         files = sorted(version.manifest["files"].items(), key=lambda item: int(item[1]["size_bytes"]))
         with ThreadPoolExecutor(8) as pool:  # reading and zlib.crc32 let go of the GIL
-            problem = next(filter(None, pool.map(lambda item: _wrong_size(version.path, *item), files)), "")
+            problem = next(
+                filter(None, pool.map(lambda item: size_problem(storage.join(version.path, item[0]), item[1]), files)),
+                "",
+            )
             if problem:
                 return problem, 0
             for found, size in pool.map(lambda item: look(*item), files):
@@ -311,31 +312,6 @@ class Registry:
             is_half = VERSION_NAME.fullmatch(name) and not storage.exists(storage.join(path, MANIFEST))
             if name.startswith((ATTEMPT, PURGED)) or is_half:
                 storage.remove(path)
-
-
-def checksums_of(path: str) -> FileEntry:
-    """What ChecksummedWriter would have said of the local file's bytes."""
-    import zlib
-
-    with open(path, "rb") as file:
-        blocks = [f"{zlib.crc32(block):08x}" for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
-        return {"size_bytes": file.tell(), "block_bytes": BLOCK_BYTES, "crc32": blocks}
-
-
-def _copy(source: str, target: str) -> FileEntry:
-    with open(source, "rb") as file, ChecksummedWriter(target) as writer:
-        while piece := file.read(BLOCK_BYTES):
-            writer.write(piece)
-    return writer.entry()
-
-
-def _wrong_size(folder: str, place: str, entry: FileEntry) -> str:
-    path = storage.join(folder, place)
-    try:
-        found = storage.size_bytes(path)
-    except FileNotFoundError:
-        return f"{path} is missing"
-    return "" if found == entry["size_bytes"] else f"{path} has {found} bytes, its manifest says {entry['size_bytes']}"
 
 
 def timestamp() -> str:

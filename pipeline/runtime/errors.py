@@ -65,6 +65,20 @@ class StorageError(UserError):
     code = "storage"
 
 
+class CheckpointError(UserError):
+    """A checkpoint cannot be used, or not be saved; the text names it, says why, and what to do."""
+
+    code = "checkpoint"
+
+
+class StepTakenError(CheckpointError):
+    """The step to be saved is committed already: another run writes to the folder."""
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint step, an artifact or a registry version is not what its manifest says."""
+
+
 class LaunchError(UserError):
     """A job cannot be rendered for, or submitted to, a scheduler."""
 

@@ -14,12 +14,12 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.config.training import CheckpointConfig, ScheduleConfig, TrainerConfig
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.models.tasks.click import NonFiniteLossError
 from pipeline.models.tasks.make_task import Task
+from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.logs import MetricsWriter, Progress, get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank

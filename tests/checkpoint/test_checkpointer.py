@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.checksums import BLOCK_BYTES
-from pipeline.checkpoint.steps import CheckpointError, list_steps, seal_manifest
+from pipeline.checkpoint.steps import list_steps
+from pipeline.runtime.errors import CheckpointError
+from pipeline.runtime.storage.checksums import BLOCK_BYTES
+from pipeline.runtime.storage.manifest import seal_manifest
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state, train_steps
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.remap import RowMap
 from pipeline.checkpoint.warm_start_policy import NewData, _fresh_composed
 from pipeline.cli.command_line import load_config
@@ -20,6 +19,7 @@ from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.embeddings.compression.id_splitter import IdSplitter
+from pipeline.runtime.errors import CheckpointError
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate_run import evaluate

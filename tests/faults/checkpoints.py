@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.errors import CheckpointError
+from pipeline.runtime.errors import CheckpointError
 from tests.support.sharded_models import build_sharded, digest, draw_batches, train_steps
 
 MIXED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}

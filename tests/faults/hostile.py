@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from pipeline.checkpoint.checksums import BLOCK_BYTES
-from pipeline.checkpoint.steps import MANIFEST, read_manifest, seal_manifest
+from pipeline.checkpoint.steps import read_manifest
+from pipeline.runtime.storage.checksums import BLOCK_BYTES
+from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest
 
 # (module, name, argument): what a pickle asks to be called. CANARY stands for the path of the canary.
 CALLS = [

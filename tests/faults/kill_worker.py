@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from pipeline.checkpoint import commit, shards, step_writer
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.checksums import ChecksummedWriter
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import ChecksummedWriter
 from tests.faults.checkpoints import MIXED
 from tests.support.sharded_models import build_sharded, draw_batches, train_steps
 

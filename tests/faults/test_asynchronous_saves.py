@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.checkpoint import step_writer
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.steps import list_steps
+from pipeline.runtime.errors import CheckpointError
 from tests.faults.checkpoints import MIXED, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
 from tests.support.ranks import RankPool

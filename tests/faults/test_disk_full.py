@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.config.training import CheckpointConfig
+from pipeline.runtime.errors import CheckpointError
 from pipeline.training.hooks.saving import Saving
 from tests.faults.checkpoints import MIXED, load_once, save_steps
 from tests.faults.conftest import FaultRecorder

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.steps import list_steps
+from pipeline.runtime.errors import CheckpointError
 from tests.faults.checkpoints import MIXED, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
 from tests.support.object_store import FaultyProxy, quick_retries, store, use_store  # noqa: F401

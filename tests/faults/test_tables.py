@@ -10,10 +10,10 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.steps import CheckpointError
 from pipeline.checkpoint.warm_start import warm_start
 from pipeline.checkpoint.warm_start_policy import NewData
 from pipeline.config.warm_start import WarmStartConfig
+from pipeline.runtime.errors import CheckpointError
 from tests.checkpoint.resharding import Values, largest_difference, optimizers, whole
 from tests.faults.conftest import FaultRecorder
 from tests.support.datasets import described_dataset

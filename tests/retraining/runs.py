@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint.steps import seal_manifest
 from pipeline.retraining.ledger import PROMOTED, Record
 from pipeline.retraining.promotion import Candidate, FinishedRun
-from pipeline.retraining.registry import Pointer, checksums_of
+from pipeline.retraining.registry import Pointer
+from pipeline.runtime.storage.checksums import checksums_of
+from pipeline.runtime.storage.manifest import seal_manifest
 from tests.support.datasets import described_dataset
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.checksums import ChecksummedWriter
-from pipeline.checkpoint.errors import DamagedError
-from pipeline.checkpoint.steps import seal_manifest
 from pipeline.retraining.ledger import PROMOTED, Ledger
 from pipeline.retraining.promotion import FinishedRun, complete, files_of_artifact, promote
-from pipeline.retraining.registry import PinnedError, Registry, checksums_of
+from pipeline.retraining.registry import PinnedError, Registry
+from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import ChecksummedWriter, checksums_of
+from pipeline.runtime.storage.manifest import seal_manifest
 from tests.retraining.runs import candidate, finished
 
 KEEP = 2

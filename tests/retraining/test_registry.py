@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.errors import DamagedError
 from pipeline.retraining.registry import PinnedError, Pointer, Registry, RegistryError, Version
+from pipeline.runtime.errors import DamagedError
 from tests.support.object_store import BUCKET, FaultyProxy, store
 
 __all__ = ["store"]

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint.errors import DamagedError
+from pipeline.runtime.errors import DamagedError
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.artifact.manifest import ArtifactError, TableFiles, read_manifest
 from pipeline.serving.scoring.dense_program import check_archive

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pipeline.checkpoint.steps import MANIFEST
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.manifest import MANIFEST
 from pipeline.serving.artifact.manifest import UNFINISHED
 
 LOCK, SCRATCH = ".lock", "scratch"

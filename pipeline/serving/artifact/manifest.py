@@ -23,11 +23,11 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pipeline.checkpoint.checksums import FileEntry
-from pipeline.checkpoint.errors import DamagedError
-from pipeline.checkpoint.steps import MANIFEST, read_sealed, seal_manifest
 from pipeline.config.serving import DENSE_PRECISIONS, PRECISIONS
+from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import FileEntry
+from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_manifest
 from pipeline.serving.artifact.kept_rows import WORD_BITS
 from pipeline.serving.artifact.quantize import fits, row_bytes
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
@@ -116,12 +116,9 @@ def read_manifest(path: str) -> Manifest:
     if storage.size_bytes(file) > MAX_MANIFEST_BYTES:
         raise ArtifactError(f"{file} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")
     try:
-        values = read_sealed(file)
+        values = open_manifest(file, FORMAT_VERSION)
     except (OSError, DamagedError, json.JSONDecodeError) as error:
         raise ArtifactError(f"{error}; copy or export the artifact again") from None
-    found = values.get("format_version")
-    if found != FORMAT_VERSION:
-        raise ArtifactError(f"{file} has format_version {found}, this release reads {FORMAT_VERSION}; export again")
     try:
         manifest = _decode(values)
         problem = _problem(manifest)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.checkpoint.checksums import ChecksummedWriter, FileEntry
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.data.dataset import Dataset, SparseFeature
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import progress
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry
 from pipeline.serving.artifact.attempt import Attempt
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.dense_export import compile_layers, export_layers, program_bytes

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from pipeline.checkpoint.checksums import ChecksummedWriter, FileEntry
 from pipeline.checkpoint.tables import StoredTable
 from pipeline.checkpoint.tensors import BLOCK_BYTES, StepTensors
 from pipeline.runtime.errors import ServingError
+from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry
 from pipeline.serving.artifact.kept_rows import WORD_BITS, KeptRows
 from pipeline.serving.artifact.quantize import quantize_rows
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.tables import MODEL, StoredTable, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.embeddings.compression.physical import physical_tables
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import CheckpointError
 from pipeline.serving.artifact.composed import ComposedTables, composed_in
 from pipeline.serving.artifact.dense_export import Layers, take_collection
 from pipeline.serving.artifact.row_maps import RowMap, row_map

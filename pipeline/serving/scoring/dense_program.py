@@ -16,7 +16,7 @@ import torch
 import torch.fx
 from torch.fx.graph import CodeGen
 
-from pipeline.checkpoint.errors import DamagedError
+from pipeline.runtime.errors import DamagedError
 
 Program = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GUARDS = "_guards_fn"  # what ExportedProgram.module() calls its checks, where it has them

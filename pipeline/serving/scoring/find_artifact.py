@@ -6,9 +6,9 @@ import hashlib
 import os
 from dataclasses import dataclass
 
-from pipeline.checkpoint.steps import MANIFEST
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.manifest import MANIFEST
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from numpy.typing import NDArray
 
-from pipeline.checkpoint.checksums import FileEntry, VerifiedFile
 from pipeline.runtime.errors import ServingError
+from pipeline.runtime.storage.checksums import FileEntry, VerifiedFile
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.quantize import row_bytes
 

@@ -14,12 +14,12 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from pipeline.checkpoint.checksums import FileEntry, damage, read_verified
 from pipeline.config.data import ColumnsConfig
 from pipeline.config.server import SsdConfig
 from pipeline.data.raw.rows import QuarantinedRow
 from pipeline.runtime.errors import ServingError, check_choice
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import FileEntry, damage, read_verified, size_problem
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import (
     COMPILED_FILE,
@@ -176,10 +176,8 @@ class _Files:
     def path(self, name: str) -> str:
         """Raises ArtifactError where the file is missing, or has another size."""
         path, entry = storage.join(self._path, name), self.manifest.files[name]
-        if not storage.is_file(path):
-            raise ArtifactError(f"{path} is missing; copy or export the artifact again")
-        if (found := storage.size_bytes(path)) != entry["size_bytes"]:
-            raise ArtifactError(f"{path} has {found} bytes, its manifest says {entry['size_bytes']}; copy it again")
+        if problem := size_problem(path, entry):
+            raise ArtifactError(f"{problem}; copy or export the artifact again")
         return path
 
     def checked(self, name: str) -> str:

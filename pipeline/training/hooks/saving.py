@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.errors import CheckpointError, StepTakenError
 from pipeline.config.training import CheckpointConfig
+from pipeline.runtime.errors import CheckpointError, StepTakenError
 from pipeline.runtime.logs import get_logger
 
 logger = get_logger(__name__)

@@ -13,7 +13,7 @@ import zlib
 from collections import OrderedDict
 from typing import IO, Any
 
-from pipeline.checkpoint.errors import DamagedError
+from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.seekable import PositionedReader
 
@@ -94,10 +94,8 @@ class VerifiedFile(PositionedReader):
         self._blocks: OrderedDict[int, bytearray] = OrderedDict()
         if len(entry["crc32"]) != -(-self._size // self._block_bytes):
             raise DamagedError(f"{path}: its manifest gives {len(entry['crc32'])} checksums for {self._size} bytes")
-        if not storage.exists(path):
-            raise DamagedError(f"{path} is missing")
-        if (found := storage.size_bytes(path)) != self._size:
-            raise DamagedError(f"{path} has {found} bytes, its manifest says {self._size}")
+        if problem := size_problem(path, entry):
+            raise DamagedError(problem)
         self._file: IO[bytes] = storage.open_raw(path)
 
     def readinto(self, buffer: Any) -> int:
@@ -154,10 +152,33 @@ class VerifiedFile(PositionedReader):
             super().close()
 
 
+def checksums_of(path: str) -> FileEntry:
+    """The entry of a local file that is there already."""
+    with open(path, "rb") as file:
+        blocks = [f"{zlib.crc32(block):08x}" for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+        return {"size_bytes": file.tell(), "block_bytes": BLOCK_BYTES, "crc32": blocks}
+
+
+def copy_file(source: str, target: str) -> FileEntry:
+    """Copy a local file to a new, durable one, and return the entry of the bytes that were copied."""
+    with open(source, "rb") as file, ChecksummedWriter(target) as writer:
+        while piece := file.read(BLOCK_BYTES):
+            writer.write(piece)
+    return writer.entry()
+
+
 def read_verified(path: str, entry: FileEntry) -> bytes:
     """The whole of a small file. Raises DamagedError."""
     with VerifiedFile(path, entry) as file:
         return file.read()
+
+
+def size_problem(path: str, entry: FileEntry) -> str:
+    """Empty for a file, local or remote, of the size that its entry gives, else what is wrong."""
+    if not storage.is_file(path):
+        return f"{path} is missing"
+    found = storage.size_bytes(path)
+    return "" if found == entry["size_bytes"] else f"{path} has {found} bytes, its manifest says {entry['size_bytes']}"
 
 
 def damage(path: str, entry: FileEntry) -> str:

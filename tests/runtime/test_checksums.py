@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import checksums
-from pipeline.checkpoint.checksums import ChecksummedWriter, VerifiedFile, damage
-from pipeline.checkpoint.errors import DamagedError
+from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.storage import checksums
+from pipeline.runtime.storage.checksums import ChecksummedWriter, VerifiedFile, damage
 
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000, 1037])

@@ -1,0 +1,47 @@
+"""Write and read manifest.json, which lists the files of a folder with sizes and checksums and is sealed by a SHA-256.
+
+A checkpoint step, an artifact and a registry version are such folders. Each adds values of its own; "format_version" and
+"files" (name -> FileEntry) mean the same in all three. The text opens with the SHA-256 of all that follows, so a changed
+manifest is refused, not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.storage import storage
+
+MANIFEST = "manifest.json"
+SEAL = re.compile(r'\{\n "sha256": "([0-9a-f]{64})",')
+
+
+def seal_manifest(values: dict[str, Any]) -> str:
+    """The text of a manifest file."""
+    text = json.dumps(values, indent=1)
+    return f'{{\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}",{text[1:]}'
+
+
+def open_manifest(path: str, format_version: int) -> dict[str, Any]:
+    """The values of the manifest file at `path`. Raises DamagedError for a changed file, or one of another release."""
+    values = read_sealed(path)
+    if (found := values.get("format_version")) != format_version:
+        raise DamagedError(f"{path} has format_version {found}, this release reads {format_version}")
+    return values
+
+
+def read_sealed(path: str) -> dict[str, Any]:
+    """The values that seal_manifest wrote. Raises DamagedError where the file is missing or not what was written."""
+    try:
+        text = storage.read_text(path)
+    except (FileNotFoundError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from None
+    seal = SEAL.match(text)
+    if seal is None or hashlib.sha256(("{" + text[seal.end() :]).encode()).hexdigest() != seal[1]:
+        raise DamagedError(f"{path} does not match its checksum")
+    values: dict[str, Any] = json.loads(text)
+    del values["sha256"]
+    return values
