@@ -21,12 +21,12 @@ def main() -> None:
     overrides = rest[rest.index("--") + 1 :]
     if cgroup:
         (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
-    from pipeline.cli.command_line import run_verb
+    from pipeline.cli.verb import Verb
     from pipeline.config.jobs import ServeJob
     from pipeline.serving.http.serve import serve
 
     sys.argv[1:] = overrides
-    run_verb(ServeJob, lambda job: serve(job, lambda found: _load(kind, int(rows), found.path, job)), "")
+    Verb(ServeJob, lambda job: serve(job, lambda found: _load(kind, int(rows), found.path, job)), "").main()
 
 
 def _load(kind: str, rows: int, path: str, job):  # type: ignore[no-untyped-def]

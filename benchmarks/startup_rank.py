@@ -93,11 +93,20 @@ def main() -> None:
     since_boot = start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
     marks.append(("agent", time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 0.0))
     path = sys.argv.pop(1)
-    from pipeline.cli.command_line import run_verb
+    from pipeline.cli.command_line import validate_train
+    from pipeline.cli.verb import Verb
     from pipeline.config.jobs import TrainJob
 
     mark("interpreter")
-    run_verb(TrainJob, timed_train, __doc__)
+    Verb(
+        TrainJob,
+        timed_train,
+        __doc__ or "",
+        validate=validate_train,
+        runs_on_ranks=True,
+        handles_sigterm=True,
+        runs_kernels=True,
+    ).main()
     with open(f"{path}.{os.environ.get('RANK', '0')}", "w") as file:
         json.dump(marks, file)
 

@@ -1,1 +1,1 @@
-"""Turn a job into a TorchX AppDef: composed and validated here, run wherever a TorchX scheduler puts it."""
+"""Launch jobs on schedulers: composed and validated here, run wherever a scheduler puts them."""

@@ -1,4 +1,4 @@
-"""Turn a Workload into a TorchX AppDef: one role, as many replicas as nodes, a shell in each that becomes the agent.
+"""Build a TorchX AppDef from a Workload: one role, a replica a node, and in each a shell that becomes the agent.
 
 Kept out of components.py, where TorchX takes every function for a component.
 """

@@ -1,4 +1,4 @@
-"""Turn `torchx run -s <scheduler> pipeline.<verb> -j NODESxRANKS -- key=value ...` into a job that is known to compose.
+"""Components of `torchx run -s <scheduler> pipeline.<verb> -j NODESxRANKS -- key=value ...`; each job composes before it is submitted.
 
 TorchX takes every function of this module for a component, and reads types and help from its source: only
 Optional[...] of plain types is understood (0.7.0 fails every call, of any component, on `str | None`).

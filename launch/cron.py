@@ -1,4 +1,4 @@
-"""Turn a cron expression into one that cron, Slurm's scrontab and Kubernetes read alike, or say what is wrong with it.
+"""Check a cron expression, and write it as cron, Slurm's scrontab and Kubernetes all read it.
 
 The three differ. Kubernetes has no day of the week 7. Cron takes no names in lists, and no `5/10`, which Kubernetes reads as
 5, 15, 25, ... Slurm counts the steps of 5-59/10 from 0, and those of */2 as days of the week from Monday. What is written here

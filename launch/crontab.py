@@ -1,4 +1,4 @@
-"""Turn a Workload and a cron expression into a line for crontab: its folder, a lock, a log file."""
+"""Render a Workload and a cron expression as a line for crontab: its folder, a lock, a log file."""
 
 from __future__ import annotations
 

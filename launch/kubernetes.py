@@ -1,4 +1,4 @@
-"""Turn a Workload into manifests for Kubernetes: an Indexed Job with a headless Service, which needs no operator, a JobSet,
+"""Render a Workload as manifests for Kubernetes: an Indexed Job with a headless Service, which needs no operator, a JobSet,
 or a Job of Volcano (launch.volcano).
 
 A pod a node. They meet at the pod with index 0, whose name the Service makes known. What becomes of a failed pod, its exit

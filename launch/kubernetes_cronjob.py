@@ -1,4 +1,4 @@
-"""Turn a Workload and a cron expression into a CronJob: a Job of the same shape at each tick, one at a time."""
+"""Render a Workload and a cron expression as a CronJob: the same Job at each tick, one at a time."""
 
 from __future__ import annotations
 

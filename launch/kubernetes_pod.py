@@ -1,4 +1,4 @@
-"""Turn a Workload into the pod that one of its nodes is: command, resources, volumes, rights."""
+"""Render one node of a Workload as a pod: command, resources, volumes, rights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn `torchx run|status|log|cancel|list` into our own Job of Volcano: TorchX's scheduler `kubernetes`, by its entry point.
+"""TorchX's scheduler `kubernetes`, by its entry point: run, status, log, cancel and list for our own Volcano Job.
 
 For our components it submits what `python -m launch.render kubernetes --kind volcano` prints. Other components (dist.ddp, ...)
 are submitted as TorchX does it. docs/adr/0012 says why.

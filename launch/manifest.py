@@ -1,4 +1,4 @@
-"""Turn Kubernetes objects, as dicts, into YAML that every reader of YAML takes for the same."""
+"""Write Kubernetes objects as YAML that every YAML reader reads alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a dataclass of options into command line flags, and what was typed back into the dataclass.
+"""Make command-line flags from a dataclass of options, and read them back into it.
 
 A field's metadata holds its `help`; `--max-retries` is the field max_retries.
 """

@@ -1,4 +1,4 @@
-"""Turn what is asked of a host - numbers, or a named kind - into cores, GPUs and memory."""
+"""Resolve what is asked of a host, in numbers or by a named resource, to cores, GPUs and memory."""
 
 from __future__ import annotations
 

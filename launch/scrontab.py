@@ -1,4 +1,4 @@
-"""Turn a Workload and a cron expression into a line for Slurm's scrontab, with the options that it is queued with.
+"""Render a Workload and a cron expression as a line for Slurm's scrontab, with its queueing options.
 
 Slurm submits a line's next tick once the one before has ended: two never run at once.
 """

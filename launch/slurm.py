@@ -1,4 +1,4 @@
-"""Turn a Workload into a batch script for Slurm: one agent a node starts the ranks, and exit codes become requeues.
+"""Render a Workload as a batch script for Slurm: one agent a node starts the ranks, and exit codes decide on requeues.
 
 The same script is what `torchx run -s slurm` submits and what `python -m launch.render slurm` prints.
 """

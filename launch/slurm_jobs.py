@@ -1,4 +1,4 @@
-"""Turn Slurm's own commands into what a launcher asks of a job: submit, state, place of its output, cancel, list.
+"""Submit, query, cancel and list jobs by Slurm's own commands.
 
 slurmctld is asked first, so no accounting is needed; where there is some, sacct knows jobs that slurmctld has forgotten
 (after MinJobAge, five minutes by default). What Slurm refuses is a LaunchError with Slurm's own words.

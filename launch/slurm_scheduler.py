@@ -1,4 +1,4 @@
-"""Turn `torchx run|status|log|cancel|list` into our own Slurm job: TorchX's scheduler `slurm`, by its entry point.
+"""TorchX's scheduler `slurm`, by its entry point: run, status, log, cancel and list for our own Slurm job.
 
 For our components it submits what launch.slurm renders, not TorchX's heterogeneous job, and needs no accounting.
 Other components (dist.ddp, ...) are submitted as TorchX does it. docs/adr/0011 says why.

@@ -1,4 +1,4 @@
-"""Turn what goes wrong in a `torchx` command into one line: TorchX's own commands, by their entry points.
+"""TorchX's own commands, by their entry points, with one line for what goes wrong in them.
 
 TorchX prints a traceback where a scheduler refuses, where a person presses Ctrl-C, or where nothing is there. LOGLEVEL=DEBUG
 shows it still.

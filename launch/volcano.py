@@ -1,4 +1,4 @@
-"""Turn a Workload into a Job of Volcano, which starts all of its pods or none: what `torchx run -s kubernetes` submits.
+"""Render a Workload as a Volcano Job, which starts all of its pods or none: what `torchx run -s kubernetes` submits.
 
 A task a node, as TorchX has it, so that its status and log find them. Volcano's plugins make the Service and the names.
 """

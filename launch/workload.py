@@ -1,4 +1,4 @@
-"""Turn a verb, its overrides and what is known of the place into a Workload: what a node runs, whoever schedules it.
+"""Describe what a node runs, whichever scheduler starts it: a verb, its overrides, its resources.
 
 The job is composed and validated on the way, without torch. launch.appdef makes a TorchX AppDef of a Workload,
 launch.slurm an sbatch script, launch.kubernetes manifests, launch.render a command line.
@@ -15,7 +15,7 @@ from typing import Optional
 
 from launch.options import option
 from launch.resources import asked_host, parse_shape, threads_per_rank
-from pipeline.cli.command_line import parse_command_line, print_user_errors, validate_evaluation
+from pipeline.cli.command_line import parse_command_line, print_user_errors, validate_evaluation, validate_train
 from pipeline.config.jobs import EvaluateJob, ExportJob, PlanJob, PrepareJob, RetrainJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import TrainerConfig
@@ -119,7 +119,7 @@ class Workload:
 
 
 def train(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    job = parse_command_line(TrainJob, doc, _as_composed_by_ranks(words, where), check_data)
+    job = parse_command_line(TrainJob, doc, _as_composed_by_ranks(words, where), validate_train if check_data else None)
     return _ranks("train", words, where, job.name, f"{job.run_dir}/logs", job.trainer.grace_s)
 
 
@@ -139,7 +139,7 @@ def prepare(doc: Optional[str], words: list[str], where: Where, check_data: bool
 
 
 def plan(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    job = parse_command_line(PlanJob, doc, words, check_data)
+    job = parse_command_line(PlanJob, doc, words, validate_train if check_data else None)
     return _single("plan", words, where, f"plan-{job.name}")
 
 
@@ -151,7 +151,7 @@ def export(doc: Optional[str], words: list[str], where: Where, check_data: bool 
 
 
 def retrain(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    job = parse_command_line(RetrainJob, doc, _as_composed_by_ranks(words, where), check_data)
+    job = parse_command_line(RetrainJob, doc, _as_composed_by_ranks(words, where))
     return _ranks("retrain", words, where, f"retrain-{job.name}", f"{job.run_dir}/logs", job.trainer.grace_s)
 
 

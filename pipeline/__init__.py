@@ -1,3 +1,3 @@
-"""Train deep recommendation models on TorchRec: one verb a module, `python -m pipeline.<verb> key=value ...`."""
+"""Train deep recommendation models on TorchRec: `python -m pipeline` lists the verbs."""
 
 __version__ = "0.1.0"

@@ -7,38 +7,61 @@ import importlib
 import sys
 from pathlib import Path
 
-from pipeline.runtime.errors import did_you_mean
+from pipeline.config.registry import components, load_plugins
+from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
+from pipeline.runtime.process.exit_codes import USER_ERROR
 
-USER_ERROR = 2
 
-
-def verbs() -> dict[str, str]:
-    """Name -> what it does, the first line of its docstring: every module of pipeline/cli that has a main()."""
+def verbs(plugins: list[str]) -> dict[str, str]:
+    """Name -> what it does: every module of pipeline/cli that has a main, then those of installed packages and plugins."""
     found = {}
     for file in sorted((Path(__file__).parent / "cli").glob("*.py")):
         tree = ast.parse(file.read_text())
-        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
-            found[file.stem] = (ast.get_docstring(tree) or "").splitlines()[0].partition(":  ")[0]
+        if "main" in {name for node in tree.body for name in _defined(node)}:
+            found[file.stem] = _first_sentence(ast.get_docstring(tree))
+    load_plugins(plugins)
+    for name, main_of in components("verb").items():
+        found.setdefault(name, _first_sentence(main_of.verb.doc))
     return found
 
 
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef):
+        return [node.name]
+    return (
+        [target.id for target in node.targets if isinstance(target, ast.Name)] if isinstance(node, ast.Assign) else []
+    )
+
+
+def _first_sentence(doc: str | None) -> str:
+    return (doc or "").strip().partition("\n")[0].partition(":  ")[0]
+
+
+def run(name: str) -> None:
+    own = Path(__file__).parent / "cli" / f"{name}.py"
+    main_of = importlib.import_module(f"pipeline.cli.{name}").main if own.is_file() else components("verb")[name]
+    main_of()
+
+
 def main(argv: list[str]) -> None:
-    known = verbs()
+    """Ends the process with exit code 2 for an unknown verb, or a plugin that cannot be imported."""
+    plugins = [word.partition("=")[2].strip("[]") for word in argv if word.startswith("plugins=")]
     name = argv[0] if argv else "--help"
-    if name in ("--help", "-h"):
-        width = max(map(len, known))
-        print("python -m pipeline <verb> key=value ...\n")
-        print(*(f"  {verb:<{width}}  {line}" for verb, line in known.items()), sep="\n")
-        print("\npython -m pipeline <verb> --help lists what it takes")
-        return
-    if name not in known:
-        print(
-            f"error: there is no verb {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}",
-            file=sys.stderr,
-        )
+    try:
+        known = verbs([package.strip() for names in plugins for package in names.split(",") if package.strip()])
+        if name not in ("--help", "-h") and name not in known:
+            raise ConfigError(f"there is no verb {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    sys.argv = [f"pipeline {name}", *argv[1:]]
-    importlib.import_module(f"pipeline.cli.{name}").main()
+    if name in known:
+        sys.argv = [f"pipeline {name}", *argv[1:]]
+        run(name)
+        return
+    width = max(map(len, known))
+    print("python -m pipeline <verb> key=value ...\n")
+    print(*(f"  {verb:<{width}}  {line}" for verb, line in known.items()), sep="\n")
+    print("\npython -m pipeline <verb> --help lists what a verb takes")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from pipeline.cli.command_line import parse_command_line, print_user_errors
+from pipeline.cli.verb import verb
+from pipeline.cli.words import Command
 from pipeline.config.jobs import CHECKPOINT_COMMANDS, CheckpointsJob
 from pipeline.config.training import CheckpointConfig
 from pipeline.runtime.errors import ConfigError, did_you_mean
-from pipeline.runtime.logs import configure_logging, get_logger
+from pipeline.runtime.logs import get_logger
 from pipeline.training.run_state import config_of, folder_of
 
 DAMAGED = 1  # exit code of verify
@@ -126,41 +127,21 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def overrides_of(argv: list[str]) -> list[str]:
-    """`[COMMAND] [RUN] [STEP] key=value ...` in any order as key=value words. Raises ConfigError for a word too many."""
-    words = [word for word in argv if "=" not in word and not word.startswith("-")]
-    rest = [word for word in argv if word not in words]
-    command = next((word for word in words if word in CHECKPOINT_COMMANDS), "list")
-    if command in words:
-        words.remove(command)
-    steps = [index for index, word in enumerate(words) if word.isdigit()]
-    if steps and (len(words) > 1 or any(word.startswith("run=") for word in rest)):
-        rest.append(f"step={words.pop(steps[-1])}")
-    if words:
-        unknown = next((word for word in words if did_you_mean(word, CHECKPOINT_COMMANDS)), words[-1])
-        if len(words) > 1:
-            near = did_you_mean(unknown, CHECKPOINT_COMMANDS)
-            raise ConfigError(f"cannot read {unknown!r}; commands are {', '.join(CHECKPOINT_COMMANDS)}{near}")
-        rest.append(f"run='{words[0]}'")
-    return [f"command={command}", *rest]
+def run(job: CheckpointsJob) -> list[str]:
+    """What the command prints; a damaged step ends the process with DAMAGED."""
+    if job.command == "verify":
+        problems = verify_checkpoints(job)
+        lines = [f"step {step}: {problem or 'intact'}" for step, problem in problems.items()]
+        if any(problems.values()):
+            print(*lines, sep="\n")
+            sys.exit(DAMAGED)
+        return lines
+    commands = {"list": list_checkpoints, "show": show_checkpoint, "export": export_checkpoint}
+    return commands[job.command](job)
 
 
-def run_command_line(argv: list[str]) -> None:
-    with print_user_errors():
-        job = parse_command_line(CheckpointsJob, __doc__, overrides_of(argv))
-        configure_logging()
-        if job.command == "verify":
-            problems = verify_checkpoints(job)
-            for step, problem in problems.items():
-                print(f"step {step}: {problem or 'intact'}")
-            sys.exit(DAMAGED if any(problems.values()) else 0)
-        command = {"list": list_checkpoints, "show": show_checkpoint, "export": export_checkpoint}[job.command]
-        print(*command(job), sep="\n")
-
-
-def main() -> None:
-    run_command_line(sys.argv[1:])
-
+COMMANDS = tuple(Command(name, ("run", "step"), {"step": r"\d+"}) for name in CHECKPOINT_COMMANDS)
+main = verb("checkpoints", CheckpointsJob, describe="\n".join, commands=COMMANDS, default="list")(run)
 
 if __name__ == "__main__":
     main()

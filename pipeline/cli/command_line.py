@@ -1,7 +1,6 @@
-"""Turn a command line into a typed, checked job, before torch is imported, and a job into a saved file and back.
+"""Parse a command line into a typed, checked job, before torch is imported.
 
-conf/<verb>.yaml and its groups supply values, Hydra composes them, a job dataclass types them. A saved job
-is the same values as plain YAML; what class its model is, `model.kind` says, never a path to import.
+conf/<verb>.yaml and its groups supply values, Hydra composes them, and a job dataclass types them.
 """
 
 from __future__ import annotations
@@ -19,25 +18,16 @@ import yaml
 from pipeline.cli.compose import compose_job, config_folders, group_options
 from pipeline.config.jobs import (
     CONFIG_NAMES,
-    EvaluateJob,
-    ExportJob,
-    PredictJob,
-    PrepareJob,
-    RetrainJob,
     TrainJob,
 )
 from pipeline.config.saved_jobs import job_to_yaml
 from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
-from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.masking import find_secret, mask
-from pipeline.runtime.process import preemption, watchdog
-from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED, USER_ERROR
-from pipeline.runtime.process.failures import describe_os_error, masked_traceback, write_error_file
-from pipeline.runtime.process.openmp import wait_briefly
-from pipeline.runtime.process.processes import die_with_parent
+from pipeline.runtime.process.exit_codes import USER_ERROR
+from pipeline.runtime.process.failures import describe_os_error, write_error_file
 from pipeline.training.preflight import validate_evaluation, validate_job
 
-__all__ = ["load_config", "parse_command_line", "print_user_errors", "run_verb", "validate_evaluation"]
+__all__ = ["load_config", "parse_command_line", "print_user_errors", "validate_evaluation", "validate_train"]
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -45,7 +35,10 @@ FLAGS = ("--help", "--cfg", "--config-dir")
 
 
 def parse_command_line(
-    job_type: type[Job], doc: str | None, argv: Iterable[str] | None = None, validate: bool = True
+    job_type: type[Job],
+    doc: str | None,
+    argv: Iterable[str] | None = None,
+    validate: Callable[[Job], object] | None = None,
 ) -> Job:
     """The job of a command line (sys.argv), validated. Does not return for --help and --cfg, or on an error (exit code 2)."""
     with print_user_errors():
@@ -58,62 +51,14 @@ def parse_command_line(
         if "--cfg" in flags:
             print(job_to_yaml(job), end="")
             sys.exit(0)
-        if (
-            validate and isinstance(job, TrainJob) and not isinstance(job, RetrainJob)
-        ):  # its data are yet to be prepared
-            validate_job(job, job.world_size)
+        if validate is not None:
+            validate(job)
     return job
 
 
-def run_verb(
-    job_type: type[Job], verb: Callable[[Job], Result], doc: str | None, describe: Callable[[Result], str] | None = None
-) -> None:
-    """A verb's command line: compose the job, run it, and print on rank 0 what came of it."""
-    is_group = job_type in (TrainJob, EvaluateJob, RetrainJob)  # what runs on many ranks, and for long
-    if is_group or job_type is ExportJob:  # what has something to put away when it is ended
-        wait_briefly()
-        _obey_the_launcher()
-    elif job_type is PredictJob:
-        preemption.listen()
-    job = parse_command_line(job_type, doc)
-    configure_logging(int(os.environ.get("RANK", "0")))
-    if is_group:
-        watchdog.start(int(os.environ.get("RANK", "0")), job.trainer.limits() if isinstance(job, TrainJob) else None)
-    try:
-        with print_user_errors(_written_by(job)):
-            result = verb(job)
-            if describe is not None and is_rank_zero():
-                print(describe(result), flush=True)
-    except KeyboardInterrupt:
-        if is_rank_zero():
-            print("\ninterrupted; the same command goes on from what is saved", file=sys.stderr, flush=True)
-        sys.exit(INTERRUPTED)
-    except preemption.Preempted:
-        if is_rank_zero():
-            print("ended by SIGTERM, nothing had to be saved; the same command goes on", file=sys.stderr, flush=True)
-        raise
-    except Exception as error:
-        # Not left to the interpreter, nor to torchelastic's @record: neither hides credentials.
-        write_error_file(f"{type(error).__name__}: {error}", error)
-        print(masked_traceback(error), file=sys.stderr, end="", flush=True)
-        sys.exit(FAILED)
-    finally:
-        watchdog.end()
-
-
-def _obey_the_launcher() -> None:
-    """SIGTERM is a wish to save; and a rank does not outlive its agent, unless that is ending it already."""
-    preemption.listen()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
-        preemption.when_requested(lambda: die_with_parent(False))
-
-
-def _written_by(job: Any) -> str:
-    """The folder or file that a job's verb writes to."""
-    if isinstance(job, PrepareJob):
-        return job.data.path
-    return str(getattr(job, "run_dir", "") or getattr(job, "run", "") or getattr(job, "output", ""))
+def validate_train(job: TrainJob) -> None:
+    """Check a job against its data set and number of ranks, before torch is imported. Raises UserError."""
+    validate_job(job, job.world_size)
 
 
 def is_rank_zero() -> bool:
@@ -205,8 +150,11 @@ def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
 
 def _defaults(folders: list[Path], config_name: str) -> dict[str, Any]:
     """The defaults list of a verb's YAML, with those of the YAML files that it starts from."""
-    file = next(folder / f"{config_name}.yaml" for folder in folders if (folder / f"{config_name}.yaml").is_file())
+    files = (folder / f"{config_name}.yaml" for folder in folders)
+    file = next((file for file in files if file.is_file()), None)
     found: dict[str, Any] = {}
+    if file is None:  # a plugin's verb
+        return found
     for entry in yaml.safe_load(file.read_text()).get("defaults", []):
         if isinstance(entry, dict):
             found.update(entry)

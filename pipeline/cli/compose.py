@@ -1,4 +1,4 @@
-"""Turn conf/*.yaml and command-line overrides into a typed job by Hydra's compose API, with one-line errors."""
+"""Compose conf/*.yaml and command-line overrides into a typed job by Hydra's compose API, with one-line errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     words = {name for name, kind in get_type_hints(job_type).items() if kind is str}
     own_groups = {group: options for group, options in groups.items() if group in _first_words(job_type) - words}
     choices, values = _split_overrides(_parse(overrides), own_groups)
-    _register_schemas(job_type)
+    _register_schemas(job_type, folders)
     try:
         with initialize_config_dir(str(folders[0]), version_base="1.3", job_name=config_name):
             searchpath = ["hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]"]
@@ -120,10 +120,12 @@ def _split_overrides(overrides: list[Override], groups: dict[str, list[str]]) ->
     return choices, values
 
 
-def _register_schemas(job_type: type) -> None:
+def _register_schemas(job_type: type, folders: list[Path]) -> None:
     """`job` is what the verb's YAML starts from; a model's YAML names the schema that types it."""
     store = ConfigStore.instance()
     store.store(name="job", node=job_type)
+    if not any((folder / f"{CONFIG_NAMES[job_type]}.yaml").is_file() for folder in folders):
+        store.store(name=CONFIG_NAMES[job_type], node={"defaults": ["job", "_self_"]})  # a plugin's verb
     for kind, model_config in components("model").items():
         store.store(group="model", name=f"{kind}_schema", node=model_config)
 

@@ -1,4 +1,4 @@
-"""Say whether this machine can train, and what mends it if not:  python -m pipeline.doctor
+"""Check whether this machine can train, and what fixes it if not:  python -m pipeline.doctor
 
 Needs nothing but Python itself: what is missing or broken is what it is here to find.
 """

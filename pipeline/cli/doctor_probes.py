@@ -1,4 +1,4 @@
-"""Turn a library's promise into a check: run one operation and compare it with arithmetic done by hand.
+"""Run one operation of a library and compare it with arithmetic done by hand.
 
 `python -m pipeline.cli.doctor_probes <name>` prints one line and exits 0, or fails in whatever way the library fails; doctor runs
 each in a process of its own, so that a crash inside a shared library is a finding and not the end.

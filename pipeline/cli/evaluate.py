@@ -6,14 +6,13 @@ torchx run -s local_cwd pipeline.evaluate -j 1x2 -- run=runs/quickstart split=va
 
 from __future__ import annotations
 
-from pipeline.cli.command_line import run_verb
+from pipeline.cli.verb import verb
 from pipeline.config.jobs import EvaluateJob
 from pipeline.training.evaluate_run import describe, evaluate
 
-
-def main() -> None:
-    run_verb(EvaluateJob, evaluate, __doc__, describe)
-
+main = verb("evaluate", EvaluateJob, describe=describe, runs_on_ranks=True, handles_sigterm=True, runs_kernels=True)(
+    evaluate
+)
 
 if __name__ == "__main__":
     main()

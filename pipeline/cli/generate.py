@@ -1,11 +1,11 @@
-"""Draw a source with a planted teacher, in Criteo's format or with columns of its own:  python -m pipeline.generate data=quickstart"""
+"""Generate raw rows whose best possible AUC is known, in Criteo's format or with named columns:  python -m pipeline.generate data=quickstart"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
-from pipeline.cli.command_line import run_verb
+from pipeline.cli.verb import verb
 from pipeline.config.jobs import GenerateJob
 
 
@@ -42,8 +42,7 @@ def describe(summary: GenerateSummary) -> str:
     )
 
 
-def main() -> None:
-    run_verb(GenerateJob, generate, __doc__, describe)
+main = verb("generate", GenerateJob, describe=describe)(generate)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Plan how tables are sharded:  python -m pipeline.plan experiment=quickstart world_size=2
+"""Plan how embedding tables are sharded:  python -m pipeline.plan experiment=quickstart world_size=2
 
 The hardware need not be at hand:  python -m pipeline.plan experiment=... hardware=h100_80gb world_size=64
 The plan goes to planner.plan_file, a page with its pictures beside it, and training with planner=file uses it.
@@ -17,19 +17,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.cli.command_line import parse_command_line, print_user_errors, run_verb
+from pipeline.cli.command_line import parse_command_line, validate_train
+from pipeline.cli.verb import verb
+from pipeline.cli.words import Command, Words
 from pipeline.config.jobs import PlanJob
 from pipeline.embeddings.compression.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.planner.head_rows import head_reports, is_settled, settle_head_rows, with_notes
-from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.training.preflight import load_or_describe, validate_job
 
 if TYPE_CHECKING:
     from pipeline.planner.planner import PlanRequest
 
-SUBCOMMANDS = {"show": "FILE", "diff": "A B", "check": "FILE key=value ..."}
 STALE = 1  # exit code of check
 logger = get_logger("pipeline.plan")  # run as a command, __name__ is another
 
@@ -176,48 +176,31 @@ def describe(summary: PlanSummary) -> str:
     return "\n".join(lines)
 
 
-def run_command_line(argv: list[str]) -> None:
-    """`key=value ...` plans; a first word of another form is a subcommand."""
-    command, words = (argv[0], argv[1:]) if argv else ("", [])
-    if not command or "=" in command or command.startswith(("-", "~")):
-        run_verb(PlanJob, plan, __doc__, describe)
-        return
-    if {"--help", "-h"} & set(words) and command in SUBCOMMANDS:
-        print((__doc__ or "").strip())
-        return
-    with print_user_errors():
-        _check_usage(command, words)
-        if command == "check":
-            _report_check(words[0], parse_command_line(PlanJob, __doc__, words[1:], validate=False))
-        else:
-            print(show(*words) if command == "show" else diff(*words))
+def _show(words: Words) -> None:
+    print(show(words.values["file"]))
 
 
-def _check_usage(command: str, words: list[str]) -> None:
-    if command not in SUBCOMMANDS:
-        raise ConfigError(
-            f"unknown command {command!r} (there are {', '.join(SUBCOMMANDS)}; a job is told as key=value)"
-            f"{did_you_mean(command, SUBCOMMANDS)}"
-        )
-    num_files = 2 if command == "diff" else 1
-    enough = len(words) >= 1 and "=" not in words[0] if command == "check" else len(words) == num_files
-    if not enough:
-        raise ConfigError(
-            f"{command} takes {SUBCOMMANDS[command]}: python -m pipeline.plan {command} {SUBCOMMANDS[command]}"
-        )
+def _diff(words: Words) -> None:
+    print(diff(words.values["a"], words.values["b"]))
 
 
-def _report_check(path: str, job: PlanJob) -> None:
+def _check(words: Words) -> None:
+    job = parse_command_line(PlanJob, __doc__, words.remaining())
     configure_logging()
+    path = words.values["file"]
     if lines := check(path, job):
         print(f"{path} does not hold for this job:", *(f"  {line}" for line in lines), sep="\n")
         sys.exit(STALE)
     print(f"{path} holds for this job")
 
 
-def main() -> None:
-    run_command_line(sys.argv[1:])
-
+COMMANDS = (
+    Command("make"),
+    Command("show", ("file",), run=_show),
+    Command("diff", ("a", "b"), run=_diff),
+    Command("check", ("file",), run=_check),
+)
+main = verb("plan", PlanJob, describe=describe, validate=validate_train, commands=COMMANDS, default="make")(plan)
 
 if __name__ == "__main__":
     main()

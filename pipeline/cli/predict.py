@@ -5,19 +5,17 @@ A killed run goes on where it was when the same command is given again.
 
 from __future__ import annotations
 
-from pipeline.cli.command_line import run_verb
+from pipeline.cli.verb import verb
 from pipeline.config.jobs import PredictJob
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.serving.scoring.predict import PredictSummary, describe, predict
 
 
-def _predict(job: PredictJob) -> PredictSummary:
+def predict_with_registry(job: PredictJob) -> PredictSummary:
     return predict(job, find=find_artifact)
 
 
-def main() -> None:
-    run_verb(PredictJob, _predict, __doc__, describe)
-
+main = verb("predict", PredictJob, describe=describe, handles_sigterm=True)(predict_with_registry)
 
 if __name__ == "__main__":
     main()

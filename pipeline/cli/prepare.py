@@ -1,15 +1,12 @@
-"""Turn raw click logs into a data set:  python -m pipeline.prepare data=criteo_kaggle source=train.txt"""
+"""Prepare a data set from raw click logs:  python -m pipeline.prepare data=criteo_kaggle source=train.txt"""
 
 from __future__ import annotations
 
-from pipeline.cli.command_line import run_verb
+from pipeline.cli.verb import verb
 from pipeline.config.jobs import PrepareJob
 from pipeline.data.prepare.run import describe, prepare
 
-
-def main() -> None:
-    run_verb(PrepareJob, prepare, __doc__, describe)
-
+main = verb("prepare", PrepareJob, describe=describe, written_to=lambda job: job.data.path)(prepare)
 
 if __name__ == "__main__":
     main()

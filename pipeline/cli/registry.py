@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.cli.command_line import parse_command_line, print_user_errors
+from pipeline.cli.verb import verb
+from pipeline.cli.words import Command
 from pipeline.config.jobs import RegistryJob
 from pipeline.config.retraining import REGISTRY_COMMANDS
 from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, describe_record
 from pipeline.retraining.promotion import add_run
 from pipeline.retraining.registry import VERSION_NAME, Registry, RegistryError
-from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
-from pipeline.runtime.logs import configure_logging
+from pipeline.runtime.errors import UserError
 
 DAMAGED = 1  # exit code of verify
 ROLLBACK_BUDGET_S = 4.0  # for checksums: with it a rollback takes 5 s, whatever the size
@@ -110,40 +110,23 @@ def add(job: RegistryJob) -> list[str]:
     return [f"champion    {record.version}, from {job.run}"]
 
 
-def overrides_of(argv: list[str]) -> list[str]:
-    """`[COMMAND] [REGISTRY] [VERSION] key=value ...` as key=value words. Raises ConfigError for a word too many."""
-    words = [word for word in argv if "=" not in word.split("/")[0] and not word.startswith("-")]
-    rest = [word for word in argv if word not in words]
-    command = next((word for word in words if word in REGISTRY_COMMANDS), "list")
-    if command in words:
-        words.remove(command)
-    if words and VERSION_NAME.fullmatch(words[-1]):
-        rest.append(f"version={words.pop()}")
-    if len(words) > 1:
-        unknown = next((word for word in words if did_you_mean(word, REGISTRY_COMMANDS)), words[-1])
-        near = did_you_mean(unknown, REGISTRY_COMMANDS)
-        raise ConfigError(f"cannot read {unknown!r}; commands are {', '.join(REGISTRY_COMMANDS)}{near}")
-    if words:
-        rest.append(f"registry='{words[0]}'")
-    return [f"command={command}", *rest]
+def run(job: RegistryJob) -> list[str]:
+    """What the command prints; a damaged version ends the process with DAMAGED."""
+    if job.command == "verify":
+        problems = verify_versions(job)
+        lines = [f"{version}: {problem or 'intact'}" for version, problem in problems.items()]
+        if any(problems.values()):
+            print(*lines, sep="\n")
+            sys.exit(DAMAGED)
+        return lines
+    commands = {"list": list_versions, "history": show_history, "rollback": rollback, "unpin": unpin, "add": add}
+    return commands[job.command](job)
 
 
-def run_command_line(argv: list[str]) -> None:
-    with print_user_errors():
-        job = parse_command_line(RegistryJob, __doc__, overrides_of(argv))
-        configure_logging()
-        if job.command == "verify":
-            problems = verify_versions(job)
-            for version, problem in problems.items():
-                print(f"{version}: {problem or 'intact'}")
-            sys.exit(DAMAGED if any(problems.values()) else 0)
-        commands = {"list": list_versions, "history": show_history, "rollback": rollback, "unpin": unpin, "add": add}
-        print(*commands[job.command](job), sep="\n")
-
-
-def main() -> None:
-    run_command_line(sys.argv[1:])
-
+COMMANDS = tuple(
+    Command(name, ("registry", "version"), {"version": VERSION_NAME.pattern}) for name in REGISTRY_COMMANDS
+)
+main = verb("registry", RegistryJob, describe="\n".join, commands=COMMANDS, default="list")(run)
 
 if __name__ == "__main__":
     main()

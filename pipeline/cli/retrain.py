@@ -1,4 +1,4 @@
-"""Train on what is new, and promote it if it is better:  python -m pipeline.retrain experiment=quickstart source=clicks/
+"""Retrain on new windows of data, and promote the model if it is better:  python -m pipeline.retrain experiment=quickstart source=clicks/
 
 One call is one tick: it takes the oldest windows of new data (max_catchup of them), and for each prepares it, trains a
 challenger from the champion, holds both to the next window, and promotes or rejects. A tick that finds nothing to do,
@@ -7,14 +7,13 @@ or another one at work, ends with exit code 0; it may be run as often as a sched
 
 from __future__ import annotations
 
-from pipeline.cli.command_line import run_verb
+from pipeline.cli.verb import verb
 from pipeline.config.jobs import RetrainJob
 from pipeline.retraining.tick import describe, retrain_strictly
 
-
-def main() -> None:
-    run_verb(RetrainJob, retrain_strictly, __doc__, describe)
-
+main = verb("retrain", RetrainJob, describe=describe, runs_on_ranks=True, handles_sigterm=True, runs_kernels=True)(
+    retrain_strictly
+)
 
 if __name__ == "__main__":
     main()

@@ -6,19 +6,17 @@ same link, or a registry's new champion, is taken up between two requests.
 
 from __future__ import annotations
 
-from pipeline.cli.command_line import run_verb
+from pipeline.cli.verb import verb
 from pipeline.config.jobs import ServeJob
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.serving.http.serve import serve
 
 
-def _serve(job: ServeJob) -> None:
+def serve_with_registry(job: ServeJob) -> None:
     serve(job, find=find_artifact)
 
 
-def main() -> None:
-    run_verb(ServeJob, _serve, __doc__)
-
+main = verb("serve", ServeJob)(serve_with_registry)
 
 if __name__ == "__main__":
     main()

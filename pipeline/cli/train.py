@@ -7,14 +7,20 @@ SIGTERM saves at the next training step and ends with exit code 75; the same com
 
 from __future__ import annotations
 
-from pipeline.cli.command_line import run_verb
+from pipeline.cli.command_line import validate_train
+from pipeline.cli.verb import verb
 from pipeline.config.jobs import TrainJob
 from pipeline.training.run import describe, train
 
-
-def main() -> None:
-    run_verb(TrainJob, train, __doc__, describe)
-
+main = verb(
+    "train",
+    TrainJob,
+    describe=describe,
+    validate=validate_train,
+    runs_on_ranks=True,
+    handles_sigterm=True,
+    runs_kernels=True,
+)(train)
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Turn a bad value into an error that says what, with numbers, then the way out (stdlib only)."""
+"""Errors that a person can put right, and checks that raise them (stdlib only)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn text that may hold credentials into text that holds none (stdlib only).
+"""Mask credentials in text (stdlib only).
 
 Hidden are user and password of a URL, the signing parameters of its query, and the values of environment variables
 whose names say that they are secret.

@@ -14,15 +14,15 @@ import pytest
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step
+from pipeline.cli import checkpoints
 from pipeline.cli.checkpoints import (
     export_checkpoint,
     list_checkpoints,
-    overrides_of,
-    run_command_line,
     show_checkpoint,
     verify_checkpoints,
 )
 from pipeline.cli.command_line import load_config
+from pipeline.cli.words import read_words
 from pipeline.config.jobs import CheckpointsJob
 from tests.checkpoint.resharding import optimizers, tables, whole
 from tests.support.ranks import RankPool
@@ -30,7 +30,13 @@ from tests.training.tiny import TinyTable, build, context
 
 
 def _job(*words: str) -> CheckpointsJob:
-    return load_config(CheckpointsJob, overrides_of(list(words)))
+    return load_config(CheckpointsJob, read_words(words, checkpoints.COMMANDS, "list").overrides())
+
+
+def _run(words: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["checkpoints", *words])
+        checkpoints.main()
 
 
 def test_every_step_is_listed_with_age_size_ranks_and_metrics(small_run: Path) -> None:
@@ -58,10 +64,10 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(small_run: Path, tmp_
     found = verify_checkpoints(_job("verify", f"run={run}"))
     assert (found[10], found[30]) == ("", "") and "__1_0.distcp" in found[20]
     with pytest.raises(SystemExit) as end:
-        run_command_line(["verify", str(run)])
+        _run(["verify", str(run)])
     assert end.value.code == 1
     with pytest.raises(SystemExit) as end:
-        run_command_line([str(run), "verify", "30"])
+        _run([str(run), "verify", "30"])
     assert end.value.code == 0
     part.unlink()
     assert "__1_0.distcp" in list_checkpoints(_job(str(run)))[2]
@@ -120,7 +126,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
     small_run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        run_command_line([str(small_run) if word == "RUN" else word for word in words])
+        _run([str(small_run) if word == "RUN" else word for word in words])
     assert end.value.code == 2
     import re
 

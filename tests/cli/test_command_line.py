@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import command_line
-from pipeline.cli.command_line import load_config, print_user_errors, run_verb
+from pipeline.cli.command_line import load_config, print_user_errors
+from pipeline.cli.verb import Verb
 from pipeline.config import saved_jobs
 from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
@@ -327,7 +328,7 @@ def test_only_rank_0_says_the_error(capsys: pytest.CaptureFixture[str], monkeypa
 
 @pytest.fixture
 def logging_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_line, "configure_logging", lambda rank: None)
+    monkeypatch.setattr("pipeline.cli.verb.configure_logging", lambda rank: None)
 
 
 def _count_rows(job: PrepareJob) -> int:
@@ -343,7 +344,7 @@ def test_a_verb_prints_what_came_of_it_on_rank_0_only(
     for rank, printed in (("0", "7 rows\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setattr(sys, "argv", ["prepare", "data=quickstart", "source=x.tsv"])
-        run_verb(PrepareJob, _count_rows, "doc", lambda count: f"{count} rows")
+        Verb(PrepareJob, _count_rows, "doc", lambda count: f"{count} rows").main()
         assert capsys.readouterr().out == printed
 
 
@@ -356,7 +357,7 @@ def test_an_error_of_a_verb_reaches_the_user_and_torchrun(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as stop:
-        run_verb(PrepareJob, _count_rows, "doc")
+        Verb(PrepareJob, _count_rows, "doc").main()
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("error: there is no dataset.json in '/nowhere/at/all'")
     assert "there is no dataset.json" in (tmp_path / "error.json").read_text()
@@ -371,7 +372,7 @@ def test_a_bug_inside_the_package_keeps_its_traceback_and_is_not_final(
     feature = SparseFeature("f", 3, False, 1.0, FrequencyCurve([0, 1, 3], [0.0, 0.5, 1.0]))
     monkeypatch.setattr(sys, "argv", ["prepare", "data=quickstart", "source=x"])
     with pytest.raises(SystemExit) as stop:
-        run_verb(PrepareJob, lambda job: merge_frequencies([feature], [1.0, 2.0], {}), "doc")
+        Verb(PrepareJob, lambda job: merge_frequencies([feature], [1.0, 2.0], {}), "doc").main()
     assert stop.value.code == FAILED
     err = capsys.readouterr().err
     assert "Traceback" in err and "row_frequencies.py" in err

@@ -113,11 +113,6 @@ if __name__ == "__main__":
     del sys.argv[1]
     plant(wanted["faults"], "import")
     plant_all(wanted["faults"], wanted["folder"])
-    from pipeline.cli.command_line import run_verb
-    from pipeline.config.jobs import EvaluateJob, TrainJob
-    from pipeline.training import evaluate_run, run
+    from pipeline.cli import evaluate, train
 
-    if wanted["verb"] == "train":
-        run_verb(TrainJob, run.train, run.__doc__, run.describe)
-    else:
-        run_verb(EvaluateJob, evaluate_run.evaluate, evaluate_run.__doc__, evaluate_run.describe)
+    (train if wanted["verb"] == "train" else evaluate).main()

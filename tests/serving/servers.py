@@ -99,7 +99,7 @@ def running(command: list[str], env: dict[str, str] | None = None) -> Iterator[S
 
 
 def main() -> None:
-    from pipeline.cli.command_line import run_verb
+    from pipeline.cli.verb import Verb
     from pipeline.config.jobs import ServeJob
     from pipeline.serving.http.serve import serve
     from pipeline.serving.http.switching import FoundArtifact
@@ -112,7 +112,7 @@ def main() -> None:
             raise ValueError(f"{found.path}/tables/00000.rows does not match its checksum in bytes 0 to 9")
         return StandIn(about["version"], delay_s=about.get("delay_s", 0.0))
 
-    run_verb(ServeJob, lambda job: serve(job, load), "python -m tests.serving.servers")
+    Verb(ServeJob, lambda job: serve(job, load), "python -m tests.serving.servers").main()
 
 
 if __name__ == "__main__":

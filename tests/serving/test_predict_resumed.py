@@ -63,12 +63,13 @@ def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
 
 
 VERB = """
-from pipeline.cli.command_line import PredictJob, run_verb
+from pipeline.cli.verb import Verb
+from pipeline.config.jobs import PredictJob
 from pipeline.serving.scoring.predict import describe, predict
 from pipeline.serving import score_files
 from tests.serving.stand_in import StandIn
 score_files.BLOCK_BYTES = 10_000
-run_verb(PredictJob, lambda job: predict(job, lambda _: StandIn(delay_s=0.02)), "", describe)
+Verb(PredictJob, lambda job: predict(job, lambda _: StandIn(delay_s=0.02)), "", describe, handles_sigterm=True).main()
 """
 
 

@@ -1,4 +1,4 @@
-"""Turn torchrun's environment into a process group, a device and a rank."""
+"""Initialize the process group, device and rank from torchrun's environment."""
 
 from __future__ import annotations
 

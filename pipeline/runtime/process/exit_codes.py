@@ -1,4 +1,4 @@
-"""Say what the exit codes of a verb mean, to a scheduler and to the launcher's agent (stdlib only).
+"""Exit codes of a verb, as schedulers and the launcher's agent read them (stdlib only).
 
 docs/reliability.md has the table for people.
 """

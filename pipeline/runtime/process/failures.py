@@ -1,4 +1,4 @@
-"""Turn an error into what people and the launcher read of it, without credentials (stdlib only)."""
+"""Report an error to people and to the launcher, without credentials (stdlib only)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a number of threads into a pool that lives as long as the process, for kernels that let go of Python's lock."""
+"""Keep one pool of threads for as long as the process lives, for kernels that release Python's lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn OpenMP's waiting threads into sleeping ones, before torch is imported."""
+"""Let OpenMP's idle threads sleep instead of spin; set before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn SIGTERM, with which Slurm and Kubernetes announce the end, into a wish that the run obeys where it can save.
+"""Handle SIGTERM, with which Slurm and Kubernetes announce the end, as a request that the run obeys where it can save.
 
 Where nothing can be lost yet (start-up) the process ends at once, with the code for `run it again`. Inside
 `deferred()` the handler only notes the wish: all ranks agree on it at a step edge. A second SIGTERM changes nothing.

@@ -1,4 +1,4 @@
-"""Say which process a number stands for, on this machine, and what state it is in; one at a time in a folder (Linux, stdlib only)."""
+"""Identify processes of this machine and their state, and allow one run at a time in a folder (Linux, stdlib only)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a rank into the files that hold its output, under names that tell host, job and attempt.
+"""Write each rank's output to files whose names say host, job and attempt.
 
 <log_dir>/<job>_<host>_<random>/attempt_<n>/<local rank>/stdout.log, stderr.log    as torchelastic writes them
 <log_dir>/rank_<rank>.stdout.log, rank_<rank>.stderr.log                           links to the newest of each

@@ -1,4 +1,4 @@
-"""Turn a rank that no longer gets on, this one or another, into a named culprit, a stack dump and an exit code.
+"""Detect a rank that hangs, this one or another: name it, dump its stack, and end with an exit code.
 
 A thread a rank. Its own rank must report progress (`beat`, `phase`) within the budget of the phase it is in; and
 its pulse, written to a board that all ranks see (the launcher's c10d store), must be seen to change by the rank before

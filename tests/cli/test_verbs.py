@@ -1,0 +1,118 @@
+"""Every verb is known by one file, and reads its command line by one grammar."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline import __main__ as top
+from pipeline.cli import checkpoints, registry
+from pipeline.cli.verb import verb
+from pipeline.cli.words import Command, read_words
+from pipeline.config import registry as components
+from pipeline.config.jobs import CONFIG_NAMES
+from pipeline.runtime.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VERBS = {
+    "checkpoints", "doctor", "evaluate", "export", "generate", "plan", "precompile", "predict", "prepare", "registry",
+    "retrain", "serve", "train",
+}  # fmt: skip
+
+
+@dataclass
+class EchoJob:
+    text: str = "???"
+    times: int = 1
+
+
+@pytest.fixture
+def echo() -> Iterator[None]:
+    verb("echo", EchoJob, describe=str, doc="Print a text:  python -m pipeline echo text=a")(
+        lambda job: job.text * job.times
+    )
+    yield
+    del components._components["verb"]["echo"], CONFIG_NAMES[EchoJob]
+
+
+def test_all_verbs_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+    top.main([])
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert {name for name, _ in lines} >= VERBS
+    assert all(text and not text.startswith("Turn") for _, text in lines)
+
+
+def test_every_verb_has_the_name_that_schedulers_know() -> None:
+    for name in VERBS | {"agent"}:
+        alias = REPOSITORY / "pipeline" / f"{name}.py"
+        assert len(alias.read_text().splitlines()) < 8, f"{alias} is more than an alias"
+    loose = {file.stem for file in (REPOSITORY / "pipeline").glob("*.py")}
+    assert loose == {*VERBS, "agent", "__init__", "__main__"}
+
+
+@pytest.mark.usefixtures("echo")
+def test_a_verb_of_ones_own_needs_no_other_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.cli.verb.configure_logging", lambda rank: None)
+    top.main(["echo", "text=ab", "times=2"])
+    assert capsys.readouterr().out == "abab\n"
+    with pytest.raises(SystemExit) as stop:
+        top.main(["echo", "txt=ab"])
+    assert stop.value.code == 2 and "'text'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        top.main(["echo", "--help"])
+    assert "python -m pipeline echo text=a" in capsys.readouterr().out
+
+
+def test_an_unknown_verb_or_plugin_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, named in (
+        (["trian"], "did you mean 'train'?"),
+        (["train", "plugins=[no_such_package]"], "'no_such_package'"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            top.main(words)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 2 and named in line
+
+
+@pytest.mark.parametrize(
+    ("words", "commands", "overrides"),
+    [
+        (["--config-dir", "my", "runs/q"], checkpoints.COMMANDS, ["command=list", "run=runs/q", "--config-dir=my"]),
+        (["runs/q", "--config-dir=my"], checkpoints.COMMANDS, ["command=list", "run=runs/q", "--config-dir=my"]),
+        (["show", "390", "runs/q"], checkpoints.COMMANDS, ["command=show", "run=runs/q", "step='390'"]),
+        (["show", "390"], checkpoints.COMMANDS, ["command=show", "run='390'"]),
+        (["rollback", "dt=3/r", "v000012"], registry.COMMANDS, None),
+        (["registry/dt=3", "history"], registry.COMMANDS, ["command=history", "registry='registry/dt=3'"]),
+        (["rollback", "--config-dir", "my", "reg", "v000012", "reason=bad"], registry.COMMANDS,
+         ["command=rollback", "registry=reg", "version=v000012", "reason=bad", "--config-dir=my"]),
+        (["a=1", "--cfg"], (), ["a=1", "--cfg"]),
+    ],
+)  # fmt: skip
+def test_one_grammar_reads_every_command_line(
+    words: list[str], commands: tuple[Command, ...], overrides: list[str] | None
+) -> None:
+    if overrides is not None:
+        assert read_words(words, commands, "list").overrides() == overrides
+    else:  # key=value, as it looks
+        assert "dt=3/r" in read_words(words, commands, "list").settings
+
+
+def test_a_word_too_many_names_what_the_command_takes() -> None:
+    with pytest.raises(ConfigError, match=r"'b'.*show RUN STEP"):
+        read_words(["show", "a", "b"], checkpoints.COMMANDS, "list")
+    with pytest.raises(ConfigError, match=r"'exprot'.*'export'"):
+        read_words(["exprot", "runs/q"], checkpoints.COMMANDS, "list")
+
+
+def test_checkpoints_takes_a_config_dir_in_two_words(tmp_path: Path) -> None:
+    """Once the folder was taken for a run, and the run for a word too many."""
+    command = [sys.executable, "-m", "pipeline", "checkpoints", "--config-dir", str(tmp_path), "runs/absent"]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and "runs/absent/checkpoints" in ended.stderr
