@@ -177,6 +177,19 @@ class MetricsWriter:
 
 
 def _lines_up_to(path: str, step: int) -> list[str]:
+    """The whole lines of steps up to `step`. A full disk or a lost power supply leaves a torn line: it is dropped."""
     if not storage.exists(path):
         return []
-    return [line + "\n" for line in storage.read_text(path).splitlines() if json.loads(line)["step"] <= step]
+    lines = storage.read_text(path).splitlines()
+    steps = [_step_of(line) for line in lines]
+    if torn := sum(number is None for number in steps):
+        get_logger(__name__).warning("%s: dropped %d line(s) that were blank or cut off", path, torn)
+    return [line + "\n" for line, number in zip(lines, steps, strict=True) if number is not None and number <= step]
+
+
+def _step_of(line: str) -> int | None:
+    """None for a line that is not a whole JSON object with a step."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
