@@ -48,7 +48,7 @@ from pipeline.embeddings.tables import resolve_tables
 from pipeline.planner.head_rows import head_reports
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharder import ShardedTables
-from pipeline.training.assembly import Assembly, assemble
+from pipeline.training.assembly import Assembly, assemble, resolve
 from pipeline.training.optimizer import build_optimizer
 
 NUM_DENSE = 13
@@ -124,7 +124,8 @@ def build(context: DistributedContext, load: Workload, head: str) -> tuple[Train
     dense = [f"int_{index}" for index in range(NUM_DENSE)]
     rows = 10**7
     dataset = Dataset("split", "label", dense, features, {"train": Split([], rows, rows // 4)}, rows, rows, 0, "log1p")
-    return job, dataset, assemble(job, dataset, context)
+    resolved = resolve(job, dataset, context)
+    return resolved.job, dataset, assemble(resolved, context)
 
 
 def draw(load: Workload, assembly: Assembly, context: DistributedContext) -> list[Batch]:

@@ -27,6 +27,7 @@ from pipeline.config.data import ReaderConfig, SyntheticConfig
 from pipeline.config.jobs import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.assembly import Assembly, assemble
 from pipeline.training.compiled import DenseCompiler
@@ -230,7 +231,7 @@ def our_side(
     dataset = Dataset(
         "step", "label", [f"int_{i}" for i in range(NUM_DENSE)], features, splits, 10**6, 10**6, 0, "log1p"
     )
-    assembly = assemble(job, dataset, context)
+    assembly = assemble(resolve_job(job, dataset, context.world_size), context)
     if job.trainer.compile:
         DenseCompiler().compile(assembly.task.model)
     optimizer = build_optimizer(assembly.model, job.optimizer)

@@ -38,7 +38,7 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
         raise ConfigError(f"{folder} holds no checkpoint; run=<the run_dir of a training>")
     trained = config_of(job.run)
     config = trained.checkpoint if trained else CheckpointConfig()
-    metric = config.best_metric or "ne"
+    metric = trained.best_metric if trained else config.best_metric or "ne"
     sign = -1.0 if is_higher_better(metric) else 1.0
     measured = [one for one in found if metric in one.metrics and not one.problem]
     best = min(measured, key=lambda one: sign * one.metrics[metric]).step if measured else None

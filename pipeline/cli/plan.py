@@ -21,11 +21,12 @@ from pipeline.cli.command_line import parse_command_line, validate_train
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, Words
 from pipeline.config.jobs import PlanJob
-from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.data.dataset import check_multi_hot
 from pipeline.embeddings.table import Table
-from pipeline.planner.head_rows import head_reports, is_settled, settle_head_rows, with_notes
+from pipeline.planner.head_rows import choose_heads
+from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.logs import configure_logging, get_logger
-from pipeline.training.preflight import load_or_describe, validate_job
+from pipeline.training.preflight import check_resolved, load_or_describe
 
 if TYPE_CHECKING:
     from pipeline.planner.planner import PlanRequest
@@ -55,8 +56,8 @@ def plan(job: PlanJob) -> PlanSummary:
         ConfigError: no plan holds the tables, or the job does not fit the data or the number of ranks.
     """
     started = time.monotonic()
-    tables = validate_job(job, job.world_size)
-    request = build_request(job, tables)
+    resolved = resolve(job)
+    request = build_request(resolved)
     # Imported here, for a mistake in the job must be told before torch is loaded.
     from pipeline.embeddings.describe import describe_savings, savings_of
     from pipeline.planner.explain import explain
@@ -80,26 +81,37 @@ def plan(job: PlanJob) -> PlanSummary:
         max_rank_ms=record.objective.max_rank_ms,
         critical_path_ms=record.objective.critical_path_ms,
         seconds=time.monotonic() - started,
-        explanation="\n".join([explain(record), *describe_savings(savings_of(tables))]),
+        explanation="\n".join([explain(record), *describe_savings(savings_of(resolved.tables))]),
     )
 
 
-def build_request(job: PlanJob, tables: list[Table] | None = None) -> PlanRequest:
-    """The model on meta, its tables and hardware, checked against the data set, or against the config where it is absent."""
-    tables = validate_job(job, job.world_size) if tables is None else tables
+def resolve(job: PlanJob) -> ResolvedJob:
+    """The job with its tables, checked against the data set, or against the config where that is absent."""
+
+    def choose(tables: list[Table], auto: list[Table]) -> dict[str, int]:
+        from pipeline.planner.hardware import resolve_hardware, room_for_tables  # loads torch
+
+        room = room_for_tables(job.planner, resolve_hardware(job.hardware, job.world_size))
+        return choose_heads(job, tables, auto, dataset, job.world_size, room)
+
+    dataset = load_or_describe(job)
+    check_multi_hot(dataset, job.data.synthetic_multi_hot)
+    resolved = resolve_job(job, dataset, job.world_size, choose)
+    check_resolved(resolved)
+    return resolved
+
+
+def build_request(resolved: ResolvedJob) -> PlanRequest:
+    """The model on meta, its tables and hardware."""
     from pipeline.planner.constraints import TableOptimizer
-    from pipeline.planner.hardware import resolve_hardware, room_for_tables
+    from pipeline.planner.hardware import resolve_hardware
     from pipeline.planner.planner import PlanRequest
     from pipeline.sharding.torchrec.sharding import make_sharders
     from pipeline.training.assembly import build_task
 
-    dataset, hardware = load_or_describe(job), resolve_hardware(job.hardware, job.world_size)
-    if not is_settled(job.tables):
-        job.tables = settle_head_rows(job, dataset, job.world_size, room_for_tables(job.planner, hardware))
-        tables = validate_job(job, job.world_size)
-    tables = with_notes(tables, head_reports(job, tables, dataset, job.world_size))
+    job, dataset = resolved.job, resolved.dataset
     if not dataset.splits:
-        lookups = sum(sum(table.pooling_factors) for table in tables)
+        lookups = sum(sum(table.pooling_factors) for table in resolved.tables)
         logger.info(
             "no data set at %s: planned from the config alone, %d features, %g ids a sample, lookups assumed even over rows",
             job.data.path,
@@ -110,8 +122,8 @@ def build_request(job: PlanJob, tables: list[Table] | None = None) -> PlanReques
     if job.parallel.has_replicas:  # a host's ranks hold all tables
         hardware = resolve_hardware(job.hardware, hardware.local_world_size)
     return PlanRequest(
-        tables=physical_tables(tables),
-        model=build_task(job, tables, dataset),
+        tables=resolved.plain_tables,
+        model=build_task(resolved),
         sharders=make_sharders(job.comms, job.trainer.seed),
         hardware=hardware,
         optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),
@@ -147,7 +159,7 @@ def check(path: str, job: PlanJob) -> list[str]:
     from pipeline.planner.plan_text import COMMAND
 
     found = find_plan_file(path, COMMAND)
-    request = build_request(job)
+    request = build_request(resolve(job))
     from pipeline.planner.planfile import read_plan
     from pipeline.planner.planner import explain_misfit
 

@@ -96,20 +96,26 @@ class TrainJob:
         if self.profile is not None:
             profiled_steps(self.profile)
         check_at_least("world_size", self.world_size, 1)
-        self._choose_metrics()
+        self._check_metrics()
         if type(self) is TrainJob and "://" in self.run_dir:  # a PlanJob writes no run folder
             raise ConfigError(
                 f"run_dir={self.run_dir}: run folders are local paths in this release; give a folder that every host mounts"
             )
 
-    def _choose_metrics(self) -> None:
-        """What no config chooses goes by the model's first metric. Raises ConfigError for one that the model has not."""
+    @property
+    def early_stop_metric(self) -> str:
+        """The model's first metric where the config names none."""
+        return self.trainer.early_stop.metric or self.model.metrics[0]
+
+    @property
+    def best_metric(self) -> str:
+        """That of the checkpoints to be kept; the model's first metric where the config names none."""
+        return self.checkpoint.best_metric or self.model.metrics[0]
+
+    def _check_metrics(self) -> None:
         known = self.model.metrics
-        early_stop, checkpoint = self.trainer.early_stop, self.checkpoint
-        early_stop.metric = early_stop.metric or known[0]
-        checkpoint.best_metric = checkpoint.best_metric or known[0]
-        check_choice(f"trainer.early_stop.metric (model={self.model.kind})", early_stop.metric, known)
-        check_choice(f"checkpoint.best_metric (model={self.model.kind})", checkpoint.best_metric, known)
+        check_choice(f"trainer.early_stop.metric (model={self.model.kind})", self.early_stop_metric, known)
+        check_choice(f"checkpoint.best_metric (model={self.model.kind})", self.best_metric, known)
 
 
 @dataclass

@@ -1,8 +1,4 @@
-"""Turn `compression.head_rows: auto` into the number of rows whose replicas leave the fewest bytes on the wire.
-
-The choice depends on the data's frequency curves, the batch, the ranks and their memory, so it is made once, for the run
-that begins, and kept in its config.yaml: a resumed run, an evaluation and an export go by that.
-"""
+"""Choose how many rows of a frequency_split table every rank replicates: as many as leave the fewest bytes on the wire."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ from pipeline.embeddings.compression.head_size import (
 from pipeline.embeddings.compression.physical import num_numbers
 from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
 from pipeline.embeddings.table import Table
-from pipeline.embeddings.tables import resolve_tables
 from pipeline.planner.comms_precisions import precisions
 
 SPLIT = "frequency_split"
@@ -60,52 +55,64 @@ def show(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.2f} MiB" if num_bytes >= 2**20 / 10 else f"{num_bytes / 1024:,.1f} KiB"
 
 
-def is_settled(tables: Mapping[str, TableConfig]) -> bool:
-    return not any(_is_auto(config) for config in tables.values())
+def has_auto(configs: Mapping[str, TableConfig]) -> bool:
+    return any(_is_auto(config) for config in configs.values())
 
 
-def settle_head_rows(
+def auto_tables(configs: Mapping[str, TableConfig], tables: list[Table]) -> list[Table]:
+    """Those of `tables`, resolved from without_auto(configs), whose head is `auto`."""
+    return [table for table in tables if _is_split(table) and _is_auto(_own_or_default(configs, table.name))]
+
+
+def without_auto(configs: Mapping[str, TableConfig]) -> dict[str, TableConfig]:
+    """With a head of one row for every `auto`, so that tables can be resolved."""
+    return {name: _with_rows(config, 1) if _is_auto(config) else config for name, config in configs.items()}
+
+
+def choose_heads(
     job: TrainJob,
+    tables: list[Table],
+    auto: list[Table],
     dataset: Dataset,
     world_size: int,
     room_bytes: float,
     earlier: Mapping[str, TableConfig] | None = None,
-) -> dict[str, TableConfig]:
-    """`job.tables` with a number of rows for each `auto`; every table that it came to has then an entry of its own.
+) -> dict[str, int]:
+    """The rows of the head of each table of `auto`, which are among `tables`.
 
-    room_bytes: what tables may take of a rank. earlier: the tables of the run that goes on, whose numbers stay.
+    room_bytes: what tables may take of a rank. earlier: the tables of the run that is resumed, whose numbers stay.
 
     Raises:
-        PlanError: tables that do not fit the data, or a head of a table whose ids are in no order.
+        PlanError: a head of a table whose ids are in no order.
     """
-    if is_settled(job.tables):
-        return job.tables
-    trial = {name: _with_rows(config, 1) if _is_auto(config) else config for name, config in job.tables.items()}
-    tables = resolve_tables(trial, dataset, job.data.synthetic_multi_hot)
-    asked = [table for table in tables if _is_split(table) and _is_auto(_own_or_default(job.tables, table.name))]
     kept = {
-        table.name: before.compression.head_rows
-        for table in asked
+        table.name: int(before.compression.head_rows)
+        for table in auto
         if (before := (earlier or {}).get(table.name)) is not None
         and before.compression is not None
         and before.compression.kind == SPLIT
         and before.compression.head_rows != AUTO
     }
-    free = [table for table in asked if table.name not in kept]
+    free = [table for table in auto if table.name not in kept]
     others = sum(num_numbers(table) for table in tables if table not in free) * WEIGHT_BYTES / world_size
     wires = {table.name: wire_of(job, table, world_size) for table in free}
     chosen = choose_head_rows(
         [head_table(job, table, dataset) for table in free], lambda table: wires[table.name], room_bytes - others
     )
-    settled = dict(job.tables)
-    for name, rows in {**kept, **chosen}.items():
-        config = settled.get(name, TableConfig())
-        compression = config.compression or settled[DEFAULT].compression
+    return {**kept, **chosen}
+
+
+def with_head_rows(configs: Mapping[str, TableConfig], heads: Mapping[str, int]) -> dict[str, TableConfig]:
+    """`configs` without `auto`: every table of `heads` has an entry of its own, with its number of rows."""
+    resolved = dict(configs)
+    for name, rows in heads.items():
+        config = resolved.get(name, TableConfig())
+        compression = config.compression or resolved[DEFAULT].compression
         assert compression is not None
-        settled[name] = replace(config, compression=replace(compression, head_rows=str(rows), min_rows=0))
-    if (default := settled.get(DEFAULT)) is not None and _is_auto(default):
-        settled[DEFAULT] = replace(default, compression=None)  # it has come to all tables that are large enough
-    return settled
+        resolved[name] = replace(config, compression=replace(compression, head_rows=str(rows), min_rows=0))
+    if (default := resolved.get(DEFAULT)) is not None and _is_auto(default):
+        resolved[DEFAULT] = replace(default, compression=None)  # every table that it applies to has an entry of its own
+    return resolved
 
 
 def head_reports(job: TrainJob, tables: list[Table], dataset: Dataset, world_size: int) -> list[HeadReport]:
@@ -116,12 +123,12 @@ def head_reports(job: TrainJob, tables: list[Table], dataset: Dataset, world_siz
             continue
         if table.compression.head_sharding_types != ["data_parallel"]:
             continue
-        one, wire = head_table(job, table, dataset), wire_of(job, table, world_size)
+        head, wire = head_table(job, table, dataset), wire_of(job, table, world_size)
         rows, cold = head_rows(table), cold_part(table)
         lookups = sum(table.pooling_factors)
         share = 1.0 if cold is None else 1.0 - sum(cold.pooling_factors) / lookups if lookups else 0.0
-        none, so, all_rows = (step_bytes(one, each, wire) for each in (0, rows, table.num_embeddings))
-        reports.append(HeadReport(table.name, rows, table.num_embeddings, share, none, so, all_rows))
+        none, chosen, all_rows = (step_bytes(head, each, wire) for each in (0, rows, table.num_embeddings))
+        reports.append(HeadReport(table.name, rows, table.num_embeddings, share, none, chosen, all_rows))
     return reports
 
 

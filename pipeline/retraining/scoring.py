@@ -6,6 +6,7 @@ pair up row by row.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -23,7 +24,7 @@ from pipeline.retraining.gate import Scores
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, init_distributed
-from pipeline.training.assembly import assemble, open_reader
+from pipeline.training.assembly import assemble, open_reader, resolve
 
 
 def score(
@@ -36,19 +37,22 @@ def score(
     Raises:
         RetrainingError: the checkpoint is damaged or does not fit the data.
     """
-    job = load_saved_job(TrainJob, config)
-    job.world_size, job.planner = world_size, PlannerConfig(gap_tolerance=job.planner.gap_tolerance)
-    job.data.path = data_path
+    saved = load_saved_job(TrainJob, config)
+    job = replace(
+        saved,
+        world_size=world_size,
+        planner=PlannerConfig(gap_tolerance=saved.planner.gap_tolerance),
+        data=replace(saved.data, path=data_path, reader=replace(saved.data.reader, shuffle="none")),
+    )
     watchdog.use(limits)
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
-    dataset = load_dataset(data_path)
+    resolved = resolve(job, load_dataset(data_path), context)
     watchdog.beat(phase="loading")
-    assembly = assemble(job, dataset, context)
+    assembly = assemble(resolved, context)
     folder, _, step = checkpoint.rstrip("/").rpartition("/")
     Checkpointer(folder, assembly.model, None, context).restore(int(step.removeprefix("step_")))
-    job.data.reader.shuffle = "none"
     batch_size = job.trainer.evaluate_batch_size or job.trainer.global_batch_size
-    reader = open_reader(job, dataset, "train", context, batch_size, every_row=True)
+    reader = open_reader(resolved, "train", context, batch_size, every_row=True)
     return _score(assembly.model, reader, context, slices)
 
 

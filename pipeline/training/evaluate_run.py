@@ -7,7 +7,7 @@ torchx run -s local_cwd pipeline.evaluate -j 1x2 -- run=runs/quickstart split=va
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.config.jobs import EvaluateJob, TrainJob
@@ -50,7 +50,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.runtime.logs import to_json
         from pipeline.runtime.process.distributed import init_distributed
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
-        from pipeline.training.assembly import assemble, open_reader
+        from pipeline.training.assembly import assemble, open_reader, resolve
         from pipeline.training.evaluation import evaluate_model
         from pipeline.training.input_watch import on_all_ranks
 
@@ -58,11 +58,12 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     watchdog.use(trained.trainer.limits())
     context = init_distributed(trained.comms.backend, trained.comms.timeout_s)
     watchdog.beat(phase="loading")
-    dataset = load_dataset(trained.data.path)
+    resolved = resolve(trained, load_dataset(trained.data.path), context)
+    dataset = resolved.dataset
     reader = on_all_ranks(
-        lambda: open_reader(trained, dataset, job.split, context, job.global_batch_size, every_row=True), context
+        lambda: open_reader(resolved, job.split, context, job.global_batch_size, every_row=True), context
     )
-    assembly = assemble(trained, dataset, context)
+    assembly = assemble(resolved, context)
     replicas = TableReplicas(assembly.model, None, trained.parallel, context) if assembly.replicated else None
     checkpointer = Checkpointer(
         checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context, replicas=replicas
@@ -128,14 +129,14 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
     if not storage.exists(path):
         raise TrainingError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")
     trained = load_saved_job(TrainJob, path)
-    trained.planner.kind = "search"  # its plan file may be for other ranks
-    if job.tables == "averaged":
-        trained.parallel = ParallelConfig()
-    trained.world_size = job.world_size
-    trained.run_dir = job.run  # it may have been moved
-    if job.data_path is not None:
-        trained.data.path = job.data_path
-    return trained
+    return replace(
+        trained,
+        planner=replace(trained.planner, kind="search"),  # its plan file may be for other ranks
+        parallel=ParallelConfig() if job.tables == "averaged" else trained.parallel,
+        world_size=job.world_size,
+        run_dir=job.run,  # it may have been moved
+        data=replace(trained.data, path=job.data_path or trained.data.path),
+    )
 
 
 def describe(summary: EvaluateSummary) -> str:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 from pipeline.config.data import check_batch_geometry
 from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
-from pipeline.config.model import used_tables
 from pipeline.config.tables import rows_of_features
 from pipeline.config.training import SparseOptimizerConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_split, load_dataset
 from pipeline.data.prepare.describe_unprepared import describe_dataset
-from pipeline.embeddings.compression.physical import physical_tables
 from pipeline.embeddings.table import Table
-from pipeline.embeddings.tables import resolve_tables
 from pipeline.planner.comms_precisions import check_batch_fits_comms, check_widths
-from pipeline.planner.head_rows import settle_head_rows
 from pipeline.planner.plan_folder import find_plan_file
+from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage import storage
 
@@ -34,14 +29,18 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     """
     dataset = load_or_describe(job)
     check_multi_hot(dataset, job.data.synthetic_multi_hot)
-    # Whatever number of rows is chosen for a head later on, more memory than all there is changes nothing here.
-    settled = settle_head_rows(job, dataset, world_size, math.inf)
-    tables = resolve_tables(settled, dataset, job.data.synthetic_multi_hot)
-    job.model.check_tables(tables, len(dataset.dense_features))
-    tables = used_tables(job.model, tables)
-    _check_batches(job, dataset, world_size)
+    # The number of rows that a run chooses for a head changes none of these checks.
+    resolved = resolve_job(job, dataset, world_size)
+    check_resolved(resolved)
+    return resolved.tables
+
+
+def check_resolved(resolved: ResolvedJob) -> None:
+    """Local. Raises TrainingError as validate_job does, but for what resolve_job finds."""
+    job, tables, world_size = resolved.job, resolved.tables, resolved.world_size
+    _check_batches(job, resolved.dataset, world_size)
     _check_replicas(job, tables)
-    plain = physical_tables(tables)
+    plain = resolved.plain_tables
     if not plain:
         raise TrainingError(
             f"all {len(tables)} tables are tensor trains, and nothing is left to shard; keep one that is none, e.g. "
@@ -54,7 +53,6 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
         check_optimizer_on_cpu(job.optimizer.sparse, plain)
     if job.planner.kind == "file":
         find_plan_file(job.planner.plan_file, f"python -m pipeline.plan <this job's overrides> world_size={world_size}")
-    return tables
 
 
 def load_or_describe(job: TrainJob) -> Dataset:

@@ -103,7 +103,7 @@ def _train(
         from pipeline.data.dataset import load_dataset
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
         from pipeline.training.allocator import keep_freed_memory
-        from pipeline.training.assembly import assemble, open_reader, settle_heads
+        from pipeline.training.assembly import assemble, open_reader, resolve
         from pipeline.training.compiled import DenseCompiler
         from pipeline.training.hooks.memory import MemoryWatch
         from pipeline.training.hooks.profile import StepProfiler
@@ -113,16 +113,16 @@ def _train(
 
     watchdog.beat(phase="loading")
     seed_random_state(job.trainer.seed, context.rank)
-    dataset = load_dataset(job.data.path)
-    settle_heads(job, dataset, context, earlier_tables(job))
+    resolved = resolve(job, load_dataset(job.data.path), context, earlier_tables(job))
+    job, dataset = resolved.job, resolved.dataset
     # Before memory is allocated: a missing shard shows here.
     reader, validation_reader = (
-        on_all_ranks(partial(open_reader, job, dataset, split, context), context) for split in ("train", "validation")
+        on_all_ranks(partial(open_reader, resolved, split, context), context) for split in ("train", "validation")
     )
     if context.device.type == "cpu":
         keep_freed_memory()
     memory = MemoryWatch(context)
-    assembly = assemble(job, dataset, context)
+    assembly = assemble(resolved, context)
     savings = _tell(assembly, context)
     if job.trainer.compile:
         DenseCompiler().compile(assembly.task.model)

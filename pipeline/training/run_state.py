@@ -98,7 +98,7 @@ def open_checkpoints(
         context,
         keep_last_n=job.checkpoint.keep_last_n,
         keep_best_n=job.checkpoint.keep_best_n,
-        best_metric=job.checkpoint.best_metric or job.model.metrics[0],
+        best_metric=job.best_metric,
         asynchronous=job.checkpoint.asynchronous,
         staging=f"{job.run_dir}/staging",
         average_row_state=job.checkpoint.row_state_across_columns == "average",

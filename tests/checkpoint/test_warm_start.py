@@ -23,7 +23,7 @@ from pipeline.config.jobs import TrainJob
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.runtime.process.distributed import init_distributed
-from pipeline.training.assembly import assemble
+from pipeline.training.assembly import assemble, resolve
 from pipeline.training.optimizer import build_optimizer
 from pipeline.training.run_state import start_warm
 from tests.checkpoint.resharding import whole
@@ -44,7 +44,7 @@ def fresh_and_warm(rank: int, words: list[str]) -> tuple[Values, Values, dict[st
     """Collective: all values as drawn, all values after the warm start, and its report."""
     job = load_config(TrainJob, words)
     context, dataset = init_distributed(), load_dataset(job.data.path)
-    assembly = assemble(job, dataset, context)
+    assembly = assemble(resolve(job, dataset, context), context)
     optimizer = build_optimizer(assembly.model, job.optimizer)
     fresh = whole(assembly.model, optimizer)
     assert job.warm_start is not None

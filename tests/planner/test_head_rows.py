@@ -16,11 +16,12 @@ from benchmarks.frequency_split import Workload, build, counted_bytes, draw, exp
 from pipeline.cli.checkpoints import export_checkpoint
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import CheckpointsJob, TrainJob
-from pipeline.config.saved_jobs import load_saved_job
+from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml, load_saved_job
 from pipeline.data.dataset import Dataset, load_dataset
-from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
-from pipeline.planner.head_rows import head_reports, is_settled, settle_head_rows, with_notes
+from pipeline.planner.head_rows import choose_heads, has_auto
+from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.training.run import train
 from tests.support.ranks import RankPool
@@ -65,18 +66,17 @@ ALL_LARGE = "tables.default.compression={kind: frequency_split, min_rows: 300}"
 
 def test_tables_of_many_rows_get_a_number_each_and_the_others_stay_whole(prepared_clicks: str) -> None:
     job, dataset = job_for(prepared_clicks, ALL_LARGE), load_dataset(prepared_clicks)
-    assert not is_settled(job.tables)
-    job.tables = settle_head_rows(job, dataset, 2, math.inf)
-    assert is_settled(job.tables)
-    tables = resolve_tables(job.tables, dataset)
-    for table in tables:
+    assert has_auto(job.tables)
+    resolved = resolve_job(job, dataset, 2)
+    assert has_auto(job.tables), "the job itself stays as it was"
+    assert not has_auto(resolved.job.tables)
+    for table in resolved.tables:
         assert (table.compression is not None) == (table.num_embeddings >= 300), table.name
-    reports = head_reports(job, tables, dataset, 2)
-    assert reports
-    for report in reports:
+    assert resolved.head_reports
+    for report in resolved.head_reports:
         assert 0 < report.head_rows < report.num_embeddings
         assert report.chosen.total < min(report.none.total, report.all.total)
-    notes = {part.name: part.note for part in physical_tables(with_notes(tables, reports))}
+    notes = {part.name: part.note for part in resolved.plain_tables}
     assert "rows, " in notes["cat_25__hot"] and "without head" in notes["cat_25__cold"] and not notes["cat_0"]
 
 
@@ -89,21 +89,43 @@ def test_a_table_of_its_own_overrides_the_default(prepared_clicks: str) -> None:
         "tables.cat_24.compression={kind: none}",
         "tables.cat_23.compression={kind: frequency_split, tail: {kind: hash, ratio: 4}}",
     )
-    parts = {
-        part.name: part.num_embeddings
-        for part in physical_tables(resolve_tables(settle_head_rows(job, dataset, 2, math.inf), dataset))
-    }
+    parts = {part.name: part.num_embeddings for part in resolve_job(job, dataset, 2).plain_tables}
     assert parts["cat_25__hot"] == 77 and "cat_24" in parts
     assert parts["cat_23__cold__hash"] == (dataset.sparse_feature("cat_23").cardinality - parts["cat_23__hot"]) // 4
 
 
 def test_a_run_that_goes_on_keeps_its_numbers_and_memory_limits_new_ones(prepared_clicks: str) -> None:
     job, dataset = job_for(prepared_clicks, ALL_LARGE), load_dataset(prepared_clicks)
-    first = settle_head_rows(job, dataset, 2, math.inf)
+    first = chosen(job, dataset, 2)
     larger = job_for(prepared_clicks, ALL_LARGE, "trainer.global_batch_size=16384")
-    assert settle_head_rows(larger, dataset, 4, math.inf) != first
-    assert settle_head_rows(larger, dataset, 4, math.inf, first) == first
-    assert head_rows(settle_head_rows(job, dataset, 2, 0.0)) < head_rows(first)
+    assert chosen(larger, dataset, 4) != first
+    assert chosen(larger, dataset, 4, earlier=first) == first
+    assert head_rows(chosen(job, dataset, 2, room_bytes=0.0)) < head_rows(first)
+
+
+def chosen(
+    job: TrainJob,
+    dataset: Dataset,
+    world_size: int,
+    room_bytes: float = math.inf,
+    earlier: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The tables of the resolved job."""
+
+    def choose(tables: list[Table], auto: list[Table]) -> dict[str, int]:
+        return choose_heads(job, tables, auto, dataset, world_size, room_bytes, earlier)
+
+    return resolve_job(job, dataset, world_size, choose).job.tables
+
+
+def test_tables_with_a_chosen_head_are_those_that_the_saved_job_resolves_to(prepared_clicks: str) -> None:
+    """A run saves the numbers, and a resumed run, an evaluation and an export resolve the saved job."""
+    own = "tables.cat_23.compression={kind: frequency_split, tail: {kind: hash, ratio: 4}}"
+    job, dataset = job_for(prepared_clicks, ALL_LARGE, own), load_dataset(prepared_clicks)
+    resolved = resolve_job(job, dataset, 2)
+    again = resolve_job(job_from_yaml(TrainJob, job_to_yaml(resolved.job)), dataset, 2)
+    assert again.all_tables == resolved.all_tables and again.tables == resolved.tables
+    assert resolved.all_tables == resolve_tables(resolved.job.tables, dataset)
 
 
 def head_rows(tables: dict[str, Any]) -> int:
@@ -114,7 +136,7 @@ def test_hashed_ids_are_refused_before_anything_is_built(prepared_clicks: str) -
     dataset = load_dataset(prepared_clicks)
     features = [replace(one, hash_size=one.cardinality) for one in dataset.sparse_features]
     with pytest.raises(ValueError, match="hashed ids are in no order"):
-        settle_head_rows(job_for(prepared_clicks, ALL_LARGE), replace(dataset, sparse_features=features), 2, math.inf)
+        resolve_job(job_for(prepared_clicks, ALL_LARGE), replace(dataset, sparse_features=features), 2)
 
 
 def words_of(data: str, folder: str) -> list[str]:
@@ -137,7 +159,7 @@ def test_a_run_over_split_tables_learns_what_one_over_whole_tables_does(
     words = [*words_of(prepared_clicks, str(tmp_path / "split")), ALL_LARGE]
     ranks.run(2, trained, [*words, "trainer.max_steps=3"])
     saved = load_saved_job(TrainJob, str(tmp_path / "split" / "config.yaml"))
-    assert is_settled(saved.tables) and head_rows(saved.tables) > 0
+    assert not has_auto(saved.tables) and head_rows(saved.tables) > 0
     split = ranks.run(2, trained, [*words, "trainer.max_steps=6"])[0]
     assert split["ne"] == pytest.approx(whole["ne"], abs=1e-5)
     assert split["auc"] == pytest.approx(whole["auc"], abs=1e-4)
@@ -155,5 +177,5 @@ def test_a_run_over_split_tables_learns_what_one_over_whole_tables_does(
 
 def test_one_rank_has_nothing_to_send_and_no_head(prepared_clicks: str) -> None:
     dataset: Dataset = load_dataset(prepared_clicks)
-    alone = settle_head_rows(job_for(prepared_clicks, ALL_LARGE, world_size=1), dataset, 1, math.inf)
-    assert head_rows(alone) == 0
+    alone = resolve_job(job_for(prepared_clicks, ALL_LARGE, world_size=1), dataset, 1)
+    assert head_rows(alone.job.tables) == 0

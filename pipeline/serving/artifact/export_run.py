@@ -84,10 +84,8 @@ def _hash(content: Any) -> str:
 def _open_source(job: ExportJob) -> Source:
     from pipeline.checkpoint.survey import open_step
     from pipeline.checkpoint.vocabularies import trained_dataset
-    from pipeline.config.model import used_tables
-    from pipeline.embeddings.compression.physical import physical_tables
-    from pipeline.embeddings.tables import resolve_tables
     from pipeline.models.build import build_model
+    from pipeline.planner.resolved_job import resolve_job
     from pipeline.serving.artifact.make_artifact import Source
     from pipeline.serving.artifact.trained_model import load_trained
 
@@ -100,10 +98,9 @@ def _open_source(job: ExportJob) -> Source:
         raise ServingError(
             f"{where}: the artifact needs its vocabularies and validation rows; set data_path=<its folder>"
         )
-    tables = used_tables(
-        trained_job.model, resolve_tables(trained_job.tables, dataset, trained_job.data.synthetic_multi_hot)
-    )
-    known = {name for part in physical_tables(tables) for name in (part.name, part.config_name)}
+    resolved = resolve_job(trained_job, dataset, world_size=1)
+    tables = resolved.tables
+    known = {name for part in resolved.plain_tables for name in (part.name, part.config_name)}
     if unknown := [name for name in job.tables if name not in known]:
         from pipeline.runtime.errors import did_you_mean
 

@@ -1,0 +1,79 @@
+"""Resolve a job against its data set, once: every later step reads the result, and nothing changes it.
+
+`head_rows: auto` becomes a number here too. The choice depends on frequency curves, batch, ranks and memory, so a run makes
+it once and keeps it in its config.yaml.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipeline.config.jobs import TrainJob
+from pipeline.config.model import used_tables
+from pipeline.data.dataset import Dataset
+from pipeline.embeddings.compression.physical import check_compressed, physical_tables
+from pipeline.embeddings.table import Table
+from pipeline.embeddings.tables import resolve_tables
+from pipeline.planner.head_rows import (
+    HeadReport,
+    auto_tables,
+    choose_heads,
+    has_auto,
+    head_reports,
+    with_head_rows,
+    with_notes,
+    without_auto,
+)
+
+# Tables, and those of them whose head is `auto` -> rows of each of the latter.
+HeadChoice = Callable[[list[Table], list[Table]], dict[str, int]]
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """What a job and its data set come to on `world_size` ranks.
+
+    job: as it was given, with a number for every `head_rows: auto`.
+    all_tables: one for every sparse feature of the data set, as the reader needs them; `tables` are those that the model
+    uses, each with a note of what its head is expected to save.
+    """
+
+    job: TrainJob
+    dataset: Dataset
+    world_size: int
+    all_tables: list[Table]
+    tables: list[Table]
+    head_reports: list[HeadReport]
+
+    @cached_property
+    def plain_tables(self) -> list[Table]:
+        """What is sharded: the parts of compressed tables, and the others as they are."""
+        return physical_tables(self.tables)
+
+
+def resolve_job(job: TrainJob, dataset: Dataset, world_size: int, choose: HeadChoice | None = None) -> ResolvedJob:
+    """Local. `choose` is asked where a head is `auto`; None: as if memory had no limit.
+
+    Raises:
+        ConfigError: tables, or compression, that do not fit the data set or the model.
+    """
+    resolved = resolve_tables(without_auto(job.tables), dataset, job.data.synthetic_multi_hot)
+    if has_auto(job.tables):
+        auto = auto_tables(job.tables, resolved)
+        heads = choose(resolved, auto) if choose else choose_heads(job, resolved, auto, dataset, world_size, math.inf)
+        job = replace(job, tables=with_head_rows(job.tables, heads))
+        resolved = [_with_head(table, heads[table.name]) if table in auto else table for table in resolved]
+    job.model.check_tables(resolved, len(dataset.dense_features))
+    used = used_tables(job.model, resolved)
+    reports = head_reports(job, used, dataset, world_size)
+    return ResolvedJob(job, dataset, world_size, resolved, with_notes(used, reports), reports)
+
+
+def _with_head(table: Table, rows: int) -> Table:
+    assert table.compression is not None
+    fixed = replace(table, compression=replace(table.compression, head_rows=str(rows), min_rows=0))
+    check_compressed(fixed)
+    return fixed
