@@ -143,9 +143,9 @@ def _fill(
     flat: Mapping[str, Any], wanted: Inventory, source: _Source, decisions: Decisions
 ) -> dict[str, dict[tuple[int, int], int]]:
     """Local: table -> (first row, rows) of its parts on this rank -> how many of these rows were loaded."""
-    for key in decisions.layers:
-        shape = source.tensors.shape(key)
-        flat[key].copy_(source.tensors.read(key, [0] * len(shape), shape))
+    for key in decisions.layers:  # the maps of managed collision are among them, and lie on several ranks
+        for part, offsets in local_chunks(flat[key]):
+            part.copy_(source.tensors.read(key, offsets, part.shape))
     loaded: dict[str, dict[tuple[int, int], int]] = {}
     for decision in decisions.tables:
         if decision.source is not None:

@@ -18,7 +18,8 @@ from pipeline.data.dataset import Dataset
 from pipeline.runtime.errors import CheckpointError, did_you_mean
 
 STATE = "optimizer.state."
-COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)__parts\.")
+# Of compressed tables: parameters that compose their rows, and the maps of managed collision.
+COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)__parts\.|\bmanaged_rows\.([^.]+?)(?:__cold)?__managed\.")
 
 
 @dataclass(frozen=True)
@@ -230,9 +231,9 @@ def _decide_layers(
 
 
 def composer_of(key: str) -> str | None:
-    """The compressed table whose dense parameter this is, None for a layer of the model."""
+    """The compressed table whose dense parameter or map this is, None for a layer of the model."""
     found = COMPOSER.search(key)
-    return found[1] if found else None
+    return found[1] or found[2] if found else None
 
 
 def _layer_states(stored: Inventory, wanted: Inventory, fits: set[str], config: WarmStartConfig) -> list[str]:

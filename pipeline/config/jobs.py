@@ -154,16 +154,6 @@ class RetrainJob(TrainJob):
             raise ConfigError(
                 "retrain starts from the champion; leave warm_start out (growth.* says what becomes of tables)"
             )
-        managed = [
-            name
-            for name, table in self.tables.items()
-            if table.compression and table.compression.kind == "managed_collision"
-        ]
-        if self.gate.export.enabled and managed:
-            raise ConfigError(
-                f"tables.{managed[0]}.compression.kind=managed_collision cannot be exported; gate.export.enabled=false "
-                "retrains without artifacts"
-            )
         if "://" in self.run_dir:
             raise ConfigError(f"run_dir={self.run_dir}: give a local folder; registry.path may be s3://...")
         if self.checkpoint.folder is not None:

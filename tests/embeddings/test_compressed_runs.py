@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pipeline.checkpoint.remap import RowMap
-from pipeline.checkpoint.warm_start_policy import NewData, _fresh_composed
+from pipeline.checkpoint.tensors import StepTensors
+from pipeline.checkpoint.warm_start_policy import NewData, _fresh_composed, composer_of
 from pipeline.cli.command_line import load_config
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.data import ReaderConfig
@@ -123,6 +124,40 @@ def test_a_new_run_takes_the_compressed_tables_that_mean_the_same(
     assert loaded["cat_25__hash"] == 0
     assert all(rows > 0 for name, rows in loaded.items() if name != "cat_25__hash")
     assert not [name for name in report["layers_fresh"] if "composers" in name]
+
+
+def test_a_new_run_takes_rows_of_managed_collision_with_the_maps_that_say_whose_they_are(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    managed = [
+        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", f"data.path={prepared_clicks}",
+        "tables.cat_25.compression={kind: managed_collision, num_rows: 64, buckets: 2, eviction_interval: 2}",
+        "tables.cat_25.sharding.sharding_types=[row_wise]",
+    ]  # fmt: skip
+    old, new = tmp_path / "old", tmp_path / "new"
+    assert ranks.run(2, _train, [*managed, f"run_dir={old}", "trainer.max_steps=4"]) == ["", ""]
+    started = [*managed, f"run_dir={new}", f"warm_start.run={old}", "trainer.max_steps=1"]
+    assert ranks.run(2, _train, started) == ["", ""]
+    then, now = (
+        StepTensors(str(run / "checkpoints" / step)) for run, step in ((old, "step_00000004"), (new, "step_00000001"))
+    )
+    (key,) = (key for key in then.entries if key.endswith("cat_25__managed.sorted_ids"))
+    ids = [tensors.read(key, [0], [64]) for tensors in (then, now)]
+    assert (ids[0] != ids[0].max()).sum() > 20  # most rows belong to an id
+    assert torch.equal(*ids)  # the second step decides anew, the first does not
+
+
+@pytest.mark.parametrize(
+    ("key", "table"),
+    [
+        ("model.composition.composers.t__parts.weights.0", "t"),
+        ("model.embeddings.managed_rows.t__managed.sorted_ids", "t"),
+        ("model.embeddings.managed_rows.t__cold__managed.rows", "t"),
+        ("model.over_arch.0.weight", None),
+    ],
+)
+def test_what_belongs_to_a_compressed_table_is_no_layer_of_the_model(key: str, table: str | None) -> None:
+    assert composer_of(key) == table
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.retraining.ledger import SKIPPED
+from pipeline.retraining.ledger import PROMOTED, SKIPPED
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.tick import describe, retrain
 from pipeline.runtime.storage.lease import take_lease
 from tests.retraining.runs import candidate, finished
-from tests.retraining.streams import job
+from tests.retraining.streams import job, write_window
 
 
 def _partition(folder: Path, name: str, whole: bool) -> None:
@@ -39,7 +39,7 @@ def test_of_two_ticks_at_once_one_works_and_the_other_says_so(tmp_path: Path, he
 def test_a_tick_without_work_is_quick_ends_with_0_and_loads_no_torch(tmp_path: Path) -> None:
     _partition(tmp_path, "dt=2026-11-01", whole=True)
     code = (
-        "import sys; from tests.retraining.streams import job; from pipeline.retraining.tick import describe, retrain\n"
+        "import sys; from tests.retraining.streams import job, write_window; from pipeline.retraining.tick import describe, retrain\n"
         f"from pathlib import Path; print(describe(retrain(job(Path({str(tmp_path)!r})))))\n"
         "assert not {'torch', 'duckdb'} & set(sys.modules)\n"
     )
@@ -73,8 +73,27 @@ def test_windows_wait_while_a_version_is_pinned(tmp_path: Path) -> None:
     assert summary.records == [] and summary.note.startswith("v000001 is pinned (calibration fell)")
 
 
-def test_tables_that_cannot_be_exported_are_told_of_before_anything_is_done(tmp_path: Path) -> None:
+def test_tables_of_managed_collision_are_retrained_and_exported_as_others_are(tmp_path: Path) -> None:
     managed = "tables.cat_3={compression:{kind:managed_collision,num_rows:100}}"
-    with pytest.raises(ValueError, match=r"tables.cat_3.*cannot be exported; gate.export.enabled=false"):
-        job(tmp_path, managed)
-    assert not job(tmp_path, managed, "gate.export.enabled=false").gate.export.enabled
+    assert job(tmp_path, managed).gate.export.enabled
+
+
+@pytest.mark.campaign
+def test_versions_of_managed_collision_follow_each_other_with_artifacts(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        write_window(tmp_path / "source", number, 4000)
+    loose = [
+        "gate.calibration_min=0.2", "gate.calibration_max=5", "gate.ne_tolerance=1", "gate.max_ne=5", "gate.min_rows=100",
+        "checks.min_history=20", "checks.champion_ne_rise=null", "checks.unknown_share_rise=null", "max_catchup=5",
+    ]  # fmt: skip
+    summary = retrain(
+        job(
+            tmp_path,
+            "data.feature_ids.cat_25={kind: hash, hash_size: 100000}",
+            "tables.cat_25.compression={kind: managed_collision, num_rows: 512, buckets: 2, eviction_interval: 5}",
+            *loose,
+        )
+    )
+    assert [record.state for record in summary.records] == [PROMOTED, PROMOTED]
+    champion = Registry(str(tmp_path / "registry")).champion()
+    assert champion is not None and champion.artifact is not None
