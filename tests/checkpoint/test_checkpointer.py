@@ -18,6 +18,7 @@ from pipeline.checkpoint.steps import list_steps
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.storage.checksums import BLOCK_BYTES
 from pipeline.runtime.storage.manifest import seal_manifest
+from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state, train_steps
 
@@ -192,7 +193,7 @@ def test_metadata_that_asks_to_run_something_is_refused_even_with_a_matching_che
     }  # fmt: skip
     (step / "manifest.json").write_text(seal_manifest(manifest))
     for message in ranks.run(2, _restore_attacked, str(tmp_path)):
-        assert "posix.system, which no checkpoint of ours does" in message
+        assert mentions(message, "posix.system")
     assert not trap.exists()
 
 

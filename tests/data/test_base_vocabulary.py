@@ -10,6 +10,7 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import PrepareJob
 from pipeline.data.prepare.run import prepare
+from pipeline.runtime.errors import DataError
 
 HEADER = "click,x,item\n"
 
@@ -55,5 +56,5 @@ def test_old_counts_decay_and_rare_values_lose_their_row(tmp_path: Path) -> None
 def test_another_base_is_another_data_set(tmp_path: Path) -> None:
     _prepare(tmp_path, "old", "aab")
     _prepare(tmp_path, "new", "ab")
-    with pytest.raises(ValueError, match="was prepared from other input"):
+    with pytest.raises(DataError):
         _prepare(tmp_path, "new", "ab", f"vocabularies.path={tmp_path / 'old'}")

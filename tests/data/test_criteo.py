@@ -19,7 +19,9 @@ from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.raw.layout import layout_of
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
 from pipeline.data.raw.source import Block, find_sources
+from pipeline.runtime.errors import DataError
 from tests.data.criteo_rows import random_lines, write_lines
+from tests.support.messages import names
 
 CRITEO = DataConfig(name="rows")
 
@@ -74,7 +76,7 @@ def test_gzip_and_windows_line_ends_read_like_the_plain_file(tmp_path: Path) -> 
 
 def test_cut_off_gzip_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "day_0.gz").write_bytes(gzip.compress("\n".join(random_lines(500)).encode())[:-400])
-    with pytest.raises(ValueError, match=r"day_0\.gz is not a whole gzip file"):
+    with pytest.raises(DataError, match=names("day_0.gz")):
         parse_file(str(tmp_path / "day_0.gz"))
 
 
@@ -157,19 +159,19 @@ def test_csv_value_with_a_line_break_is_quarantined_line_by_line(tmp_path: Path)
 
 def test_missing_column_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "own.csv", ["clicked,prices,shop,tags,at", "1,1,a,x,1"])
-    with pytest.raises(ValueError, match="lacks 1 of 5 columns: 'price'; did you mean 'prices'"):
+    with pytest.raises(DataError, match=names("price prices")):
         parse_file(path, OWN)
 
 
 def test_column_with_two_roles_is_refused() -> None:
     columns = ColumnsConfig(label="clicked", dense=["price"], sparse=["price"])
-    with pytest.raises(ValueError, match="gives 'price' two roles"):
+    with pytest.raises(DataError, match=names("price")):
         layout_of(DataConfig(name="own", format="csv", columns=columns))
 
 
 def test_time_is_read_only_where_rows_are_split_by_it(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "own.csv", ["clicked,price,shop,tags", "1,1,a,x"])
-    with pytest.raises(ValueError, match="lacks 1 of 5 columns: 'at'"):
+    with pytest.raises(DataError, match=names("at")):
         parse_file(path, OWN)
     assert column(parse_file(path, replace(OWN, split=SplitConfig())), "shop") == ["a"]
 
@@ -177,14 +179,14 @@ def test_time_is_read_only_where_rows_are_split_by_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: DataConfig(name="x", columns=OWN_COLUMNS), "criteo_tsv fixes its columns: drop data.columns"),
-        (lambda: DataConfig(name="x", split=SplitConfig(kind="time")), "needs data.columns.timestamp=<column>"),
-        (lambda: IdsConfig(kind="hash", hash_size=9, min_frequency=2), "ids.kind=hash counts nothing"),
-        (lambda: IdsConfig(hash_size=9), "ids.hash_size=9 goes with ids.kind=hash"),
+        (lambda: DataConfig(name="x", columns=OWN_COLUMNS), "criteo_tsv data.columns"),
+        (lambda: DataConfig(name="x", split=SplitConfig(kind="time")), "data.columns.timestamp=<column>"),
+        (lambda: IdsConfig(kind="hash", hash_size=9, min_frequency=2), "ids.kind=hash"),
+        (lambda: IdsConfig(hash_size=9), "ids.hash_size=9 ids.kind=hash"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names(message)):
         build()
 
 
@@ -217,7 +219,7 @@ def test_parquet_rows_with_null_labels_or_times_are_quarantined(tmp_path: Path) 
 def test_parquet_label_that_is_text_is_refused(tmp_path: Path) -> None:
     table = pa.table({"clicked": ["1"], "price": [1], "shop": ["a"], "tags": [["x"]], "at": [1]})
     pq.write_table(table, tmp_path / "own.parquet")
-    with pytest.raises(ValueError, match="column 'clicked' has type string"):
+    with pytest.raises(ValueError, match=names("clicked")):
         parse_file(str(tmp_path / "own.parquet"), OWN_PARQUET)
 
 
@@ -234,7 +236,7 @@ def test_sources_come_in_the_order_of_their_numbers_without_side_files(tmp_path:
         (tmp_path / name).write_text(name)
     assert [s.name for s in find_sources(str(tmp_path))] == ["day_0", "day_2", "day_10.gz", "other"]
     assert [s.name for s in find_sources(f"{tmp_path}/day_*")] == ["day_0", "day_2", "day_10.gz"]
-    with pytest.raises(ValueError, match="names no file; did you mean 'other'"):
+    with pytest.raises(ValueError, match=names("other")):
         find_sources(str(tmp_path / "ohter"))
 
 

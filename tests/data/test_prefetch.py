@@ -69,7 +69,7 @@ def test_an_error_arrives_after_the_items_before_it_and_stays() -> None:
     iterator = prefetcher(failing())
     assert next(iterator) == 1
     for _ in range(2):
-        with pytest.raises(OSError, match="disk on fire"):
+        with pytest.raises(OSError):
             next(iterator)
     assert wait_until_threads_end()
 

@@ -24,8 +24,10 @@ from pipeline.data.read.batch import Batch
 from pipeline.data.read.decode import Block
 from pipeline.data.read.reader import ShardReader
 from pipeline.data.read.streams import Segment
+from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.storage import storage
 from tests.data.shard_files import MAX_TAGS, NUM_BUCKETS, tags_of, write_dataset
+from tests.support.messages import names
 
 RAGGED = [[20, 1, 7], [3], [16, 16, 16, 5], [1, 1, 1, 1], [9, 30]]
 NUM_ROWS = sum(map(sum, RAGGED))  # 127
@@ -196,23 +198,23 @@ def spoil(column: str, values: Callable[[list[Any]], list[Any]]) -> Callable[[pa
 
 
 SPOILT = {
-    "id too large": (spoil("bucket", lambda ids: [*ids[:-1], 50]), r"part-0.parquet, row 31: 'bucket' is 50, not an id within \[0, 50\) \(row group 1 has 1 bad of 16 rows\)"),
-    "negative id": (spoil("row", lambda ids: [-1, *ids[1:]]), r"row 0: 'row' is -1, not an id within \[0, 32\)"),
-    "id beyond int32": (lambda table: table.set_column(3, "row", pa.array([2**40, *range(1, 32)])), r"row 0: 'row' is 1099511627776, not an id"),
-    "id in a list": (spoil("tags", lambda tags: [*tags[:2], [3, 99], *tags[3:]]), r"row 2: 'tags' is \[3, 99\], not a list of ids within \[0, 50\)"),
-    "missing id": (spoil("last", lambda ids: [*ids[:5], None, *ids[6:]]), r"row 5: 'last' is missing"),
-    "missing list": (spoil("tags", lambda tags: [None, *tags[1:]]), r"row 0: 'tags' is missing"),
-    "missing id in a list": (spoil("tags", lambda tags: [[None], *tags[1:]]), r"row 0: 'tags' is \[None\], not a list of ids"),
-    "missing label": (spoil("label", lambda labels: [None, *labels[1:]]), r"row 0: 'label' is missing"),
-    "label 2": (spoil("label", lambda labels: [2, *labels[1:]]), r"row 0: 'label' is 2, not 0 or 1"),
-    "NaN label": (lambda table: table.set_column(0, "label", pa.array([float("nan"), *[1.0] * (len(table) - 1)])), "row 0: 'label' is nan, not 0 or 1"),
-    "NaN": (spoil("int_1", lambda values: [float("nan"), *values[1:]]), r"row 0: 'int_1' is nan, not a finite 32-bit number"),
-    "infinity": (spoil("int_0", lambda values: [*values[:-1], float("inf")]), r"row 31: 'int_0' is inf, not a finite"),
-    "beyond float32": (lambda table: table.set_column(1, "int_0", pa.array([1e39, *[1.0] * (len(table) - 1)])), r"row 0: 'int_0' is 1e\+39, not a finite"),
-    "missing column": (lambda table: table.drop_columns(["bucket"]), r"has no column 'bucket'"),
-    "text for ids": (lambda table: table.set_column(4, "bucket", table["bucket"].cast(pa.string())), r"'bucket' is string, expected an integer"),
-    "numbers for ids": (lambda table: table.set_column(4, "bucket", table["bucket"].cast(pa.float32())), r"'bucket' is float, expected an integer"),
-    "ids for lists": (lambda table: table.set_column(5, "tags", table["last"]), r"'tags' is int32, expected a list of integers"),
+    "id too large": (spoil("bucket", lambda ids: [*ids[:-1], 50]), "part-0.parquet row 31 bucket 50 [0 1 16"),
+    "negative id": (spoil("row", lambda ids: [-1, *ids[1:]]), "row 0 -1 [0 32"),
+    "id beyond int32": (lambda table: table.set_column(3, "row", pa.array([2**40, *range(1, 32)])), "row 0 1099511627776"),
+    "id in a list": (spoil("tags", lambda tags: [*tags[:2], [3, 99], *tags[3:]]), "row 2 tags [3 99] [0 50"),
+    "missing id": (spoil("last", lambda ids: [*ids[:5], None, *ids[6:]]), "row 5 last missing"),
+    "missing list": (spoil("tags", lambda tags: [None, *tags[1:]]), "row 0 tags missing"),
+    "missing id in a list": (spoil("tags", lambda tags: [[None], *tags[1:]]), "row 0 tags [None]"),
+    "missing label": (spoil("label", lambda labels: [None, *labels[1:]]), "row 0 label missing"),
+    "label 2": (spoil("label", lambda labels: [2, *labels[1:]]), "row 0 label 2"),
+    "NaN label": (lambda table: table.set_column(0, "label", pa.array([float("nan"), *[1.0] * (len(table) - 1)])), "row 0 label nan"),
+    "NaN": (spoil("int_1", lambda values: [float("nan"), *values[1:]]), "row 0 int_1 nan"),
+    "infinity": (spoil("int_0", lambda values: [*values[:-1], float("inf")]), "row 31 int_0 inf"),
+    "beyond float32": (lambda table: table.set_column(1, "int_0", pa.array([1e39, *[1.0] * (len(table) - 1)])), "row 0 int_0 1e+39"),
+    "missing column": (lambda table: table.drop_columns(["bucket"]), "bucket"),
+    "text for ids": (lambda table: table.set_column(4, "bucket", table["bucket"].cast(pa.string())), "bucket string"),
+    "numbers for ids": (lambda table: table.set_column(4, "bucket", table["bucket"].cast(pa.float32())), "bucket float"),
+    "ids for lists": (lambda table: table.set_column(5, "tags", table["last"]), "tags int32"),
 }  # fmt: skip
 
 
@@ -220,7 +222,7 @@ SPOILT = {
 def test_values_that_would_train_wrong_are_refused_by_name(tmp_path: Path, case: str) -> None:
     change, message = SPOILT[case]
     data = str(tmp_path), write_dataset(tmp_path, [[16, 16]], change)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=names(message)) as error:
         epoch_of(make_reader(data))
     assert "part-0.parquet" in str(error.value)
     assert "python -m pipeline.prepare" in str(error.value)
@@ -230,11 +232,11 @@ def test_batches_before_the_bad_row_group_still_arrive(tmp_path: Path) -> None:
     data = str(tmp_path), write_dataset(tmp_path, [[16] * 8], spoil("last", lambda ids: [*ids[:-1], 99]))
     iterator = make_reader(data, shuffle="none", global_batch_size=4).batches(0)
     arrived = []
-    with pytest.raises(ValueError, match="row group 7"):
+    with pytest.raises(ValueError, match=names("7")):
         for batch in iterator:
             arrived.append(batch)
     assert len(arrived) == 16  # rows 64..128 are the second round, and its last row group is bad
-    with pytest.raises(ValueError, match="row group 7"):
+    with pytest.raises(ValueError, match=names("7")):
         next(iterator)
 
 
@@ -242,7 +244,7 @@ def test_missing_shards_are_named_before_anything_is_read(tmp_path: Path) -> Non
     data = str(tmp_path), write_dataset(tmp_path, RAGGED)
     for index in (1, 3):
         (tmp_path / "train" / f"part-{index}.parquet").unlink()
-    with pytest.raises(ValueError, match=r"2 of 5 shards are missing from .*, the first is train/part-1.parquet"):
+    with pytest.raises(ValueError, match=names("train/part-1.parquet")):
         make_reader(data)
 
 
@@ -251,21 +253,21 @@ def test_a_shard_of_another_size_is_refused_before_anything_is_read(tmp_path: Pa
     with open(tmp_path / "train" / "part-2.parquet", "ab") as file:
         file.write(b"12345")
     size = data[1].splits["train"].files[2].size_bytes
-    with pytest.raises(ValueError, match=rf"part-2.parquet has {size + 5} bytes, dataset.json says {size}"):
+    with pytest.raises(ValueError, match=names(f"part-2.parquet {size + 5} {size}")):
         make_reader(data)
 
 
 def test_a_shard_with_other_row_groups_is_refused(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path, [[16, 16]])
     dataset.splits["train"].files[0].row_groups[:] = [8, 24]
-    with pytest.raises(ValueError, match="has 2 row groups with 32 rows"):
+    with pytest.raises(ValueError, match=names("32")):
         epoch_of(make_reader((str(tmp_path), dataset)))
 
 
 def test_a_description_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path, [[16, 16]])
     dataset.splits["train"].files[0].row_groups.append(8)
-    with pytest.raises(ValueError, match=r"dataset.json counts 32 rows, but row groups with 40"):
+    with pytest.raises(DataError, match=names("dataset.json 32 40")):
         make_reader((str(tmp_path), dataset))
 
 
@@ -275,31 +277,29 @@ def test_flipped_bits_in_a_page_are_refused(tmp_path: Path) -> None:
     spoilt = bytearray(path.read_bytes())
     spoilt[100] ^= 0x10
     path.write_bytes(spoilt)
-    with pytest.raises(ValueError, match=r"part-0.parquet.* cannot be read .*; compare the file's checksum"):
+    with pytest.raises(ValueError, match=names("part-0.parquet")):
         epoch_of(make_reader(data))
 
 
 def test_a_split_smaller_than_a_global_batch_is_refused(ragged: tuple[str, Dataset]) -> None:
-    with pytest.raises(
-        ValueError, match=r"'train' of data set 'tiny' has 127 rows, fewer than one global batch of 128"
-    ):
+    with pytest.raises(DataError, match=names("127 128 train tiny")):
         make_reader(ragged, global_batch_size=128)
 
 
 def test_wrong_arguments_are_refused_with_the_way_out(ragged: tuple[str, Dataset]) -> None:
-    with pytest.raises(ValueError, match="no split 'trian', it has train; did you mean 'train'"):
+    with pytest.raises(DataError, match=names("trian train")):
         ShardReader(*ragged, "trian", global_batch_size=16, rank=0, world_size=1, config=ReaderConfig(), seed=0)
-    with pytest.raises(ValueError, match="num_streams=4 cannot be dealt evenly to 3 ranks"):
+    with pytest.raises(ConfigError, match=names("num_streams=4")):
         make_reader(ragged, 0, 3)
-    with pytest.raises(ValueError, match=r"rank=2 must lie within \[0, 1\]"):
+    with pytest.raises(ValueError, match=names("rank=2 [0 1]")):
         make_reader(ragged, 2, 2)
-    with pytest.raises(ValueError, match="names 'buckets', which is no sparse feature; did you mean 'bucket'"):
+    with pytest.raises(ValueError, match=names("buckets")):
         make_reader(ragged, multi_hot={"buckets": 3})
-    with pytest.raises(ValueError, match="bucket=0 must be at least 1"):
+    with pytest.raises(ValueError, match=names("bucket=0")):
         make_reader(ragged, multi_hot={"bucket": 0})
-    with pytest.raises(ValueError, match="the data hold lists for 'tags'"):
+    with pytest.raises(DataError, match=names("tags")):
         make_reader(ragged, multi_hot={"tags": 3})
-    with pytest.raises(ValueError, match=r"start_step=8: .* an epoch has 7 steps"):
+    with pytest.raises(DataError, match=names("start_step=8")):
         make_reader(ragged).batches(0, 8)
 
 
@@ -366,7 +366,7 @@ def test_shards_behind_a_uri_are_read_alike_and_missing_ones_named(tmp_path: Pat
     assert rows_of(batches) == rows_of(epoch_of(make_reader((str(tmp_path / "set"), dataset))))
     assert sorted(set(handler.downloads)) == [f"faraway://set/train/part-{index}.parquet" for index in range(5)]
     (tmp_path / "set" / "train" / "part-4.parquet").unlink()
-    with pytest.raises(ValueError, match="1 of 5 shards are missing from faraway://set, the first is train/part-4"):
+    with pytest.raises(ValueError, match=names("faraway://set train/part-4")):
         make_reader(("faraway://set", dataset))
 
 

@@ -18,7 +18,9 @@ from pipeline.data.generate import synthetic, user_item
 from pipeline.data.generate.synthetic import area_under_curve, hex_strings, power_law, write_source
 from pipeline.data.prepare.run import prepare
 from pipeline.data.raw.criteo import TEACHER_SUFFIX
+from pipeline.runtime.errors import ConfigError, DataError
 from tests.data.criteo_rows import read_split, run_prepare
+from tests.support.messages import names
 
 SMALL = SyntheticConfig(num_rows=4_500, seed=3)
 
@@ -93,7 +95,7 @@ def test_side_file_of_another_draw_is_refused(source: Path, tmp_path: Path) -> N
     lines = source.read_text().splitlines()[:100]
     (tmp_path / "rows.tsv").write_text("\n".join(lines))
     Path(f"{tmp_path}/rows.tsv{TEACHER_SUFFIX}").write_bytes(Path(f"{source}{TEACHER_SUFFIX}").read_bytes())
-    with pytest.raises(ValueError, match="has 4500 rows, its source 100: generate both again"):
+    with pytest.raises(DataError, match=names("4500 100")):
         run_prepare(str(tmp_path / "rows.tsv"), tmp_path / "ds")
 
 
@@ -133,14 +135,14 @@ def test_generate_names_the_command_that_comes_next(tmp_path: Path) -> None:
     summary = generate(GenerateJob(data=data, output=str(tmp_path / "new" / "tiny.tsv")))
     assert (tmp_path / "new" / "tiny.tsv").read_text().count("\n") == summary.num_rows == 200
     assert summary.next_command == f"python -m pipeline.prepare data=tiny source={tmp_path}/new/tiny.tsv"
-    with pytest.raises(ValueError, match="has no `synthetic` or `user_item` section"):
+    with pytest.raises(ConfigError, match=names("`user_item`")):
         GenerateJob(data=DataConfig(name="criteo_kaggle"))
 
 
 def test_draw_that_is_not_in_criteos_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has 2 values and synthetic.num_dense is 13, but Criteo's format has 26"):
+    with pytest.raises(ValueError, match=names("synthetic.num_dense 13 26")):
         DataConfig(name="drawn", synthetic=SyntheticConfig(cardinalities=[3, 4], num_interactions=1))
-    with pytest.raises(ValueError, match=r"but data.columns names 1 categorical features and 13 dense ones"):
+    with pytest.raises(ValueError, match=names("data.columns 13")):
         columns = ColumnsConfig(dense=[f"int_{i}" for i in range(13)], sparse=["cat_0"])
         synthetic = SyntheticConfig(cardinalities=[3, 4], num_interactions=1)
         DataConfig(name="drawn", format="tsv", columns=columns, synthetic=synthetic)

@@ -20,13 +20,14 @@ from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.embeddings.compression.id_splitter import IdSplitter
-from pipeline.runtime.errors import CheckpointError
+from pipeline.runtime.errors import CheckpointError, ServingError
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate_run import evaluate
 from pipeline.training.run import train
 from tests.embeddings.compressed import PooledModel, as_features, draw_bags, table_of
 from tests.support.datasets import described_dataset
+from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
 MULTI_HOT = {"cat_24": 3, "cat_21": 4, "cat_23": 2}
@@ -99,7 +100,7 @@ def test_an_artifact_scores_as_the_trainer_evaluates_on_another_number_of_ranks(
     rate = torch.cat(labels).mean()
     entropy = -(rate * rate.log() + (1 - rate) * (1 - rate).log())
     assert float(torch.cat(losses).mean() / entropy) == pytest.approx(metrics["ne"], abs=1e-5)
-    with pytest.raises(ValueError, match="has an id outside"):
+    with pytest.raises(ServingError):
         batch.sparse_features.values()[-1] = 10**9
         predictor.score_batch(batch.dense_features, batch.sparse_features)
 
@@ -107,7 +108,7 @@ def test_an_artifact_scores_as_the_trainer_evaluates_on_another_number_of_ranks(
 def test_a_run_does_not_go_on_with_another_hash(ranks: RankPool, run: Path, prepared_clicks: str) -> None:
     changed = words(prepared_clicks, run, "trainer.max_steps=8", "tables.cat_25.compression.seed=1")
     for problem in ranks.run(2, _train, changed):
-        assert "was trained to step 6 with table 'cat_25' as hash of" in problem
+        assert mentions(problem, "cat_25")
         assert "its rows would stand for other ids; keep tables.*.compression" in problem
 
 
@@ -116,7 +117,7 @@ def test_a_new_run_takes_the_compressed_tables_that_mean_the_same(
 ) -> None:
     changed = [f"warm_start.run={run}", "tables.cat_25.compression.seed=1", "trainer.max_steps=1"]
     refused = ranks.run(2, _train, words(prepared_clicks, tmp_path / "refused", *changed))
-    assert "table 'cat_25' is compressed, and it was hash of" in refused[0]
+    assert mentions(refused[0], "cat_25")
     fresh = words(prepared_clicks, tmp_path / "new", *changed, "warm_start.composed_tables=fresh")
     assert ranks.run(2, _train, fresh) == ["", ""]
     report = json.loads((tmp_path / "new" / "warm_start.json").read_text())
@@ -181,7 +182,7 @@ def test_rows_that_ids_share_follow_no_value_to_another_id(row_map: RowMap | str
     assert found.keys() == ({"t"} if problem else set())
     if problem:
         assert problem in found["t"]
-        with pytest.raises(CheckpointError, match=r"composed_tables=refuse forbids; .*composed_tables=fresh"):
+        with pytest.raises(CheckpointError, match=names("composed_tables=refuse composed_tables=fresh")):
             _fresh_composed(manifest, data, WarmStartConfig(run="r"), lambda old, new: row_map)
 
 

@@ -7,6 +7,7 @@ import pytest
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.embeddings.tables import resolve_tables
 from tests.support.datasets import described_dataset
+from tests.support.messages import names
 
 DATASET = described_dataset({"user": 100, "item": 5000, "context": 7})
 
@@ -46,12 +47,12 @@ def test_multi_hot_sizes_replace_the_pooling_factor() -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"itme": TableConfig()}, "embeds feature 'itme'.*did you mean 'item'"),
-        ({"item": TableConfig(num_embeddings=10)}, "num_embeddings=10 but the data's ids reach 4999.*max_size=10"),
-        ({"a": TableConfig(feature_names=["item"]), "item": TableConfig()}, "'item' is in tables 'a' and 'item'"),
-        ({"default": TableConfig(num_embeddings=10)}, "belong to one table"),
+        ({"itme": TableConfig()}, "itme item"),
+        ({"item": TableConfig(num_embeddings=10)}, "num_embeddings=10 4999 max_size=10"),
+        ({"a": TableConfig(feature_names=["item"]), "item": TableConfig()}, "item a"),
+        ({"default": TableConfig(num_embeddings=10)}, "num_embeddings"),
     ],
 )
 def test_tables_that_do_not_fit_the_data_are_refused(tables: dict[str, TableConfig], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names(message)):
         resolve_tables(tables, DATASET)

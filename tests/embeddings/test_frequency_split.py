@@ -16,6 +16,7 @@ from pipeline.embeddings.compression.frequency_split import hot_and_cold
 from pipeline.embeddings.compression.id_splitter import IdSplitter
 from pipeline.embeddings.compression.physical import physical_tables
 from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from tests.embeddings.compressed import NUM_IDS, NUM_STEPS, PooledModel, as_features, draw_bags, table_of
@@ -30,6 +31,7 @@ from tests.embeddings.split_tables import (
     train_unsplit,
     whole_rows,
 )
+from tests.support.messages import names
 from tests.support.ranks import RankPool
 from tests.training.tiny import full_weights
 
@@ -135,21 +137,21 @@ def test_bags_without_a_cold_id_are_not_there() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"head_rows": "lots"}, "head_rows=lots is neither auto nor a number of rows"),
-        ({"head_rows": "auto", "head_sharding_types": ["table_wise"]}, "give head_rows=<rows>"),
-        ({"head_rows": "3", "tail": CompressionConfig("frequency_split", head_rows="9")}, "split tail would be cold"),
-        ({"head_rows": "3", "ratio": 4.0}, "compression.ratio=4.0 is a setting of hash"),
+        ({"head_rows": "lots"}, "head_rows=lots"),
+        ({"head_rows": "auto", "head_sharding_types": ["table_wise"]}, "head_rows=<rows>"),
+        ({"head_rows": "3", "tail": CompressionConfig("frequency_split", head_rows="9")}, "tail"),
+        ({"head_rows": "3", "ratio": 4.0}, "compression.ratio=4.0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names(message)):
         CompressionConfig("frequency_split", **settings)
 
 
 def test_hashed_ids_have_no_head() -> None:
     table = table_of("t", split(HEAD))
     hashed = replace(table, frequencies=RowFrequencies([0, NUM_IDS], [0.0, 1.0], by_row=False))
-    with pytest.raises(ValueError, match="hashed ids are in no order"):
+    with pytest.raises(ConfigError):
         physical_tables([hashed])
 
 

@@ -12,9 +12,11 @@ from pipeline.checkpoint.tensors import StepTensors
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
 from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
+from pipeline.runtime.errors import TrainingError
 from pipeline.training.evaluate_run import EvaluateSummary, describe, evaluate
 from pipeline.training.preflight import validate_job
 from pipeline.training.run import TrainSummary, train
+from tests.support.messages import names
 from tests.support.ranks import RankPool
 
 
@@ -154,5 +156,5 @@ def test_a_plan_is_for_the_ranks_of_one_host(prepared_clicks: str, tmp_path: Pat
 
 def test_tables_whose_rows_change_hands_are_refused_before_torch(prepared_clicks: str, tmp_path: Path) -> None:
     words = _job(prepared_clicks, tmp_path, "tables.cat_24.compression={kind: managed_collision, num_rows: 64}")
-    with pytest.raises(ValueError, match=r"rows of tables.cat_24 belong to whatever ids each host has seen"):
+    with pytest.raises(TrainingError, match=names("tables.cat_24")):
         validate_job(load_config(TrainJob, words), 4)

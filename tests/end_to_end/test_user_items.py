@@ -17,6 +17,7 @@ from pipeline.training import run as train_module
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
 from pipeline.training.preflight import validate_job
 from pipeline.training.run import TrainSummary, train
+from tests.support.messages import names
 from tests.support.ranks import RankPool
 
 
@@ -106,14 +107,14 @@ def test_every_model_plans_and_only_for_the_tables_that_it_reads(data: str, tmp_
 
 
 def test_what_does_not_fit_is_told_before_torch(data: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"early_stop.metric \(model=two_tower\)='ne' is not one of mrr, recall_at_20"):
+    with pytest.raises(ValueError, match=names("early_stop.metric model=two_tower mrr recall_at_20")):
         load_config(TrainJob, _job(data, tmp_path, "trainer.early_stop.metric=ne"))
     for word, message in {
-        "model.user_features=[user]": r"model.user_features names 'user'.*did you mean 'user_",
-        "tables.item_id.compression.kind=hash": "whose ids name the items of the catalogue",
+        "model.user_features=[user]": "model.user_features user_",
+        "tables.item_id.compression.kind=hash": "tables.item_id",
     }.items():
         more = ["tables.item_id.compression.num_rows=20"] if "hash" in word else []
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=names(message)):
             validate_job(load_config(TrainJob, _job(data, tmp_path, word, *more)), 1)
 
 

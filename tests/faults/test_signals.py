@@ -17,6 +17,7 @@ from pipeline.runtime.process.exit_codes import DONE, REQUEUE
 from pipeline.training.run import train
 from tests.faults.conftest import FaultRecorder
 from tests.faults.runs import TIMEOUT_S, Run, processes_of
+from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 
 REQUEUED = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
@@ -45,11 +46,11 @@ def test_sigterm_is_obeyed_in_every_phase(prepared_clicks: str, tmp_path: Path, 
             assert steps == [] and "nothing had to be saved" in output
         else:
             assert saved_after <= steps[-1] <= saved_after + 2, output
-            assert f"stopped by SIGTERM at step {steps[-1]}, saved" in output
+            assert mentions(output, f"SIGTERM {steps[-1]}")
         fault(5, f"{phase}: code 75, {f'saved at step {steps[-1]}' if steps else 'nothing to save'}", count=1)
     run = runs["training"]
     code, output = run.finish(env=REQUEUED)  # the same command, as the scheduler starts it again
-    assert code == DONE and f"trained to step {STEPS}" in output, output
+    assert code == DONE and mentions(output, f"trained {STEPS}"), output
     assert len(set(run.lineage(1))) == STEPS * 256
     fault(7, "the same command found its run folder and went on from the saved step to the end, each row once", count=1)
 
@@ -95,7 +96,7 @@ def test_a_save_slower_than_the_grace_leaves_the_earlier_step_and_a_run_to_go_on
     output, _ = process.communicate(timeout=300)
     seconds = time.monotonic() - began
     assert process.returncode == REQUEUE, output
-    assert "nothing is saved yet, and trainer.grace_s=10 is nearly over" in output
+    assert mentions(output, "trainer.grace_s=10")
     assert 4 < seconds < 10
     assert _steps(run) == [10]
     assert ranks.run(1, _go_on, run) == [STEPS]

@@ -19,6 +19,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import TrainJob
 from pipeline.config.saved_jobs import save_job
 from tests.support.datasets import described_dataset
+from tests.support.messages import mentions, names
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -78,12 +79,12 @@ def test_an_override_reaches_the_verb_as_it_was_typed(data: str, word: str) -> N
 @pytest.mark.parametrize(
     ("overrides", "j", "message"),
     [
-        (["experiment=quickstrat"], "1x2", "did you mean 'quickstart'?"),
+        (["experiment=quickstrat"], "1x2", "quickstart"),
         (["experiment=quickstart", "data.path=/nowhere"], "1x2", "python -m pipeline.prepare data=quickstart"),
-        (["experiment=quickstart"], "1x3", "cannot be dealt evenly to 3 ranks"),
-        (["experiment=quickstart", "world_size=4"], "1x2", "world_size=4, but -j 1x2 starts 2 rank(s)"),
-        (["experiment=quickstart"], "1y2", "-j 1y2 is not NODESxRANKS_PER_NODE"),
-        (["experiment=quickstart"], "0x2", "-j 0x2 is not NODESxRANKS_PER_NODE"),
+        (["experiment=quickstart"], "1x3", "3 ranks"),
+        (["experiment=quickstart", "world_size=4"], "1x2", "world_size=4 1x2"),
+        (["experiment=quickstart"], "1y2", "1y2 NODESxRANKS_PER_NODE"),
+        (["experiment=quickstart"], "0x2", "0x2 NODESxRANKS_PER_NODE"),
     ],
 )
 def test_a_wrong_job_is_never_submitted(
@@ -93,7 +94,7 @@ def test_a_wrong_job_is_never_submitted(
         components.train(overrides[0], data, *overrides[1:], j=j)
     err = capsys.readouterr().err
     assert stop.value.code == 2
-    assert message in err and err.startswith("error: ") and err.count("\n") == 1
+    assert mentions(err, message) and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_data_that_only_the_cluster_sees_are_not_asked_for() -> None:
@@ -138,7 +139,7 @@ def test_shapes_and_threads() -> None:
     assert threads_per_rank(given.cpu, 4) == 4 and threads_per_rank(given.cpu, 100) == 1
     assert asked_host(4, None, None, "h100_80gb_x8") == Host(cpu=4, gpu=8, mem_mb=1_900_000)
     assert asked_host(None, None, None, "gpu.small").cpu == 8  # TorchX's own
-    with pytest.raises(ValueError, match="did you mean 'h100_80gb_x8'"):
+    with pytest.raises(ValueError, match=names("h100_80gb_x8")):
         asked_host(None, None, None, "h100_80gbx8")
     assert this_host().cpu >= 1 and this_host().mem_mb > 100
 

@@ -15,9 +15,11 @@ from launch.kubernetes_options import KubernetesOptions
 from launch.manifest import to_yaml
 from launch.render import render
 from launch.workload import Where, Workload, make_workload
+from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import FINAL
 from tests.launch.manifests import as_pod, expand, pod_templates, read, validate
 from tests.support.datasets import described_dataset
+from tests.support.messages import names
 
 PLACE = ["--image", "ours:1", "--cpu", "8", "--memMB", "16000"]
 
@@ -122,7 +124,7 @@ def test_volcano_has_a_task_a_node_and_takes_exit_codes_for_what_they_are(data: 
     assert policies[-3:] == [(75, "RestartJob"), ("PodEvicted", "RestartJob"), ("PodFailed", "TerminateJob")]
     (again,) = _manifests(replace(_workload(data, "2x4"), max_retries=5), kind="volcano")
     assert again["spec"]["maxRetry"] == 5 and again["spec"]["policies"][-1]["action"] == "RestartJob"
-    with pytest.raises(ValueError, match="names leave 53 characters"):
+    with pytest.raises(LaunchError, match=names("53")):
         _manifests(replace(_workload(data, "2x4"), name="x" * 54), kind="volcano")
 
 
@@ -151,7 +153,7 @@ def test_pods_have_the_time_that_their_ranks_need_to_save(data: str) -> None:
         return int(job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"])
 
     assert (seconds(patient), seconds(replace(patient, grace_s=10.0)), seconds(patient, grace_s=300)) == (125, 30, 300)
-    with pytest.raises(ValueError, match="--grace-s 60 is less than the 125 s that train needs to save"):
+    with pytest.raises(LaunchError, match=names("60 125")):
         seconds(patient, grace_s=60)
 
 

@@ -17,6 +17,7 @@ from launch.schedule import main, schedule
 from launch.scrontab import ScrontabOptions, render_scrontab
 from launch.workload import Where, Workload, make_workload
 from tests.launch.manifests import expand, pod_templates, read, validate
+from tests.support.messages import mentions
 
 HOURLY = "0 * * * *"
 PREPARE = ["--verb", "prepare", "--"]
@@ -69,24 +70,24 @@ def test_the_pods_of_a_tick_meet_by_the_name_of_its_own_job(contained: Workload)
 @pytest.mark.parametrize(
     ("target", "argv", "message"),
     [
-        ("cron", PREPARE, "--cron is needed"),
-        ("cron", ["--cron", "0 * * *", *PREPARE], "has 4 field(s) instead of 5"),
-        ("cron", ["--cron", HOURLY, "--verb", "prepar", "--"], "did you mean 'prepare'?"),
-        ("cron", ["--cron", HOURLY, *PREPARE, "data=quickstar", "source=x"], "did you mean 'quickstart'?"),
+        ("cron", PREPARE, "--cron"),
+        ("cron", ["--cron", "0 * * *", *PREPARE], "4 5"),
+        ("cron", ["--cron", HOURLY, "--verb", "prepar", "--"], "prepare"),
+        ("cron", ["--cron", HOURLY, *PREPARE, "data=quickstar", "source=x"], "quickstart"),
         (
             "cron",
             ["--cron", HOURLY, "--image", "a", *PREPARE, "data=quickstart", "source=x"],
-            "cron starts no container",
+            "cron container",
         ),
-        ("cron", ["--cron", HOURLY, *PREPARE, "data=quickstart", r"source='a\\b'"], "holds a backslash"),
-        ("cron", ["--cron", HOURLY, *PREPARE, "data=quickstart", f"source={'x' * 1000}"], "cron takes 998"),
-        ("slurm", ["--cron", HOURLY, "--comment", "two words", *PREPARE, "data=quickstart", "source=x"], "no blanks"),
-        ("slurm", ["--cron", HOURLY, "--time", "soon", *PREPARE, "data=quickstart", "source=x"], "is no time limit"),
-        ("kubernetes", ["--cron", HOURLY, *PREPARE, "data=quickstart", "source=x"], "--image is needed"),
-        ("kubernetes", ["--cron", HOURLY, "--time-zone", "Europe/Berln", *PREPARE], "did you mean 'Europe/Berlin'?"),
-        ("kubernetes", ["--cron", HOURLY, "--concurrency", "Allow", *PREPARE], "--concurrency='Allow' is not one of"),
-        ("kubernetes", ["--cron", HOURLY, "--start-within-s", "5", *PREPARE], "must lie within [10, 5940]"),
-        ("kubernetes", ["--cron", HOURLY, "--kind", "jobset", *PREPARE], "a CronJob makes Jobs"),
+        ("cron", ["--cron", HOURLY, *PREPARE, "data=quickstart", r"source='a\\b'"], "backslash"),
+        ("cron", ["--cron", HOURLY, *PREPARE, "data=quickstart", f"source={'x' * 1000}"], "998"),
+        ("slurm", ["--cron", HOURLY, "--comment", "two words", *PREPARE, "data=quickstart", "source=x"], "blanks"),
+        ("slurm", ["--cron", HOURLY, "--time", "soon", *PREPARE, "data=quickstart", "source=x"], "time soon"),
+        ("kubernetes", ["--cron", HOURLY, *PREPARE, "data=quickstart", "source=x"], "--image"),
+        ("kubernetes", ["--cron", HOURLY, "--time-zone", "Europe/Berln", *PREPARE], "Europe/Berlin'"),
+        ("kubernetes", ["--cron", HOURLY, "--concurrency", "Allow", *PREPARE], "--concurrency='Allow'"),
+        ("kubernetes", ["--cron", HOURLY, "--start-within-s", "5", *PREPARE], "[10, 5940]"),
+        ("kubernetes", ["--cron", HOURLY, "--kind", "jobset", *PREPARE], "CronJob"),
     ],
 )
 def test_what_no_scheduler_could_run_is_said_here(
@@ -96,7 +97,7 @@ def test_what_no_scheduler_could_run_is_said_here(
         schedule(target, argv)
     captured = capsys.readouterr()
     assert (stop.value.code, captured.out) == (2, "")
-    assert message in captured.err and captured.err.count("\n") == 1
+    assert mentions(captured.err, message) and captured.err.count("\n") == 1
 
 
 def test_a_scheduler_that_is_not_there_is_named(

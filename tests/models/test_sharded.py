@@ -21,11 +21,13 @@ from pipeline.models.dlrm import DeepFMConfig
 from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
 from pipeline.models.tasks.make_task import Task, make_task
 from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
+from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.training.optimizer import build_optimizer
+from tests.support.messages import names
 from tests.support.ranks import RankPool
 from tests.training.tiny import full_weights
 
@@ -153,26 +155,26 @@ def test_bf16_stays_close_to_fp32_for_every_model(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MatrixFactorizationConfig(user_feature="user"), r"model.user_feature names 'user'.*did you mean 'user_"),
-        (MatrixFactorizationConfig(item_feature="user_id"), "both name 'user_id'"),
-        (NCFConfig(gmf_dim=8), "embedding_dim=8, but NeuMF gives some columns"),
-        (TwoTowerConfig(item_features=["item_id", "user_id"]), "both name 'user_id'"),
-        (TwoTowerConfig(user_features=["age"]), "model.user_features names 'age', which is no sparse feature"),
+        (MatrixFactorizationConfig(user_feature="user"), "model.user_feature user_"),
+        (MatrixFactorizationConfig(item_feature="user_id"), "user_id"),
+        (NCFConfig(gmf_dim=8), "embedding_dim=8"),
+        (TwoTowerConfig(item_features=["item_id", "user_id"]), "user_id"),
+        (TwoTowerConfig(user_features=["age"]), "model.user_features age"),
     ],
     ids=["unknown", "twice", "gmf_dim", "both sides", "dense"],
 )
 def test_features_and_dims_that_do_not_fit_are_refused_by_the_key_that_names_them(
     config: ModelConfig, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names(message)):
         config.check_tables(resolve_tables({"default": TableConfig(embedding_dim=8)}, _dataset()), 2)
 
 
 def test_towers_that_end_apart_and_empty_sides_are_refused() -> None:
-    with pytest.raises(ValueError, match="end them alike"):
+    with pytest.raises(ConfigError):
         TwoTowerConfig(user_layer_sizes=[8], item_layer_sizes=[4])
-    with pytest.raises(ValueError, match=r"model.user_features is empty"):
+    with pytest.raises(ValueError, match=names("model.user_features")):
         TwoTowerConfig(user_features=[])
-    with pytest.raises(ValueError, match=r"goes with model.variant=neumf"):
+    with pytest.raises(ConfigError, match=names("model.variant=neumf")):
         NCFConfig(variant="gmf", gmf_dim=4)
     assert DeepFMConfig().metrics[0] == "ne" and TwoTowerConfig().metrics == ("recall_at_10", "recall_at_100", "mrr")

@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 def explain(asked: PlanRequest, config: PlannerConfig = SEARCH) -> str:
-    with pytest.raises(ValueError, match="no plan holds") as caught:
+    with pytest.raises(ValueError) as caught:
         make_plan(config, asked)
     return str(caught.value)
 

@@ -21,6 +21,7 @@ from pipeline.planner.hardware import GIB
 from pipeline.planner.planfile import encode_record, write_plan
 from pipeline.planner.planner import PlanRequest, load_or_search_plan, make_plan
 from pipeline.planner.record import PlanRecord
+from pipeline.runtime.errors import PlanError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
@@ -34,6 +35,7 @@ from tests.planner.problems import (
     preset,
     request,
 )  # fmt: skip
+from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
 CONFIG = PlannerConfig(kind="torchrec", plan_file="unused.json")
@@ -94,7 +96,7 @@ def test_capacity_is_never_exceeded(hbm_cap_gb: float) -> None:
     assert_capacity_kept(record, asked)
     in_host_memory = [choice for choice in record.tables if "uvm" in choice.compute_kernel]
     assert bool(in_host_memory) == (hbm_cap_gb < 12)  # 18.1 GiB of weights and state
-    assert all("in host memory, for HBM does not hold all" in choice.reason for choice in in_host_memory)
+    assert all(mentions(choice.reason, "host memory HBM") for choice in in_host_memory)
 
 
 def test_memory_kept_free_and_the_dense_part_lower_what_tables_may_take() -> None:
@@ -105,7 +107,7 @@ def test_memory_kept_free_and_the_dense_part_lower_what_tables_may_take() -> Non
         request(tables, on("cpu", 1, ddr_cap_gb=1.0), model=model),
     )
     assert record.usable_ddr_bytes == 0.75 * GIB - 6 * 4 * (1000 * 1000 + 1000)
-    with pytest.raises(ValueError, match=r"the dense part takes 22\.91 MiB in training.*nothing is left for tables"):
+    with pytest.raises(PlanError, match=names("22.91")):
         make_plan(CONFIG, request(tables, on("cpu", 1, ddr_cap_gb=0.025), model=model))
 
 
@@ -114,20 +116,20 @@ def test_tables_that_fit_nowhere_are_named_with_sizes_and_ways_out() -> None:
     with pytest.raises(ValueError) as caught:
         make_plan(CONFIG, request(tables, on("a100_40gb", 2, ddr_cap_gb=20.0), "adagrad"))
     text = str(caught.value)
-    assert "no plan holds the 8 tables: with their adagrad state they take 194.61 GiB" in text
-    assert "2 rank(s) of a100_40gb have 100.72 GiB" in text
-    assert "largest: t0 38.15 GiB, t1 38.15 GiB" in text
-    assert "of 39.25 GiB HBM" in text and "of 20.00 GiB host memory" in text
+    assert mentions(text, "194.61")
+    assert mentions(text, "a100_40gb 100.72")
+    assert mentions(text, "t0 38.15 t1")
+    assert mentions(text, "39.25 HBM") and mentions(text, "20.00")
     assert "best attempt: rank" in text and "of HBM" in text
-    assert "fewer rows: tables.t0 has 40,000,000" in text
+    assert mentions(text, "tables.t0 40,000,000")
 
 
 def test_a_table_too_large_for_its_only_sharding_type_is_named() -> None:
     limited = make_tables([3_000_000], 128, sharding=ConstraintConfig(["table_wise"]))
     with pytest.raises(ValueError) as caught:
         make_plan(CONFIG, request(limited, on("cpu", 4, ddr_cap_gb=1.0)))
-    assert "table t0 may only be table_wise, so one rank must hold 1.44 GiB and has 0.85 GiB" in str(caught.value)
-    assert "add row_wise to tables.t0.sharding.sharding_types" in str(caught.value)
+    assert mentions(str(caught.value), "t0 table_wise 1.44 0.85")
+    assert mentions(str(caught.value), "row_wise tables.t0.sharding.sharding_types")
     with pytest.raises(ValueError) as caught:  # where there is nothing to spread over, no type helps
         make_plan(CONFIG, request(limited, on("cpu", 1, ddr_cap_gb=1.0)))
     assert "add row_wise" not in str(caught.value) and "tables.default.data_type=fp16: fits" in str(caught.value)
@@ -160,10 +162,10 @@ def test_a_tables_own_limits_are_kept() -> None:
 
 def test_limits_that_leave_nothing_are_refused() -> None:
     tables = make_tables([100], 16, sharding=ConstraintConfig(["data_parallel"], ["fused"]))
-    with pytest.raises(ValueError, match=r"table 't0' may be sharded as \['data_parallel'\] with kernels \['fused'\]"):
+    with pytest.raises(PlanError, match=names("t0 ['data_parallel'] fused")):
         make_plan(CONFIG, request(tables, on("cpu", 2)))
     tables = make_tables([100], 16, sharding=ConstraintConfig([], ["fused_uvm"]))
-    with pytest.raises(ValueError, match=r"asks for kernels \['fused_uvm'\], on cpu there are dense, fused"):
+    with pytest.raises(PlanError, match=names("['fused_uvm']")):
         make_plan(CONFIG, request(tables, on("cpu", 2)))
 
 
@@ -176,7 +178,7 @@ def test_column_shards_come_only_with_optimizers_that_do_not_notice_or_on_demand
     asked = make_tables([20_000_000], 512, sharding=ConstraintConfig(["column_wise"]))
     (choice,) = make_plan(CONFIG, request(asked, hardware)).tables
     assert choice.sharding_type == "column_wise"
-    assert "rowwise_adagrad keeps a state per column shard" in choice.reason
+    assert mentions(choice.reason, "rowwise_adagrad")
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,7 @@ def _error_on_rank(rank: int, tables: list[Table]) -> str:
 def test_an_infeasible_plan_is_the_same_error_on_every_rank(ranks: RankPool) -> None:
     texts = ranks.run(2, _error_on_rank, make_tables([10**6], 16))
     assert texts[0] == texts[1]
-    assert "no plan holds the 1 tables" in texts[0]
+    assert mentions(texts[0], "no plan")
 
 
 def test_planning_allocates_no_table() -> None:

@@ -22,6 +22,7 @@ from benchmarks.planner_suites import (
 )
 from pipeline.config.planner import PlannerConfig
 from pipeline.planner.planner import make_plan
+from tests.support.messages import names
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_a_file_that_holds_other_lines_is_refused(tmp_path: Path) -> None:
     append_row(path, Outcome("s", 8, None, "a"))
     with path.open("a") as rows:
         rows.write(json.dumps({"step": 1}) + "\n")
-    with pytest.raises(ValueError, match="line 2 is no row of this benchmark"):
+    with pytest.raises(ValueError, match=names("2")):
         read_rows(path)
 
 

@@ -20,6 +20,7 @@ from pipeline.planner.explain import explain
 from pipeline.planner.planfile import encode_record, write_plan
 from pipeline.planner.planner import PlanRequest, make_plan
 from pipeline.planner.record import PlanRecord
+from pipeline.runtime.errors import PlanError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
@@ -27,6 +28,7 @@ from pipeline.training.optimizer import build_optimizer
 from tests.planner.problems import DLRMV2_ROWS, DLRMV2_SIZES, KAGGLE_ROWS, make_tables, on, request
 from tests.planner.test_planner import assert_capacity_kept
 from tests.support.datasets import described_dataset
+from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import CARDINALITIES, OPTIMIZERS, draw_batches, train_steps
 
@@ -123,7 +125,7 @@ def test_tables_that_fit_nowhere_are_told_as_by_torchrecs_planner() -> None:
     asked = request(make_tables(largest, 128), on("a100_40gb", 2, ddr_cap_gb=20.0), "adagrad")
     texts = []
     for config in (SEARCH, TORCHREC):
-        with pytest.raises(ValueError, match="no plan holds the 8 tables") as caught:
+        with pytest.raises(ValueError, match=names("8")) as caught:
             make_plan(config, asked)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
@@ -177,10 +179,7 @@ def test_the_size_of_a_cache_follows_the_datas_frequencies() -> None:
     assert_capacity_kept(known, tight_request(known=True))
     cached = [choice for choice in known.tables if choice.compute_kernel == "fused_uvm_caching"]
     assert cached and {choice.cache_load_factor for choice in cached} <= {0.02, 0.05, 0.1, 0.2, 0.4}
-    assert all(
-        f"a cache of {100 * (choice.cache_load_factor or 0):g} % of its rows serves 9" in choice.reason
-        for choice in cached
-    )
+    assert all(mentions(choice.reason, f"{100 * (choice.cache_load_factor or 0):g}") for choice in cached)
     module = next(iter(known.plan.plan.values()))
     for choice in cached:  # what FBGEMM is told; its own default is 0.2
         params = module[choice.name].cache_params
@@ -208,11 +207,9 @@ def test_a_table_that_asks_for_ssd_lies_there_and_its_cache_in_hbm(config: Plann
 
 
 def test_a_table_that_cannot_lie_on_ssd_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"table 't0' asks for the kernel key_value, but hardware=h100_80gb has no SSD"
-    ):
+    with pytest.raises(ValueError, match=names("t0 key_value hardware=h100_80gb SSD")):
         make_plan(SEARCH, ssd_request(ssd_cap_gb=0.0))
-    with pytest.raises(ValueError, match="which FBGEMM trains with rowwise_adagrad only"):
+    with pytest.raises(PlanError, match=names("FBGEMM rowwise_adagrad")):
         make_plan(SEARCH, replace(ssd_request(), optimizer=TableOptimizer("adagrad")))
-    with pytest.raises(ValueError, match=r"SSD of rank 0, where 10\.00 GiB is left|no plan holds"):
+    with pytest.raises(ValueError, match=names("SSD 10.00")):
         make_plan(SEARCH, ssd_request(ssd_cap_gb=10.0))

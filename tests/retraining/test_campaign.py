@@ -29,6 +29,7 @@ from pipeline.retraining.windows import find_windows
 from pipeline.retraining.worker_group import Crew
 from pipeline.serving.scoring.predictor import Predictor
 from tests.retraining.streams import FILE, job, plant, window_name, write_window
+from tests.support.messages import mentions
 
 FAULTS = ["flipped", "zeroed 0", "zeroed 7", "zeroed 15", "zeroed 38", "stale", "stale shuffled", "half"]
 NO_CHECKS = [f"checks.{name}=null" for name in ("row_count_change", "label_rate_change", "unknown_share_rise",
@@ -141,8 +142,8 @@ def test_an_artifact_that_is_too_far_from_its_model_rejects_the_window(
     reasons: list[str] = []
     assert _next_window(history, tmp_path, "", 1, limits, reasons) == REJECTED
     (reason,) = reasons
-    assert reason.startswith("gate.export: nothing is written, the artifact is too far from the model: train: ")
-    assert "a score moves by 0." in reason and "parity.max_score_difference allows 0.0001" in reason
+    assert mentions(reason, "gate.export")
+    assert mentions(reason, "0.") and mentions(reason, "parity.max_score_difference 0.0001")
 
 
 def loose(rows: int) -> list[str]:

@@ -12,6 +12,7 @@ from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Scores, judge, upper_bound_of_ratio
 from pipeline.retraining.row_sketch import SKETCH_SIZE, RowSketch
 from pipeline.retraining.statistics import WindowStatistics, ks_distance, total_variation
+from tests.support.messages import mentions
 
 ROWS = 40_000
 
@@ -34,7 +35,7 @@ def test_the_same_model_is_promoted_and_a_worse_one_is_not() -> None:
     assert judge(_scores(noise=0.1, seed=2), champion, GateConfig()).passed
     verdict = judge(_scores(noise=0.6, seed=2), champion, GateConfig())
     assert [finding.name for finding in verdict.findings if not finding.passed] == ["ne"]
-    assert "with 95 % confidence at most" in verdict.reasons[0] and "1.0010 is allowed" in verdict.reasons[0]
+    assert mentions(verdict.reasons[0], "95") and mentions(verdict.reasons[0], "1.0010")
 
 
 def test_scores_that_are_off_or_not_finite_are_refused() -> None:
@@ -52,13 +53,13 @@ def test_a_slice_may_not_get_worse_though_the_whole_gets_better() -> None:
     config = GateConfig(slices={"slot": 0.02}, calibration_min=0.5, calibration_max=2.0, ne_tolerance=1.0)
     assert judge(better, champion, config).passed
     (reason,) = judge(mixed, champion, config).reasons
-    assert reason.startswith("slice slot: NE of id 3 (10,000 rows) is 1.")
+    assert mentions(reason, "NE 10,000 1.")
 
 
 def test_the_first_version_is_held_to_absolute_limits() -> None:
     assert judge(_scores(noise=0.3), None, GateConfig()).passed
     constant = Scores(np.zeros(ROWS, np.float32), _scores().labels)
-    assert "is not below gate.max_ne=1" in judge(constant, None, GateConfig()).reasons[0]
+    assert mentions(judge(constant, None, GateConfig()).reasons[0], "gate.max_ne=1")
 
 
 def test_the_upper_bound_covers_the_true_ratio_as_often_as_it_says() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.retraining.ledger import Record
 from pipeline.retraining.mlflow_mirror import mirror_record
+from tests.support.messages import names
 
 RECORD = Record(
     "promoted", "dt=2026-11-20", version="v000007", metrics={"challenger_ne": 0.7, "judged_on": "x"}, number=3
@@ -36,5 +37,5 @@ def test_without_mlflow_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
     import sys
 
     monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
-    with pytest.raises(ValueError, match=r"pip install 'torchrec-pipeline\[mlflow\]'"):
+    with pytest.raises(ValueError, match=names("torchrec-pipeline[mlflow]")):
         mirror_record("file:///tmp", "clicks", RECORD)

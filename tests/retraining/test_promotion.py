@@ -21,6 +21,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import ChecksummedWriter, checksums_of
 from pipeline.runtime.storage.manifest import seal_manifest
 from tests.retraining.runs import candidate, finished
+from tests.support.messages import names
 
 KEEP = 2
 CHANGING = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "fcntl.flock"}
@@ -140,7 +141,7 @@ def test_a_promotion_does_not_overrun_a_rollback(tmp_path: Path) -> None:
         if registry.pointer() == pointer:
             registry.pin("v000001", "by hand")
 
-    with pytest.raises(PinnedError, match=r"v000001 is pinned \(by hand\)"):
+    with pytest.raises(PinnedError, match=names("v000001")):
         promote(registry, ledger, candidate(run, "w3", "v000002", pointer), KEEP, person)
     champion = registry.champion()
     assert champion is not None and champion.name == "v000001"
@@ -150,7 +151,7 @@ def test_what_changed_after_training_is_not_promoted(tmp_path: Path) -> None:
     path = str(tmp_path / "registry")
     run = finished(tmp_path / "run")
     (Path(run.checkpoint) / "__0_0.distcp").write_bytes(b"weightz" * 1000)
-    with pytest.raises(DamagedError, match=r"__0_0.distcp has changed since it was saved: v000001 is not promoted"):
+    with pytest.raises(DamagedError, match=names("__0_0.distcp v000001")):
         promote(Registry(path), Ledger(path), candidate(run, "w1", "", None), KEEP, lambda: None)
     assert Registry(path).pointer() is None
 
@@ -167,6 +168,6 @@ def test_an_artifact_that_changed_after_its_export_is_not_promoted(tmp_path: Pat
     assert sorted(found) == ["artifact/manifest.json", "artifact/tables/00000.rows"]
     chosen = replace(candidate(finished(tmp_path / "run"), "w1", "", None), extra=found)
     rows.write_bytes(b"rowz")
-    with pytest.raises(DamagedError, match=r"tables/00000.rows has changed since it was exported: v000001 is not"):
+    with pytest.raises(DamagedError, match=names("tables/00000.rows v000001")):
         promote(Registry(path), Ledger(path), chosen, 5, lambda: None)
     assert Registry(path).pointer() is None

@@ -10,6 +10,8 @@ import pytest
 from pipeline.config.data import ColumnsConfig, DataConfig
 from pipeline.config.retraining import WindowsConfig
 from pipeline.retraining.windows import LATE, READY, WAITING, Window, extract_rows, find_windows
+from pipeline.runtime.errors import RetrainingError
+from tests.support.messages import names
 
 CRITEO = DataConfig(name="clicks")
 CSV = DataConfig(name="clicks", format="csv", columns=ColumnsConfig(label="click", dense=["x"], sparse=["a"]))
@@ -71,7 +73,7 @@ def test_a_missing_window_is_waited_for_and_not_with_lateness_0(tmp_path: Path) 
 
 def test_a_source_without_windows_says_what_it_has(tmp_path: Path) -> None:
     _partition(tmp_path, "day=3")
-    with pytest.raises(ValueError, match=r"no folder like windows.pattern=dt=%Y-%m-%d \(it has day=3\)"):
+    with pytest.raises(RetrainingError, match=names("windows.pattern=dt=%Y-%m-%d day=3")):
         _states(WindowsConfig(), tmp_path)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.storage import storage
+from tests.support.messages import names
 from tests.support.object_store import FaultyProxy, store, use_store  # noqa: F401
 
 FOLDER = "s3://bucket/runs/a"
@@ -78,7 +79,7 @@ def test_lasting_faults_are_errors_with_path_and_bytes_and_403_at_once(
             action()
         if fault == "403":
             assert store.counts[fault] == planted + 1 and time.monotonic() - began < 10
-    with pytest.raises(OSError, match="upload of 12,345 bytes to s3://bucket/runs/a/x failed"):
+    with pytest.raises(OSError, match=names("12,345 s3://bucket/runs/a/x")):
         storage.move_file(str(tmp_path / "x"), PATH)
     store.faults = lambda method, path: ""
     assert storage.read_text(PATH) == "kept" and (tmp_path / "x").exists()

@@ -125,7 +125,7 @@ def test_layers_that_hold_a_pickle_are_refused_before_torch_reads_them(small_art
         with zipfile.ZipFile(changed, "w") as archive:
             for member, held in {**members, name: value}.items():
                 archive.writestr(member, held)
-        with pytest.raises(DamagedError, match="it is not loaded"):
+        with pytest.raises(DamagedError):
             check_archive(changed.getvalue(), "dense.pt2")
 
 

@@ -10,8 +10,10 @@ from pipeline.config.registry import components
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.dense_export import Layers, export_layers, program_bytes, take_collection
 from pipeline.serving.scoring.dense_program import load_program
+from tests.support.messages import names
 
 SETTINGS: dict[str, dict[str, object]] = {
     "dlrm": {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]},
@@ -72,7 +74,7 @@ def test_without_a_compiler_the_error_says_what_to_do(tmp_path, monkeypatch: pyt
         raise RuntimeError("No working C++ compiler found")
 
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail)
-    with pytest.raises(ValueError, match=r"No working C\+\+ compiler.*install them, or leave out compiled=true"):
+    with pytest.raises(ValueError, match=names("compiled=true")):
         dense_export.compile_layers(None, str(tmp_path / "x.pt2"))  # type: ignore[arg-type]
 
 
@@ -83,5 +85,5 @@ def test_a_model_without_one_logit_a_row_is_refused() -> None:
     config = components("model")["two_tower"](user_features=["f0"], item_features=["f1"], log_q_correction=False)  # type: ignore[call-arg]
     model = build_model(config, tables, 5).eval()
     columns = sum(take_collection(model, ["f0", "f1"]))
-    with pytest.raises(ValueError, match="not one logit a row"):
+    with pytest.raises(ServingError):
         export_layers(model, "fp32", 5, columns)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.predict import predict
 from tests.serving.stand_in import REFUSED_CITY, StandIn, score_of
 from tests.serving.test_predict import expected, job_of, rows_of, write
@@ -111,7 +112,7 @@ def test_what_another_artifact_or_source_has_scored_is_not_gone_on_with(
     rows = rows_of(300)
     rows[299]["city"] = REFUSED_CITY
     source, output = write(tmp_path / "rows.csv", rows), tmp_path / "scores.parquet"
-    with pytest.raises(ValueError, match="cannot be scored"):  # leaves its parts behind
+    with pytest.raises(ServingError):  # leaves its parts behind
         predict(job_of(source, output, "max_quarantined_fraction=0.0"), lambda _: StandIn())
     scorer = StandIn()
     if changed == "artifact":
@@ -131,7 +132,7 @@ def test_what_was_scored_is_kept_when_too_many_rows_were_bad(tmp_path: Path) -> 
     rows = rows_of(300)
     rows[299]["city"] = REFUSED_CITY
     source, output = write(tmp_path / "rows.csv", rows), tmp_path / "scores.parquet"
-    with pytest.raises(ValueError, match="what is scored is kept"):
+    with pytest.raises(ServingError):
         predict(job_of(source, output, "max_quarantined_fraction=0.0"), lambda _: StandIn())
     scorer = StandIn()
     summary = predict(job_of(source, output, "max_quarantined_fraction=0.5"), lambda _: scorer)

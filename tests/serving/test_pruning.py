@@ -13,10 +13,12 @@ from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import ExportJob, TrainJob
 from pipeline.config.serving import PruningConfig
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.scoring.predictor import Predictor
 from tests.serving.test_export import run_export
 from tests.serving.test_raw_rows import assert_raw_rows_are_prepared_rows
+from tests.support.messages import names
 
 # Of 3,000 rows and a model after 30 steps: not what a limit of 0.001 is for.
 LOOSE = ["parity.max_ne_increase=0.5", "parity.max_auc_decrease=0.2", "parity.max_score_difference=1"]
@@ -76,14 +78,14 @@ def test_the_least_trained_share_is_found_by_a_histogram(small_run: Path, tmp_pa
 
 def test_settings_that_do_not_go_together_are_refused(small_run: Path) -> None:
     for words, message in (
-        (["pruning.kind=frequency"], "wants one of pruning.fraction and pruning.keep_lookups"),
-        (["pruning.fraction=0.5"], "prunes nothing under pruning.kind=none"),
-        (["pruning.kind=untraned"], "did you mean 'untrained'"),
-        (["precision=int5"], "did you mean 'int8'|did you mean 'int"),
-        (["tables.cat_3=int5"], "tables.cat_3='int5' is not one of"),
-        (["parity.splits=[test]"], "must hold validation"),
+        (["pruning.kind=frequency"], "pruning.fraction pruning.keep_lookups"),
+        (["pruning.fraction=0.5"], "pruning.kind=none"),
+        (["pruning.kind=untraned"], "untrained"),
+        (["precision=int5"], "int8"),
+        (["tables.cat_3=int5"], "tables.cat_3='int5'"),
+        (["parity.splits=[test]"], "parity.splits validation"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=names(message)):
             load_config(ExportJob, [f"run={small_run}", *words])
     assert PruningConfig(kind="frequency", keep_lookups=0.99).keep_lookups == 0.99
 
@@ -98,9 +100,9 @@ def test_auto_finds_a_smaller_mix_than_int8_within_its_budget(small_run: Path, t
 
 
 def test_an_unknown_table_and_a_run_that_is_none_are_named(small_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tables\.cat_99: the run has no such table among 26; did you mean 'cat_9'"):
+    with pytest.raises(ServingError, match=names("tables.cat_99 26 cat_9")):
         run_export(small_run, tmp_path / "artifact", "tables.cat_99=fp32")
-    with pytest.raises(ValueError, match="is no run folder"):
+    with pytest.raises(ValueError):
         run_export(tmp_path, tmp_path / "artifact")
-    with pytest.raises(ValueError, match=r"there is no step 7 in .*; there are \[10, 20, 30\]"):
+    with pytest.raises(ValueError, match=names("[10 20 30]")):
         run_export(small_run, tmp_path / "artifact", "step=7")

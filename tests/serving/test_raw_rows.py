@@ -21,12 +21,14 @@ from pipeline.data.raw.layout import layout_of
 from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.data.raw.source import find_sources
 from pipeline.data.read.reader import ShardReader
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import schema_of
 from pipeline.training.run import train
 from tests.serving.test_export import run_export
+from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
 BATCH = 256
@@ -182,11 +184,11 @@ def test_bad_rows_get_no_score_and_a_reason_and_missing_columns_are_named(mixed:
     scored = predictor.score(pa.Table.from_pylist([row, {**row, "price": 1e300}, row]))
     assert np.isnan(scored.scores).tolist() == [False, True, False] and scored.scores[0] == scored.scores[2]
     (bad,) = scored.bad_rows
-    assert bad.line == 2 and "price is 1e+300" in bad.reason
-    with pytest.raises(ValueError, match=r"the rows lack 1 of 5 columns: 'colour'; did you mean 'color'\?"):
+    assert bad.line == 2 and mentions(bad.reason, "1e+300")
+    with pytest.raises(ServingError, match=names("colour color")):
         predictor.score(pa.Table.from_pylist([{**{k: v for k, v in row.items() if k != "colour"}, "color": "red"}]))
     for column, value in (("price", "cheap"), ("colour", {"red": 1}), ("tags", [["a"]])):
-        with pytest.raises(ValueError, match=r"columns? 'price' has type|rows cannot be read"):
+        with pytest.raises(ServingError, match=names("price")):
             predictor.score(pa.Table.from_pylist([{**row, column: value}]))
 
 

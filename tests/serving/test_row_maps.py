@@ -14,6 +14,7 @@ from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.compression.id_splitter import IdSplitter
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET
 from pipeline.embeddings.table import ManagedRows
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.row_maps import row_map
 from pipeline.sharding.torchrec.managed_collision import ManagedTable
@@ -74,8 +75,8 @@ def test_the_map_goes_with_the_artifact_and_a_missing_or_torn_one_is_refused() -
     for one in (composed, again):
         rows, _ = one.ids_looked_up(one.split(as_features(bags, slice(None))))
         assert rows.tolist() == found.rows_of(hashed(ids_of(3)).numpy()).tolist() * len(table.feature_names)
-    with pytest.raises(ValueError, match="want maps"):
+    with pytest.raises(ServingError, match="want maps"):
         ComposedTables([table], table.feature_names)
     for torn in (composed.to_bytes()[:-8], composed.to_bytes() + bytes(8)):
-        with pytest.raises(ValueError, match="shorter or longer"):
+        with pytest.raises(ServingError):
             ComposedTables.from_bytes(torn)

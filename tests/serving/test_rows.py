@@ -11,6 +11,7 @@ import torch
 from pipeline.serving.artifact.kept_rows import KeptRows, RowMask, kept_of
 from pipeline.serving.artifact.quantize import BITS, dequantize_rows, fits, quantize_rows, row_bytes
 from pipeline.serving.scoring.lookup import RamLookup, ServedFeature, ServedTable
+from tests.support.messages import names
 
 LARGEST_ERRORS = {"fp32": 0.0, "fp16": 3e-4, "int8": 0.006, "int4": 0.1, "int2": 0.5}
 CASES = [(dim, precision) for dim in (1, 2, 6, 8, 10, 16, 64) for precision in BITS if fits(dim, precision)]
@@ -97,7 +98,7 @@ def test_ids_outside_their_table_and_numbers_that_are_none_are_refused(tmp_path:
             lookup.pooled(torch.tensor([0, wrong]), torch.tensor([0, 1, 2]))
     with pytest.raises(ValueError, match="NaN"):
         quantize_rows(torch.tensor([[1.0, float("nan")]]), "int8")
-    with pytest.raises(ValueError, match="multiple of 4"):
+    with pytest.raises(ValueError, match=names("4")):
         row_bytes(6, "int4")
     with pytest.raises(ValueError, match="row 0"):
         KeptRows(70, np.array([2, 1], np.uint64))

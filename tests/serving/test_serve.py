@@ -139,9 +139,9 @@ def run(*overrides: str, env: dict[str, str] | None = None) -> subprocess.Comple
 def test_what_keeps_a_server_from_starting_is_one_line(tmp_path: Path, server: Server) -> None:
     good = write_artifact(tmp_path / "good", "v1")
     cases = {
-        "another program listens there": [f"artifact={good}", f"server.port={server.port}"],
-        "neither an artifact nor a registry": [f"artifact={tmp_path}/none", "server.port=0"],
-        "did you mean 'batching.max_rows'": [f"artifact={good}", "batching.max_row=3"],
+        f":{server.port}": [f"artifact={good}", f"server.port={server.port}"],
+        f"{tmp_path}/none": [f"artifact={tmp_path}/none", "server.port=0"],
+        "batching.max_rows": [f"artifact={good}", "batching.max_row=3"],
     }
     for message, overrides in cases.items():
         done = run(*overrides)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeline.data.dataset import FrequencyCurve
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.kept_rows import kept_of
 from pipeline.serving.artifact.quantize import quantize_rows
 from pipeline.serving.scoring.cache_plan import (
@@ -22,6 +23,7 @@ from pipeline.serving.scoring.cache_plan import (
 )
 from pipeline.serving.scoring.lookup import RamLookup, ServedFeature, ServedTable
 from pipeline.serving.scoring.ssd_lookup import SsdLookup, read_latency_us
+from tests.support.messages import names
 
 BATCH = 37
 
@@ -93,14 +95,14 @@ def test_hits_are_counted(tables: list[ServedTable]) -> None:
 
 def test_ids_outside_their_table_are_refused_as_in_memory(tables: list[ServedTable]) -> None:
     ssd = SsdLookup(tables, FEATURES, [1] * 4, io_threads=2)
-    with pytest.raises(ValueError, match=r"feature 'a' has id 5000, not one within \[0, 5000\)"):
+    with pytest.raises(ServingError, match=names("5000 [0")):
         ssd.pooled(torch.tensor([5000]), torch.tensor([0, 1, 1, 1, 1, 1]))
 
 
 def test_a_file_of_another_size_is_refused(tables: list[ServedTable]) -> None:
     with open(tables[0].path, "ab") as file:
         file.write(b"x")
-    with pytest.raises(ValueError, match="is not the 100,000 bytes of table 't0'"):
+    with pytest.raises(ServingError, match=names("100,000 t0")):
         SsdLookup(tables, FEATURES, [1] * 4, io_threads=2)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeline.config.training import profiled_steps
+from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.hooks.profile import StepProfiler, kind_of
 
@@ -54,5 +55,5 @@ def test_operations_are_sorted_into_what_a_reader_knows() -> None:
 @pytest.mark.parametrize("text", ["50-60", "steps:60-50", "steps:0-3", "steps:a-b", "steps:5", "epochs:1-2"])
 def test_a_range_that_says_nothing_is_refused(text: str) -> None:
     assert profiled_steps("steps:50-60") == (50, 60)
-    with pytest.raises(ValueError, match="profile=steps:50-60"):
+    with pytest.raises(ConfigError, match="profile=steps:50-60"):
         profiled_steps(text)

