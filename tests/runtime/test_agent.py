@@ -15,7 +15,7 @@ from tests.support.messages import mentions
 # A rank without torch: it ends with the code that its rank and attempt are given.
 RANK = """
 import os, signal, sys, time
-from pipeline import preemption
+from pipeline.runtime.process import preemption
 from pipeline.runtime.process.failures import write_error_file
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 print(f"start {attempt} of rank {rank}", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -74,11 +73,11 @@ def test_lasting_faults_are_errors_with_path_and_bytes_and_403_at_once(
         lambda: storage.publish_text(PATH, "new"),
         lambda: storage.publish_once(f"{FOLDER}/y", "new"),
     ):
-        began, planted = time.monotonic(), store.counts.get(fault, 0)
+        planted = store.counts.get(fault, 0)
         with pytest.raises(OSError, match=FOLDER):
             action()
         if fault == "403":
-            assert store.counts[fault] == planted + 1 and time.monotonic() - began < 10
+            assert store.counts[fault] == planted + 1  # not tried again
     with pytest.raises(OSError, match=names("12,345 s3://bucket/runs/a/x")):
         storage.move_file(str(tmp_path / "x"), PATH)
     store.faults = lambda method, path: ""

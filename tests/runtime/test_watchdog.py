@@ -19,48 +19,48 @@ from tests.support.messages import mentions
 
 START = """
 import time
-from pipeline import preemption, watchdog
+from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.watchdog import Limits, WAITING_FOR_INPUT
 preemption.listen()
 """
 
 
-Ended = dict[str, Future[tuple[int, str, float]]]
+Ended = dict[str, Future[tuple[int, str]]]
 SCENARIOS = {
     "blocked": """
 watchdog.start(3, Limits(step_s=1.0))
 def read_from_a_dead_disk():
-    time.sleep(60)
+    time.sleep(600)
 with watchdog.stepping("training"):
     watchdog.beat(17, WAITING_FOR_INPUT)
     read_from_a_dead_disk()
 """,
     "long phases": """
-watchdog.start(0, Limits(step_s=1.5))
+watchdog.start(0, Limits(step_s=4.0))
 with watchdog.stepping("training"):
-    for step in range(18):
+    for step in range(45):
         time.sleep(0.1)  # other work on the machine may make it longer
         watchdog.beat(step)
     with watchdog.saving():
-        time.sleep(1.8)
+        time.sleep(4.5)
     with watchdog.stage("training"):
-        time.sleep(1.8)
+        time.sleep(4.5)
 watchdog.end()
-time.sleep(1.8)
+time.sleep(4.5)
 """,
     "silent": """
 from tests.runtime.test_watchdog import board_with_a_silent_rank
 watchdog.start(0, Limits(step_s=1.0))
 watchdog.watch_others(board_with_a_silent_rank, 2, "0")
 with watchdog.saving():  # own time is not up: it is the other's silence that counts
-    time.sleep(20)
+    time.sleep(600)
 """,
     "absent": """
 from tests.runtime.test_watchdog import EmptyBoard
 watchdog.start(0, Limits(stage_s=1.0, step_s=1.0))
 watchdog.watch_others(EmptyBoard, 3, "0")
 with watchdog.stage("joining"):
-    time.sleep(20)
+    time.sleep(600)
 """,
     "slow save": """
 import os, signal
@@ -68,16 +68,15 @@ watchdog.start(0, Limits(grace_s=7.0))
 with preemption.deferred(), watchdog.saving():
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)  # a second one changes nothing
-    time.sleep(60)
+    time.sleep(600)
 """,
 }
 
 
-def _run(code: str) -> tuple[int, str, float]:
-    """(exit code, stderr, seconds) of a process without torch."""
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", START + code], stderr=subprocess.PIPE, text=True, timeout=120)
-    return done.returncode, done.stderr, time.monotonic() - began
+def _run(code: str) -> tuple[int, str]:
+    """(exit code, stderr) of a process without torch, which is to end long before its sleeps do."""
+    done = subprocess.run([sys.executable, "-c", START + code], stderr=subprocess.PIPE, text=True, timeout=300)
+    return done.returncode, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -88,27 +87,26 @@ def ended() -> Iterator[Ended]:
 
 
 def test_a_blocked_step_is_found_and_its_stack_is_shown(ended: Ended) -> None:
-    code, text, seconds = ended["blocked"].result()
+    code, text = ended["blocked"].result()
     assert code == HANG
     assert mentions(text, "rank 3 17 input") and re.search(r"no progress for \d", text)
     assert "read_from_a_dead_disk" in text
-    assert seconds < 30  # of the 60 that it would have slept
 
 
 def test_phases_that_may_take_long_are_no_hangs(ended: Ended) -> None:
-    assert ended["long phases"].result()[:2] == (0, "")
+    assert ended["long phases"].result() == (0, "")
 
 
 def test_the_time_in_which_a_scheduler_suspends_the_run_does_not_count() -> None:
     code = (
         START
         + """
-watchdog.start(0, Limits(step_s=2.5))
+watchdog.start(0, Limits(step_s=5.0))
 with watchdog.stepping("training"):
     print("ready", flush=True)
     began = time.monotonic()
     time.sleep(1.0)  # the suspension falls into it
-    while time.monotonic() - began < 6.0:
+    while time.monotonic() - began < 9.0:
         time.sleep(0.1)
         watchdog.beat()
 """
@@ -116,21 +114,21 @@ with watchdog.stepping("training"):
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGSTOP)
-    time.sleep(4.0)
+    time.sleep(6.0)
     process.send_signal(signal.SIGCONT)
-    _, text = process.communicate(timeout=120)
+    _, text = process.communicate(timeout=300)
     assert (process.returncode, text) == (0, "")
 
 
 def test_a_rank_that_gives_no_sign_is_named_by_the_one_before_it(ended: Ended) -> None:
-    code, text, _ = ended["silent"].result()
+    code, text = ended["silent"].result()
     assert code == HANG
     assert "rank 1" in text
     assert mentions(text, "rank 1 elsewhere 41 training")
 
 
 def test_who_has_not_come_is_named(ended: Ended) -> None:
-    code, text, _ = ended["absent"].result()
+    code, text = ended["absent"].result()
     assert code == HANG
     assert mentions(text, "joining") and "rank 1" in text and "rank 2" in text
 
@@ -163,19 +161,18 @@ def board_with_a_silent_rank() -> EmptyBoard:
 @pytest.mark.parametrize("again", [False, True])
 def test_sigterm_where_nothing_is_to_be_saved_ends_at_once(again: bool) -> None:
     sends = "os.kill(os.getpid(), signal.SIGTERM)\n" * (1 + again)
-    code, text, seconds = _run(
-        f"import os, signal\ntry:\n    {sends.splitlines()[0]}\nfinally:\n    {sends}\ntime.sleep(20)"
+    assert _run(f"import os, signal\ntry:\n    {sends.splitlines()[0]}\nfinally:\n    {sends}\ntime.sleep(600)") == (
+        REQUEUE,
+        "",
     )
-    assert (code, text) == (REQUEUE, "")
-    assert seconds < 10
 
 
 def test_a_save_that_outlasts_the_grace_ends_with_the_requeue_code(ended: Ended) -> None:
-    code, text, _ = ended["slow save"].result()
+    code, text = ended["slow save"].result()
     assert code == REQUEUE
     assert mentions(text, "trainer.grace_s=7")
     found = re.search(r"(\d+) s after SIGTERM", text)
-    assert found is not None and 2 <= int(found[1]) < 7
+    assert found is not None and int(found[1]) >= 2  # most of the grace was used
 
 
 def test_a_rank_does_not_outlive_its_agent(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ SCHEMA = pa.schema(
 
 
 def post(server: Server, rows: object, **keywords: object) -> httpx.Response:
-    return server.client.post(f"{server.url}/score", json={"rows": rows}, timeout=30, **keywords)  # type: ignore[arg-type]
+    return server.client.post(f"{server.url}/score", json={"rows": rows}, timeout=120, **keywords)  # type: ignore[arg-type]
 
 
 def stream_of(rows: list[dict[str, object]], schema: pa.Schema = SCHEMA, **options: object) -> bytes:
@@ -63,7 +63,7 @@ class Load:
 
     def _post(self, seed: int) -> None:
         chance = random.Random(seed)
-        with httpx.Client(timeout=30) as client:
+        with httpx.Client(timeout=120) as client:
             while not self._stopped.is_set():
                 rows = self._draw(chance)
                 try:

@@ -21,8 +21,8 @@ REPOSITORY = Path(__file__).parents[2]
 LIMITS = [
     "limits.rows=200",
     "limits.body_mb=0.25",
-    "limits.header_timeout_s=1.0",
-    "limits.body_timeout_s=1.0",
+    "limits.header_timeout_s=2.0",
+    "limits.body_timeout_s=2.0",
     "limits.values_per_cell=20",
 ]
 ROW = {"price": 1.5, "age": 30, "city": "Rom", "device": "a", "tags": ["x", "y"]}
@@ -37,7 +37,7 @@ def write_artifact(folder: Path, version: str, **about: object) -> Path:
 class Server:
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process, self.url = process, url
-        self.client = httpx.Client(timeout=30, limits=httpx.Limits(max_connections=100))
+        self.client = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=100))
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -59,7 +59,7 @@ class Server:
             float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"pipeline_serving_{name}")
         )
 
-    def wait_for(self, text: str, timeout_s: float = 30.0) -> None:
+    def wait_for(self, text: str, timeout_s: float = 120.0) -> None:
         until = time.monotonic() + timeout_s
         while text not in self.log():
             assert time.monotonic() < until, f"{text!r} is not in {self.log()!r}"
@@ -110,7 +110,7 @@ def main() -> None:
         time.sleep(about.get("load_s", 0.0))
         if about.get("damaged"):
             raise ValueError(f"{found.path}/tables/00000.rows does not match its checksum in bytes 0 to 9")
-        return StandIn(about["version"], delay_s=about.get("delay_s", 0.0))
+        return StandIn(about["version"], delay_s=about.get("delay_s", 0.0), held_by=about.get("held_by", ""))
 
     Verb(ServeJob, lambda job: serve(job, load), "python -m tests.serving.servers").main()
 

@@ -6,6 +6,7 @@ import math
 import time
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -38,8 +39,14 @@ class StandIn:
     columns: ColumnsConfig = field(default_factory=lambda: COLUMNS)
     delay_s: float = 0.0
     batches: list[int] = field(default_factory=list)
+    held_by: str = ""  # a file: behind `free_rows` rows scoring makes <file>.begun and goes on once the file is there
+    free_rows: int = 0
 
     def score(self, rows: Rows) -> Scored:
+        if self.held_by and sum(self.batches) >= self.free_rows:
+            Path(f"{self.held_by}.begun").touch()
+            while not Path(self.held_by).exists():
+                time.sleep(0.01)
         if self.delay_s:
             time.sleep(self.delay_s)
         self.batches.append(rows.num_rows)

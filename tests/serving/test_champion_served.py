@@ -53,7 +53,7 @@ class Expected:
 
 
 def wait_for(server: Server, version: str) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while server.client.get(f"{server.url}/health").json()["artifact"] != version:
         assert time.monotonic() < until, server.log()
         time.sleep(0.02)

@@ -22,15 +22,17 @@ WORKER = """
 import sys
 from pipeline.cli.command_line import PredictJob, load_config
 from pipeline.serving.scoring.predict import predict
-from pipeline.serving import score_files
+from pipeline.serving.scoring import score_files
 from tests.serving.stand_in import StandIn
 score_files.BLOCK_BYTES = 10_000
-predict(load_config(PredictJob, sys.argv[1:]), lambda _: StandIn(delay_s=0.02))
+scorer = StandIn(held_by=sys.argv.pop(), free_rows=900)
+predict(load_config(PredictJob, sys.argv[1:]), lambda _: scorer)
 """
 
 
-def start(job: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", WORKER, *job], cwd=Path(__file__).parents[2])
+def start(job: list[str], held_by: Path) -> subprocess.Popen[bytes]:
+    """It scores two parts or so and then waits until the file `held_by` is there."""
+    return subprocess.Popen([sys.executable, "-c", WORKER, *job, str(held_by)], cwd=Path(__file__).parents[2])
 
 
 def scored_rows(staging: Path) -> int:
@@ -47,7 +49,7 @@ def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
     whole, killed = [*options, f"output={tmp_path}/whole.parquet"], [*options, f"output={tmp_path}/killed.parquet"]
     staging, seen = tmp_path / "killed.parquet.partial", []
     for _ in range(2):
-        worker = start(killed)
+        worker = start(killed, tmp_path / "never")
         before = scored_rows(staging)
         while worker.poll() is None and scored_rows(staging) <= before:
             time.sleep(0.02)
@@ -57,20 +59,22 @@ def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
     assert 0 < seen[0] < seen[1] < 6000  # each went on, none was allowed to finish
     assert not (tmp_path / "killed.parquet").exists()
     for job in (killed, whole):
-        assert start(job).wait(60) == 0
+        assert start(job, tmp_path).wait(300) == 0
     for suffix in ("", ".quarantine.jsonl"):
         assert (tmp_path / f"killed.parquet{suffix}").read_bytes() == (tmp_path / f"whole.parquet{suffix}").read_bytes()
     assert pq.read_table(tmp_path / "whole.parquet")["row"].to_pylist() == list(range(6000))
 
 
 VERB = """
+import sys
 from pipeline.cli.verb import Verb
 from pipeline.config.jobs import PredictJob
 from pipeline.serving.scoring.predict import describe, predict
-from pipeline.serving import score_files
+from pipeline.serving.scoring import score_files
 from tests.serving.stand_in import StandIn
 score_files.BLOCK_BYTES = 10_000
-Verb(PredictJob, lambda job: predict(job, lambda _: StandIn(delay_s=0.02)), "", describe, handles_sigterm=True).main()
+scorer = StandIn(held_by=sys.argv.pop(), free_rows=500)
+Verb(PredictJob, lambda job: predict(job, lambda _: scorer), "", describe, handles_sigterm=True).main()
 """
 
 
@@ -82,23 +86,24 @@ def test_a_prediction_that_is_stopped_keeps_its_parts_and_goes_on(
     options = [f"source={source}", "artifact=stand-in", "rows_per_part=200", f"output={tmp_path}/scores.parquet"]
     staging = tmp_path / "scores.parquet.partial"
     worker = subprocess.Popen(
-        [sys.executable, "-c", VERB, *options], cwd=Path(__file__).parents[2],
+        [sys.executable, "-c", VERB, *options, str(tmp_path / "go")], cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
     )  # fmt: skip
     while worker.poll() is None and not scored_rows(staging):
         time.sleep(0.02)
     worker.send_signal(sent)
-    said, _ = worker.communicate(timeout=60)
+    (tmp_path / "go").touch()
+    said, _ = worker.communicate(timeout=300)
     assert worker.returncode == code, said
     assert "Traceback" not in said and not (tmp_path / "scores.parquet").exists()
     assert 0 < scored_rows(staging) < 3000
     again = subprocess.run(
-        [sys.executable, "-c", VERB, *options],
+        [sys.executable, "-c", VERB, *options, str(tmp_path / "go")],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert again.returncode == 0 and "going on after" in again.stderr + again.stdout, again
     assert pq.read_table(tmp_path / "scores.parquet")["score"].to_pylist() == expected(rows_of(3000))

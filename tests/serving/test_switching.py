@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +34,13 @@ def point(link: Path, target: Path) -> None:
     os.replace(staged, link)
 
 
+def wait_until(holds: Callable[[], bool], timeout_s: float = 300.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until, "it never came to hold"
+        time.sleep(0.02)
+
+
 def test_a_switch_under_load_drops_no_request_and_mixes_no_scores(tmp_path: Path) -> None:
     artifacts = [write_artifact(tmp_path / version, version, delay_s=0.002) for version in ("v1", "v2")]
     link = tmp_path / "current"
@@ -40,12 +48,14 @@ def test_a_switch_under_load_drops_no_request_and_mixes_no_scores(tmp_path: Path
     with server_of(link) as server, stand_in_load(server.url) as load:
         for number in range(1, 13):
             point(link, artifacts[number % 2])
-            until = time.monotonic() + 30
-            while server.metric("artifact_switches_total") < number and time.monotonic() < until:
-                time.sleep(0.02)
+            wait_until(lambda: server.metric("artifact_switches_total") >= number)  # noqa: B023
+            answered = len(load.versions)
+            wait_until(lambda: len(load.versions) >= answered + 9)  # noqa: B023
         switches = server.metric("artifact_switches_total")
     assert load.failures == []
-    assert switches == 12 and {"v1", "v2"} == set(load.versions) and len(load.versions) > 100
+    assert (
+        switches == 12 and {"v1", "v2"} == set(load.versions) and len(load.versions) > 100
+    )  # nine a switch, however fast
 
 
 def test_a_bad_artifact_is_refused_and_the_one_before_goes_on(tmp_path: Path) -> None:
@@ -76,22 +86,23 @@ def test_a_folder_that_is_replaced_is_taken_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_end_answers_what_is_under_way(tmp_path: Path, number: signal.Signals) -> None:
-    artifact = write_artifact(tmp_path, "v1", delay_s=1.0)
+    held_by = tmp_path / "scored"
+    artifact = write_artifact(tmp_path / "artifact", "v1", held_by=str(held_by))
     with server_of(artifact) as server, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(post, server, [ROW])
-        time.sleep(0.4)
+        wait_until((tmp_path / "scored.begun").exists)
         server.process.send_signal(number)
+        held_by.touch()
         assert waiting.result().json()["scores"] == [score_of(ROW, "v1")]
-        assert server.process.wait(20) == (0 if number == signal.SIGTERM else 130)
+        assert server.process.wait(300) == (0 if number == signal.SIGTERM else 130)
         with pytest.raises(httpx.ConnectError):
             post(server, [ROW])
 
 
 def test_readiness_ends_before_the_server_does(tmp_path: Path) -> None:
-    with server_of(write_artifact(tmp_path, "v1"), "server.shutdown_delay_s=1.5") as server:
+    with server_of(write_artifact(tmp_path, "v1"), "server.shutdown_delay_s=8") as server:
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        assert server.client.get(f"{server.url}/health/ready").status_code == 503
+        wait_until(lambda: server.client.get(f"{server.url}/health/ready").status_code == 503)
         assert server.client.get(f"{server.url}/health/live").status_code == 200
         assert post(server, [ROW]).status_code == 200
-        assert server.process.wait(20) == 0
+        assert server.process.wait(300) == 0

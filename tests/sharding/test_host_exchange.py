@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 
 import torch
 import torch.distributed as dist
@@ -72,41 +71,39 @@ def test_sums_have_the_same_bits_on_every_rank(ranks: RankPool) -> None:
         assert flags == [3, 3]
 
 
-def _message_of_a_silent_rank(rank: int) -> tuple[str, float]:
-    exchange, began = _connected(rank, timeout_s=0.5), time.monotonic()
+def _message_of_a_silent_rank(rank: int) -> str:
+    exchange = _connected(rank, timeout_s=0.5)
     if rank == 0:
         try:
             exchange.all_reduce(FLAGS, torch.zeros(1))
         except RuntimeError as error:
             dist.barrier()
-            return str(error), time.monotonic() - began
+            return str(error)
     dist.barrier()
-    return "", 0.0
+    return ""
 
 
 def test_a_rank_that_is_silent_for_too_long_is_named(ranks: RankPool) -> None:
-    message, seconds = ranks.run(2, _message_of_a_silent_rank)[0]
+    message = ranks.run(2, _message_of_a_silent_rank)[0]
     assert message == "rank 1 has been silent for longer than comms.timeout_s allows"
-    assert 0.4 < seconds < 30
 
 
-def _message_of_a_rank_that_left(rank: int) -> tuple[str, float]:
-    exchange, began = _connected(rank), time.monotonic()
+def _message_of_a_rank_that_left(rank: int) -> str:
+    exchange = _connected(rank)
     dist.barrier()
     if rank == 1:
         exchange.close()  # as the kernel does for a rank that is killed
-        return "", 0.0
+        return ""
     try:
         exchange.all_reduce(FLAGS, torch.zeros(1))
     except RuntimeError as error:
-        return str(error), time.monotonic() - began
-    return "", 0.0
+        return str(error)
+    return ""
 
 
 def test_a_rank_that_has_left_is_noticed_at_once(ranks: RankPool) -> None:
-    message, seconds = ranks.run(2, _message_of_a_rank_that_left)[0]
-    assert message.startswith("rank 1 has left")
-    assert seconds < 30
+    message = ranks.run(2, _message_of_a_rank_that_left)[0]
+    assert message.startswith("rank 1 has left")  # and not that it is silent, which takes the whole timeout to know
 
 
 def _others(rank: int) -> list[bool]:
