@@ -26,7 +26,7 @@ NEXT := quickstart_dlrm_dcn
 
 .PHONY: help
 help:  ## this list
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 .PHONY: train
 train: $(VENV)/installed  ## install, make a data set with a known best AUC, prepare, plan, train on 2 ranks, evaluate
@@ -45,12 +45,19 @@ doctor: $(VENV)/installed  ## check versions, operations, GPU, shared memory and
 	@$(PY) -m pipeline.doctor
 
 .PHONY: test
-test: $(VENV)/installed-dev  ## the default test suite, no GPU needed
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+test: $(VENV)/installed-dev  ## the default test suite, no GPU needed: at most 12 CPU minutes on a quiet machine
+	@TIMEFORMAT='CPU time %U s + %S s in system calls, %R s in all'; \
+		time OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign" -n $(JOBS) --dist worksteal
+
+.PHONY: test-busy
+test-busy: $(VENV)/installed-dev  ## the default test suite twice, while other processes keep two cores busy
+	@trap 'kill $$(jobs -p)' EXIT; for core in 1 2; do yes >/dev/null & done; \
+		$(MAKE) --no-print-directory test; $(MAKE) --no-print-directory test
 
 .PHONY: campaigns
 campaigns: $(VENV)/installed-dev  ## the tests that take minutes each
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m campaign
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "hypothesis and not campaign" --hypothesis-profile=all
 
 .PHONY: faults
 faults: $(VENV)/installed-dev  ## plant every fault of tests/faults and write what happened to docs/reliability.md

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
@@ -14,33 +13,22 @@ from pipeline.config.jobs import ExportJob, GenerateJob, PrepareJob, TrainJob
 from pipeline.data.prepare.run import prepare
 from pipeline.serving.artifact.export_run import ExportSummary, export
 from pipeline.training.run import train
+from tests.support import examples  # noqa: F401  # its profile holds for all tests
+from tests.support.cpu_report import CpuReport
 from tests.support.process_state import own_process_state
 from tests.support.ranks import RankPool
 
 SAMPLES = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-# A landing is not to be refused for what was drawn today; `--hypothesis-profile=default` draws anew.
-settings.register_profile("repeatable", derandomize=True, database=None)
-settings.load_profile("repeatable")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-report", metavar="FILE", help="append each test's CPU seconds, with its processes, to FILE")
 
 
-# Those that take long begin first, or the last of them would run alone beside an idle process.
-LONGEST = [
-    "faults/test_restarts.py", "training/test_run.py", "launch/test_slurm.py", "faults/test_signals.py",
-    "serving/test_artifact_faults.py", "training/test_compiled.py", "retraining/test_campaign.py",
-    "planner/test_searched_plans.py", "models/test_learns.py", "faults/test_object_store.py", "end_to_end/test_embedding_sync.py",
-    "cli/test_checkpoints.py", "serving/test_serve.py", "end_to_end/test_quickstart.py", "planner/test_planner.py",
-    "checkpoint/test_warm_start.py", "planner/test_search.py", "faults/test_mistakes.py", "faults/test_hostile_files.py",
-    "serving/test_predict.py", "runtime/test_agent.py", "embeddings/test_compressed_runs.py", "serving/test_export.py",
-    "runtime/test_watchdog.py", "sharding/test_sharding.py", "serving/test_pruning.py",
-]  # fmt: skip
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    tests = Path(__file__).parent
-    places = {tests / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--cpu-report")
+    if path and not config.getoption("numprocesses", None):  # with -n the workers write it
+        config.pluginmanager.register(CpuReport(path), "cpu-report")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,7 +19,6 @@ from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = group_options([CONF])
 OPTIONS = [(group, option) for group in GROUPS if group != "experiment" for option in GROUPS[group]]
-NUM_TYPOS = 50
 
 # mlcommons/training, recommendation_v2/torchrec_dlrm/README.MD
 MLPERF_ROWS = [
@@ -42,11 +41,14 @@ def _rows(job: TrainJob) -> list[int | None]:
 
 
 @pytest.mark.parametrize("experiment", GROUPS["experiment"])
-def test_every_experiment_trains_and_plans_under_its_own_name(experiment: str) -> None:
+def test_every_experiment_trains_under_its_own_name(experiment: str) -> None:
     job = load_config(TrainJob, [f"experiment={experiment}"])
     assert (job.name, job.run_dir) == (experiment, f"runs/{experiment}")
-    planned = load_config(PlanJob, [f"experiment={experiment}", "hardware=h200", "world_size=8"])
-    assert planned.planner.plan_file == f"sharding_plans/{experiment}.h200x8.json"
+
+
+def test_a_plan_has_the_name_of_its_experiment_and_hardware() -> None:
+    planned = load_config(PlanJob, ["experiment=criteo_kaggle_dlrm", "hardware=h200", "world_size=8"])
+    assert planned.planner.plan_file == "sharding_plans/criteo_kaggle_dlrm.h200x8.json"
 
 
 @pytest.mark.parametrize("experiment", GROUPS["experiment"])
@@ -120,13 +122,14 @@ def test_ids_are_capped_to_the_rows_of_the_references_tables(data: str, rows: li
     assert [ids[f"cat_{index}"].max_size for index in range(26)] == rows
 
 
-def test_every_typo_is_told_with_the_nearest_name_before_torch_is_imported() -> None:
+@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.campaign)])
+def test_every_typo_is_told_with_the_nearest_name_before_torch_is_imported(count: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.typos", "0", str(NUM_TYPOS)],
+        [sys.executable, "-m", "tests.support.typos", "0", str(count)],
         cwd=CONF.parent, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "0"},
     )  # fmt: skip
     *typos, last = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(typos) == NUM_TYPOS
+    assert len(typos) == count
     untold = [typo for typo in typos if f"did you mean {typo['right']!r}" not in typo["told"]]
     assert not untold
     assert last == {"torch": False}

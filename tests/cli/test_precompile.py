@@ -26,6 +26,7 @@ def _compiled(folder: Path) -> set[str]:
     return {file.name for file in folder.rglob("*.nbc")}
 
 
+@pytest.mark.campaign
 def test_training_compiles_nothing_after_it(prepared_clicks: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}

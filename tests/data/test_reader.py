@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from iopath.common.file_io import PathHandler
 
@@ -27,6 +27,7 @@ from pipeline.data.read.streams import Segment
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.storage import storage
 from tests.data.shard_files import MAX_TAGS, NUM_BUCKETS, tags_of, write_dataset
+from tests.support.examples import examples
 from tests.support.messages import names
 
 RAGGED = [[20, 1, 7], [3], [16, 16, 16, 5], [1, 1, 1, 1], [9, 30]]
@@ -139,7 +140,7 @@ def test_without_shuffle_batches_follow_the_file_order(tmp_path: Path) -> None:
 
 
 @given(epoch=st.integers(0, 3), start_step=st.integers(0, 8), order=st.sampled_from(ORDERS), rank=st.integers(0, 1))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_resume_at_any_step_continues_exactly(
     ragged: tuple[str, Dataset], epoch: int, start_step: int, order: tuple[str, bool], rank: int
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.data import SPLITS, ColumnsConfig, IdsConfig, SplitConfig
@@ -20,6 +20,7 @@ from pipeline.data.prepare.vocabulary import open_engine
 from pipeline.data.prepare.write_shards import in_row_groups, plan_shards
 from pipeline.runtime.errors import DataError
 from tests.data.criteo_rows import random_lines, read_split, run_prepare, write_lines
+from tests.support.examples import examples
 from tests.support.messages import names
 
 
@@ -28,7 +29,7 @@ def staged(number: int, block_rows: list[int]) -> StagedFile:
 
 
 @given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 15))
-@settings(deadline=None)
+@examples(100)
 def test_row_groups_have_their_size_and_the_rows_their_order(sizes: list[int], group: int) -> None:
     ends = np.cumsum([0, *sizes])
     tables = [pa.table({"row": np.arange(a, b)}) for a, b in pairwise(ends)]
@@ -44,7 +45,7 @@ def test_row_groups_have_their_size_and_the_rows_their_order(sizes: list[int], g
     st.integers(0, 60),
     st.integers(1, 25),
 )
-@settings(deadline=None)
+@examples(100)
 def test_shards_cover_each_split_once_and_in_order(files: list[list[int]], a: int, b: int, rows_per_shard: int) -> None:
     total = sum(map(sum, files))
     boundaries = Boundaries(min(a, b) + 1, max(a, b) + 1)

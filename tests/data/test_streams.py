@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.data import check_batch_geometry
 from pipeline.data.read.streams import EpochOrder, keyed_permutation, num_steps
 from pipeline.runtime.errors import ConfigError
+from tests.support.examples import examples
 from tests.support.messages import names
 
 orders = st.builds(
@@ -28,7 +29,7 @@ def rows_of(order: EpochOrder, stream: int, skip_rows: int = 0) -> list[tuple[in
 
 
 @given(orders)
-@settings(deadline=None)
+@examples(100)
 def test_streams_share_out_every_row_once_and_evenly(order: EpochOrder) -> None:
     streams = [rows_of(order, stream) for stream in range(order.num_streams)]
     every_row = [(group, row) for group, size in enumerate(order.row_group_sizes) for row in range(size)]
@@ -39,7 +40,7 @@ def test_streams_share_out_every_row_once_and_evenly(order: EpochOrder) -> None:
 
 
 @given(orders, st.integers(0, 40), st.integers(0, 7))
-@settings(deadline=None)
+@examples(100)
 def test_a_stream_can_be_entered_at_any_row(order: EpochOrder, skip_rows: int, stream: int) -> None:
     stream %= order.num_streams
     assert rows_of(order, stream, skip_rows) == rows_of(order, stream)[skip_rows:]

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.data import IdsConfig
@@ -27,6 +27,7 @@ from pipeline.data.prepare.vocabulary import (
     vocabulary_file,
 )
 from pipeline.data.raw.hashing import hash_ids
+from tests.support.examples import examples
 
 MASK = (1 << 64) - 1
 
@@ -47,7 +48,7 @@ def plain_hash(value: str, size: int, seed: int) -> int:
 
 
 @given(st.lists(st.one_of(st.none(), st.text(max_size=40)), max_size=30), st.integers(2, 2**31 - 1), st.integers(0, 99))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_hashed_ids_equal_the_definition_one_value_at_a_time(values: list[str | None], size: int, seed: int) -> None:
     expected = [0 if value is None else plain_hash(value, size, seed) for value in values]
     assert hash_ids(pa.array(values, pa.string()), size, seed).tolist() == expected
@@ -95,7 +96,7 @@ def test_rare_values_and_those_beyond_max_size_share_id_0(tmp_path: Path) -> Non
 
 
 @given(st.lists(st.integers(1, 50), max_size=300), st.integers(0, 400), st.integers(1, 4), st.integers(1, 40))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_frequency_curve_equals_sums_over_sorted_counts(
     tmp_path_factory: pytest.TempPathFactory, counts: list[int], missing: int, min_frequency: int, batch_size: int
 ) -> None:

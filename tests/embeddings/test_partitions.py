@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.compression import CompressionConfig
@@ -18,6 +18,7 @@ from pipeline.embeddings.compression.id_splitter import classes_of
 from pipeline.embeddings.compression.partitions import Hashed, partitions_of
 from pipeline.embeddings.compression.physical import num_numbers
 from pipeline.embeddings.table import Table
+from tests.support.examples import examples
 
 
 def table_of(num_ids: int, dim: int = 16, **config: Any) -> Table:
@@ -42,13 +43,13 @@ def assert_unique(table: Table) -> None:
     assert len(np.unique(found, axis=0)) == table.num_embeddings
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 20_000), st.integers(1, 300))
 def test_quotient_and_remainder_tell_all_ids_apart(num_ids: int, base: int) -> None:
     assert_unique(table_of(num_ids, bases=[base]))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(2, 20_000), st.integers(2, 5), st.sampled_from(["generalised", "chinese_remainder"]))
 def test_chosen_bases_tell_all_ids_apart(num_ids: int, count: int, scheme: str) -> None:
     table = table_of(num_ids, scheme=scheme, num_partitions=count)
@@ -58,14 +59,14 @@ def test_chosen_bases_tell_all_ids_apart(num_ids: int, count: int, scheme: str) 
         assert all(math.gcd(a, b) == 1 for i, a in enumerate(bases) for b in bases[:i])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=4), st.data())
 def test_given_bases_tell_as_many_ids_apart_as_their_product(bases: list[int], data: st.DataObject) -> None:
     num_ids = data.draw(st.integers(1, min(20_000, math.prod(bases))))
     assert_unique(table_of(num_ids, scheme="generalised", bases=bases))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1, 10**9), st.integers(2, 6))
 def test_balanced_bases_are_as_few_classes_as_the_paper_says(num_ids: int, count: int) -> None:
     """O(k n^(1/k)): each is the k-th root at most, rounded up."""
@@ -74,7 +75,7 @@ def test_balanced_bases_are_as_few_classes_as_the_paper_says(num_ids: int, count
     assert sum(bases) <= count * max(2, math.ceil(num_ids ** (1 / count)))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(10, 10**7), st.integers(2, 4), st.floats(1.5, 200), st.booleans())
 def test_bases_within_a_budget_keep_to_it_and_cover_the_table(
     num_ids: int, count: int, ratio: float, coprime: bool

@@ -104,6 +104,7 @@ def test_a_stopped_run_on_four_ranks_goes_on_to_rounding(ranks: RankPool, prepar
         torch.testing.assert_close(cut[key], whole[key], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.campaign
 def test_saving_on_the_way_changes_no_weight(ranks: RankPool, prepared_clicks: str, run: Path, tmp_path: Path) -> None:
     words = _job(prepared_clicks, tmp_path / "busy", "checkpoint.save_every_steps=3", "trainer.max_steps=20")
     ranks.run(4, _train, [*words, "checkpoint.asynchronous=true"], local_world_size=2)
@@ -130,12 +131,17 @@ def test_evaluate_says_whose_tables_it_used(ranks: RankPool, run: Path) -> None:
             ranks.run(2, _evaluate, [*words, "world_size=2", "tables=own", f"step={step}"])
 
 
+@pytest.mark.parametrize(
+    "hosts",
+    [[(2, 2, "every_step")], pytest.param([(4, 1, "never")], marks=pytest.mark.campaign)],
+    ids=["fewer", "more"],
+)
 def test_another_number_of_hosts_goes_on_from_the_mean(
-    ranks: RankPool, prepared_clicks: str, run: Path, tmp_path: Path
+    ranks: RankPool, prepared_clicks: str, run: Path, tmp_path: Path, hosts: list[tuple[int, int, str]]
 ) -> None:
     import shutil
 
-    for world_size, local, sync in ((2, 2, "every_step"), (4, 1, "never")):
+    for world_size, local, sync in hosts:
         copy = tmp_path / f"{world_size}_{local}"
         shutil.copytree(run, copy)
         words = _job(prepared_clicks, copy, f"parallel.embedding_sync={sync}")
@@ -145,6 +151,7 @@ def test_another_number_of_hosts_goes_on_from_the_mean(
         assert stored == ({"num_hosts": 4, "embedding_sync": sync, "apart": True} if sync == "never" else None)
 
 
+@pytest.mark.campaign
 def test_a_plan_is_for_the_ranks_of_one_host(prepared_clicks: str, tmp_path: Path) -> None:
     words = _job(
         prepared_clicks, tmp_path, "hardware=h100_80gb", "world_size=16", f"planner.plan_file={tmp_path}/plan.json"

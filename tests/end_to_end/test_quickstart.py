@@ -35,6 +35,7 @@ def _share_of_lift(ranks: RankPool, experiment: str, data: str, run_dir: Path) -
     return (summary.validation["auc"] - 0.5) / (summary.bayes_auc - 0.5)
 
 
+@pytest.mark.campaign
 def test_dlrm_reaches_97_percent_of_the_teachers_lift(ranks: RankPool, quickstart_data: str, tmp_path: Path) -> None:
     assert _share_of_lift(ranks, "quickstart", quickstart_data, tmp_path) >= 0.97
 

@@ -35,10 +35,17 @@ PHASES: dict[str, tuple[dict[str, Any], int | None]] = {  # where SIGTERM comes,
 }
 
 
-def test_sigterm_is_obeyed_in_every_phase(prepared_clicks: str, tmp_path: Path, fault: FaultRecorder) -> None:
-    runs = {phase: Run(prepared_clicks, tmp_path / phase) for phase in PHASES}
-    started = {phase: runs[phase].start({**PHASES[phase][0], "do": "term"}) for phase in PHASES}
-    for phase, (_, saved_after) in PHASES.items():
+@pytest.mark.parametrize(
+    "phases",
+    [pytest.param(["training"], id="training"), pytest.param(list(PHASES), id="every", marks=pytest.mark.campaign)],
+)
+def test_sigterm_is_obeyed_in_every_phase(
+    prepared_clicks: str, tmp_path: Path, fault: FaultRecorder, phases: list[str]
+) -> None:
+    runs = {phase: Run(prepared_clicks, tmp_path / phase) for phase in phases}
+    started = {phase: runs[phase].start({**PHASES[phase][0], "do": "term"}) for phase in phases}
+    for phase in phases:
+        saved_after = PHASES[phase][1]
         output, _ = started[phase].communicate(timeout=TIMEOUT_S)
         assert (started[phase].returncode, "Traceback" in output) == (REQUEUE, False), output
         steps = _steps(runs[phase])
@@ -55,6 +62,7 @@ def test_sigterm_is_obeyed_in_every_phase(prepared_clicks: str, tmp_path: Path, 
     fault(7, "the same command found its run folder and went on from the saved step to the end, each row once", count=1)
 
 
+@pytest.mark.campaign
 def test_sigterm_ends_an_evaluation_that_runs_by_itself(
     small_run: Path, prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
 ) -> None:
@@ -67,6 +75,7 @@ def test_sigterm_ends_an_evaluation_that_runs_by_itself(
     fault(5, "pipeline.evaluate: code 75, nothing written", count=1)
 
 
+@pytest.mark.campaign
 def test_sigterm_to_the_agent_reaches_the_scheduler_as_a_requeue_and_a_second_one_is_harmless(
     prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
 ) -> None:
@@ -83,6 +92,7 @@ def _go_on(rank: int, run: Run) -> int:
     return train(load_config(TrainJob, run.words)).step
 
 
+@pytest.mark.campaign
 def test_a_save_slower_than_the_grace_leaves_the_earlier_step_and_a_run_to_go_on(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
 ) -> None:

@@ -131,6 +131,7 @@ def test_sbatch_options_are_those_of_torchx_too() -> None:
     assert fields <= set(known) and "job_dir" in known
 
 
+@pytest.mark.campaign
 def test_torchrun_lines_train(prepared_clicks: str, tmp_path: Path) -> None:
     overrides = [
         "experiment=quickstart", "hardware=cpu", "planner=torchrec", f"data.path={prepared_clicks}", f"run_dir={tmp_path}/a run",

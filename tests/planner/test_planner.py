@@ -261,6 +261,7 @@ def request_with_ties() -> PlanRequest:
     return request(make_tables(DLRMV2_ROWS[:20], 128, sharding=sharding), on("h100_80gb", 8), "sgd")
 
 
+@pytest.mark.campaign
 def test_the_plan_does_not_depend_on_pythonhashseed() -> None:
     """TorchRec enumerates sets of strings, whose order changes from process to process."""
     asked = request_with_ties()

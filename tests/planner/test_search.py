@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.planner.search import exact
@@ -25,6 +25,7 @@ from pipeline.planner.search.problem import (
 )
 from pipeline.planner.search.proposals import try_proposals
 from pipeline.planner.search.relaxation import LinearProgram
+from tests.support.examples import examples
 
 QUICK = SearchConfig(local_steps=(60, 60))
 GIB = float(1 << 30)
@@ -145,7 +146,7 @@ def test_options_left_out_never_hold_the_optimum() -> None:
             assert best_by_brute_force(narrow(problem, kept), objective) == pytest.approx(whole)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     seed=st.integers(0, 10**6), num_tables=st.integers(1, 12), hosts=st.integers(1, 3), local=st.integers(1, 4),
     tightness=st.sampled_from([1.0, 1.02, 1.1, 1.5, 4.0]), objective=st.sampled_from(OBJECTIVES),

@@ -55,10 +55,10 @@ def test_the_first_node_hosts_the_meeting_whatever_names_say(flags: list[str], c
 @pytest.mark.parametrize(
     ("codes", "expected", "num_starts", "said"),
     [
-        ("sys.exit(0)", 0, 1, ""),
+        pytest.param("sys.exit(0)", 0, 1, "", marks=pytest.mark.campaign),
         ("sys.exit(2)", 2, 1, ""),  # a user's error is the same at the next start; rank 0 has said it
         ("sys.exit(75)", 75, 1, ""),
-        ("sys.exit(76 if rank == 0 else 0)", 76, 3, "ended with code 76"),
+        pytest.param("sys.exit(76 if rank == 0 else 0)", 76, 3, "ended with code 76", marks=pytest.mark.campaign),
         ("os.kill(os.getpid(), 9) if attempt == 0 and rank == 1 else sys.exit(0)", 0, 2, "was ended by SIGKILL"),
         ("write_error_file('error: only here'); sys.exit(2 if rank == 1 else time.sleep(30))", 2, 1, "error: only here"),
     ],

@@ -164,9 +164,8 @@ def test_an_export_killed_at_any_stage_leaves_nothing_that_loads_and_the_next_on
             assert [path.name for path in folder.iterdir() if not path.name.endswith(".lock")] == ["artifact"]
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.campaign)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_an_export_that_is_stopped_puts_its_folder_away(
     small_run: Path, tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:

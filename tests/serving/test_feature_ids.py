@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.server import LimitsConfig
@@ -24,6 +24,7 @@ from pipeline.serving.scoring.column_lists import ColumnLists, concat_rows
 from pipeline.serving.scoring.feature_ids import FeatureIds
 from pipeline.serving.scoring.raw_rows import RowEncoder
 from pipeline.serving.scoring.scorer import schema_of
+from tests.support.examples import examples
 from tests.support.messages import mentions
 
 VALUES = [
@@ -59,7 +60,7 @@ def few_hashes(kinds: int | None) -> Iterator[None]:
         yield
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(vocabularies, st.lists(texts, max_size=40), st.sampled_from([None, 1, 3]), st.data())
 def test_vocabularies_searched_together_give_each_its_own_ids(
     lists: list[list[str]], others: list[str], kinds: int | None, data: Any
@@ -88,7 +89,7 @@ def encoder_of(lists: list[list[str]], room: int) -> RowEncoder:
         return RowEncoder(schema, {name: index_values([(1, values)]) for name, values in tables.items()})
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(vocabularies, st.sampled_from([2, 1000]), st.data())
 def test_rows_by_the_short_way_are_rows_by_prepares(lists: list[list[str]], room: int, data: Any) -> None:
     """`room` of 2: what is remembered of a hashed feature is forgotten again and again."""

@@ -118,15 +118,15 @@ def test_fp16_tables_learn_as_well_and_resume_bit_for_bit(
     assert size < 0.75 * full  # half of the tables, all of the states and layers
 
 
-def test_one_and_four_ranks_train_the_same_model(
-    ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path
+@pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.campaign)])
+def test_any_number_of_ranks_trains_the_same_model(
+    ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path, world_size: int
 ) -> None:
-    for world_size in (1, 4):
-        summary = ranks.run(world_size, _train, _job(prepared_clicks, tmp_path / str(world_size)))[0]
-        assert summary.validation == pytest.approx(trained.validation, abs=1e-3)
+    summary = ranks.run(world_size, _train, _job(prepared_clicks, tmp_path / "run"))[0]
+    assert summary.validation == pytest.approx(trained.validation, abs=1e-3)
 
 
-@pytest.mark.parametrize("model", ["dlrm_dcn", "deepfm"])
+@pytest.mark.parametrize("model", ["dlrm_dcn", pytest.param("deepfm", marks=pytest.mark.campaign)])
 def test_the_other_models_learn_it_too(ranks: RankPool, prepared_clicks: str, tmp_path: Path, model: str) -> None:
     overrides = _job(prepared_clicks, tmp_path, f"experiment=quickstart_{model}")
     summary = ranks.run(2, _train, overrides)[0]
@@ -134,9 +134,10 @@ def test_the_other_models_learn_it_too(ranks: RankPool, prepared_clicks: str, tm
     assert summary.validation["auc"] > 0.5 + 0.5 * (summary.bayes_auc - 0.5)
 
 
-def test_the_settings_work_together(ranks: RankPool, prepared_clicks: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_the_settings_work_together(ranks: RankPool, prepared_clicks: str, tmp_path: Path, compiled: bool) -> None:
     overrides = _job(
-        prepared_clicks, tmp_path, "comms=int8", "trainer.precision=bf16", "trainer.compile=true", "trainer.gradient_clip_norm=5.0",
+        prepared_clicks, tmp_path, "comms=int8", "trainer.precision=bf16", f"trainer.compile={compiled}", "trainer.gradient_clip_norm=5.0",
         "trainer.gradient_accumulation_steps=2", "data.synthetic_multi_hot={cat_3: 4, cat_20: 7}",
         "tables.cat_20.pooling=mean", "tables.cat_20.sharding.sharding_types=[row_wise]",
         "tables.cat_21.sharding.sharding_types=[table_wise]", "tables.cat_22.data_type=fp16", "schedule.dense.kind=poly",
@@ -154,7 +155,7 @@ def test_the_settings_work_together(ranks: RankPool, prepared_clicks: str, tmp_p
     assert measured.metrics == pytest.approx(summary.validation, rel=2e-2)  # the wire was int8 on two ranks
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_evaluation_is_the_same_on_any_number_of_ranks(ranks: RankPool, trained: TrainSummary, world_size: int) -> None:
     summary = ranks.run(world_size, _evaluate, [f"run={trained.run_dir}", "split=validation"])[0]
     assert summary.metrics == pytest.approx(trained.validation, abs=1e-6)
@@ -290,6 +291,7 @@ def test_sigterm_saves_at_the_next_step_and_the_same_command_goes_on(
     assert resumed.validation == pytest.approx(trained.validation, abs=1e-3)
 
 
+@pytest.mark.campaign
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(prepared_clicks: str, tmp_path: Path) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "trainer.epochs=30", "checkpoint.save_every_steps=5")
     process = subprocess.Popen(

@@ -1,0 +1,14 @@
+"""How many examples a property is tried on: a fifth in the default suite, all in `make campaigns`."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("few", derandomize=True, database=None, deadline=None, max_examples=20)
+settings.register_profile("all", derandomize=True, database=None, deadline=None, max_examples=100)
+settings.load_profile("few")  # `--hypothesis-profile=all` comes after; `=default` draws anew
+
+
+def examples(count: int) -> settings:
+    """Of `count` examples, the share that the profile in force asks for."""
+    return settings(max_examples=max(1, count * settings().max_examples // 100), deadline=None)
