@@ -14,7 +14,12 @@ from pipeline.runtime.storage import storage
 
 FORMAT_VERSION = 2
 COMMAND = "python -m pipeline.plan experiment=<name> hardware=<preset> world_size=<ranks>"
-DAMAGE = (KeyError, TypeError, AttributeError, PlanError)  # what decoding a damaged file raises
+DAMAGE = (
+    KeyError,
+    TypeError,
+    AttributeError,
+    ValueError,
+)  # torch checks shards with ValueErrors; what decoding a damaged file raises
 
 
 @dataclass(frozen=True)
