@@ -22,6 +22,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import TrainJob
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
+from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.training.assembly import assemble, resolve
 from pipeline.training.optimizer import build_optimizer
@@ -267,5 +268,5 @@ def test_row_0_stays_and_equal_hashes_are_kept(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         WarmStartConfig(**values)

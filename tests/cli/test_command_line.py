@@ -107,7 +107,7 @@ def test_an_optional_section_comes_to_be_when_a_field_of_it_is_set() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_in_one_line_with_the_way_out(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)) as failure:
+    with pytest.raises(ConfigError, match=names(message)) as failure:
         load_config(TrainJob, [QUICKSTART, *overrides])
     assert "\n" not in str(failure.value)
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_is_said_in_one_line_with_the_way_out(overrides: list[str
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused(override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         load_config(TrainJob, [QUICKSTART, override])
 
 
@@ -189,7 +189,7 @@ def test_a_plan_needs_no_local_run_folder() -> None:
     ],
 )  # fmt: skip
 def test_a_hint_names_what_the_verb_has(job_type: type, overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         load_config(job_type, overrides)
 
 
@@ -202,7 +202,7 @@ def test_a_hint_names_what_the_verb_has(job_type: type, overrides: list[str], me
     ],
 )
 def test_what_must_be_given_is_asked_for(job_type: type, message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         load_config(job_type, [])
 
 
@@ -230,7 +230,7 @@ def test_a_damaged_saved_job_is_refused(tmp_path: Path, old: str, new: str, mess
     save_job(load_config(TrainJob, [QUICKSTART, "trainer.global_batch_size=2048"]), str(path))
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         load_saved_job(TrainJob, str(path))
 
 
@@ -260,16 +260,16 @@ def test_a_users_own_folder_adds_options(overlay: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("trainer:\n  globl_batch_size: 64\n", "In 'experiment/shop'.*'globl_batch_size'.*did you mean 'global_batch_size'?"),
-        ("defaults:\n  - override /dta: shop\n", "Could not override 'dta'.*did you mean 'data'?"),
-        ("defaults:\n  - override /data: shp\n", "there is no 'data/shp'; did you mean 'shop'?"),
-        ("trainer:\n  seed: zero\n", "In 'experiment/shop'.*'zero'.*could not be converted to Integer"),
+        ("trainer:\n  globl_batch_size: 64\n", "experiment/shop globl_batch_size global_batch_size"),
+        ("defaults:\n  - override /dta: shop\n", "'dta' 'data'"),
+        ("defaults:\n  - override /data: shp\n", "data/shp 'shop'"),
+        ("trainer:\n  seed: zero\n", "experiment/shop 'zero'"),
         ("defaults: [\n", "shop.yaml"),
     ],
 )  # fmt: skip
 def test_a_typo_in_a_users_file_names_file_and_key(overlay: Path, text: str, message: str) -> None:
     (overlay / "experiment" / "shop.yaml").write_text(f"# @package _global_\n{text}")
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         load_config(TrainJob, ["experiment=shop", f"--config-dir={overlay}"])
 
 

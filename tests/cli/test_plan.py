@@ -19,7 +19,7 @@ from pipeline.config.tables import TableConfig
 from pipeline.config.training import TrainerConfig
 from pipeline.models.dlrm import DLRMConfig
 from pipeline.planner.planfile import read_plan
-from pipeline.runtime.errors import DataError
+from pipeline.runtime.errors import ConfigError, DataError, PlanError, TrainingError
 from pipeline.training.preflight import validate_job
 from tests.planner.problems import KAGGLE_ROWS, preset
 from tests.support.datasets import described_dataset
@@ -73,13 +73,13 @@ def test_planning_from_the_file_shows_it_again_and_refuses_another_job(job: Plan
     assert (again.explanation, again.page) == (shown, None)
     assert shown in show(job.planner.plan_file)
     job.trainer.global_batch_size = 32768
-    with pytest.raises(ValueError, match=names("batch_size 4096 2048")):
+    with pytest.raises(PlanError, match=names("batch_size 4096 2048")):
         plan(job)
 
 
 def test_a_batch_that_does_not_divide_is_refused(job: PlanJob) -> None:
     job.trainer.global_batch_size = 1000
-    with pytest.raises(ValueError, match="1000"):
+    with pytest.raises(ConfigError, match="1000"):
         plan(job)
 
 
@@ -109,7 +109,7 @@ def test_a_plan_is_made_without_the_data_where_tables_say_their_rows(
     assert mentions(caplog.text, f"{job.data.path} 26 26")
     assert read_plan(job.planner.plan_file) == from_data
     train = TrainJob(**vars(job))
-    with pytest.raises(ValueError, match=names("dataset.json")):
+    with pytest.raises(TrainingError, match=names("dataset.json")):
         validate_job(train, 16)
 
 

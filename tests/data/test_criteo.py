@@ -19,7 +19,7 @@ from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.raw.layout import layout_of
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
 from pipeline.data.raw.source import Block, find_sources
-from pipeline.runtime.errors import DataError
+from pipeline.runtime.errors import ConfigError, DataError
 from tests.data.criteo_rows import random_lines, write_lines
 from tests.support.messages import names
 
@@ -186,7 +186,7 @@ def test_time_is_read_only_where_rows_are_split_by_it(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         build()
 
 
@@ -219,7 +219,7 @@ def test_parquet_rows_with_null_labels_or_times_are_quarantined(tmp_path: Path) 
 def test_parquet_label_that_is_text_is_refused(tmp_path: Path) -> None:
     table = pa.table({"clicked": ["1"], "price": [1], "shop": ["a"], "tags": [["x"]], "at": [1]})
     pq.write_table(table, tmp_path / "own.parquet")
-    with pytest.raises(ValueError, match=names("clicked")):
+    with pytest.raises(DataError, match=names("clicked")):
         parse_file(str(tmp_path / "own.parquet"), OWN_PARQUET)
 
 
@@ -236,7 +236,7 @@ def test_sources_come_in_the_order_of_their_numbers_without_side_files(tmp_path:
         (tmp_path / name).write_text(name)
     assert [s.name for s in find_sources(str(tmp_path))] == ["day_0", "day_2", "day_10.gz", "other"]
     assert [s.name for s in find_sources(f"{tmp_path}/day_*")] == ["day_0", "day_2", "day_10.gz"]
-    with pytest.raises(ValueError, match=names("other")):
+    with pytest.raises(DataError, match=names("other")):
         find_sources(str(tmp_path / "ohter"))
 
 

@@ -23,7 +23,7 @@ from pipeline.data.prepare import resources, staging
 from pipeline.data.prepare.run import describe, prepare
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.source import Source
-from pipeline.runtime.errors import DataError
+from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.process.processes import only_one_run
 from pipeline.runtime.storage import storage
 from tests.data.criteo_rows import (
@@ -156,10 +156,10 @@ def test_second_run_returns_at_once_and_other_input_is_refused(tmp_path: Path, m
     summary = prepare(job)
     assert summary.already_prepared and summary.dataset == first
     assert f"already prepared in {tmp_path}/ds: nothing to do" in describe(summary)
-    with pytest.raises(ValueError, match=names("data.ids.min_frequency data.path")):
+    with pytest.raises(DataError, match=names("data.ids.min_frequency data.path")):
         run_prepare(source, tmp_path / "ds", ids=IdsConfig(min_frequency=4))
     write_lines(tmp_path / "b" / "train.txt", [*lines[:-1], "1" + lines[-1][1:] + "0"])
-    with pytest.raises(ValueError, match=names("train.txt")):
+    with pytest.raises(DataError, match=names("train.txt")):
         run_prepare(copy, tmp_path / "ds")
     (tmp_path / "ds" / "train" / "00000.parquet").unlink()
     with pytest.raises(DataError, match=names("00000.parquet dataset.json")):
@@ -171,7 +171,7 @@ def test_unreadable_rows_are_counted_named_and_limited(tmp_path: Path, small_blo
     spoilt = {7: "gone", 150: "2" + lines[150][1:], 299: lines[299] + "\tx" * 400}
     write_lines(tmp_path / "days" / "day_0", [spoilt.get(i, line) for i, line in enumerate(lines)][:200])
     write_lines(tmp_path / "days" / "day_1", [spoilt.get(i, line) for i, line in enumerate(lines)][200:])
-    with pytest.raises(ValueError, match=names("300 1.00% 0.10% day_0 40")):
+    with pytest.raises(DataError, match=names("300 1.00% 0.10% day_0 40")):
         run_prepare(str(tmp_path / "days"), tmp_path / "ds")
     dataset = run_prepare(str(tmp_path / "days"), tmp_path / "ds", max_quarantined_fraction=0.01)
     assert (dataset.accepted_rows, dataset.quarantined_rows, dataset.source_rows) == (297, 3, 300)
@@ -188,7 +188,7 @@ def test_unreadable_rows_are_counted_named_and_limited(tmp_path: Path, small_blo
 
 def test_file_in_another_format_is_given_up_after_its_first_rows(tmp_path: Path, small_blocks: None) -> None:
     source = write_lines(tmp_path / "train.csv", [line.replace("\t", ",") for line in random_lines(5_000)])
-    with pytest.raises(ValueError, match=names("100.00% 40 data.format")) as error:
+    with pytest.raises(DataError, match=names("100.00% 40 data.format")) as error:
         run_prepare(source, tmp_path / "ds", max_quarantined_fraction=0.4)
     assert int(str(error.value).split(" of ")[1].split(" ")[0].replace(",", "")) < 1_100
 
@@ -198,7 +198,7 @@ def test_no_rows_and_too_little_memory_say_the_way_out(tmp_path: Path, monkeypat
     with pytest.raises(DataError, match=names("0")):
         run_prepare(empty, tmp_path / "ds")
     source = write_lines(tmp_path / "train.txt", random_lines(50))
-    with pytest.raises(ValueError, match=names("memory_limit_gb=0.2 0.5")):
+    with pytest.raises(ConfigError, match=names("memory_limit_gb=0.2 0.5")):
         run_prepare(source, tmp_path / "ds", memory_limit_gb=0.2)
     with (
         monkeypatch.context() as patch,

@@ -16,7 +16,7 @@ from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.data.read.shard_files import ShardError
-from pipeline.runtime.errors import DataError
+from pipeline.runtime.errors import ConfigError, DataError
 from tests.data.shard_files import write_dataset
 from tests.data.test_reader import PADDING, SPOILT, epoch_of, make_reader, rows_of, sample_of, samples_of
 from tests.support.messages import names
@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_read_is_quarantined_whole_or_stops_by_policy(tmp_
         shutil.copy(tmp_path / "other" / "train" / "part-1.parquet", path)
         dataset.splits["train"].files[1] = other.splits["train"].files[1]
     data = str(tmp_path), dataset
-    with pytest.raises(ValueError, match=names("part-1.parquet")):
+    with pytest.raises(DataError, match=names("part-1.parquet")):
         epoch_of(make_reader(data))
     lines = tmp_path / "q" / "train.rank0.jsonl"
     batches = epoch_of(quarantining(data, quarantine_path=str(lines)))
@@ -184,7 +184,7 @@ def test_rows_of_a_batch_are_found_in_their_files(tmp_path: Path, shuffle: str) 
 
 
 def test_wrong_policies_are_refused() -> None:
-    with pytest.raises(ValueError, match=names("reader.on_bad_rows")):
+    with pytest.raises(ConfigError, match=names("reader.on_bad_rows")):
         ReaderConfig(on_bad_rows="drop")
-    with pytest.raises(ValueError, match=names("reader.max_bad_fraction")):
+    with pytest.raises(ConfigError, match=names("reader.max_bad_fraction")):
         ReaderConfig(max_bad_fraction=1.5)

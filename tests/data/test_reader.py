@@ -23,6 +23,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.decode import Block
 from pipeline.data.read.reader import ShardReader
+from pipeline.data.read.shard_files import ShardError
 from pipeline.data.read.streams import Segment
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.storage import storage
@@ -223,7 +224,7 @@ SPOILT = {
 def test_values_that_would_train_wrong_are_refused_by_name(tmp_path: Path, case: str) -> None:
     change, message = SPOILT[case]
     data = str(tmp_path), write_dataset(tmp_path, [[16, 16]], change)
-    with pytest.raises(ValueError, match=names(message)) as error:
+    with pytest.raises(DataError, match=names(message)) as error:
         epoch_of(make_reader(data))
     assert "part-0.parquet" in str(error.value)
     assert "python -m pipeline.prepare" in str(error.value)
@@ -233,11 +234,11 @@ def test_batches_before_the_bad_row_group_still_arrive(tmp_path: Path) -> None:
     data = str(tmp_path), write_dataset(tmp_path, [[16] * 8], spoil("last", lambda ids: [*ids[:-1], 99]))
     iterator = make_reader(data, shuffle="none", global_batch_size=4).batches(0)
     arrived = []
-    with pytest.raises(ValueError, match=names("7")):
+    with pytest.raises(DataError, match=names("7")):
         for batch in iterator:
             arrived.append(batch)
     assert len(arrived) == 16  # rows 64..128 are the second round, and its last row group is bad
-    with pytest.raises(ValueError, match=names("7")):
+    with pytest.raises(DataError, match=names("7")):
         next(iterator)
 
 
@@ -245,7 +246,7 @@ def test_missing_shards_are_named_before_anything_is_read(tmp_path: Path) -> Non
     data = str(tmp_path), write_dataset(tmp_path, RAGGED)
     for index in (1, 3):
         (tmp_path / "train" / f"part-{index}.parquet").unlink()
-    with pytest.raises(ValueError, match=names("train/part-1.parquet")):
+    with pytest.raises(DataError, match=names("train/part-1.parquet")):
         make_reader(data)
 
 
@@ -254,14 +255,14 @@ def test_a_shard_of_another_size_is_refused_before_anything_is_read(tmp_path: Pa
     with open(tmp_path / "train" / "part-2.parquet", "ab") as file:
         file.write(b"12345")
     size = data[1].splits["train"].files[2].size_bytes
-    with pytest.raises(ValueError, match=names(f"part-2.parquet {size + 5} {size}")):
+    with pytest.raises(DataError, match=names(f"part-2.parquet {size + 5} {size}")):
         make_reader(data)
 
 
 def test_a_shard_with_other_row_groups_is_refused(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path, [[16, 16]])
     dataset.splits["train"].files[0].row_groups[:] = [8, 24]
-    with pytest.raises(ValueError, match=names("32")):
+    with pytest.raises(ShardError, match=names("32")):
         epoch_of(make_reader((str(tmp_path), dataset)))
 
 
@@ -278,7 +279,7 @@ def test_flipped_bits_in_a_page_are_refused(tmp_path: Path) -> None:
     spoilt = bytearray(path.read_bytes())
     spoilt[100] ^= 0x10
     path.write_bytes(spoilt)
-    with pytest.raises(ValueError, match=names("part-0.parquet")):
+    with pytest.raises(ShardError, match=names("part-0.parquet")):
         epoch_of(make_reader(data))
 
 
@@ -292,11 +293,11 @@ def test_wrong_arguments_are_refused_with_the_way_out(ragged: tuple[str, Dataset
         ShardReader(*ragged, "trian", global_batch_size=16, rank=0, world_size=1, config=ReaderConfig(), seed=0)
     with pytest.raises(ConfigError, match=names("num_streams=4")):
         make_reader(ragged, 0, 3)
-    with pytest.raises(ValueError, match=names("rank=2 [0 1]")):
+    with pytest.raises(DataError, match=names("rank=2 [0 1]")):
         make_reader(ragged, 2, 2)
-    with pytest.raises(ValueError, match=names("buckets")):
+    with pytest.raises(DataError, match=names("buckets")):
         make_reader(ragged, multi_hot={"buckets": 3})
-    with pytest.raises(ValueError, match=names("bucket=0")):
+    with pytest.raises(DataError, match=names("bucket=0")):
         make_reader(ragged, multi_hot={"bucket": 0})
     with pytest.raises(DataError, match=names("tags")):
         make_reader(ragged, multi_hot={"tags": 3})
@@ -367,7 +368,7 @@ def test_shards_behind_a_uri_are_read_alike_and_missing_ones_named(tmp_path: Pat
     assert rows_of(batches) == rows_of(epoch_of(make_reader((str(tmp_path / "set"), dataset))))
     assert sorted(set(handler.downloads)) == [f"faraway://set/train/part-{index}.parquet" for index in range(5)]
     (tmp_path / "set" / "train" / "part-4.parquet").unlink()
-    with pytest.raises(ValueError, match=names("faraway://set train/part-4")):
+    with pytest.raises(DataError, match=names("faraway://set train/part-4")):
         make_reader(("faraway://set", dataset))
 
 

@@ -176,7 +176,7 @@ def test_flipped_bit_in_a_shard_is_an_error_for_readers_that_verify(tmp_path: Pa
 
 def test_hashed_features_need_no_vocabulary_and_unknown_ones_are_refused(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(60))
-    with pytest.raises(ValueError, match=names("cat_26 cat_")):
+    with pytest.raises(DataError, match=names("cat_26 cat_")):
         run_prepare(source, tmp_path / "ds", feature_ids={"cat_26": IdsConfig(min_frequency=2)})
     dataset = run_prepare(source, tmp_path / "ds", ids=IdsConfig(kind="hash", hash_size=50, hash_seed=3))
     assert not (tmp_path / "ds" / "vocabulary").exists()

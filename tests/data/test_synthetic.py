@@ -140,9 +140,9 @@ def test_generate_names_the_command_that_comes_next(tmp_path: Path) -> None:
 
 
 def test_draw_that_is_not_in_criteos_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match=names("synthetic.num_dense 13 26")):
+    with pytest.raises(ConfigError, match=names("synthetic.num_dense 13 26")):
         DataConfig(name="drawn", synthetic=SyntheticConfig(cardinalities=[3, 4], num_interactions=1))
-    with pytest.raises(ValueError, match=names("data.columns 13")):
+    with pytest.raises(ConfigError, match=names("data.columns 13")):
         columns = ColumnsConfig(dense=[f"int_{i}" for i in range(13)], sparse=["cat_0"])
         synthetic = SyntheticConfig(cardinalities=[3, 4], num_interactions=1)
         DataConfig(name="drawn", format="tsv", columns=columns, synthetic=synthetic)

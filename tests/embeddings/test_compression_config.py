@@ -96,7 +96,7 @@ QR = {"kind": "quotient_remainder"}
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_way_out(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         resolved(**settings)
 
 
@@ -144,7 +144,7 @@ def test_a_file_that_holds_no_partitions_is_refused(tmp_path: Path, content: Any
         path.write_bytes(content)
     else:
         np.save(path, content)
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         resolved(**QR, scheme="given", assignments_file=str(path))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.runtime.errors import ConfigError
 from tests.support.datasets import described_dataset
 from tests.support.messages import names
 
@@ -54,5 +55,5 @@ def test_multi_hot_sizes_replace_the_pooling_factor() -> None:
     ],
 )
 def test_tables_that_do_not_fit_the_data_are_refused(tables: dict[str, TableConfig], message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         resolve_tables(tables, DATASET)

@@ -144,7 +144,7 @@ def test_bags_without_a_cold_id_are_not_there() -> None:
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         CompressionConfig("frequency_split", **settings)
 
 
@@ -158,7 +158,7 @@ def test_hashed_ids_have_no_head() -> None:
 def test_a_tail_that_may_only_be_cut_by_what_wants_even_batches_is_refused() -> None:
     table = table_of("t", split(HEAD))
     grid = replace(table, sharding=ConstraintConfig(["grid_shard"]))
-    with pytest.raises(ValueError, match="skip_empty_bags=false"):
+    with pytest.raises(ConfigError, match="skip_empty_bags=false"):
         hot_and_cold(grid)
     both = replace(table, sharding=ConstraintConfig(["grid_shard", "row_wise"]))
     assert hot_and_cold(both)[1].sharding.sharding_types == ["row_wise"]

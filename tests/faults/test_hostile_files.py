@@ -14,6 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.remap import RowMap
 from pipeline.cli.checkpoints import export_checkpoint, show_checkpoint
 from pipeline.cli.command_line import load_config
@@ -21,6 +22,7 @@ from pipeline.cli.plan import check, diff, plan, show
 from pipeline.config.jobs import CheckpointsJob, EvaluateJob, PlanJob, TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.planner.planfile import read_plan
+from pipeline.runtime.errors import ConfigError
 from pipeline.training.evaluate_run import load_trained_job
 from pipeline.training.preflight import validate_job
 from pipeline.training.run_state import folder_of
@@ -76,7 +78,7 @@ def test_no_saved_config_runs_or_tells_anything(
             assert content != (small_run / "config.yaml").read_text(), name
             (run / "config.yaml").write_text(content)
             for reader, read in CONFIG_READERS.items():
-                with pytest.raises(ValueError) as error:
+                with pytest.raises(ConfigError) as error:
                     read(run)
                 assert SECRET not in str(error.value) and not canary.exists(), f"{name}: {reader}"
                 count += 1
@@ -214,7 +216,7 @@ def test_no_vocabulary_runs_anything(
         count += 1
     path.write_bytes(calling("os", "system", f"touch {canary}"))
     for read in (export, warm_start):
-        with pytest.raises(ValueError, match="prepare"):
+        with pytest.raises(CheckpointError, match="prepare"):
             read()
         assert not canary.exists()
         count += 1

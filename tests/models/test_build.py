@@ -63,7 +63,7 @@ def test_a_model_that_does_not_fit_the_tables_is_refused(
     config: ModelConfig, default: TableConfig, num_dense: int, message: str
 ) -> None:
     tables = resolve_tables({"default": default}, described_dataset({"user": 100, "item": 50}))
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         build_model(config, tables, num_dense)
 
 

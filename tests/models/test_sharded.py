@@ -166,14 +166,14 @@ def test_bf16_stays_close_to_fp32_for_every_model(ranks: RankPool) -> None:
 def test_features_and_dims_that_do_not_fit_are_refused_by_the_key_that_names_them(
     config: ModelConfig, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         config.check_tables(resolve_tables({"default": TableConfig(embedding_dim=8)}, _dataset()), 2)
 
 
 def test_towers_that_end_apart_and_empty_sides_are_refused() -> None:
     with pytest.raises(ConfigError):
         TwoTowerConfig(user_layer_sizes=[8], item_layer_sizes=[4])
-    with pytest.raises(ValueError, match=names("model.user_features")):
+    with pytest.raises(ConfigError, match=names("model.user_features")):
         TwoTowerConfig(user_features=[])
     with pytest.raises(ConfigError, match=names("model.variant=neumf")):
         NCFConfig(variant="gmf", gmf_dim=4)

@@ -109,7 +109,7 @@ def test_every_field_survives_the_file() -> None:
 def test_what_a_file_cannot_hold_is_refused() -> None:
     stats = EmbeddingOffloadStats.__new__(EmbeddingOffloadStats)
     sharding = ParameterSharding("table_wise", "fused_uvm_caching", [0], cache_params=CacheParams(stats=stats))
-    with pytest.raises(ValueError):
+    with pytest.raises(PlanError):
         encode_plan(ShardingPlan({"": EmbeddingModuleShardingPlan({"t": sharding})}))
     raw = {"": {"t": {"sharding_type": "table_wise", "compute_kernel": "fused", "from_the_future": 1}}}
     with pytest.raises(PlanError, match=names("from_the_future")):
@@ -166,7 +166,7 @@ def test_a_plan_for_another_job_is_refused_with_the_differing_line(
 ) -> None:
     path = str(tmp_path / "plan.json")
     write_plan(path, planned())
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(PlanError) as caught:
         load_plan(path, planned(**other).fingerprint, COMMAND)
     assert line in str(caught.value)
     assert mentions(str(caught.value), f"{path}")
@@ -178,9 +178,9 @@ def test_a_plan_for_other_hardware_is_refused_to_the_byte(tmp_path: Path) -> Non
     hardware = on("h100_80gb", 8)
     write_plan(path, make_plan(CONFIG, request(TABLES, hardware)))
     by_a_byte = request(TABLES, replace(hardware, hbm_cap_bytes=hardware.hbm_cap_bytes - 1))
-    with pytest.raises(ValueError, match=names("topology.hbm_cap_bytes 84825604096 84825604095")):
+    with pytest.raises(PlanError, match=names("topology.hbm_cap_bytes 84825604096 84825604095")):
         make_plan(PlannerConfig(kind="file", plan_file=path), by_a_byte)
-    with pytest.raises(ValueError, match=names("pipeline.plan world_size=2")):
+    with pytest.raises(PlanError, match=names("pipeline.plan world_size=2")):
         make_plan(PlannerConfig(kind="file", plan_file=path), request(TABLES, on("cpu", 2)))
     relabelled = request(TABLES, replace(hardware, name="my_h100"))
     assert len(make_plan(PlannerConfig(kind="file", plan_file=path), relabelled).tables) == 3
@@ -254,7 +254,7 @@ def test_a_damaged_file_is_refused_before_sharding(tmp_path: Path, how: str, tex
     tables = [replace(table, sharding=ConstraintConfig(["table_wise"])) for table in TABLES]
     path = tmp_path / "plan.json"
     path.write_text(damage(encode_record(planned(tables)), how))
-    with pytest.raises(ValueError, match=names(text)) as caught:
+    with pytest.raises(PlanError, match=names(text)) as caught:
         read_plan(str(path), COMMAND)
     assert str(path) in str(caught.value) and COMMAND in str(caught.value)
 
@@ -268,19 +268,19 @@ def test_a_plan_file_is_looked_for_here_then_in_the_checkout_then_in_the_package
     for folder in (checkout, package):
         (folder / "sharding_plans").mkdir(parents=True)
     monkeypatch.setattr(plan_folder, "PACKAGE", package)
-    with pytest.raises(ValueError, match=names(f"{name} {package}/{name} {COMMAND}")):
+    with pytest.raises(PlanError, match=names(f"{name} {package}/{name} {COMMAND}")):
         find_plan_file(name, COMMAND)
     (package / name).touch()
     assert find_plan_file(name, COMMAND) == str(package / name)
     (checkout / "setup.cfg").touch()
-    with pytest.raises(ValueError, match=names(f"{name} {checkout}/sharding_plans/a.json")):
+    with pytest.raises(PlanError, match=names(f"{name} {checkout}/sharding_plans/a.json")):
         find_plan_file(name, COMMAND)
     (checkout / "sharding_plans" / "a.json").touch()
     assert find_plan_file(name, COMMAND) == str(checkout / "sharding_plans" / "a.json")
     (tmp_path / "sharding_plans").mkdir()
     (tmp_path / name).touch()
     assert find_plan_file(name, COMMAND) == name
-    with pytest.raises(ValueError, match=names("/absent/a.json")):
+    with pytest.raises(PlanError, match=names("/absent/a.json")):
         find_plan_file("/absent/a.json", COMMAND)
 
 

@@ -113,7 +113,7 @@ def test_memory_kept_free_and_the_dense_part_lower_what_tables_may_take() -> Non
 
 def test_tables_that_fit_nowhere_are_named_with_sizes_and_ways_out() -> None:
     tables = make_tables(sorted(DLRMV2_ROWS, reverse=True)[:8], 128)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(PlanError) as caught:
         make_plan(CONFIG, request(tables, on("a100_40gb", 2, ddr_cap_gb=20.0), "adagrad"))
     text = str(caught.value)
     assert mentions(text, "194.61")
@@ -126,11 +126,11 @@ def test_tables_that_fit_nowhere_are_named_with_sizes_and_ways_out() -> None:
 
 def test_a_table_too_large_for_its_only_sharding_type_is_named() -> None:
     limited = make_tables([3_000_000], 128, sharding=ConstraintConfig(["table_wise"]))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(PlanError) as caught:
         make_plan(CONFIG, request(limited, on("cpu", 4, ddr_cap_gb=1.0)))
     assert mentions(str(caught.value), "t0 table_wise 1.44 0.85")
     assert mentions(str(caught.value), "row_wise tables.t0.sharding.sharding_types")
-    with pytest.raises(ValueError) as caught:  # where there is nothing to spread over, no type helps
+    with pytest.raises(PlanError) as caught:  # where there is nothing to spread over, no type helps
         make_plan(CONFIG, request(limited, on("cpu", 1, ddr_cap_gb=1.0)))
     assert "add row_wise" not in str(caught.value) and "tables.default.data_type=fp16: fits" in str(caught.value)
     free = make_tables([3_000_000], 128)

@@ -125,7 +125,7 @@ def test_tables_that_fit_nowhere_are_told_as_by_torchrecs_planner() -> None:
     asked = request(make_tables(largest, 128), on("a100_40gb", 2, ddr_cap_gb=20.0), "adagrad")
     texts = []
     for config in (SEARCH, TORCHREC):
-        with pytest.raises(ValueError, match=names("8")) as caught:
+        with pytest.raises(PlanError, match=names("8")) as caught:
             make_plan(config, asked)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
@@ -207,9 +207,9 @@ def test_a_table_that_asks_for_ssd_lies_there_and_its_cache_in_hbm(config: Plann
 
 
 def test_a_table_that_cannot_lie_on_ssd_is_refused() -> None:
-    with pytest.raises(ValueError, match=names("t0 key_value hardware=h100_80gb SSD")):
+    with pytest.raises(PlanError, match=names("t0 key_value hardware=h100_80gb SSD")):
         make_plan(SEARCH, ssd_request(ssd_cap_gb=0.0))
     with pytest.raises(PlanError, match=names("FBGEMM rowwise_adagrad")):
         make_plan(SEARCH, replace(ssd_request(), optimizer=TableOptimizer("adagrad")))
-    with pytest.raises(ValueError, match=names("SSD 10.00")):
+    with pytest.raises(PlanError, match=names("SSD 10.00")):
         make_plan(SEARCH, ssd_request(ssd_cap_gb=10.0))

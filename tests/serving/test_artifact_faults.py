@@ -155,7 +155,7 @@ def test_an_export_killed_at_any_stage_leaves_nothing_that_loads_and_the_next_on
             assert not output.exists(), stage
             for left in folder.iterdir() if folder.exists() else ():
                 if left.is_dir():
-                    with pytest.raises(ValueError, match="no artifact"):
+                    with pytest.raises(ArtifactError, match="no artifact"):
                         Predictor.load(str(left))
         if stage in (SOME_STAGES[-1], *kill_worker.COMMITTED):
             summary = run_export(small_run, output, FEW_ROWS)

@@ -17,6 +17,7 @@ from pipeline.config.server import LimitsConfig
 from pipeline.data.raw.hashing import hash_ids, hash_text
 from pipeline.data.read import value_index
 from pipeline.data.read.value_index import ValueIndex, index_values
+from pipeline.runtime.errors import DataError
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 from pipeline.serving.http.request_rows import RequestReader
 from pipeline.serving.scoring import feature_ids
@@ -169,5 +170,5 @@ def test_a_vocabulary_keeps_the_values_whose_rows_are_kept() -> None:
 def test_a_table_that_is_no_vocabulary_is_refused() -> None:
     table = index_values([(1, ["a", "b", "c"])])
     for wrong in (table.rename_columns(["id", "text"]), table.take([2, 1, 0])):
-        with pytest.raises(ValueError, match="a vocabulary"):
+        with pytest.raises(DataError, match="a vocabulary"):
             ValueIndex([wrong])

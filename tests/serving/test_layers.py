@@ -74,7 +74,7 @@ def test_without_a_compiler_the_error_says_what_to_do(tmp_path, monkeypatch: pyt
         raise RuntimeError("No working C++ compiler found")
 
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail)
-    with pytest.raises(ValueError, match=names("compiled=true")):
+    with pytest.raises(ServingError, match=names("compiled=true")):
         dense_export.compile_layers(None, str(tmp_path / "x.pt2"))  # type: ignore[arg-type]
 
 

@@ -98,7 +98,7 @@ def test_bad_rows_have_no_score_and_stand_in_the_quarantine_with_file_line_and_r
     rows = rows_of(400)
     rows[7]["price"], rows[31]["city"] = "cheap", REFUSED_CITY
     source, output = write(tmp_path / "rows.csv", rows), tmp_path / "scores.parquet"
-    with pytest.raises(ValueError, match=names("400 0.50% cheap")):
+    with pytest.raises(ServingError, match=names("400 0.50% cheap")):
         predict(job_of(source, output, "max_quarantined_fraction=0.001"), lambda _: StandIn())
     assert not output.exists()
     summary = predict(job_of(source, output, "id_columns=[user]"), lambda _: StandIn())
@@ -151,13 +151,13 @@ def test_the_same_command_again_has_nothing_to_do_and_another_is_refused(tmp_pat
     before = output.stat()
     assert "nothing to do" in describe(predict(job_of(source, output), lambda _: StandIn()))
     assert output.stat() == before
-    with pytest.raises(ValueError, match=names("overwrite=true")):
+    with pytest.raises(ServingError, match=names("overwrite=true")):
         predict(job_of(source, output), lambda _: StandIn("stand-in-2"))
     assert output.stat() == before
     predict(job_of(source, output, "overwrite=true"), lambda _: StandIn("stand-in-2"))
     assert pq.read_table(output)["score"].to_pylist() == [score_of(row, "stand-in-2") for row in rows_of(50)]
     (tmp_path / "mine.parquet").write_bytes(b"not ours")
-    with pytest.raises(ValueError, match=names("mine.parquet.json")):
+    with pytest.raises(ServingError, match=names("mine.parquet.json")):
         predict(job_of(source, tmp_path / "mine.parquet"), lambda _: StandIn())
 
 
@@ -207,5 +207,5 @@ def test_a_column_that_is_missing_is_named_with_the_nearest(tmp_path: Path) -> N
     with pytest.raises(DataError, match=names("usr user")):
         predict(job_of(source, tmp_path / "out.parquet", "id_columns=[usr]"), lambda _: StandIn())
     os.truncate(source, 0)
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(DataError, match="empty"):
         predict(job_of(source, tmp_path / "out.parquet"), lambda _: StandIn())

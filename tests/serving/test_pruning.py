@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import ExportJob, TrainJob
 from pipeline.config.serving import PruningConfig
-from pipeline.runtime.errors import ServingError
+from pipeline.runtime.errors import ConfigError, ServingError
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.scoring.predictor import Predictor
 from tests.serving.test_export import run_export
@@ -85,7 +86,7 @@ def test_settings_that_do_not_go_together_are_refused(small_run: Path) -> None:
         (["tables.cat_3=int5"], "tables.cat_3='int5'"),
         (["parity.splits=[test]"], "parity.splits validation"),
     ):
-        with pytest.raises(ValueError, match=names(message)):
+        with pytest.raises(ConfigError, match=names(message)):
             load_config(ExportJob, [f"run={small_run}", *words])
     assert PruningConfig(kind="frequency", keep_lookups=0.99).keep_lookups == 0.99
 
@@ -102,7 +103,7 @@ def test_auto_finds_a_smaller_mix_than_int8_within_its_budget(small_run: Path, t
 def test_an_unknown_table_and_a_run_that_is_none_are_named(small_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ServingError, match=names("tables.cat_99 26 cat_9")):
         run_export(small_run, tmp_path / "artifact", "tables.cat_99=fp32")
-    with pytest.raises(ValueError):
+    with pytest.raises(ServingError):
         run_export(tmp_path, tmp_path / "artifact")
-    with pytest.raises(ValueError, match=names("[10 20 30]")):
+    with pytest.raises(CheckpointError, match=names("[10 20 30]")):
         run_export(small_run, tmp_path / "artifact", "step=7")

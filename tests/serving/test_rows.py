@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.kept_rows import KeptRows, RowMask, kept_of
 from pipeline.serving.artifact.quantize import BITS, dequantize_rows, fits, quantize_rows, row_bytes
 from pipeline.serving.scoring.lookup import RamLookup, ServedFeature, ServedTable
@@ -94,11 +95,11 @@ def test_rows_are_marked_in_blocks_as_one_by_one() -> None:
 def test_ids_outside_their_table_and_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
     lookup = RamLookup([_table(tmp_path, "t", torch.randn(5, 4), "int8", "sum")], [ServedFeature("colour", 0)])
     for wrong in (-1, 5):
-        with pytest.raises(ValueError, match=rf"'colour' has id {wrong}, not one within \[0, 5\)"):
+        with pytest.raises(ServingError, match=rf"'colour' has id {wrong}, not one within \[0, 5\)"):
             lookup.pooled(torch.tensor([0, wrong]), torch.tensor([0, 1, 2]))
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(ServingError, match="NaN"):
         quantize_rows(torch.tensor([[1.0, float("nan")]]), "int8")
-    with pytest.raises(ValueError, match=names("4")):
+    with pytest.raises(ServingError, match=names("4")):
         row_bytes(6, "int4")
-    with pytest.raises(ValueError, match="row 0"):
+    with pytest.raises(ServingError, match="row 0"):
         KeptRows(70, np.array([2, 1], np.uint64))

@@ -18,6 +18,7 @@ from pipeline.embeddings.compression.id_splitter import Bags, IdSplitter, split_
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET
 from pipeline.embeddings.compression.physical import physical_tables
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from tests.embeddings.compressed import as_features, table_of
@@ -221,7 +222,7 @@ def test_hashed_ids_are_spread_over_the_buckets_and_told_apart() -> None:
 )
 def test_settings_that_make_no_table_are_refused(settings: dict[str, Any], sharding: list[str], message: str) -> None:
     table = replace(table_of("m", managed(**settings)), sharding=ConstraintConfig(sharding))
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ConfigError, match=names(message)):
         physical_tables([table])
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.sharding import shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, apply_sparse_optimizer
 from pipeline.training.optimizer import (
@@ -127,7 +128,7 @@ def test_optimizers_that_only_exist_fused_are_refused_for_replicated_tables(rank
      (SparseOptimizerConfig("rowwise_adagrad", eps=0.0), "eps=0")],
 )  # fmt: skip
 def test_settings_that_would_be_ignored_are_refused(config: SparseOptimizerConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(ShardingError, match=names(message)):
         apply_sparse_optimizer(TinyModel([TinyTable("a")]), config)
 
 

@@ -12,7 +12,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import EvaluateJob, TrainJob
 from pipeline.config.saved_jobs import save_job
 from pipeline.data.dataset import Split, check_split, load_dataset
-from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.errors import ConfigError, DataError, UserError
 from pipeline.training.preflight import validate_evaluation, validate_job
 from tests.support.datasets import described_dataset
 from tests.support.messages import names
@@ -61,7 +61,7 @@ def test_a_job_that_fits_gives_its_tables(data: str) -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_with_numbers(data: str, overrides: list[str], world_size: int, message: str) -> None:
-    with pytest.raises(ValueError, match=names(message)):
+    with pytest.raises(UserError, match=names(message)):
         _validate(data, *overrides, world_size=world_size)
 
 
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_said_with_numbers(data: str, overrides: list[str],
 def test_a_split_that_was_prepared_without_rows_asks_for_its_fraction(data: str, tmp_path: Path, split: str) -> None:
     dataset = load_dataset(str(tmp_path))
     dataset.splits[split] = Split([], 0, 0)
-    with pytest.raises(ValueError, match=names(f"{split!r} data.split.{split}_fraction")):
+    with pytest.raises(DataError, match=names(f"{split!r} data.split.{split}_fraction")):
         check_split(dataset, split, 1)
 
 

@@ -17,6 +17,7 @@ import pytest
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.runtime.storage.run_folder import take_run_folder
 from pipeline.training import run as train_module
@@ -240,7 +241,7 @@ def test_a_missing_shard_is_found_before_tables_are_planned(
 
 
 def test_evaluating_what_is_no_run_or_no_step_says_so(ranks: RankPool, trained: TrainSummary, tmp_path: Path) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(TrainingError):
         evaluate(load_config(EvaluateJob, [f"run={tmp_path}"]))
     with pytest.raises(RuntimeError, match=names("41 [40 80 93]")):
         ranks.run(1, _evaluate, [f"run={trained.run_dir}", "step=41"])
