@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.cli.command_line import load_config, main
+from pipeline.cli.command_line import load_config, parse_command_line, validate_train
 from pipeline.config.jobs import TrainJob
 from tests.support.typos import wrong_choice, wrong_group, wrong_key, wrong_option
 
@@ -59,7 +59,7 @@ def tell(argv: list[str]) -> dict[str, object]:
     err, code = io.StringIO(), None
     with contextlib.redirect_stderr(err):
         try:
-            main(TrainJob, "", argv)
+            parse_command_line(TrainJob, "", argv, validate_train)
         except SystemExit as stop:
             code = stop.code
         except Exception as error:

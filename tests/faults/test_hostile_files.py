@@ -14,7 +14,6 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.remap import RowMap
 from pipeline.cli.checkpoints import export_checkpoint, show_checkpoint
 from pipeline.cli.command_line import load_config
@@ -22,7 +21,7 @@ from pipeline.cli.plan import check, diff, plan, show
 from pipeline.config.jobs import CheckpointsJob, EvaluateJob, PlanJob, TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.planner.planfile import read_plan
-from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.errors import CheckpointError, ConfigError
 from pipeline.training.evaluate_run import load_trained_job
 from pipeline.training.preflight import validate_job
 from pipeline.training.run_state import folder_of

@@ -20,7 +20,7 @@ from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml, load_saved_jo
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
-from pipeline.planner.head_rows import choose_heads, has_auto, head_reports, is_settled, settle_head_rows, with_notes
+from pipeline.planner.head_rows import choose_heads, has_auto
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pipeline.checkpoint.errors import DamagedError
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import ExportJob, PredictJob
@@ -23,7 +22,7 @@ from pipeline.config.server import SsdConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.raw.criteo import criteo_columns
 from pipeline.retraining.find_artifact import find_artifact
-from pipeline.runtime.errors import RetrainingError, ServingError
+from pipeline.runtime.errors import DamagedError, RetrainingError, ServingError
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.artifact.manifest import ArtifactError
 from pipeline.serving.artifact.package import lookups_of

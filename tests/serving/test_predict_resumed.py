@@ -20,7 +20,8 @@ from tests.serving.test_predict import expected, job_of, rows_of, write
 
 WORKER = """
 import sys
-from pipeline.cli.command_line import PredictJob, load_config
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import PredictJob
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring import score_files
 from tests.serving.stand_in import StandIn

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoint.errors import CheckpointError
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import ExportJob, TrainJob
 from pipeline.config.serving import PruningConfig
-from pipeline.runtime.errors import ConfigError, ServingError
+from pipeline.runtime.errors import CheckpointError, ConfigError, ServingError
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.scoring.predictor import Predictor
 from tests.serving.test_export import run_export
