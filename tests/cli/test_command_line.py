@@ -284,7 +284,11 @@ def test_a_users_file_may_not_take_the_name_of_ours(overlay: Path) -> None:
 def _run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["train", *argv])
     with pytest.raises(SystemExit) as stop:
-        command_line.parse_command_line(TrainJob, "Train one model:  python -m pipeline.train experiment=quickstart")
+        command_line.parse_command_line(
+            TrainJob,
+            "Train one model:  python -m pipeline.train experiment=quickstart",
+            validate=command_line.validate_train,
+        )
     captured = capsys.readouterr()
     assert isinstance(stop.value.code, int)
     return stop.value.code, captured.out, captured.err
