@@ -165,7 +165,7 @@ def _fits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
 @cache
 def _kernel() -> Callable[..., None] | None:
     try:
-        from pipeline.sharding.kernels.dots_kernels import take
+        from pipeline.models.layers.dots_kernels import take
     except ImportError:
         return None
     return take  # type: ignore[no-any-return]
