@@ -20,6 +20,11 @@ class ModelConfig:
     kind: str = "???"
 
     @property
+    def task(self) -> str:
+        """The name of its loss and measures among the registered tasks."""
+        return "click"
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """What an evaluation measures that early stopping and checkpoints can go by; the first where none is chosen."""
         return CLICK_METRICS

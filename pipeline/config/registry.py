@@ -24,7 +24,7 @@ from pipeline.runtime.errors import ConfigError, did_you_mean
 
 ENTRY_POINTS = "torchrec_pipeline.components"
 # Kind -> the package whose modules register this release's own.
-BUILT_IN = {"model": "pipeline.models"}
+BUILT_IN = {"model": "pipeline.models", "task": "pipeline.models.tasks"}
 
 T = TypeVar("T")
 _components: dict[str, dict[str, Any]] = {}

@@ -135,6 +135,10 @@ class TwoTowerConfig(ModelConfig):
                 raise ConfigError(f"model.{name}_features is empty: name at least one feature")
 
     @property
+    def task(self) -> str:
+        return "retrieval"
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         return (*(f"recall_at_{k}" for k in self.recall_at), "mrr")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.config.jobs import RetrainJob
-from pipeline.models.tasks.click import NonFiniteLossError
+from pipeline.models.tasks.guard import NonFiniteLossError
 from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Finding, Scores, judge
 from pipeline.retraining.history import accepted_statistics, windows_since

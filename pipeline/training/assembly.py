@@ -16,7 +16,7 @@ from pipeline.embeddings.compression.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.models.layers.dlrm import look_up_where_products_want_it
-from pipeline.models.tasks.make_task import Task, make_task
+from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware, room_for_tables
 from pipeline.planner.head_rows import choose_heads
@@ -39,7 +39,7 @@ class Assembly:
     """`task` is the module inside `model`; `tables` are the logical tables that it uses."""
 
     tables: list[Table]
-    task: Task
+    task: TaskModel
     model: DistributedModelParallel
     plan: PlanRecord
     replicated: bool = False  # each host has tables of its own, by a plan for its ranks
@@ -77,7 +77,7 @@ def resolve(
     return resolve_job(job, dataset, context.world_size, choose)
 
 
-def build_task(resolved: ResolvedJob) -> Task:
+def build_task(resolved: ResolvedJob) -> TaskModel:
     """The model with its loss, tables on meta, the sparse optimizer attached to them."""
     job, trainer = resolved.job, resolved.job.trainer
     task = make_task(

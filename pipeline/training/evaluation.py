@@ -10,11 +10,11 @@ from torch import nn
 
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
+from pipeline.models.tasks.task import task_in
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
 from pipeline.training.input_watch import FailSafe, agreed_failure, too_many_bad
-from pipeline.training.task_metrics import evaluation_measure
 
 AGREE_EVERY_BATCHES = 8  # on whether to stop: one small all-reduce
 logger = get_logger(__name__)
@@ -29,7 +29,7 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Collective: NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples of the reader's split.
 
-    Of a retrieval model: recall@k and MRR against the split's catalogue (training.retrieval_metrics).
+    Of a retrieval model: recall@k and MRR against the split's catalogue (models.tasks.retrieval_metrics).
 
     The model's training mode is restored.
 
@@ -38,7 +38,7 @@ def evaluate_model(
         TrainingError, OSError: on every rank, within a few batches of any rank's reader failing; or too many rows are bad.
     """
     num_batches = min(reader.steps_per_epoch, max_batches or reader.steps_per_epoch)
-    measure = evaluation_measure(model, context, reader.batch_size)
+    measure = task_in(model).evaluation_measure(context, reader.batch_size)
     was_training = model.training
     model.eval()
     batches, fail_safe = reader.batches(epoch=0), FailSafe(reader)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
-from pipeline.models.tasks.click import GuardedLoss
+from pipeline.models.tasks.guard import GuardedLoss
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext

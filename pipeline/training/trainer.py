@@ -17,8 +17,8 @@ from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.training import CheckpointConfig, ScheduleConfig, TrainerConfig
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
-from pipeline.models.tasks.click import NonFiniteLossError
-from pipeline.models.tasks.make_task import Task
+from pipeline.models.tasks.guard import NonFiniteLossError
+from pipeline.models.tasks.task import TaskModel
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.logs import MetricsWriter, Progress, get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
@@ -32,7 +32,6 @@ from pipeline.training.hooks.saving import Saving
 from pipeline.training.hooks.throughput import StepLog
 from pipeline.training.input_watch import InputWatch
 from pipeline.training.step_optimizer import StepOptimizer
-from pipeline.training.task_metrics import training_measure
 
 PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
 logger = get_logger(__name__)
@@ -60,7 +59,7 @@ class Trainer:
         checkpoint: CheckpointConfig,
         *,
         model: DistributedModelParallel,
-        task: Task,
+        task: TaskModel,
         optimizer: KeyedOptimizer,
         reader: ShardReader,
         validation_reader: ShardReader | None,
@@ -116,7 +115,7 @@ class Trainer:
             return FitResult(start_step, self._early_stop.is_exhausted, metrics=self._last_metrics)
         self._saving.check_space(start_step, self.total_steps)
         window = self._config.global_batch_size * self._config.log_every_steps
-        measure = training_measure(self._task, self._context, self._reader.batch_size, window)
+        measure = self._task.task.training_measure(self._context, self._reader.batch_size, window)
         log = StepLog(self._config, self._reader, self._context, self._writer, start_step, self.total_steps, measure)
         # Where stderr is no terminal the log lines tell the progress.
         shown = self._context.is_main and sys.stderr.isatty()

@@ -16,7 +16,7 @@ import torch
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
 from pipeline.config.training import TrainerConfig
-from pipeline.models.tasks.click import NonFiniteLossError
+from pipeline.models.tasks.guard import NonFiniteLossError
 from pipeline.training.hooks import rollback
 from pipeline.training.lr_schedule import apply_schedule
 from tests.faults.conftest import FaultRecorder

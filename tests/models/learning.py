@@ -16,7 +16,7 @@ from pipeline.data.generate.user_item import draw_pairs, make_taste
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
-from pipeline.models.tasks.make_task import make_task
+from pipeline.models.tasks.task import make_task
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.table_init import initialize_tables
 

@@ -8,8 +8,8 @@ import torch
 from pipeline.config.data import SyntheticConfig, UserItemConfig
 from pipeline.config.model import ModelConfig
 from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
+from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics
 from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
-from pipeline.training.retrieval_metrics import RetrievalMetrics
 from tests.models.learning import ALONE, Rows, click_rows, fit, share_of_lift, user_item_rows
 
 USERS_AND_ITEMS = UserItemConfig(num_rows=60_000, num_users=200, num_items=120, latent_dim=4, teacher_scale=3.0)

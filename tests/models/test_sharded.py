@@ -19,7 +19,7 @@ from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
 from pipeline.models.dlrm import DeepFMConfig
 from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
-from pipeline.models.tasks.make_task import Task, make_task
+from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed
@@ -60,7 +60,7 @@ def _dataset() -> Dataset:
     return Dataset("drawn", "click", ["age", "hour"], features, {"train": Split([], 100, 50)}, 100, 100, 0, "none")
 
 
-def _task(config: ModelConfig, precision: str = "fp32") -> tuple[Task, list[Table]]:
+def _task(config: ModelConfig, precision: str = "fp32") -> tuple[TaskModel, list[Table]]:
     """Wide&Deep gets tables of two dims."""
     # Rows large enough for products of theirs to move what they touch.
     per_table = {"default": TableConfig(embedding_dim=8, init=InitConfig("normal", 0.5))}

@@ -14,7 +14,7 @@ from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
 from pipeline.models.dlrm import DLRMConfig
-from pipeline.models.tasks.click import CTRTask
+from pipeline.models.tasks.task import make_task
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.explain import explain
 from pipeline.planner.planfile import encode_record, write_plan
@@ -146,7 +146,7 @@ def _losses(rank: int, config: PlannerConfig, kinds: list[str]) -> tuple[list[fl
     limited = {"default": TableConfig(embedding_dim=8, sharding=ConstraintConfig(kinds))}
     tables = resolve_tables(limited, described_dataset(CARDINALITIES))
     model = DLRMConfig(dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1])
-    task = CTRTask(build_model(model, tables, 2, seed=0))
+    task = make_task(model, build_model(model, tables, 2, seed=0), tables)
     apply_sparse_optimizer(task, OPTIMIZERS.sparse)
     asked = request(tables, on("cpu", 2, ddr_cap_gb=1.0), OPTIMIZERS.sparse.name, model=task, batch_size=16)
     record = make_plan(config, replace(asked, sharders=make_sharders(CommsConfig(), 0)))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.models.tasks.click import GuardedLoss
 from pipeline.sharding.collectives.comms_wait import CommsWait
+from tests.support.click_loss import click_loss, labelled
 from tests.support.ranks import RankPool
 
 DELAY_S = 0.6
@@ -24,13 +24,13 @@ def _sleep(*_: Any) -> None:
 def _waited(rank: int, kind: str) -> tuple[float, bool]:
     """Seconds that a rank waits where rank 1 is late; and whether the clock has gone without a trace."""
     original, wait = dist.Work.wait, CommsWait()
-    loss, layer = GuardedLoss().train(), nn.parallel.DistributedDataParallel(nn.Linear(4, 1), static_graph=True)
-    labels = weights = torch.ones(8)
+    loss, layer = click_loss().train(), nn.parallel.DistributedDataParallel(nn.Linear(4, 1), static_graph=True)
+    batch = labelled(torch.ones(8))
     with wait.clocked(loss):
         for _ in range(2):
             if kind == "sleeping":  # own time, not comms
                 time.sleep(DELAY_S)
-            value, _ = loss(layer(torch.ones(8, 4)), labels, weights)
+            value, _ = loss(layer(torch.ones(8, 4)), batch)
             if kind == "backward" and rank == 1:
                 layer.module.weight.register_hook(_sleep)
             value.backward()

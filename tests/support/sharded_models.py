@@ -24,7 +24,7 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
 from pipeline.models.dlrm import DLRMConfig
-from pipeline.models.tasks.click import CTRTask
+from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.runtime.process.distributed import DistributedContext, init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
@@ -38,12 +38,13 @@ PATH = "model.sparse_arch.embedding_bag_collection"
 
 def build_sharded(
     kinds: dict[str, str], optimizers: OptimizerConfig = OPTIMIZERS, max_non_finite: int = 0, seed: int = 0
-) -> tuple[CTRTask, DistributedModelParallel, TrainingOptimizer, DistributedContext]:
+) -> tuple[TaskModel, DistributedModelParallel, TrainingOptimizer, DistributedContext]:
     """Collective. `kinds` maps each table of CARDINALITIES to a sharding type."""
     context = init_distributed()
     tables = resolve_tables({"default": TableConfig(embedding_dim=8)}, described_dataset(CARDINALITIES))
     config = DLRMConfig(dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1])
-    task = CTRTask(build_model(config, tables, 2, seed=seed), max_non_finite_in_a_row=max_non_finite)
+    model = build_model(config, tables, 2, seed=seed)
+    task = make_task(config, model, tables, max_non_finite_in_a_row=max_non_finite)
     apply_sparse_optimizer(task, optimizers.sparse)
     sharders = make_sharders(CommsConfig(), seed)
     makers = {
@@ -60,8 +61,8 @@ def build_sharded(
         world_size=context.world_size,
         device_type="cpu",
     )
-    model = shard_model(task, ShardingPlan({PATH: plan}), CommsConfig(), context, seed=seed)
-    return task, model, build_optimizer(model, optimizers), context
+    sharded = shard_model(task, ShardingPlan({PATH: plan}), CommsConfig(), context, seed=seed)
+    return task, sharded, build_optimizer(sharded, optimizers), context
 
 
 def draw_batches(

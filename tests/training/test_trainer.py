@@ -26,7 +26,7 @@ from pipeline.config.training import (
     TrainerConfig,
 )
 from pipeline.data.read.batch import Batch
-from pipeline.models.tasks.click import NonFiniteLossError
+from pipeline.models.tasks.guard import NonFiniteLossError
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.training.hooks.early_stop import EarlyStop
 from pipeline.training.hooks.profile import StepProfiler

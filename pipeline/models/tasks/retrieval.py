@@ -1,4 +1,4 @@
-"""Turn a batch into a retrieval loss: each clicked row's item against the items of the whole global batch.
+"""Item retrieval: each clicked row's item against the items of the whole global batch; recall@k and MRR measure it.
 
 Negatives come from all ranks, so that a step is the same at any number of ranks: item vectors are gathered, and their
 gradients go home summed. With a batch of 8192 and vectors of 32 columns that is 1 MiB a rank and step.
@@ -14,9 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from pipeline.config.registry import register
 from pipeline.data.read.batch import Batch
 from pipeline.embeddings.row_frequencies import RowFrequencies
-from pipeline.models.tasks.click import GuardedLoss
+from pipeline.embeddings.table import Table
+from pipeline.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics
+from pipeline.models.tasks.task import Measure
+from pipeline.models.user_item import TwoTowerConfig
+from pipeline.runtime.process.distributed import DistributedContext
 
 NO_ITEM = -1  # of padding and quarantined rows
 
@@ -33,36 +38,30 @@ class RetrievalPrediction(NamedTuple):
     item_ids: torch.Tensor
 
 
-class InBatchLoss(GuardedLoss):
+@register("task", "retrieval")
+class RetrievalTask(nn.Module):
     """Softmax cross-entropy of each positive row's item among the global batch's (Yi et al., RecSys 2019, section 3).
 
-    A candidate of the same item as the row's own is no negative, nor is one of a row of weight 0. `frequencies` None: no
-    logQ correction.
+    A candidate of the same item as the row's own is no negative, nor is one of a row of weight 0.
     """
 
-    def __init__(
-        self,
-        item_feature: str,
-        temperature: float,
-        frequencies: RowFrequencies | None,
-        max_in_a_row: int = 0,
-        scale: float = 1.0,
-    ) -> None:
-        super().__init__(max_in_a_row, scale)
-        self._item_feature, self._temperature = item_feature, temperature
+    def __init__(self, config: TwoTowerConfig, tables: list[Table]) -> None:
+        super().__init__()
+        self._item_feature, self._temperature = config.item_features[0], config.temperature
+        self._recall_at = list(config.recall_at)
+        frequencies = None
+        if config.log_q_correction:
+            frequencies = next(table.frequencies for table in tables if self._item_feature in table.feature_names)
         self._log_frequency = LogFrequency(frequencies) if frequencies else None
 
-    def forward(  # type: ignore[override]
-        self,
-        users: torch.Tensor,
-        items: torch.Tensor,
-        sparse_features: KeyedJaggedTensor,
-        labels: torch.Tensor,
-        sample_weights: torch.Tensor,
+    def forward(
+        self, vectors: tuple[torch.Tensor, torch.Tensor], batch: Batch
     ) -> tuple[torch.Tensor, RetrievalPrediction]:
-        """Collective in training mode; in evaluation the loss is 0, for a batch's negatives say nothing of a catalogue."""
-        users, items = users.float(), items.float()
-        ids = first_ids(sparse_features, self._item_feature)
+        """`vectors`: users and items, [B, D]. Collective in training mode; in evaluation the loss is 0, for a batch's
+        negatives say nothing of a catalogue."""
+        users, items = (part.float() for part in vectors)
+        labels, sample_weights = batch.labels, batch.sample_weights
+        ids = first_ids(batch.sparse_features, self._item_feature)
         losses = torch.zeros_like(labels)
         if self.training:
             weights = labels * sample_weights
@@ -71,12 +70,19 @@ class InBatchLoss(GuardedLoss):
             clicked = self._losses(users, items, ids, sample_weights, rows) * weights[rows]
             losses = losses.index_put((rows,), clicked)
         loss = losses.mean()
-        prediction = RetrievalPrediction(
+        return loss, RetrievalPrediction(
             loss.detach(), losses.detach(), labels, sample_weights, users.detach(), items.detach(), ids
         )
-        if not self.training:
-            return loss, prediction
-        return self.guard(loss, prediction, losses.detach)
+
+    def losses(self, prediction: RetrievalPrediction) -> torch.Tensor:
+        """[B]"""
+        return prediction.losses
+
+    def training_measure(self, context: DistributedContext, batch_size: int, window_samples: int) -> Measure:
+        return RetrievalLossWindow(context)
+
+    def evaluation_measure(self, context: DistributedContext, batch_size: int) -> Measure:
+        return RetrievalMetrics(context, self._recall_at)
 
     def _losses(
         self,
@@ -162,25 +168,3 @@ class _Gathered(torch.autograd.Function):
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-class RetrievalTask(nn.Module):
-    """Item retrieval: forward(batch) -> (loss, RetrievalPrediction). `bf16` autocasts the towers.
-
-    `recall_at`: the numbers of retrieved items that an evaluation looks at.
-    """
-
-    def __init__(self, model: nn.Module, loss: InBatchLoss, recall_at: list[int], precision: str = "fp32") -> None:
-        super().__init__()
-        self.model, self.loss, self.recall_at = model, loss, list(recall_at)
-        self._bf16 = precision == "bf16"
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, RetrievalPrediction]:
-        # Two branches for torch.fx, as in CTRTask.
-        if self._bf16:
-            device_type = "cuda" if next(self.model.parameters()).is_cuda else "cpu"
-            with torch.autocast(device_type, dtype=torch.bfloat16):
-                users, items = self.model(batch.dense_features, batch.sparse_features)
-        else:
-            users, items = self.model(batch.dense_features, batch.sparse_features)
-        return self.loss(users, items, batch.sparse_features, batch.labels, batch.sample_weights)  # type: ignore[no-any-return]

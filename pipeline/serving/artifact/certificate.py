@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.serving import ParityConfig
-from pipeline.training.metrics import auc
+from pipeline.models.tasks.click_metrics import auc
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
 from pipeline.config.training import TrainerConfig
 from pipeline.data.read.reader import ShardReader
-from pipeline.models.tasks.click import GuardedLoss, NonFiniteLossError
+from pipeline.models.tasks.guard import GuardedLoss, NonFiniteLossError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 

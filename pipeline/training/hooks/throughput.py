@@ -14,10 +14,10 @@ from torch import nn
 
 from pipeline.config.training import TrainerConfig
 from pipeline.data.read.reader import ShardReader
+from pipeline.models.tasks.task import Measure
 from pipeline.runtime.logs import MetricsWriter, get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.collectives.comms_wait import MEASURED_BACKENDS, CommsWait
-from pipeline.training.task_metrics import Measure
 
 logger = get_logger("pipeline.training")
 

@@ -9,8 +9,8 @@ import torch
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
 from pipeline.models.tasks.click import Prediction
+from pipeline.models.tasks.click_metrics import RunningMetrics, ScoreCollector, auc, auprc
 from pipeline.runtime.process.distributed import init_distributed
-from pipeline.training.metrics import RunningMetrics, ScoreCollector, auc, auprc
 from tests.support.ranks import RankPool
 
 

@@ -7,12 +7,15 @@ score. The unknown item (id 0) cannot be retrieved: it is in no catalogue, and a
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from pipeline.models.tasks.retrieval import RetrievalPrediction
 from pipeline.runtime.process.distributed import DistributedContext
+
+if TYPE_CHECKING:
+    from pipeline.models.tasks.retrieval import RetrievalPrediction
 
 UNKNOWN_ITEM = 0
 SCORES_AT_ONCE = 1 << 24  # numbers in one block of scores, 64 MiB

@@ -9,8 +9,8 @@ import torch
 
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.models.tasks.retrieval import LogFrequency, RetrievalPrediction
+from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics
 from pipeline.runtime.process.distributed import init_distributed
-from pipeline.training.retrieval_metrics import RetrievalMetrics
 from tests.support.ranks import RankPool
 
 NUM_BATCHES, BATCH, NUM_ITEMS, DIM = 4, 32, 40, 3

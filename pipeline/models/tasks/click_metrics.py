@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,10 @@ from torchrec.metrics.ctr import CTRMetric
 from torchrec.metrics.metrics_config import RecTaskInfo
 from torchrec.metrics.ne import NEMetric
 
-from pipeline.models.tasks.click import Prediction
 from pipeline.runtime.process.distributed import DistributedContext
+
+if TYPE_CHECKING:
+    from pipeline.models.tasks.click import Prediction
 
 TASK = RecTaskInfo(name="click", label_name="label", prediction_name="prediction", weight_name="weight")
 # TorchRec's metric keys -> ours. Its logloss is in bits (log2), ours in nats as the field reports it.
