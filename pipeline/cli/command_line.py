@@ -15,7 +15,13 @@ from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 import yaml
 
-from pipeline.cli.compose import compose_job, config_folders, group_options
+from pipeline.cli.compose import (
+    compose_job,
+    config_folders,
+    group_options,
+    load_plugins_of,
+    with_registered_models,
+)
 from pipeline.config.jobs import (
     CONFIG_NAMES,
     TrainJob,
@@ -45,6 +51,7 @@ def parse_command_line(
         overrides, flags = split_flags(sys.argv[1:] if argv is None else argv)
         config_dir = flags.get("--config-dir")
         if "--help" in flags:
+            load_plugins_of(overrides)
             print(help_text(job_type, doc or "", config_dir))
             sys.exit(0)
         job = load_config(job_type, overrides, config_dir)
@@ -127,7 +134,7 @@ def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
     config_name = CONFIG_NAMES[job_type]
     defaults = _defaults(folders, config_name)
     lines = [doc.strip(), "", "choose an option of a group (* is the default):"]
-    for group, options in group_options(folders).items():
+    for group, options in with_registered_models(group_options(folders)).items():
         if group in defaults:
             marked = [f"{option}*" if option == defaults[group] else option for option in options]
             lines.append(f"  {group + '=':14}{' '.join(marked)}")

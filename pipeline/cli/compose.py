@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config.jobs import CONFIG_NAMES, TrainJob
-from pipeline.config.registry import components
+from pipeline.config.registry import components, load_plugins, missing_plugins
 from pipeline.config.saved_jobs import first_line, instantiate, near_field
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
@@ -35,11 +35,13 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     """
     folders = config_folders(config_dir)
     config_name = CONFIG_NAMES[job_type]
-    groups = group_options(folders)
+    parsed = _parse(overrides)
+    load_plugins(_given_plugins(parsed))  # first, for what they register are options of groups and types of values
+    groups = with_registered_models(group_options(folders))
     # A verb's own field may bear a group's name and hold a word: evaluate's tables=own.
     words = {name for name, kind in get_type_hints(job_type).items() if kind is str}
     own_groups = {group: options for group, options in groups.items() if group in _first_words(job_type) - words}
-    choices, values = _split_overrides(_parse(overrides), own_groups)
+    choices, values = _split_overrides(parsed, own_groups)
     _register_schemas(job_type, folders)
     try:
         with initialize_config_dir(str(folders[0]), version_base="1.3", job_name=config_name):
@@ -48,8 +50,15 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain_composition(error, job_type, groups)) from None
     for override in values:
+        if override.key_or_group == "plugins" and "plugins" not in get_type_hints(job_type):
+            continue  # of a plugin's verb, whose job need not tell what it came from
         _apply(config, job_type, override)
-    return instantiate(config, job_type)
+    job = instantiate(config, job_type)
+    if missing := missing_plugins(getattr(job, "plugins", [])):
+        raise ConfigError(
+            f"plugins={missing[0]} comes from a YAML file, too late to load it; give plugins=[...] as an override"
+        )
+    return job
 
 
 def config_folders(config_dir: str | None = None) -> list[Path]:
@@ -83,6 +92,26 @@ def group_options(folders: Iterable[Path]) -> dict[str, list[str]]:
         for file in folder.glob("*/*.yaml"):
             options.setdefault(file.parent.name, set()).add(file.stem)
     return {group: sorted(names) for group, names in sorted(options.items())}
+
+
+def with_registered_models(options: dict[str, list[str]]) -> dict[str, list[str]]:
+    """A registered model is an option of its own name, with the values that its config has, where no YAML file gives others."""
+    return {**options, "model": sorted({*options.get("model", []), *components("model")})}
+
+
+def load_plugins_of(words: Iterable[str]) -> None:
+    """Import what `plugins=[...]` among the overrides names, for whoever lists options and composes nothing."""
+    load_plugins(_given_plugins(_parse(words)))
+
+
+def _given_plugins(overrides: list[Override]) -> list[str]:
+    for override in overrides:
+        if override.key_or_group == "plugins":
+            value = override.value()
+            if not isinstance(value, list):
+                raise ConfigError(f"{override.input_line}: plugins are a list of packages; write plugins=[{value}]")
+            return [str(name) for name in value]
+    return []
 
 
 def _parse(argv: Iterable[str]) -> list[Override]:
@@ -126,8 +155,11 @@ def _register_schemas(job_type: type, folders: list[Path]) -> None:
     store.store(name="job", node=job_type)
     if not any((folder / f"{CONFIG_NAMES[job_type]}.yaml").is_file() for folder in folders):
         store.store(name=CONFIG_NAMES[job_type], node={"defaults": ["job", "_self_"]})  # a plugin's verb
+    files = group_options(folders).get("model", [])
     for kind, model_config in components("model").items():
         store.store(group="model", name=f"{kind}_schema", node=model_config)
+        if kind not in files:
+            store.store(group="model", name=kind, node=model_config)
 
 
 def _apply(config: DictConfig, job_type: type, override: Override) -> None:

@@ -32,7 +32,17 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, c
 
 
 @dataclass
-class PrepareJob:
+class Job:
+    """What every job has. plugins: packages whose import registers components, given on the command line alone.
+
+    A saved job tells by them what it needs; reading it imports none of them.
+    """
+
+    plugins: list[str] = field(default_factory=list, kw_only=True)
+
+
+@dataclass
+class PrepareJob(Job):
     """source: a file, a folder or a glob; the shards and dataset.json go to data.path.
 
     vocabularies: begin with those of another data set, or keep to them.
@@ -51,7 +61,7 @@ class PrepareJob:
 
 
 @dataclass
-class GenerateJob:
+class GenerateJob(Job):
     """data.synthetic or data.user_item says what is drawn; `output` is the text that prepare then takes for its source."""
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -68,7 +78,7 @@ class GenerateJob:
 
 
 @dataclass
-class TrainJob:
+class TrainJob(Job):
     """`world_size` is set by torchrun; elsewhere it says for how many ranks to validate or plan."""
 
     name: str = "???"
@@ -163,7 +173,7 @@ class RetrainJob(TrainJob):
 
 
 @dataclass
-class RegistryJob:
+class RegistryJob(Job):
     """registry: the folder that retrain promotes into; version None: all to verify, the one before to roll back to."""
 
     registry: str = "???"
@@ -185,7 +195,7 @@ EVALUATED_TABLES = ("averaged", "own")
 
 
 @dataclass
-class EvaluateJob:
+class EvaluateJob(Job):
     """run: a run folder; step None takes its newest checkpoint; batch size None takes the training one."""
 
     run: str = "???"
@@ -206,7 +216,7 @@ class EvaluateJob:
 
 
 @dataclass
-class ExportJob:
+class ExportJob(Job):
     """run: a run folder; step None takes its newest checkpoint; output None: a folder of its own in <run>/artifacts.
 
     `precision` is that of all tables but those that `tables` names; `auto` finds the smallest mix whose NE on the
@@ -243,7 +253,7 @@ CHECKPOINT_COMMANDS = ("list", "verify", "show", "export")
 
 
 @dataclass
-class CheckpointsJob:
+class CheckpointsJob(Job):
     """run: a run folder; step None: all of them to verify, the newest to show or export."""
 
     run: str = "???"
@@ -263,7 +273,7 @@ class CheckpointsJob:
 
 
 @dataclass
-class PredictJob:
+class PredictJob(Job):
     """artifact: what `export` wrote, a link to it, or a registry; source: a file, a folder or a glob of raw rows.
 
     output: a .parquet or .csv file with a row for each source row: its file (where there are several) and number,
@@ -300,7 +310,7 @@ class PredictJob:
 
 
 @dataclass
-class ServeJob:
+class ServeJob(Job):
     """artifact: what `export` wrote, a link to it, or a registry whose champion is followed."""
 
     artifact: str = "???"

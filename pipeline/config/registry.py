@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
@@ -24,7 +25,12 @@ from pipeline.runtime.errors import ConfigError, did_you_mean
 
 ENTRY_POINTS = "torchrec_pipeline.components"
 # Kind -> the package whose modules register this release's own.
-BUILT_IN = {"model": "pipeline.models", "task": "pipeline.models.tasks"}
+BUILT_IN = {
+    "model": "pipeline.models",
+    "task": "pipeline.models.tasks",
+    "compression": "pipeline.embeddings.compression",
+    "hook": "pipeline.training.hooks",
+}
 
 T = TypeVar("T")
 _components: dict[str, dict[str, Any]] = {}
@@ -40,6 +46,10 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 
     def remember(component: T) -> T:
         known = _components.setdefault(kind, {})
+        if kind == "model" and getattr(component, "kind", None) != name:
+            raise ConfigError(
+                f'{_origin(component)} is registered as model {name!r}: give it the field `kind: str = "{name}"`'
+            )
         if name in known and _origin(known[name]) != _origin(component):
             raise ConfigError(
                 f"{_origin(component)} registers {kind} {name!r}, which is {_origin(known[name])}; give it another name"
@@ -73,7 +83,7 @@ def find(kind: str, name: str, key: str = "") -> Any:
 
 
 def load_plugins(packages: Iterable[str]) -> None:
-    """Import modules or packages whose import registers components.
+    """Import packages, with the modules that lie in them, or single modules; what they register is then known.
 
     Raises:
         ConfigError: one of them cannot be imported.
@@ -82,7 +92,7 @@ def load_plugins(packages: Iterable[str]) -> None:
         if name in _loaded:
             continue
         try:
-            importlib.import_module(name)
+            _import_all(name)
         except ImportError as error:
             raise ConfigError(
                 f"plugins: cannot import {name!r} ({error}); install it, or put its folder into PYTHONPATH"
@@ -90,14 +100,25 @@ def load_plugins(packages: Iterable[str]) -> None:
         _loaded.add(name)
 
 
+def missing_plugins(packages: Iterable[str]) -> list[str]:
+    """Those of `packages` that nobody has imported: looked up by name, for a saved job must not import what it names."""
+    _load_entry_points()
+    return [name for name in packages if name not in sys.modules]
+
+
 def _load(package: str | None) -> None:
     """Import all modules of a package of this release, once."""
     if package is None or package in _loaded:
         return
     _loaded.add(package)  # first, for its modules may look components up
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if not module.ispkg:
-            importlib.import_module(f"{package}.{module.name}")
+    _import_all(package)
+
+
+def _import_all(name: str) -> None:
+    """A module, or a package and the modules in it; not those of its subpackages, nor what begins with an underscore."""
+    for module in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", [])):
+        if not module.ispkg and not module.name.startswith("_"):
+            importlib.import_module(f"{name}.{module.name}")
 
 
 def _load_entry_points() -> None:

@@ -1,6 +1,6 @@
-"""Write a job to a file and read it back: plain YAML, with nothing left to resolve and no import path.
+"""Write a job to a file and read it back: plain YAML, with nothing left to resolve and nothing that is imported.
 
-What class a saved job's model is, `model.kind` says.
+`model.kind` names the class of the model. `plugins` names what the command line loaded, for the error where it is absent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from pipeline.config.jobs import CONFIG_NAMES
-from pipeline.config.registry import components, find
+from pipeline.config.registry import components, find, missing_plugins
 from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.storage import storage
 
@@ -35,6 +35,12 @@ def job_from_yaml(job_type: type[Job], text: str) -> Job:
         raise ConfigError(f"saved job: a {type(values).__name__} is no job")
     if key := _interpolation(values):
         raise ConfigError(f"saved job: {key} holds ${{...}}, and what train saves is resolved: somebody has changed it")
+    plugins = values.get("plugins") or []
+    if missing := missing_plugins(str(name) for name in plugins):
+        raise ConfigError(
+            f"saved job: this run needs plugin {missing[0]}, which is not loaded; "
+            f"give plugins=[{','.join(str(name) for name in plugins)}] to the same command"
+        )
     schema = OmegaConf.structured(job_type)
     if "model" in values:
         schema.model = OmegaConf.structured(find("model", str(values["model"].get("kind")), "saved model.kind"))

@@ -1,0 +1,1 @@
+"""Components from outside the package: what a user adds without touching it."""

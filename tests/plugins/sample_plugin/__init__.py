@@ -1,0 +1,1 @@
+"""A package with one component of each kind, in a file each."""
