@@ -34,7 +34,7 @@ from tests.data.criteo_rows import (
     vocabularies,
     write_lines,
 )
-from tests.runtime.test_storage import ObjectStore
+from tests.support.memory_store import ObjectStore
 from tests.support.messages import names
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.data.read.shard_files import ShardError
 from pipeline.runtime.errors import ConfigError, DataError
+from tests.data.readers import PADDING, SPOILT, epoch_of, make_reader, rows_of, sample_of, samples_of
 from tests.data.shard_files import write_dataset
-from tests.data.test_reader import PADDING, SPOILT, epoch_of, make_reader, rows_of, sample_of, samples_of
 from tests.support.messages import names
 
 VALUES = [case for case in SPOILT if case not in ("missing column", "text for ids", "numbers for ids", "ids for lists")]

@@ -23,7 +23,7 @@ from tests.faults.conftest import FaultRecorder
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state
-from tests.training.test_trainer import CONFIG, KINDS, SCHEDULE, _fit
+from tests.training.tiny_training import CONFIG, KINDS, SCHEDULE, fit_drawn
 
 ROLLBACK = replace(CONFIG, non_finite_loss="rollback", max_non_finite_steps=2)  # 12 steps
 
@@ -44,7 +44,7 @@ def _plain(rank: int, numbers: Sequence[int | None]) -> str:
 
 def _ends_with(rank: int, folder: str, config: TrainerConfig, nan_steps: tuple[int, ...]) -> str:
     try:
-        return _fit(rank, 2, folder, config, 4, None, nan_steps)[0]
+        return fit_drawn(rank, 2, folder, config, 4, None, nan_steps)[0]
     except NonFiniteLossError as error:
         return str(error)
 
@@ -93,7 +93,7 @@ def _ends_after_rollback(rank: int, folder: str) -> None:
     """One step short of the last."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollback.Rollback, "num_skipped_steps", property(lambda self: 6 if self.ranges else 0))
-        _fit(rank, 2, folder, ROLLBACK, 4, None, (6, 7, 8))
+        fit_drawn(rank, 2, folder, ROLLBACK, 4, None, (6, 7, 8))
 
 
 def test_a_nan_that_comes_again_stops_the_run_with_the_rows(
@@ -155,7 +155,7 @@ def _states_around_a_rollback(rank: int, folder: str) -> dict[tuple[str, int], s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_trainer, "Checkpointer", _Recorded)
         _Recorded.digests = {}
-        _fit(rank, 2, folder, ROLLBACK, 4, None, (6, 7, 8))
+        fit_drawn(rank, 2, folder, ROLLBACK, 4, None, (6, 7, 8))
     return _Recorded.digests
 
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
+from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.fingerprint import Fingerprint
-from pipeline.planner.record import PHASES, Objective, PlanDescription, RankLoad, TableChoice, critical_path_ms
+from pipeline.planner.planner import PlanRequest
+from pipeline.planner.record import (
+    PHASES,
+    Objective,
+    PlanDescription,
+    PlanRecord,
+    RankLoad,
+    TableChoice,
+    critical_path_ms,
+)
 
 DIM = 64
 Shardings = dict[str, dict[str, dict[str, Any]]]
@@ -68,3 +79,20 @@ def _fingerprint(choices: list[TableChoice], num_ranks: int, local: int, device:
         "batch_size": 512,
         "libraries": {"torch": "2.13.0"},
     }
+
+
+def assert_capacity_kept(record: PlanRecord, asked: PlanRequest) -> None:
+    """By hand: the bytes of each rank's shards, with optimizer state and without any buffer."""
+    hardware, optimizer = asked.hardware, asked.optimizer.name
+    taken = Counter[tuple[str, int]]()
+    sizes = {table.name: 4 if table.data_type == "fp32" else 2 for table in asked.tables}
+    shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in asked.tables}
+    for name, sharding in next(iter(record.plan.plan.values())).items():
+        tier = "hbm" if hardware.compute_device == "cuda" and "uvm" not in sharding.compute_kernel else "ddr"
+        pieces = [shard.shard_sizes for shard in sharding.sharding_spec.shards] if sharding.sharding_spec else None
+        for index, rank in enumerate(sharding.ranks):
+            rows, columns = pieces[index] if pieces else shapes[name]
+            taken[tier, rank] += rows * columns * sizes[name] + shard_state_bytes(optimizer, rows, columns)
+    for load in record.ranks:
+        assert taken["hbm", load.rank] <= load.hbm_bytes <= record.usable_hbm_bytes < max(1, hardware.hbm_cap_bytes)
+        assert taken["ddr", load.rank] <= load.ddr_bytes <= record.usable_ddr_bytes < hardware.ddr_cap_bytes

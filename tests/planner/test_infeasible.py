@@ -14,8 +14,8 @@ from pipeline.config.tables import ConstraintConfig
 from pipeline.planner.planner import PlanRequest, make_plan
 from pipeline.planner.search.problem import Option, Rule, SearchProblem
 from pipeline.planner.search.shortfall import least_shortfall
+from tests.planner.plans import assert_capacity_kept
 from tests.planner.problems import DLRMV2_ROWS, DLRMV2_SIZES, make_tables, on, request
-from tests.planner.test_planner import assert_capacity_kept
 
 SEARCH = PlannerConfig(kind="search", plan_file="unused.json", timeout_s=600.0)  # on a busy machine too
 GIB = 1 << 30

@@ -25,6 +25,7 @@ from pipeline.runtime.errors import PlanError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
+from tests.planner.plans import assert_capacity_kept
 from tests.planner.problems import (
     DLRMV2_ROWS,
     DLRMV2_SIZES,
@@ -43,23 +44,6 @@ CONFIG = PlannerConfig(kind="torchrec", plan_file="unused.json")
 
 def kinds_of(record: PlanRecord) -> Counter[str]:
     return Counter(choice.sharding_type for choice in record.tables)
-
-
-def assert_capacity_kept(record: PlanRecord, asked: PlanRequest) -> None:
-    """By hand: the bytes of each rank's shards, with optimizer state and without any buffer."""
-    hardware, optimizer = asked.hardware, asked.optimizer.name
-    taken = Counter[tuple[str, int]]()
-    sizes = {table.name: 4 if table.data_type == "fp32" else 2 for table in asked.tables}
-    shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in asked.tables}
-    for name, sharding in next(iter(record.plan.plan.values())).items():
-        tier = "hbm" if hardware.compute_device == "cuda" and "uvm" not in sharding.compute_kernel else "ddr"
-        pieces = [shard.shard_sizes for shard in sharding.sharding_spec.shards] if sharding.sharding_spec else None
-        for index, rank in enumerate(sharding.ranks):
-            rows, columns = pieces[index] if pieces else shapes[name]
-            taken[tier, rank] += rows * columns * sizes[name] + shard_state_bytes(optimizer, rows, columns)
-    for load in record.ranks:
-        assert taken["hbm", load.rank] <= load.hbm_bytes <= record.usable_hbm_bytes < max(1, hardware.hbm_cap_bytes)
-        assert taken["ddr", load.rank] <= load.ddr_bytes <= record.usable_ddr_bytes < hardware.ddr_cap_bytes
 
 
 def test_kaggle_on_two_cpu_ranks() -> None:

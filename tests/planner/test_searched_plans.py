@@ -25,8 +25,8 @@ from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import build_optimizer
+from tests.planner.plans import assert_capacity_kept
 from tests.planner.problems import DLRMV2_ROWS, DLRMV2_SIZES, KAGGLE_ROWS, make_tables, on, request
-from tests.planner.test_planner import assert_capacity_kept
 from tests.support.datasets import described_dataset
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool

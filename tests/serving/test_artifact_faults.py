@@ -25,7 +25,7 @@ from pipeline.serving.artifact.manifest import ArtifactError, TableFiles, read_m
 from pipeline.serving.scoring.dense_program import check_archive
 from pipeline.serving.scoring.predictor import Predictor
 from tests.serving import kill_worker
-from tests.serving.test_export import run_export
+from tests.serving.exports import run_export
 
 SIGKILLED = -9
 FEW_ROWS = "parity.max_rows=300"

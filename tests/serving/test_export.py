@@ -14,15 +14,16 @@ import torch
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import ReaderConfig
-from pipeline.config.jobs import EvaluateJob, ExportJob
+from pipeline.config.jobs import EvaluateJob
 from pipeline.config.serving import AUTO, PRECISIONS
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.export_run import ExportSummary, export
+from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate_run import evaluate
+from tests.serving.exports import run_export
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 
@@ -42,10 +43,6 @@ for rows, out in zip(sys.argv[2::2], sys.argv[3::2]):
     np.save(out, predictor.score_batch(torch.from_numpy(found["dense"]), Features()).numpy())
 print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("torchrec", "duckdb") or name.startswith(("pipeline.models", "pipeline.training", "pipeline.embeddings"))]))
 """
-
-
-def run_export(run: Path | str, folder: Path, *overrides: str) -> ExportSummary:
-    return export(load_config(ExportJob, [f"run={run}", f"output={folder}", *overrides]))
 
 
 def _evaluate(rank: int, run: str, split: str) -> dict[str, float]:

@@ -11,8 +11,7 @@ from pipeline.config.jobs import EvaluateJob, TrainJob
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.training.evaluate_run import evaluate
 from pipeline.training.run import train
-from tests.serving.test_export import run_export
-from tests.serving.test_raw_rows import assert_raw_rows_are_prepared_rows
+from tests.serving.exports import assert_raw_rows_are_prepared_rows, run_export
 from tests.support.ranks import RankPool
 
 KINDS = {

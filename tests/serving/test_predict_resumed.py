@@ -15,8 +15,8 @@ import pytest
 
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.predict import predict
+from tests.serving.predictions import expected, job_of, rows_of, write
 from tests.serving.stand_in import REFUSED_CITY, StandIn, score_of
-from tests.serving.test_predict import expected, job_of, rows_of, write
 
 WORKER = """
 import sys

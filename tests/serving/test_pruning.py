@@ -16,8 +16,7 @@ from pipeline.config.serving import PruningConfig
 from pipeline.runtime.errors import CheckpointError, ConfigError, ServingError
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.scoring.predictor import Predictor
-from tests.serving.test_export import run_export
-from tests.serving.test_raw_rows import assert_raw_rows_are_prepared_rows
+from tests.serving.exports import assert_raw_rows_are_prepared_rows, run_export
 from tests.support.messages import names
 
 # Of 3,000 rows and a model after 30 steps: not what a limit of 0.001 is for.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,25 +11,19 @@ import pytest
 import torch
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.data import SPLITS, DataConfig, ReaderConfig
 from pipeline.config.jobs import PrepareJob, TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
-from pipeline.data.raw.layout import layout_of
-from pipeline.data.raw.rows import open_source, parse_block
-from pipeline.data.raw.source import find_sources
-from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError, UserError
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import schema_of
 from pipeline.training.run import train
-from tests.serving.test_export import run_export
+from tests.serving.exports import assert_raw_rows_are_prepared_rows, raw_blocks, run_export
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
-BATCH = 256
 MIXED_CONF = """
 name: mixed
 format: csv
@@ -44,49 +36,6 @@ TINY = ["hardware=cpu", "trainer.global_batch_size=64", "trainer.max_steps=3", "
 
 def _train(rank: int, overrides: list[str]) -> None:
     train(load_config(TrainJob, overrides))
-
-
-def raw_blocks(data: DataConfig, source: str) -> pa.Table:
-    """The rows of a raw file as prepare parses them, its bad ones left out."""
-    layout, tables = layout_of(data), []
-    for one in find_sources(source):
-        reader, names = open_source(layout, one, 1 << 20)
-        with reader:
-            tables += [parse_block(layout, names, block).table for block in reader.blocks()]
-    return pa.concat_tables(
-        [table.unify_dictionaries() for table in tables], promote_options="permissive"
-    ).combine_chunks()
-
-
-def prepared_batches(job: TrainJob, split: str) -> Iterator[Any]:
-    """In the order of the files, padded at the end."""
-    reader = ShardReader(
-        job.data.path, load_dataset(job.data.path), split, global_batch_size=BATCH, rank=0, world_size=1, seed=0,
-        config=ReaderConfig(shuffle="none", num_streams=1), drop_last=False, multi_hot=job.data.synthetic_multi_hot,
-    )  # fmt: skip
-    yield from reader.batches(epoch=0)
-
-
-def assert_raw_rows_are_prepared_rows(artifact: str, job: TrainJob, source: str, same_ids: bool = True) -> int:
-    """How many rows were compared. A pruned artifact's vocabulary lacks the values of rows that it does not store, so that
-    its ids are others, and its scores the same."""
-    predictor, rows = Predictor.load(artifact), raw_blocks(job.data, source)
-    first = 0
-    for split in [name for name in SPLITS if load_dataset(job.data.path).splits[name].num_rows]:
-        for batch in prepared_batches(job, split):
-            count = int((batch.sample_weights > 0).sum())
-            raw = rows.slice(first, count)
-            encoded, sparse = predictor.encoder.encode(raw), batch.sparse_features
-            assert encoded.dense.numpy().tobytes() == batch.dense_features[:count].numpy().tobytes()
-            assert not same_ids or torch.equal(encoded.values, sparse.values())  # padding has no ids
-            lengths = sparse.lengths().view(-1, BATCH)[:, :count].reshape(-1)
-            assert torch.equal(encoded.offsets.diff(), lengths.long())
-            if count == BATCH:  # a product of another number of rows may round in another way
-                prepared = predictor.score_batch(batch.dense_features, sparse).numpy()
-                assert predictor.score(raw).scores.tobytes() == prepared.tobytes()
-            first += count
-    assert first == rows.num_rows
-    return first
 
 
 def _write_mixed(path: Path) -> None:

@@ -3,94 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
-from pipeline.config.data import ReaderConfig
 from pipeline.config.training import (
     CheckpointConfig,
     DenseOptimizerConfig,
     EarlyStopConfig,
-    LRSchedule,
     OptimizerConfig,
     ScheduleConfig,
     SparseOptimizerConfig,
     TrainerConfig,
 )
-from pipeline.data.read.batch import Batch
 from pipeline.models.tasks.guard import NonFiniteLossError
-from pipeline.runtime.logs import MetricsWriter
 from pipeline.training.hooks.early_stop import EarlyStop
-from pipeline.training.hooks.profile import StepProfiler
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
-from pipeline.training.trainer import FitResult, Trainer
+from pipeline.training.trainer import Trainer
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state
-
-KINDS = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
-STEPS_PER_EPOCH = 6
-CONFIG = TrainerConfig(global_batch_size=32, epochs=2, log_every_steps=4)
-SCHEDULE = ScheduleConfig(
-    sparse=LRSchedule("poly", warmup_steps=3, decay_start_step=4, decay_steps=20), dense=LRSchedule(warmup_steps=2)
-)
-
-
-class DrawnReader:
-    """As much of a ShardReader as the trainer uses, over drawn batches; epochs differ."""
-
-    def __init__(
-        self, rank: int, world_size: int, global_batch_size: int = 32, nan_steps: tuple[int, ...] = ()
-    ) -> None:
-        self.steps_per_epoch = STEPS_PER_EPOCH * 32 // global_batch_size
-        self.batch_size = global_batch_size // world_size
-        self.stall_seconds = 0.0
-        self.config, self.num_rows = ReaderConfig(), self.steps_per_epoch * global_batch_size
-        self._rank, self._world_size, self._global, self._nan = rank, world_size, global_batch_size, nan_steps
-
-    def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
-        return [(f"epoch {epoch} step {step} rank {self._rank}", row) for row in rows]
-
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        first = epoch * self.steps_per_epoch + start_step
-        drawn = draw_batches(self._rank, self._world_size, self.steps_per_epoch - start_step, first, self._global)
-        for number, batch in enumerate(drawn, start=first):
-            if number in self._nan and self._rank == 0:
-                batch.labels[0] = math.nan
-            yield batch
-
-
-def _fit(
-    rank: int, world_size: int, folder: str, config: TrainerConfig = CONFIG, save_every: int = 0,
-    optimizers: OptimizerConfig | None = None, nan_steps: tuple[int, ...] = (), profiled: tuple[int, int] | None = None,
-) -> tuple[str, FitResult]:  # fmt: skip
-    """Resume from `folder` where it holds a step, train to the end; the model's digest and the result."""
-    extra: dict[str, Any] = {"optimizers": optimizers} if optimizers else {}
-    allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
-    task, model, optimizer, context = build_sharded(KINDS, max_non_finite=allowed, **extra)
-    task.loss.scale = 1.0 / config.gradient_accumulation_steps
-    checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context, keep_last_n=9)
-    restored = checkpointer.restore_latest()
-    micro_batch = config.global_batch_size // config.gradient_accumulation_steps
-    writer = MetricsWriter(folder, restored["step"] if restored else 0) if rank == 0 else None
-    trainer = Trainer(
-        config, SCHEDULE, CheckpointConfig(save_every_steps=save_every), model=model, task=task, optimizer=optimizer,
-        reader=DrawnReader(rank, world_size, micro_batch, nan_steps), writer=writer,
-        validation_reader=DrawnReader(rank, world_size), checkpointer=checkpointer, context=context,
-        profiler=StepProfiler(*profiled, f"{folder}/profile", context) if profiled else None,
-    )  # fmt: skip
-    result = trainer.fit(restored)
-    if writer:
-        writer.close()
-    return digest(model), result
+from tests.training.tiny_training import CONFIG, KINDS, SCHEDULE, STEPS_PER_EPOCH, DrawnReader, fit_drawn
 
 
 def _plain_loop(rank: int, world_size: int, clip: float | None) -> str:
@@ -113,12 +50,12 @@ def test_training_equals_a_plain_loop_bit_for_bit(
     ranks: RankPool, tmp_path: Path, pipeline: str, clip: float | None
 ) -> None:
     config = replace(CONFIG, pipeline=pipeline, gradient_clip_norm=clip)
-    assert ranks.run(2, _fit, 2, str(tmp_path), config)[0][0] == ranks.run(2, _plain_loop, 2, clip)[0]
+    assert ranks.run(2, fit_drawn, 2, str(tmp_path), config)[0][0] == ranks.run(2, _plain_loop, 2, clip)[0]
 
 
 def test_profiled_steps_are_recorded_on_every_rank_and_change_no_weight(ranks: RankPool, tmp_path: Path) -> None:
-    plain = ranks.run(2, _fit, 2, str(tmp_path / "plain"))[0][0]
-    assert ranks.run(2, _fit, 2, str(tmp_path / "run"), CONFIG, 0, None, (), (3, 4))[0][0] == plain
+    plain = ranks.run(2, fit_drawn, 2, str(tmp_path / "plain"))[0][0]
+    assert ranks.run(2, fit_drawn, 2, str(tmp_path / "run"), CONFIG, 0, None, (), (3, 4))[0][0] == plain
     for rank in range(2):
         table = (tmp_path / "run" / "profile" / f"rank{rank}.steps_3-4.txt").read_text()
         print(table)
@@ -126,9 +63,9 @@ def test_profiled_steps_are_recorded_on_every_rank_and_change_no_weight(ranks: R
 
 
 def test_evaluating_and_saving_along_the_way_change_no_weight(ranks: RankPool, tmp_path: Path) -> None:
-    quiet = ranks.run(2, _fit, 2, str(tmp_path / "quiet"))[0][0]
+    quiet = ranks.run(2, fit_drawn, 2, str(tmp_path / "quiet"))[0][0]
     config = replace(CONFIG, evaluate_every_steps=3)
-    busy, result = ranks.run(2, _fit, 2, str(tmp_path / "busy"), config, 5)[0]
+    busy, result = ranks.run(2, fit_drawn, 2, str(tmp_path / "busy"), config, 5)[0]
     assert busy == quiet
     assert list_steps(str(tmp_path / "busy" / "checkpoints")) == [5, 10, 12]
     lines = [json.loads(line) for line in (tmp_path / "busy" / "metrics.jsonl").read_text().splitlines()]
@@ -138,14 +75,14 @@ def test_evaluating_and_saving_along_the_way_change_no_weight(ranks: RankPool, t
 
 
 def test_a_run_cut_in_two_ends_where_the_uninterrupted_one_does(ranks: RankPool, tmp_path: Path) -> None:
-    whole = ranks.run(2, _fit, 2, str(tmp_path / "whole"))[0][0]
+    whole = ranks.run(2, fit_drawn, 2, str(tmp_path / "whole"))[0][0]
     for max_steps in (4, 8):  # within an epoch, and across its end
-        ranks.run(2, _fit, 2, str(tmp_path / "cut"), replace(CONFIG, max_steps=max_steps))
-    cut, result = ranks.run(2, _fit, 2, str(tmp_path / "cut"))[0]
+        ranks.run(2, fit_drawn, 2, str(tmp_path / "cut"), replace(CONFIG, max_steps=max_steps))
+    cut, result = ranks.run(2, fit_drawn, 2, str(tmp_path / "cut"))[0]
     assert (cut, result.step) == (whole, 12)
     steps = [json.loads(line)["step"] for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
-    again, result = ranks.run(2, _fit, 2, str(tmp_path / "cut"))[0]
+    again, result = ranks.run(2, fit_drawn, 2, str(tmp_path / "cut"))[0]
     assert (again, result.step) == (whole, 12)  # a second run of a finished job trains nothing
 
 
@@ -183,8 +120,8 @@ def _accumulated_and_reference(
 
 def test_non_finite_steps_are_skipped_on_all_ranks_or_stop_the_run(ranks: RankPool, tmp_path: Path) -> None:
     skipping = replace(CONFIG, non_finite_loss="skip", max_non_finite_steps=2)
-    clean = ranks.run(2, _fit, 2, str(tmp_path / "clean"))[0][0]
-    skipped, _ = ranks.run(2, _fit, 2, str(tmp_path / "skip"), skipping, 0, None, (0, 7))[0]
+    clean = ranks.run(2, fit_drawn, 2, str(tmp_path / "clean"))[0][0]
+    skipped, _ = ranks.run(2, fit_drawn, 2, str(tmp_path / "skip"), skipping, 0, None, (0, 7))[0]
     assert skipped != clean
     lines = [json.loads(line) for line in (tmp_path / "skip" / "metrics.jsonl").read_text().splitlines()]
     assert [line["num_skipped_steps"] for line in lines if line["kind"] == "train"][-1] == 2
@@ -196,7 +133,7 @@ def test_non_finite_steps_are_skipped_on_all_ranks_or_stop_the_run(ranks: RankPo
 
 def _stops(rank: int, folder: str) -> str:
     with pytest.raises(NonFiniteLossError) as error:
-        _fit(rank, 2, folder, nan_steps=(3,))
+        fit_drawn(rank, 2, folder, nan_steps=(3,))
     return str(error.value)
 
 
@@ -217,10 +154,10 @@ def test_early_stop_counts_evaluations_without_improvement() -> None:
 
 def test_a_run_that_stops_early_saves_and_says_so(ranks: RankPool, tmp_path: Path) -> None:
     config = replace(CONFIG, evaluate_every_steps=2, early_stop=EarlyStopConfig(patience=1, min_delta=10.0))
-    _, result = ranks.run(2, _fit, 2, str(tmp_path), config)[0]
+    _, result = ranks.run(2, fit_drawn, 2, str(tmp_path), config)[0]
     assert (result.step, result.stopped_early) == (4, True)
     assert list_steps(str(tmp_path / "checkpoints")) == [4]
-    _, again = ranks.run(2, _fit, 2, str(tmp_path), config)[0]
+    _, again = ranks.run(2, fit_drawn, 2, str(tmp_path), config)[0]
     assert (again.step, again.stopped_early) == (4, True)  # a second run does not train on
 
 

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torchrec.optim import RowWiseAdagrad
 
-from pipeline.config.training import CommsConfig, OptimizerConfig, ScheduleConfig
+from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.config.data import ReaderConfig
+from pipeline.config.training import (
+    CheckpointConfig,
+    CommsConfig,
+    LRSchedule,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
+from pipeline.data.read.batch import Batch
+from pipeline.runtime.logs import MetricsWriter
 from pipeline.sharding.torchrec.table_init import initialize_tables
+from pipeline.training.hooks.profile import StepProfiler
 from pipeline.training.lr_schedule import apply_schedule, lr_factor
 from pipeline.training.optimizer import clip_dense_gradients
+from pipeline.training.trainer import FitResult, Trainer
+from tests.support.sharded_models import build_sharded, digest, draw_batches
 from tests.training.tiny import TinyModel, TinyTable, batches, build, full_weights
 
 SEED = 3
@@ -88,3 +106,60 @@ def distance(
     assert one[0].keys() == other[0].keys()
     weights = max(float((one[0][name].float() - other[0][name].float()).abs().max()) for name in one[0])
     return max(weights, *(abs(a - b) for a, b in zip(one[1], other[1], strict=True)))
+
+
+KINDS = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
+STEPS_PER_EPOCH = 6
+CONFIG = TrainerConfig(global_batch_size=32, epochs=2, log_every_steps=4)
+SCHEDULE = ScheduleConfig(
+    sparse=LRSchedule("poly", warmup_steps=3, decay_start_step=4, decay_steps=20), dense=LRSchedule(warmup_steps=2)
+)
+
+
+class DrawnReader:
+    """As much of a ShardReader as the trainer uses, over drawn batches; epochs differ."""
+
+    def __init__(
+        self, rank: int, world_size: int, global_batch_size: int = 32, nan_steps: tuple[int, ...] = ()
+    ) -> None:
+        self.steps_per_epoch = STEPS_PER_EPOCH * 32 // global_batch_size
+        self.batch_size = global_batch_size // world_size
+        self.stall_seconds = 0.0
+        self.config, self.num_rows = ReaderConfig(), self.steps_per_epoch * global_batch_size
+        self._rank, self._world_size, self._global, self._nan = rank, world_size, global_batch_size, nan_steps
+
+    def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
+        return [(f"epoch {epoch} step {step} rank {self._rank}", row) for row in rows]
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        first = epoch * self.steps_per_epoch + start_step
+        drawn = draw_batches(self._rank, self._world_size, self.steps_per_epoch - start_step, first, self._global)
+        for number, batch in enumerate(drawn, start=first):
+            if number in self._nan and self._rank == 0:
+                batch.labels[0] = math.nan
+            yield batch
+
+
+def fit_drawn(
+    rank: int, world_size: int, folder: str, config: TrainerConfig = CONFIG, save_every: int = 0,
+    optimizers: OptimizerConfig | None = None, nan_steps: tuple[int, ...] = (), profiled: tuple[int, int] | None = None,
+) -> tuple[str, FitResult]:  # fmt: skip
+    """Resume from `folder` where it holds a step, train to the end; the model's digest and the result."""
+    extra: dict[str, Any] = {"optimizers": optimizers} if optimizers else {}
+    allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
+    task, model, optimizer, context = build_sharded(KINDS, max_non_finite=allowed, **extra)
+    task.loss.scale = 1.0 / config.gradient_accumulation_steps
+    checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context, keep_last_n=9)
+    restored = checkpointer.restore_latest()
+    micro_batch = config.global_batch_size // config.gradient_accumulation_steps
+    writer = MetricsWriter(folder, restored["step"] if restored else 0) if rank == 0 else None
+    trainer = Trainer(
+        config, SCHEDULE, CheckpointConfig(save_every_steps=save_every), model=model, task=task, optimizer=optimizer,
+        reader=DrawnReader(rank, world_size, micro_batch, nan_steps), writer=writer,
+        validation_reader=DrawnReader(rank, world_size), checkpointer=checkpointer, context=context,
+        profiler=StepProfiler(*profiled, f"{folder}/profile", context) if profiled else None,
+    )  # fmt: skip
+    result = trainer.fit(restored)
+    if writer:
+        writer.close()
+    return digest(model), result
