@@ -16,7 +16,7 @@ GRACE_MARGIN_S = 5  # after the ranks' own grace: the agent ends, its logs are f
 SHARED_MEMORY = "/dev/shm"
 # Filled in by the Job controller in every pod of an Indexed Job.
 NODE_INDEX = "$(JOB_COMPLETION_INDEX)"
-# What a CronJob calls the Job of a tick is known when it runs: for a `head` that holds it the pod is told.
+# What a CronJob calls the Job of a tick is known when it runs: for a `head` that holds it the pod is given it.
 JOB_NAME = "$(JOB_NAME)"
 
 
@@ -50,7 +50,7 @@ def pod_template(
         serviceAccountName=options.service_account,
         priorityClassName=options.priority_class,
         nodeSelector=options.node_selector,
-        tolerations=[_toleration(key, rest) for key, rest in (options.toleration or {}).items()],
+        tolerations=[_toleration(key, effect) for key, effect in (options.toleration or {}).items()],
         imagePullSecrets=[{"name": options.pull_secret}] if options.pull_secret else [],
         automountServiceAccountToken=False,
         enableServiceLinks=False,
@@ -121,9 +121,9 @@ def _command(workload: Workload, options: KubernetesOptions, head: str, node: st
     """The words of the command, each as it was typed: Kubernetes expands `$(NAME)` and takes `$$` for `$`."""
     head_mark, job_mark = "\0head", "\0job"  # no argument can hold NUL
     words = []
-    for place, word in zip(workload.command, workload.argv(head_mark, job_mark), strict=True):
+    for original, word in zip(workload.command, workload.argv(head_mark, job_mark), strict=True):
         words.append(_literally(word).replace(head_mark, head).replace(job_mark, workload.name))
-        if place == ENDPOINT and workload.nodes > 1:
+        if original == ENDPOINT and workload.nodes > 1:
             # Pods start one after another, and a name may not be known yet when its own pod asks for it.
             patience = f"join_timeout={options.meeting_timeout_s},read_timeout={options.meeting_timeout_s}"
             words += ["--node-rank", node, "--rdzv-conf", patience]
@@ -135,14 +135,14 @@ def _literally(word: str) -> str:
 
 
 def _volumes(workload: Workload, options: KubernetesOptions) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each volume of the pod with its place in the container."""
+    """Each volume of the pod with its path in the container."""
     # The container runtime's own /dev/shm has 64 MiB; loaders, gloo and NCCL need more. It counts as memory.
     shared = {"medium": "Memory", "sizeLimit": f"{options.shm_mb or workload.mem_mb // 2}Mi"}
     found = [({"name": "shm", "emptyDir": shared}, {"name": "shm", "mountPath": SHARED_MEMORY})]
     for number, mount in enumerate(workload.mounts):
         name = f"mount-{number}"
-        place = given(name=name, mountPath=mount.target, readOnly=mount.read_only or None)
-        found.append(({"name": name, **_source(mount)}, place))
+        mounted = given(name=name, mountPath=mount.target, readOnly=mount.read_only or None)
+        found.append(({"name": name, **_source(mount)}, mounted))
     for secret, path in (options.secret_mount or {}).items():
         name = f"secret-{secret.replace('.', '-')}"[:63]
         volume = {"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}}

@@ -167,7 +167,7 @@ def test_versions_are_pinned_to_the_newest_set_that_doctor_knows() -> None:
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(REPOSITORY / "setup.cfg")
     extras = parser["options.extras_require"]
-    torch, (torchrec, fbgemm) = next(iter(doctor.TESTED.items()))
+    torch, (torchrec, fbgemm) = doctor.TESTED, doctor.RELEASED_TOGETHER[doctor.TESTED]
     assert f"torch =={torch}.0" in extras["cpu"] and f"fbgemm-gpu-cpu =={fbgemm}.0" in extras["cpu"]
     assert f"torch =={torch}.0" in extras["gpu"] and f"fbgemm-gpu =={fbgemm}.0" in extras["gpu"]
     assert re.search(rf"^TORCHREC := torchrec=={re.escape(torchrec)}\.0$", (REPOSITORY / "Makefile").read_text(), re.M)

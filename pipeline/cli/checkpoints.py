@@ -6,7 +6,7 @@
                                                                 one table as Parquet: row, value, vector
                                                                 (optimizer_state=true: its state too)
 
-RUN may also be told as run=RUN, STEP as step=300. No ranks are needed, and memory does not grow with the tables.
+RUN may also be given as run=RUN, STEP as step=300. No ranks are needed, and memory does not grow with the tables.
 """
 
 from __future__ import annotations
@@ -40,23 +40,25 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
     config = trained.checkpoint if trained else CheckpointConfig()
     metric = trained.best_metric if trained else config.best_metric or "ne"
     sign = -1.0 if is_higher_better(metric) else 1.0
-    measured = [one for one in found if metric in one.metrics and not one.problem]
-    best = min(measured, key=lambda one: sign * one.metrics[metric]).step if measured else None
-    last = {one.step for one in found[-config.keep_last_n :]}
+    measured = [step for step in found if metric in step.metrics and not step.problem]
+    best = min(measured, key=lambda step: sign * step.metrics[metric]).step if measured else None
+    last = {step.step for step in found[-config.keep_last_n :]}
 
-    def line(one: StepSummary) -> str:
+    def line(summary: StepSummary) -> str:
         metrics = [
-            f"{name} {one.metrics[name]:.4f}" for name in ("ne", "auc", "recall_at_10", "mrr") if name in one.metrics
+            f"{name} {summary.metrics[name]:.4f}"
+            for name in ("ne", "auc", "recall_at_10", "mrr")
+            if name in summary.metrics
         ]
-        metrics += [f"best {metric}"] if one.step == best else []
-        metrics += ["kept as best"] if config.keep_best_n and one in measured and one.step not in last else []
+        metrics += [f"best {metric}"] if summary.step == best else []
+        metrics += ["kept as best"] if config.keep_best_n and summary in measured and summary.step not in last else []
         return (
-            f"{one.step:>10}  {_age(one.age_s):>10}  {_size(one.size_bytes):>10}  {one.world_size:>5}  "
-            f"{one.problem or '  '.join(metrics) or 'not evaluated'}"
+            f"{summary.step:>10}  {_age(summary.age_s):>10}  {_size(summary.size_bytes):>10}  {summary.world_size:>5}  "
+            f"{summary.problem or '  '.join(metrics) or 'not evaluated'}"
         )
 
     header = f"{'step':>10}  {'saved':>10}  {'size':>10}  {'ranks':>5}  validation"
-    return [header, *(line(one) for one in found), f"files        {folder}; `verify {job.run}` reads every byte"]
+    return [header, *(line(step) for step in found), f"files        {folder}; `verify {job.run}` reads every byte"]
 
 
 def verify_checkpoints(job: CheckpointsJob) -> dict[int, str]:
@@ -90,7 +92,7 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
     tables = inventory_of_step(tensors).tables
     # A table that is split by frequency is one table still: its head's rows, then its tail's.
     parts = [tables[name] for name in (f"{job.table}__hot", f"{job.table}__cold") if name in tables]
-    found = [replace(one, name=job.table) for one in ([tables[job.table]] if job.table in tables else parts)]
+    found = [replace(table, name=job.table) for table in ([tables[job.table]] if job.table in tables else parts)]
     if not found:
         raise ConfigError(
             f"step {step} has no table {job.table!r} among {len(tables)}{did_you_mean(job.table, tables)}"

@@ -122,10 +122,8 @@ def _parse(argv: Iterable[str]) -> list[Override]:
             override = parser.parse_override(word)
         except HydraException as error:
             reason = str(error).splitlines()[0].rstrip(".")
-            way_out = (
-                "overrides look like key=value" if "=" not in word else "quote it as 'key=\"value\"' if it is text"
-            )
-            raise ConfigError(f"cannot read {word!r} ({reason}); {way_out}") from None
+            hint = "overrides look like key=value" if "=" not in word else "quote it as 'key=\"value\"' if it is text"
+            raise ConfigError(f"cannot read {word!r} ({reason}); {hint}") from None
         if override.is_sweep_override():
             raise ConfigError(f"{word!r} names several values; a list is key=[a,b], and a sweep is one job a value")
         overrides.append(override)

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# torch -> (torchrec, fbgemm): the sets that the tests ran on. Another pair shows as `undefined symbol`, or as
+# torch -> (torchrec, fbgemm): releases that were made for each other. Another pair shows as `undefined symbol`, or as
 # `operator ... does not exist` (pytorch/torchrec#551, #770, #2857).
-TESTED = {"2.13": ("1.8", "1.8"), "2.12": ("1.7", "1.7"), "2.11": ("1.6", "1.6")}
+RELEASED_TOGETHER = {"2.13": ("1.8", "1.8"), "2.12": ("1.7", "1.7"), "2.11": ("1.6", "1.6")}
+TESTED = "2.13"  # the one that this release's tests run on; sharding/torchrec/compat.py lists what it needs of it
 FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 MODULES = {  # import name -> distribution
     "hydra": "hydra-core", "iopath": "iopath", "torchx": "torchx", "yaml": "PyYAML", "numpy": "numpy", "rich": "rich",
@@ -34,11 +35,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `mend` is the command for what failed, empty where all is well."""
+    """One line of the report; `fix` is the command for what failed, empty where all is well."""
 
     name: str
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 def diagnose() -> list[Finding]:
@@ -55,9 +56,9 @@ def diagnose() -> list[Finding]:
 
 
 def stack_command(gpu: bool) -> str:
-    """The command that installs the newest tested set."""
-    torch = next(iter(TESTED))
-    torchrec, fbgemm = TESTED[torch]
+    """The command that installs the tested set."""
+    torch = TESTED
+    torchrec, fbgemm = RELEASED_TOGETHER[torch]
     package = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu"
     return f"pip install torch=={torch}.0 {package}=={fbgemm}.0 && pip install --no-deps torchrec=={torchrec}.0"
 
@@ -71,21 +72,24 @@ def _stack(gpu: bool) -> list[Finding]:
     """torch, torchrec and fbgemm: there, and a set that was tested together."""
     torch, torchrec = _version("torch"), _version("torchrec")
     fbgemms = {name: found for name in FBGEMM if (found := _version(name))}
-    mend = stack_command(gpu)
-    findings = [Finding(name, found or "missing", "" if found else mend) for name, found in
+    fix = stack_command(gpu)
+    findings = [Finding(name, found or "missing", "" if found else fix) for name, found in
                 (("torch", torch), ("torchrec", torchrec))]  # fmt: skip
     if len(fbgemms) > 1:
         both = ", ".join(f"{name} {found}" for name, found in fbgemms.items())
-        return [*findings, Finding("fbgemm", f"both {both}", f"pip uninstall -y {' '.join(FBGEMM)} && {mend}")]
+        return [*findings, Finding("fbgemm", f"both {both}", f"pip uninstall -y {' '.join(FBGEMM)} && {fix}")]
     name, fbgemm = next(iter(fbgemms.items()), ("", ""))
-    findings.append(Finding("fbgemm", f"{name} {fbgemm}" if fbgemm else "missing", "" if fbgemm else mend))
+    findings.append(Finding("fbgemm", f"{name} {fbgemm}" if fbgemm else "missing", "" if fbgemm else fix))
     if torch and torchrec and fbgemm:
-        expected = TESTED.get(_minor(torch))
         together = f"torch {_minor(torch)}, torchrec {_minor(torchrec)}, fbgemm {_minor(fbgemm)}"
-        if expected == (_minor(torchrec), _minor(fbgemm)):
-            findings.append(Finding("tested set", together))
+        if RELEASED_TOGETHER.get(_minor(torch)) != (_minor(torchrec), _minor(fbgemm)):
+            findings.append(Finding("tested set", f"{together} are not made for each other", fix))
+        elif _minor(torch) != TESTED:
+            findings.append(
+                Finding("tested set", f"{together}, but this release was tested on torch {TESTED} alone", fix)
+            )
         else:
-            findings.append(Finding("tested set", f"{together} were never tested together", mend))
+            findings.append(Finding("tested set", together))
     return findings
 
 
@@ -154,14 +158,14 @@ def _shared_memory() -> Finding:
     if not shm.is_dir():
         return Finding("shared memory", "no /dev/shm", "mount -t tmpfs -o size=8G tmpfs /dev/shm")
     free = shutil.disk_usage(shm).free
-    mend = "" if free >= LEAST_SHM_BYTES else "mount -o remount,size=8G /dev/shm  (docker run --shm-size=8g ...)"
-    return Finding("shared memory", f"{free / GIB:.2f} GiB free in /dev/shm", mend)
+    fix = "" if free >= LEAST_SHM_BYTES else "mount -o remount,size=8G /dev/shm  (docker run --shm-size=8g ...)"
+    return Finding("shared memory", f"{free / GIB:.2f} GiB free in /dev/shm", fix)
 
 
 def _disk() -> Finding:
     free = shutil.disk_usage(".").free
-    mend = "" if free >= LEAST_DISK_BYTES else "cd <a folder on a larger disk>, or set data.path and run_dir"
-    return Finding("disk", f"{free / GIB:.1f} GiB free in {os.getcwd()}", mend)
+    fix = "" if free >= LEAST_DISK_BYTES else "cd <a folder on a larger disk>, or set data.path and run_dir"
+    return Finding("disk", f"{free / GIB:.1f} GiB free in {os.getcwd()}", fix)
 
 
 def _cores() -> Finding:
@@ -173,19 +177,19 @@ def report(findings: list[Finding]) -> str:
     """A plain table, then a command for each failure; doctor must be readable where rich is missing."""
     width = max(len(finding.name) for finding in findings)
     lines = [
-        f"{'FAIL' if finding.mend else 'ok':<5} {finding.name:<{width}}  {finding.found[:160]}" for finding in findings
+        f"{'FAIL' if finding.fix else 'ok':<5} {finding.name:<{width}}  {finding.found[:160]}" for finding in findings
     ]
-    failed = [finding for finding in findings if finding.mend]
-    lines += ["", "all is well: make train" if not failed else "mend it with:"]
-    # The same command may mend several findings.
-    lines += [f"  {command}" for command in dict.fromkeys(finding.mend for finding in failed)]
+    failed = [finding for finding in findings if finding.fix]
+    lines += ["", "all is well: make train" if not failed else "fix it with:"]
+    # The same command may fix several findings.
+    lines += [f"  {command}" for command in dict.fromkeys(finding.fix for finding in failed)]
     return "\n".join(lines)
 
 
 def main() -> None:
     findings = diagnose()
     print(report(findings))
-    sys.exit(1 if any(finding.mend for finding in findings) else 0)
+    sys.exit(1 if any(finding.fix for finding in findings) else 0)
 
 
 if __name__ == "__main__":

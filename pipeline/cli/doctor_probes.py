@@ -25,9 +25,9 @@ def lookup(device_type: str) -> str:
     )
 
     cuda = device_type == "cuda"
-    place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    location = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
     tables = SplitTableBatchedEmbeddingBagsCodegen(
-        [(10, 4, *place)],
+        [(10, 4, *location)],
         optimizer=EmbOptimType.EXACT_SGD,
         learning_rate=0.5,
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),

@@ -58,7 +58,7 @@ def plan(job: PlanJob) -> PlanSummary:
     started = time.monotonic()
     resolved = resolve(job)
     request = build_request(resolved)
-    # Imported here, for a mistake in the job must be told before torch is loaded.
+    # Imported here, for a mistake in the job must fail before torch is loaded.
     from pipeline.embeddings.describe import describe_savings, savings_of
     from pipeline.planner.explain import explain
     from pipeline.planner.page import page_path, write_page

@@ -7,7 +7,7 @@
     python -m pipeline.registry unpin REGISTRY                 let retrain promote again
     python -m pipeline.registry add REGISTRY run=RUN           begin with a model that was trained by hand
 
-REGISTRY may also be told as registry=..., VERSION as version=v000012.
+REGISTRY may also be given as registry=..., VERSION as version=v000012.
 """
 
 from __future__ import annotations

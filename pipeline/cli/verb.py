@@ -51,7 +51,7 @@ class Verb(Generic[Job, Result]):
     commands, default: the words that may stand before key=value (see Command). written_to: the folder or file that errors of
     the file system are about. runs_on_ranks: it may run on many ranks and for long, so it has a watchdog and ends with the
     agent that started it. handles_sigterm: SIGTERM asks it to put away what it holds, and ends it there.
-    runs_kernels: our CPU kernels run beside OpenMP's threads, which are then told to sleep soon.
+    runs_kernels: our CPU kernels run beside OpenMP's threads, which then have to sleep soon.
     """
 
     job: type[Job]

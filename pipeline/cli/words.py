@@ -94,12 +94,12 @@ def _unknown(words: list[str], command: Command, known: Mapping[str, Command]) -
     near = next((word for word in words if did_you_mean(word, known)), None)
     if near is None and command.words:
         return ConfigError(f"cannot read {words[-1]!r}: {command.usage()}")
-    usages = "; ".join(one.usage() for one in known.values())
+    usages = "; ".join(command.usage() for command in known.values())
     word = near or words[-1]
     return ConfigError(f"cannot read {word!r}; commands are {usages}{did_you_mean(word, known)}")
 
 
 def _quoted(value: str) -> str:
-    """As Hydra reads text back: a number, or a path with signs of its own, would be read as something else."""
+    """As Hydra reads text back: a number, or a path with signs that Hydra knows, would be read as something else."""
     is_plain = re.fullmatch(r"[\w./-]+", value) and not re.fullmatch(r"[\d._e+-]+", value)
     return value if is_plain else "'" + value.replace("'", "\\'") + "'"

@@ -1,4 +1,4 @@
-"""Doctor names what is broken and the command that mends it, whatever is broken."""
+"""Doctor names what is broken and the command that fixes it, whatever is broken."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def test_this_machine_is_fit_to_run_the_tests() -> None:
     findings = {finding.name: finding for finding in doctor.diagnose()}
-    assert not findings["lookup_cpu"].mend, findings["lookup_cpu"]
-    assert not findings["all_to_all_gloo"].mend, findings["all_to_all_gloo"]
-    assert not findings["tested set"].mend, findings["tested set"]
+    assert not findings["lookup_cpu"].fix, findings["lookup_cpu"]
+    assert not findings["all_to_all_gloo"].fix, findings["all_to_all_gloo"]
+    assert not findings["tested set"].fix, findings["tested set"]
     assert {"GPU", "gpus"} & set(findings)
 
 
@@ -34,9 +34,9 @@ def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and done.stderr == ""
     assert any(line.split() == ["FAIL", "torch", "missing"] for line in lines)
-    mends = [line.strip() for line in lines[lines.index("mend it with:") + 1 :]]
-    assert [doctor.stack_command(gpu=False), "pip install -e '.[cpu]'"] == mends or (
-        [doctor.stack_command(gpu=True), "pip install -e '.[gpu]'"] == mends
+    fixes = [line.strip() for line in lines[lines.index("fix it with:") + 1 :]]
+    assert [doctor.stack_command(gpu=False), "pip install -e '.[cpu]'"] == fixes or (
+        [doctor.stack_command(gpu=True), "pip install -e '.[gpu]'"] == fixes
     )
 
 
@@ -60,7 +60,7 @@ def broken_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
         ("import time; time.sleep(60)", "no answer within 1 s"),
     ],
 )  # fmt: skip
-def test_a_crash_of_a_shared_library_is_a_line_with_its_mend(
+def test_a_crash_of_a_shared_library_is_a_line_with_its_fix(
     broken_torch: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, code: str, found: str
 ) -> None:
     broken_torch(code)
@@ -69,33 +69,36 @@ def test_a_crash_of_a_shared_library_is_a_line_with_its_mend(
 
 
 @pytest.mark.parametrize(
-    ("installed", "name", "found", "mend"),
+    ("installed", "name", "found", "fix"),
     [
         ({"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "tested set", "torch 2.13", ""),
-        ({"torch": "2.11.0+cu130", "torchrec": "1.6.0", "fbgemm-gpu": "1.6.0+cu130"}, "tested set", "torch 2.11", ""),
-        ({"torch": "2.12.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "tested set", "never tested together", "pip install torch=="),
+        ({"torch": "2.13.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0+cu130"}, "tested set", "torch 2.13", ""),
+        ({"torch": "2.11.0+cu130", "torchrec": "1.6.0", "fbgemm-gpu": "1.6.0+cu130"}, "tested set", "tested on torch 2.13 alone", "pip install torch==2.13"),
+        ({"torch": "2.12.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "tested set", "not made for each other", "pip install torch=="),
         ({"torch": "2.13.0", "torchrec": "1.8.0"}, "fbgemm", "missing", "pip install torch=="),
         ({"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "fbgemm", "both",
          "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install"),
     ],
 )  # fmt: skip
 def test_versions_are_held_against_the_tested_sets(
-    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], name: str, found: str, mend: str
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], name: str, found: str, fix: str
 ) -> None:
     monkeypatch.setattr(doctor, "_version", lambda distribution: installed.get(distribution, ""))
     finding = next(finding for finding in doctor._stack(gpu=False) if finding.name == name)
     assert found in finding.found
-    assert finding.mend.startswith(mend) and bool(finding.mend) == bool(mend)
+    assert finding.fix.startswith(fix) and bool(finding.fix) == bool(fix)
 
 
-def test_a_command_that_mends_two_findings_stands_once() -> None:
-    text = doctor.report([Finding("a", "bad", "fix it"), Finding("b", "good"), Finding("c", "bad", "fix it")])
-    assert text.count("fix it") == 1 and text.count("FAIL") == 2
+def test_a_command_that_fixes_two_findings_stands_once() -> None:
+    text = doctor.report(
+        [Finding("a", "bad", "make install"), Finding("b", "good"), Finding("c", "bad", "make install")]
+    )
+    assert text.count("make install") == 1 and text.count("FAIL") == 2
     assert doctor.report([Finding("b", "good")]).endswith("all is well: make train")
 
 
 def test_little_shared_memory_or_disk_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "LEAST_SHM_BYTES", 1 << 60)
     monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 1 << 60)
-    assert "remount,size=8G" in doctor._shared_memory().mend
-    assert "larger disk" in doctor._disk().mend
+    assert "remount,size=8G" in doctor._shared_memory().fix
+    assert "larger disk" in doctor._disk().fix

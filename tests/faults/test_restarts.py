@@ -109,7 +109,9 @@ def test_ranks_that_die_or_hang_anywhere_leave_no_trace_in_the_result(
         return
     where = f"{len(places)} of {len(places)} ({', '.join(places)})"
     fault(3, f"{where}: the ranks came back by themselves and ended the same", count=len(places), seed=1)
-    found_s = [_check_hang(run, hang, "gives no sign; its process is stopped by a signal, killed", rank_that_tells=0)]
+    found_s = [
+        _check_hang(run, hang, "sends no heartbeat; its process is stopped by a signal, killed", rank_that_tells=0)
+    ]
     found_s.append(_check_hang(run, hang + 1, "waiting for input", rank_that_tells=1))
     assert "_read_from_a_disk_that_does_not_answer" in run.log(hang + 1, 1)
     fault(

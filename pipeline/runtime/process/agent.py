@@ -41,14 +41,14 @@ class Agent(LocalElasticAgent):
 
     grace_s = 30.0
     signalled: signal.Signals | None = None
-    # Exit codes of this host's ranks: of those that had ended before the others were told to, and of all in the end.
+    # Exit codes of this host's ranks: of those that had ended before the others had to end, and of all in the end.
     first_codes: tuple[int, ...] = ()
     last_codes: tuple[int, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._processes: Any = None  # torchelastic's SubprocessContext of the running ranks
-        self._ended_first: dict[int, int] = {}  # local rank -> exit code, before the others were told to end
+        self._ended_first: dict[int, int] = {}  # local rank -> exit code, before the others had to end
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -140,14 +140,14 @@ def run(argv: list[str]) -> int:
 
 
 def _code_of(error: ChildFailedError) -> int:
-    # A rank that was told to end because another had died may well have ended with REQUEUE: it does not count.
+    # A rank that had to end because another had died may well have ended with REQUEUE: it does not count.
     codes = Agent.first_codes
     _, first = error.get_first_failure()
     final = next((code for code in (USER_ERROR, REQUEUE, INTERRUPTED) if code in codes), None)
     if final == USER_ERROR:
-        told = [_message_of(each) for each in error.failures.values() if each.exitcode == final]
-        if told and (0 not in error.failures or error.failures[0].exitcode != final):  # rank 0 has said nothing
-            logger.error("%s", told[0])
+        messages = [_message_of(each) for each in error.failures.values() if each.exitcode == final]
+        if messages and (0 not in error.failures or error.failures[0].exitcode != final):  # rank 0 has said nothing
+            logger.error("%s", messages[0])
     return final or (first.exitcode if first.exitcode > 0 else FAILED)
 
 

@@ -11,14 +11,14 @@ import traceback
 
 from pipeline.runtime.masking import mask
 
-# What a person has to mend: room, rights, a path.
-_WAYS_OUT = {
-    errno.ENOSPC: "free some room, or choose a place on another disk",
-    errno.EDQUOT: "your quota is used up: free some room, or choose a place on another disk",
+# What a person has to fix: disk space, rights, a path.
+_HINTS = {
+    errno.ENOSPC: "free some space, or choose a folder on another disk",
+    errno.EDQUOT: "your quota is used up: free some space, or choose a folder on another disk",
     errno.EFBIG: "a limit on file sizes is in force here (ulimit -f)",
-    errno.EACCES: "choose a place that you may write to",
-    errno.EPERM: "choose a place that you may write to",
-    errno.EROFS: "choose a place that you may write to",
+    errno.EACCES: "choose a folder that you may write to",
+    errno.EPERM: "choose a folder that you may write to",
+    errno.EROFS: "choose a folder that you may write to",
     errno.ENOTDIR: "a part of that path is a file: choose another",
     errno.EISDIR: "that is a folder: choose another path",
     errno.ENOENT: "check that path",
@@ -28,13 +28,13 @@ _WAYS_OUT = {
 
 
 def describe_os_error(error: OSError, folder: str = "") -> str:
-    """One line with path and way out; empty for an error that no user can mend. `folder`: what was being written."""
-    way_out = _WAYS_OUT.get(error.errno or 0)
-    if way_out is None:
+    """One line with path and hint; empty for an error that no user can fix. `folder`: what was being written."""
+    hint = _HINTS.get(error.errno or 0)
+    if hint is None:
         return ""
     named = error.filename2 or error.filename or folder
-    place = f" ({named})" if named else ""
-    return mask(f"{error.strerror or os.strerror(error.errno or 0)}{place}; {way_out}")
+    path = f" ({named})" if named else ""
+    return mask(f"{error.strerror or os.strerror(error.errno or 0)}{path}; {hint}")
 
 
 def write_error_file(message: str, error: BaseException | None = None) -> None:

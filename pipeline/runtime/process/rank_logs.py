@@ -25,12 +25,12 @@ class RankLogs(DefaultLogsSpecs):
         return tempfile.mkdtemp(prefix=f"{rdzv_run_id}_{host}_", dir=base)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        places = super().reify(envs)
-        for files, stream in ((places.stdouts, "stdout"), (places.stderrs, "stderr")):
+        destinations = super().reify(envs)
+        for files, stream in ((destinations.stdouts, "stdout"), (destinations.stderrs, "stderr")):
             for local_rank, file in files.items():
                 if rank := envs[local_rank].get("RANK"):
                     self._link(file, f"rank_{rank}.{stream}.log")
-        return places
+        return destinations
 
     def _link(self, file: str, name: str) -> None:
         if not file or file == os.devnull or not self._run_log_dir:

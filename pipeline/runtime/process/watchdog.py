@@ -25,7 +25,7 @@ from pipeline.runtime.process.exit_codes import HANG, REQUEUE
 from pipeline.runtime.process.failures import write_error_file
 
 WAITING_FOR_INPUT, ENDING = "waiting for input", "ending"
-SAFETY_S = 5.0  # of the grace: left for the launcher and the kernel
+SAFETY_S = 5.0  # of the grace: kept for the launcher and the kernel
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Pulse:
     started: int  # processes.start_time
 
     def describe(self) -> str:
-        place = f"pid {self.pid} on {self.host}"
-        return f"rank {self.rank} ({place}) stood at step {self.step}, {self.phase}, for {self.idle_s:.0f} s"
+        process = f"pid {self.pid} on {self.host}"
+        return f"rank {self.rank} ({process}) stood at step {self.step}, {self.phase}, for {self.idle_s:.0f} s"
 
 
 class Watchdog:
@@ -87,13 +87,13 @@ class Watchdog:
         threading.Thread(target=self._hear_signals, name="watchdog-signals", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more, and let nobody wait for a sign."""
+        """Watch no more, and let nobody wait for a heartbeat."""
         self.beat(phase=ENDING)
         self._publish()
         self._ended.set()
 
     def beat(self, step: int | None = None, phase: str | None = None) -> None:
-        """Say that this rank gets on."""
+        """Record progress of this rank."""
         self._step = self._step if step is None else step
         self._phase = phase or self._phase
         self._progress_at = time.monotonic()
@@ -183,7 +183,7 @@ class Watchdog:
         # One that has not come yet is the joining stage's business; one that ends takes its thread with it.
         if pulse is None or pulse.phase == ENDING or silent_s <= self.limits.step_s:
             return ""
-        return f"rank {rank} has given no sign for {silent_s:.1f} s, of which {self.limits.step_s:g} s are allowed"
+        return f"rank {rank} has sent no heartbeat for {silent_s:.1f} s, of which {self.limits.step_s:g} s are allowed"
 
     def _silent_board(self, error: Exception) -> str:
         silent_s = time.monotonic() - self._neighbour[1]
@@ -235,7 +235,7 @@ class Watchdog:
         return missing + [self._end_frozen(pulse) for pulse in frozen] + [p.describe() for p in waiting + slowest]
 
     def _end_frozen(self, pulse: Pulse) -> str:
-        text = f"{pulse.describe()}, and gives no sign"
+        text = f"{pulse.describe()}, and sends no heartbeat"
         if pulse.host != self._identity[0]:
             return text
         text += f"; its process is {processes.state(pulse.pid)}"
