@@ -80,7 +80,7 @@ def row_of(report: dict[str, Any], table: str) -> dict[str, Any]:
     return next(one for one in report["tables"] if one["table"] == table)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.campaign)])
 def test_the_same_tables_and_data_are_taken_over_whole_at_any_world_size(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path, world_size: int
 ) -> None:

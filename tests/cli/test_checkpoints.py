@@ -134,7 +134,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert re.search(message, line), line
 
 
-LARGE = [TinyTable("large", "table_wise", num_embeddings=800_000, embedding_dim=64)]
+LARGE = [TinyTable("large", "table_wise", num_embeddings=500_000, embedding_dim=64)]
 
 
 def _save_large(rank: int, folder: str) -> None:
@@ -166,7 +166,7 @@ def _save_small(rank: int, folder: str) -> None:
 
 
 def test_exporting_a_table_takes_a_fraction_of_its_size_in_memory(ranks: RankPool, tmp_path: Path) -> None:
-    """195 MiB of weights and as much state, stored in one piece each."""
+    """122 MiB of weights and as much state, stored in one piece each."""
     large, small = str(tmp_path / "large"), str(tmp_path / "small")
     ranks.run(1, _save_large, large)
     ranks.run(1, _save_small, small)
@@ -174,8 +174,8 @@ def test_exporting_a_table_takes_a_fraction_of_its_size_in_memory(ranks: RankPoo
     finished = subprocess.run(
         [sys.executable, "-c", EXPORT, large, small, output], capture_output=True, text=True, timeout=300, check=True
     )
-    assert float(finished.stdout) < 100, f"{finished.stdout} MiB"
-    assert pq.ParquetFile(output).metadata.num_rows == 800_000
+    assert float(finished.stdout) < 90, f"{finished.stdout} MiB"
+    assert pq.ParquetFile(output).metadata.num_rows == 500_000
 
 
 def _save_columns(rank: int, folder: str, optimizer: str) -> dict:
@@ -184,7 +184,7 @@ def _save_columns(rank: int, folder: str, optimizer: str) -> dict:
     return whole(model, training)
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("optimizer", ["adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.campaign)])
 def test_a_table_cut_by_rows_and_columns_is_exported_whole(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     values = ranks.run(4, _save_columns, str(tmp_path / "run/checkpoints"), optimizer, local_world_size=2)[0]
     output = str(tmp_path / "t0.parquet")

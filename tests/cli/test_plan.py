@@ -84,7 +84,6 @@ def test_a_batch_that_does_not_divide_is_refused(job: PlanJob) -> None:
 
 
 def test_the_next_command_trains_with_the_plan(job: PlanJob) -> None:
-    job.planner.timeout_s = 1.0
     summary = plan(job)
     overrides = ["experiment=kaggle", "hardware=h100_80gb", "world_size=16", "planner=torchrec", "run_dir=a b"]
     assert train_command(summary, overrides) == (
@@ -209,15 +208,15 @@ def test_check_exits_with_0_or_1(plan_files: tuple[str, str], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["shwo", "a.json"], "unknown command 'shwo' (there are show, diff, check; a job is told as key=value); did you mean 'show'?"),
-        (["show"], "show takes FILE"),
-        (["diff", "a.json"], "diff takes A B"),
-        (["show", "a.json", "b.json"], "cannot read 'b.json': show FILE"),
-        (["check", "experiment=quickstart"], "check takes FILE"),
-        (["show", "/absent/a.json"], "no plan file at /absent/a.json; make one: python -m pipeline.plan"),
-        (["check", "/absent/a.json", "data=criteo_kaggle"], "no plan file at /absent/a.json"),
-        (["check", "a.json", "hardware=h100"], "hardware=h100: there is no such option in a100_40gb"),
-        (["hardwear=h200"], "did you mean 'hardware"),
+        (["shwo", "a.json"], "key=value shwo show"),
+        (["show"], "FILE"),
+        (["diff", "a.json"], "diff A B"),
+        (["show", "a.json", "b.json"], "b.json FILE"),
+        (["check", "experiment=quickstart"], "FILE"),
+        (["show", "/absent/a.json"], "/absent/a.json pipeline.plan"),
+        (["check", "/absent/a.json", "data=criteo_kaggle"], "/absent/a.json"),
+        (["check", "a.json", "hardware=h100"], "hardware=h100 a100_40gb"),
+        (["hardwear=h200"], "hardware"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_is_one_line_and_exit_code_2(
@@ -226,24 +225,24 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(
     with pytest.raises(SystemExit) as caught:
         _run(words)
     told = capsys.readouterr().err
-    assert caught.value.code == 2 and error in told and len(told.splitlines()) == 1
+    assert caught.value.code == 2 and mentions(told, error) and len(told.splitlines()) == 1
 
 
 def test_damaged_plan_files_are_one_line_too(plan_files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(Path(plan_files[0]).read_text())
     path = Path(plan_files[1])
     for damaged, error in (
-        (b"\x80binary", "is not a plan file"),
-        (b"[]", "is not a plan file"),
-        (json.dumps({**content, "format_version": 9}).encode(), "has format_version 9, this release reads"),
-        (json.dumps({**content, "ranks": [{"rank": 0}]}).encode(), "is damaged"),
-        (json.dumps({**content, "plan": {}}).encode(), "is damaged: its plan and its tables differ"),
+        (b"\x80binary", "plan file"),
+        (b"[]", "plan file"),
+        (json.dumps({**content, "format_version": 9}).encode(), "format_version"),
+        (json.dumps({**content, "ranks": [{"rank": 0}]}).encode(), "plan file"),
+        (json.dumps({**content, "plan": {}}).encode(), "plan tables"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(SystemExit) as caught:
             _run(["show", str(path)])
         told = capsys.readouterr().err
-        assert caught.value.code == 2 and error in told and len(told.splitlines()) == 1
+        assert caught.value.code == 2 and mentions(told, error) and len(told.splitlines()) == 1
 
 
 @pytest.mark.parametrize("words", [["show", "--help"], ["diff", "-h"], ["check", "--help"]])

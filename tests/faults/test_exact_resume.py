@@ -85,7 +85,8 @@ def _restore_and_go_on(
     return drawn, after_one, digest(model)
 
 
-@pytest.mark.parametrize("step", [0, 3])  # 0: before any optimizer has stepped
+# 0: before any optimizer has stepped
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.campaign), 3])
 def test_the_step_after_a_restore_is_bitwise_that_of_the_run_that_went_on(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder, step: int
 ) -> None:

@@ -23,7 +23,7 @@ def _fits(types: tuple[str, ...], world_size: int) -> tuple[str, ...]:
     return types if world_size > 1 else tuple("table_wise" if kind == "grid_shard" else kind for kind in types)
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("optimizer", ["adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.campaign)])
 def test_resharding_2_1_4_2_with_every_type_of_sharding_is_exact(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder, optimizer: str
 ) -> None:

@@ -98,7 +98,7 @@ def _state(table: str) -> str:
     return f"optimizer.state.embedding_bag_collection.embedding_bags.{table}.weight.{table}.momentum1"
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_on_a_warm_start_each_follows_its_policy_row_by_row(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder, size: int
 ) -> None:

@@ -152,6 +152,7 @@ def trained(rank: int, words: list[str]) -> dict[str, float]:
     return train(load_config(TrainJob, words)).validation
 
 
+@pytest.mark.campaign
 def test_a_run_over_split_tables_learns_what_one_over_whole_tables_does(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,13 @@ from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
 from pipeline.models.dlrm import DLRMConfig
 from pipeline.models.tasks.task import make_task
+from pipeline.planner import planner
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.explain import explain
 from pipeline.planner.planfile import encode_record, write_plan
 from pipeline.planner.planner import PlanRequest, make_plan
 from pipeline.planner.record import PlanRecord
+from pipeline.planner.search.portfolio import SearchConfig
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
@@ -52,7 +54,14 @@ def searched(make: Callable[[], PlanRequest], objective: str) -> PlanRecord:
     return make_plan(replace(SEARCH, objective=objective), make())
 
 
-@pytest.mark.parametrize("make", [kaggle_request, dlrmv2_request])
+@pytest.fixture
+def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search ends by its work, which is the same on every machine, and not by a time."""
+    little = partial(SearchConfig, local_steps=(500,), start_steps=100, exact_work=100_000)
+    monkeypatch.setattr(planner, "SearchConfig", little)
+
+
+@pytest.mark.parametrize("make", [kaggle_request, pytest.param(dlrmv2_request, marks=pytest.mark.campaign)])
 def test_a_searched_plan_is_never_worse_than_torchrecs(make) -> None:  # type: ignore[no-untyped-def]
     asked = make()
     theirs = make_plan(TORCHREC, asked).objective
@@ -88,13 +97,14 @@ def test_a_searched_plan_is_the_same_again_and_replays_from_its_file(tmp_path: P
     assert replayed == record and replayed.objective.gap == record.objective.gap is not None
 
 
+@pytest.mark.usefixtures("little_work")
 def test_columns_are_cut_in_several_widths_where_the_optimizer_allows_it() -> None:
     """128 columns are one shard to TorchRec; halves and quarters spread few large tables better."""
     tables = make_tables([4_000_000] * 3, 128, [2] * 3)
 
     def cut(optimizer: str) -> tuple[PlanRecord, set[int]]:
         asked = request(tables, on("h100_80gb", 8), optimizer, batch_size=4096)
-        record = make_plan(replace(SEARCH, timeout_s=4.0), asked)
+        record = make_plan(SEARCH, asked)
         assert_capacity_kept(record, asked)
         columns = [choice for choice in record.tables if "column" in choice.sharding_type]
         return record, {len(choice.ranks) for choice in columns}
@@ -173,9 +183,10 @@ def tight_request(known: bool) -> PlanRequest:
     return request(tables, on("h100_80gb", 1, hbm_cap_gb=14.1), batch_size=4096)
 
 
+@pytest.mark.usefixtures("little_work")
 def test_the_size_of_a_cache_follows_the_datas_frequencies() -> None:
     """Where 2 % of the rows have 95 % of the lookups, a small cache each is better than one table in host memory."""
-    known = make_plan(replace(SEARCH, timeout_s=10.0), tight_request(known=True))
+    known = make_plan(SEARCH, tight_request(known=True))
     assert_capacity_kept(known, tight_request(known=True))
     cached = [choice for choice in known.tables if choice.compute_kernel == "fused_uvm_caching"]
     assert cached and {choice.cache_load_factor for choice in cached} <= {0.02, 0.05, 0.1, 0.2, 0.4}
@@ -184,7 +195,7 @@ def test_the_size_of_a_cache_follows_the_datas_frequencies() -> None:
     for choice in cached:  # what FBGEMM is told; its own default is 0.2
         params = module[choice.name].cache_params
         assert (params.load_factor if params else 0.2) == choice.cache_load_factor
-    even = make_plan(replace(SEARCH, timeout_s=10.0), tight_request(known=False))
+    even = make_plan(SEARCH, tight_request(known=False))
     assert known.objective.critical_path_ms < 0.5 * even.objective.critical_path_ms
     assert "assumed even, for no data say how they fall" in "".join(choice.reason for choice in even.tables)
 

@@ -41,7 +41,7 @@ def scored_rows(staging: Path) -> int:
     return sum(part["num_rows"] for part in json.loads(path.read_text())["parts"]) if path.exists() else 0
 
 
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.tsv"])
+@pytest.mark.parametrize("name", [pytest.param("rows.parquet", marks=pytest.mark.campaign), "rows.tsv"])
 def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, name: str) -> None:
     rows = rows_of(6000)
     rows[4321]["city"] = REFUSED_CITY
@@ -79,7 +79,9 @@ Verb(PredictJob, lambda job: predict(job, lambda _: scorer), "", describe, handl
 """
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.campaign), (signal.SIGTERM, 75)]
+)
 def test_a_prediction_that_is_stopped_keeps_its_parts_and_goes_on(
     tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:
