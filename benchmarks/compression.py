@@ -28,7 +28,7 @@ from pipeline.cli.generate import generate
 from pipeline.config.jobs import GenerateJob, PrepareJob, TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
-from pipeline.embeddings.compression.physical import num_numbers
+from pipeline.embeddings.physical import num_numbers
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 

@@ -42,7 +42,7 @@ from pipeline.config.jobs import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.prepare.vocabulary import CURVE_RANKS
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
-from pipeline.embeddings.compression.id_splitter import IdSplitter
+from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.row_frequencies import share_of
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.planner.head_rows import head_reports

@@ -1,39 +1,30 @@
-"""Say how a table is made smaller: `tables.<name>.compression`, one kind with its settings (stdlib only).
+"""Define the schema of `tables.<name>.compression`: one kind of smaller table with its settings (stdlib and OmegaConf only).
 
-docs/embeddings.md says which kind when.
+docs/embeddings.md says which kind when. A kind is a registered component: it says which of these settings it takes and checks
+them. A kind from a plugin may take any of them, and brings further ones as `options`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
 
-from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
+from pipeline.config.registry import components, find
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, did_you_mean
 
-SCHEMES = ("naive", "quotient_remainder", "generalised", "chinese_remainder", "given")
-OPERATIONS = ("add", "multiply", "concatenate")
 AUTO = "auto"
-POLICIES = ("lfu", "lru", "distance_lfu")
-ANY_KIND = {"kind", "min_rows"}
-OWN_FIELDS: dict[str, set[str]] = {
-    "none": set(),
-    "hash": {"ratio", "num_rows", "seed"},
-    "quotient_remainder": {
-        "ratio", "scheme", "bases", "num_partitions", "operation", "dims", "assignments", "assignments_file", "max_ids_per_bag",
-    },
-    "path_based": {"ratio", "num_rows", "hidden_size", "max_ids_per_bag"},
-    "mixed_dimension": {"ratio", "dims", "num_blocks", "temperature"},
-    "tensor_train": {"ratio", "rank", "row_factors", "dim_factors"},
-    "frequency_split": {"head_rows", "head_sharding_types", "tail", "skip_empty_bags"},
-    "managed_collision": {"num_rows", "seed", "policy", "eviction_interval", "buckets"},
-}  # fmt: skip
+ANY_KIND = ("kind", "min_rows", "options")
+
+Options = TypeVar("Options")
 
 
 @dataclass
 class CompressionConfig:
-    """How a table's rows are told by fewer numbers. Of the settings below a kind takes those that are its own.
+    """How a table's rows are stored in fewer numbers. Of the settings below a kind takes those that are its own.
 
     kind none: not at all, whatever tables.default says. Tables of fewer rows than `min_rows` stay as they are.
-    ratio: how many times smaller than the full table; None where other settings say the sizes.
+    ratio: how many times smaller than the full table; None where other settings give the sizes.
     """
 
     kind: str = "none"
@@ -46,9 +37,7 @@ class CompressionConfig:
     num_partitions: int | None = None  # None: as many as there are bases, or 2
     bases: list[int] = field(default_factory=list)
     operation: str = "add"
-    dims: list[int] = field(
-        default_factory=list
-    )  # of each part, or block of mixed_dimension; empty: by the other settings
+    dims: list[int] = field(default_factory=list)  # of each part, or block of mixed_dimension; empty: by other settings
     assignments: list[list[int]] = field(default_factory=list)  # scheme given: [partition][id] -> class
     assignments_file: str | None = None  # the same as a .npy file of integers
     max_ids_per_bag: int | None = None  # of lists whose ids are composed one by one; a longer one stops the run
@@ -69,54 +58,68 @@ class CompressionConfig:
     policy: str = "lfu"
     eviction_interval: int = 100
     buckets: int = 8  # a multiple of the number of ranks, now and later
+    # What else a kind takes; the kind's `Options` names and types it, and a misspelt key is refused.
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_choice("compression.kind", self.kind, OWN_FIELDS)
-        check_choice("compression.scheme", self.scheme, SCHEMES)
-        check_choice("compression.operation", self.operation, OPERATIONS)
+        kind = find("compression", self.kind, "compression.kind")
+        self.head_rows = str(self.head_rows)
         check_at_least("compression.min_rows", self.min_rows, 0)
         check_at_least("compression.seed", self.seed, 0)
         if self.ratio is not None:
             check_above("compression.ratio", self.ratio, 1.0)
-        for name in ("num_rows", "max_ids_per_bag", "hidden_size", "num_blocks", "rank"):
+        for name in ("num_rows", "max_ids_per_bag", "num_blocks", "rank"):
             check_at_least(f"compression.{name}", getattr(self, name), 1, allow_none=True)
-        check_at_least("compression.num_partitions", self.num_partitions, 2, allow_none=True)
-        check_at_least("compression.temperature", self.temperature, 0.0, allow_none=True)
         for name in ("bases", "dims", "row_factors", "dim_factors"):
             for value in getattr(self, name):
                 check_at_least(f"each of compression.{name}", value, 1)
-        check_choice("compression.policy", self.policy, POLICIES)
-        check_at_least("compression.eviction_interval", self.eviction_interval, 1)
-        check_at_least("compression.buckets", self.buckets, 1)
-        self._check_split()
-        self._refuse_settings_of_other_kinds()
-
-    def _check_split(self) -> None:
-        self.head_rows = str(self.head_rows)
-        if self.head_rows != AUTO and not self.head_rows.isdecimal():
-            raise ConfigError(f"compression.head_rows={self.head_rows} is neither {AUTO} nor a number of rows")
-        if not self.head_sharding_types:
-            raise ConfigError("compression.head_sharding_types is empty; leave it out for [data_parallel]")
-        if self.head_rows == AUTO and self.head_sharding_types != ["data_parallel"]:
+        self._refuse_settings_of_other_kinds(kind.settings)
+        if kind.Options is not None:
+            self.read_options(kind.Options)
+        elif self.options:
             raise ConfigError(
-                f"compression.head_rows={AUTO} weighs what a replicated head sends, and head_sharding_types="
-                f"{self.head_sharding_types} is not [data_parallel]; give head_rows=<rows>"
+                f"compression.options={self.options}, but compression.kind={self.kind} takes none; leave them out"
             )
-        if self.tail is not None and self.tail.kind in ("none", "frequency_split"):
-            raise ConfigError(
-                f"compression.tail.kind={self.tail.kind}: the tail is whole without `tail`, and a split tail would be cold "
-                "in both parts; leave tail out, or give it another kind"
-            )
+        kind.check(self)
 
-    def _refuse_settings_of_other_kinds(self) -> None:
-        fresh = {
-            one.name: one.default_factory() if callable(one.default_factory) else one.default for one in fields(self)
+    def read_options(self, options_type: type[Options]) -> Options:
+        """`options` as the dataclass of the kind that takes them. Raises ConfigError for unknown keys and wrong types."""
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        known = [each.name for each in fields(options_type)]  # type: ignore[arg-type]
+        for name in self.options:
+            if name not in known:
+                raise ConfigError(
+                    f"unknown key 'compression.options.{name}' of compression.kind={self.kind}, which takes "
+                    f"{', '.join(known)}{did_you_mean(str(name), known)}"
+                )
+        try:
+            options: Options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options_type), self.options))  # type: ignore[assignment]
+        except OmegaConfBaseException as error:
+            first_line = str(error).splitlines()[0]
+            raise ConfigError(f"compression.options.{error.full_key} of kind={self.kind}: {first_line}") from None
+        return options
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; without `options` where there are none, as it was before kinds could have them."""
+        return _without_no_options(asdict(self))
+
+    def _refuse_settings_of_other_kinds(self, own: Sequence[str]) -> None:
+        defaults = {
+            each.name: each.default_factory() if callable(each.default_factory) else each.default
+            for each in fields(self)
         }
         for name, value in vars(self).items():
-            if name in ANY_KIND | OWN_FIELDS[self.kind] or value == fresh[name]:
+            if name in ANY_KIND or name in own or value == defaults[name]:
                 continue
-            owners = [kind for kind, own in OWN_FIELDS.items() if name in own]
+            owners = [kind for kind, component in components("compression").items() if name in component.settings]
             raise ConfigError(
                 f"compression.{name}={value} is a setting of {', '.join(owners)}, but compression.kind={self.kind}; "
                 f"leave it out, or set kind={owners[0]}"
             )
+
+
+def _without_no_options(values: dict[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in values.items() if name != "options" or value}
+    return {**values, "tail": _without_no_options(values["tail"])} if values["tail"] else values

@@ -1,9 +1,9 @@
-"""Turn resolved tables into an EmbeddingBagCollection on the meta device, and what composes the parts of compressed ones."""
+"""Build an EmbeddingBagCollection of resolved tables on the meta device, and compose the rows of compressed ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,12 +14,74 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.config.tables import InitConfig
-from pipeline.embeddings.compression.composition import Composition
-from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.bags import sum_of_lengths
+from pipeline.embeddings.compression.kind import compressed
+from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Block, ManagedRows, Table
 
 POOLING_TYPES = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
+
+
+class Composer(nn.Module):
+    """Makes one compressed table's pooled rows of its parts', as its kind says; holds the kind's dense parameters."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self._kind = compressed(table)
+        for name, value in self._kind.initial_parameters().items():
+            _add_parameter(self, name, value)
+
+    def forward(self, pooled: Mapping[str, torch.Tensor], features: KeyedJaggedTensor, index: int) -> torch.Tensor:
+        """[batch, embedding_dim] of the table's feature number `index`.
+
+        pooled: part's feature -> [batch, its part's columns]; features: what the ids were split into.
+        """
+        rows = self._kind.compose(dict(self.named_parameters()), pooled, features, index)
+        if self._kind.table.pooling != "mean":
+            return rows
+        num_ids = sum_of_lengths(features, self._kind.id_features(index))
+        return rows / num_ids.to(rows.dtype).clamp(min=1).unsqueeze(1)  # an empty bag stays 0
+
+
+def _add_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """`name` may have dots: then it is a parameter of nested modules."""
+    first, _, remaining = name.partition(".")
+    if not remaining:
+        module.register_parameter(first, nn.Parameter(value))
+        return
+    if first not in dict(module.named_children()):
+        module.add_module(first, nn.Module())
+    _add_parameter(module.get_submodule(first), remaining, value)
+
+
+class Composition(nn.Module):
+    """forward(pooled parts, features) -> KeyedTensor by logical features, in the order of `tables`, in float32."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        super().__init__()
+        self._tables = list(tables)
+        self._features = [feature for table in tables for feature in table.feature_names]
+        self._dims = [table.embedding_dim for table in tables for _ in table.feature_names]
+        self.composers = nn.ModuleDict(
+            {_key(table): Composer(table) for table in tables if table.compression is not None}
+        )
+
+    def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
+        parts = pooled.to_dict()
+        columns = []
+        # As precise under bf16 as tables that are looked up whole.
+        with torch.autocast(features.device().type, enabled=False):
+            for table in self._tables:
+                for index, feature in enumerate(table.feature_names):
+                    composer = self.composers[_key(table)] if table.compression is not None else None
+                    columns.append(parts[feature] if composer is None else composer(parts, features, index))
+        return KeyedTensor(self._features, self._dims, torch.cat(columns, dim=1))
+
+
+def _key(table: Table) -> str:
+    """A module cannot be called as some tables are (train, type, values)."""
+    return f"{table.name}__parts"
 
 
 class ComposedEmbeddings(nn.Module):

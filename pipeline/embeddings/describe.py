@@ -1,4 +1,4 @@
-"""Turn compressed tables into what they save and what they cost: bytes beside the full table's, and ids that share rows."""
+"""Report what compressed tables save and what they cost: bytes beside the full table's, and ids that share rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.embeddings.compression.bases import balanced_bases
-from pipeline.embeddings.compression.id_splitter import classes_of
-from pipeline.embeddings.compression.partitions import Hashed, Partition, part_dims, partitions_of
-from pipeline.embeddings.compression.physical import leaves, num_numbers
-from pipeline.embeddings.compression.sizes import tensor_train_of
+from pipeline.embeddings.compression.kind import CompressionKind, compressed
+from pipeline.embeddings.physical import describe_parts, leaves, num_numbers
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 
@@ -67,60 +64,50 @@ def describe_savings(savings: list[Savings]) -> list[str]:
     """Lines for a log; empty where no table is compressed."""
     if not savings:
         return []
-    small, full = sum(one.table_bytes for one in savings), sum(one.full_bytes for one in savings)
+    small, full = sum(each.table_bytes for each in savings), sum(each.full_bytes for each in savings)
     head = f"compressed tables: {len(savings)}, {_show(small)} instead of {_show(full)} ({full / small:.3g} x smaller)"
-    return [head, *(f"  {one.line()}" for one in savings)]
+    return [head, *(f"  {each.line()}" for each in savings)]
 
 
 def as_json(savings: list[Savings]) -> dict[str, Any]:
-    return {one.table: {key: value for key, value in asdict(one).items() if key != "table"} for one in savings}
+    return {each.table: {key: value for key, value in asdict(each).items() if key != "table"} for each in savings}
 
 
 def _savings(table: Table) -> Savings:
-    config = table.compression
-    assert config is not None
+    kind = compressed(table)
     item, numbers, parts = ITEM_BYTES[table.data_type], num_numbers(table), leaves(table)
     in_tables = sum(part.num_embeddings * part.embedding_dim for part in parts)
-    names = [
-        f"{part.name.removeprefix(table.name + '__')} {part.num_embeddings:,} x {part.embedding_dim}" for part in parts
-    ]
-    if config.kind == "tensor_train":
-        train = tensor_train_of(table)
-        rows, dims = ("x".join(map(str, sizes)) for sizes in (train.rows, train.dims))
-        names.append(f"cores of rows {rows}, columns {dims}, rank {train.rank}")
-    elif numbers > in_tables:
-        names.append(f"{numbers - in_tables:,} dense parameters")
-    by_partitions = config.kind in ("hash", "quotient_remainder")
-    partitions = partitions_of(table) if by_partitions else []
-    kind = f"{config.kind} {config.operation}" if len(partitions) > 1 else config.kind
+    dense = [kind.describe_dense(numbers - in_tables)] if numbers > in_tables else []
+    least = kind.least_numbers()
     return Savings(
         table=table.name,
-        kind=kind,
-        parts=", ".join(names),
+        kind=kind.label,
+        parts=", ".join([*describe_parts(table), *dense]),
         table_bytes=item * in_tables + 4 * (numbers - in_tables),
         full_bytes=item * table.num_embeddings * table.embedding_dim,
-        least_bytes=item * _least(table, len(partitions)) if len(partitions) > 1 else None,
-        collisions=_count(partitions[0], table) if partitions and isinstance(partitions[0], Hashed) else None,
+        least_bytes=None if least is None else item * least,
+        collisions=_count(kind, parts),
     )
 
 
-def _least(table: Table, num_partitions: int) -> int:
-    return sum(balanced_bases(table.num_embeddings, num_partitions)) * max(part_dims(table, num_partitions))
-
-
-def _count(partition: Partition, table: Table) -> Collisions:
+def _count(kind: CompressionKind, parts: list[Table]) -> Collisions | None:
+    """None for a kind that gives each id a row of its own."""
+    table = kind.table
+    if kind.shared_rows(np.zeros(0, np.int64)) is None:
+        return None
+    num_rows = parts[0].num_embeddings
     counted = min(table.num_embeddings, MOST_COUNTED)
-    rows = np.zeros(partition.num_classes, np.int64)
-    first_of_row = np.full(partition.num_classes, -1, np.int64)  # ids come by descending frequency
+    rows = np.zeros(num_rows, np.int64)
+    first_of_row = np.full(num_rows, -1, np.int64)  # ids come by descending frequency
     for begin in range(0, counted, IDS_AT_ONCE):
         ids = np.arange(begin, min(begin + IDS_AT_ONCE, counted))
-        classes = classes_of(partition, ids)
-        rows += np.bincount(classes, minlength=len(rows))
-        seen, where = np.unique(classes, return_index=True)
+        shared = kind.shared_rows(ids)
+        assert shared is not None
+        rows += np.bincount(shared, minlength=len(rows))
+        seen, where = np.unique(shared, return_index=True)
         fresh = first_of_row[seen] < 0
         first_of_row[seen[fresh]] = ids[where[fresh]]
-    shared = rows > 1
-    ids_sharing = float(rows[shared].sum() / counted)
+    ids_sharing = float(rows[rows > 1].sum() / counted)
     if table.frequencies is None or not table.frequencies.by_row:
         return Collisions(counted, ids_sharing, None, None)
     of_hottest = _lookups_of(first_of_row[rows > 0], table.frequencies)

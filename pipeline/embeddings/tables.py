@@ -11,7 +11,8 @@ from dataclasses import replace
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import DEFAULT, ConstraintConfig, InitConfig, TableConfig
 from pipeline.data.dataset import Dataset
-from pipeline.embeddings.compression.physical import check_compressed, num_numbers
+from pipeline.embeddings.compression.kind import Whole, compressed, kind_of
+from pipeline.embeddings.physical import check_compressed, num_numbers
 from pipeline.embeddings.row_frequencies import merge_frequencies
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ConfigError, did_you_mean
@@ -99,10 +100,10 @@ def _resolve(
 def _compressed(table: Table, own: CompressionConfig | None, default: CompressionConfig | None) -> Table:
     """With its compression; tables.default's leaves out tables that it would not make smaller, but for a split."""
     config = own or default
-    if config is None or config.kind == "none" or table.num_embeddings < config.min_rows:
+    if config is None or kind_of(config) is Whole or table.num_embeddings < config.min_rows:
         return table
-    compressed = replace(table, compression=config)
-    check_compressed(compressed)
+    smaller = replace(table, compression=config)
+    check_compressed(smaller)
     full = table.num_embeddings * table.embedding_dim
-    is_for_size = config.kind != "frequency_split" or config.tail is not None
-    return table if own is None and is_for_size and num_numbers(compressed) >= full else compressed
+    may_stay_whole = own is None and compressed(smaller).is_for_size
+    return table if may_stay_whole and num_numbers(smaller) >= full else smaller

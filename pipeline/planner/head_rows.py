@@ -10,8 +10,13 @@ from pipeline.config.compression import AUTO
 from pipeline.config.jobs import TrainJob
 from pipeline.config.tables import DEFAULT, TableConfig
 from pipeline.data.dataset import Dataset
-from pipeline.embeddings.compression.frequency_split import cold_part, head_rows
-from pipeline.embeddings.compression.head_size import (
+from pipeline.embeddings.compression.frequency_split import FrequencySplit, has_auto_head
+from pipeline.embeddings.compression.kind import compressed, kind_of
+from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
+from pipeline.embeddings.physical import num_numbers
+from pipeline.embeddings.table import Table
+from pipeline.planner.comms_precisions import precisions
+from pipeline.planner.head_size import (
     HeadTable,
     StepBytes,
     Wire,
@@ -19,12 +24,7 @@ from pipeline.embeddings.compression.head_size import (
     choose_head_rows,
     step_bytes,
 )
-from pipeline.embeddings.compression.physical import num_numbers
-from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
-from pipeline.embeddings.table import Table
-from pipeline.planner.comms_precisions import precisions
 
-SPLIT = "frequency_split"
 BYTES_A_VALUE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": (32 + 8) / 32}
 ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
 WEIGHT_BYTES = 4
@@ -90,7 +90,7 @@ def choose_heads(
         for table in auto
         if (before := (earlier or {}).get(table.name)) is not None
         and before.compression is not None
-        and before.compression.kind == SPLIT
+        and kind_of(before.compression) is FrequencySplit
         and before.compression.head_rows != AUTO
     }
     free = [table for table in auto if table.name not in kept]
@@ -119,12 +119,11 @@ def head_reports(job: TrainJob, tables: list[Table], dataset: Dataset, world_siz
     """Of the frequency_split tables whose head is replicated."""
     reports = []
     for table in tables:
-        if not _is_split(table) or table.compression is None:
-            continue
-        if table.compression.head_sharding_types != ["data_parallel"]:
+        split = compressed(table)
+        if not isinstance(split, FrequencySplit) or split.config.head_sharding_types != ["data_parallel"]:
             continue
         head, wire = head_table(job, table, dataset), wire_of(job, table, world_size)
-        rows, cold = head_rows(table), cold_part(table)
+        rows, cold = split.head_rows, split.cold_part
         lookups = sum(table.pooling_factors)
         share = 1.0 if cold is None else 1.0 - sum(cold.pooling_factors) / lookups if lookups else 0.0
         none, chosen, all_rows = (step_bytes(head, each, wire) for each in (0, rows, table.num_embeddings))
@@ -176,11 +175,11 @@ def _own_or_default(tables: Mapping[str, TableConfig], name: str) -> TableConfig
 
 
 def _is_split(table: Table) -> bool:
-    return table.compression is not None and table.compression.kind == SPLIT
+    return isinstance(compressed(table), FrequencySplit)
 
 
 def _is_auto(config: TableConfig) -> bool:
-    return config.compression is not None and config.compression.kind == SPLIT and config.compression.head_rows == AUTO
+    return has_auto_head(config.compression)
 
 
 def _with_rows(config: TableConfig, rows: int) -> TableConfig:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pipeline.config.jobs import TrainJob
 from pipeline.config.model import used_tables
 from pipeline.data.dataset import Dataset
-from pipeline.embeddings.compression.physical import check_compressed, physical_tables
+from pipeline.embeddings.physical import check_compressed, physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.planner.head_rows import (

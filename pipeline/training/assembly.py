@@ -12,7 +12,7 @@ from pipeline.config.jobs import TrainJob
 from pipeline.config.tables import TableConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.reader import ShardReader
-from pipeline.embeddings.compression.id_splitter import IdSplitter
+from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.models.layers.dlrm import look_up_where_products_want_it

@@ -8,6 +8,7 @@ from pipeline.config.tables import rows_of_features
 from pipeline.config.training import SparseOptimizerConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_split, load_dataset
 from pipeline.data.prepare.describe_unprepared import describe_dataset
+from pipeline.embeddings.compression.kind import compressed
 from pipeline.embeddings.table import Table
 from pipeline.planner.comms_precisions import check_batch_fits_comms, check_widths
 from pipeline.planner.plan_folder import find_plan_file
@@ -73,11 +74,11 @@ def load_or_describe(job: TrainJob) -> Dataset:
 
 
 def _check_replicas(job: TrainJob, tables: list[Table]) -> None:
-    managed = [table.name for table in tables if table.compression and table.compression.kind == "managed_collision"]
-    if job.parallel.has_replicas and managed:
+    fixed = [table for table in tables if not compressed(table).can_average]
+    if job.parallel.has_replicas and fixed:
         raise TrainingError(
-            f"parallel.embedding_sync={job.parallel.embedding_sync}, but the rows of tables.{managed[0]} belong to whatever ids "
-            "each host has seen (compression.kind=managed_collision), and their average would mix ids; use "
+            f"parallel.embedding_sync={job.parallel.embedding_sync}, but the rows of tables.{fixed[0].name} belong to whatever "
+            f"ids each host has seen ({compressed(fixed[0]).setting}), and their average would mix ids; use "
             "parallel.embedding_sync=every_step, or another kind for that table"
         )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs import TrainJob
 from pipeline.config.saved_jobs import save_job
-from pipeline.embeddings.compression.signatures import signatures
+from pipeline.embeddings.physical import signatures
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.exit_codes import REQUEUE

@@ -13,8 +13,7 @@ from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import CheckpointConfig
 from pipeline.config.warm_start import WarmStartConfig
-from pipeline.embeddings.compression.physical import physical_tables
-from pipeline.embeddings.compression.signatures import signatures
+from pipeline.embeddings.physical import physical_tables, signatures
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage import storage
 

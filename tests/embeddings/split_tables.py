@@ -19,7 +19,7 @@ from torchrec.optim import RowWiseAdagrad
 
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
-from pipeline.embeddings.compression.id_splitter import IdSplitter
+from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model

@@ -19,7 +19,7 @@ from pipeline.config.jobs import EvaluateJob, ExportJob, TrainJob
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader
-from pipeline.embeddings.compression.id_splitter import IdSplitter
+from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.runtime.errors import CheckpointError, ServingError
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.scoring.predictor import Predictor

@@ -15,7 +15,7 @@ from pipeline.config.compression import CompressionConfig
 from pipeline.config.jobs import TrainJob
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
-from pipeline.embeddings.compression.physical import num_numbers, physical_tables
+from pipeline.embeddings.physical import num_numbers, physical_tables
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.training.preflight import validate_job

@@ -12,9 +12,9 @@ import torch
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
-from pipeline.embeddings.compression.frequency_split import hot_and_cold
-from pipeline.embeddings.compression.id_splitter import IdSplitter
-from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.compression.frequency_split import FrequencySplit
+from pipeline.embeddings.id_splitter import IdSplitter
+from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed
@@ -159,6 +159,6 @@ def test_a_tail_that_may_only_be_cut_by_what_wants_even_batches_is_refused() -> 
     table = table_of("t", split(HEAD))
     grid = replace(table, sharding=ConstraintConfig(["grid_shard"]))
     with pytest.raises(ConfigError, match="skip_empty_bags=false"):
-        hot_and_cold(grid)
+        FrequencySplit(grid).parts()
     both = replace(table, sharding=ConstraintConfig(["grid_shard", "row_wise"]))
-    assert hot_and_cold(both)[1].sharding.sharding_types == ["row_wise"]
+    assert FrequencySplit(both).parts()[1].sharding.sharding_types == ["row_wise"]

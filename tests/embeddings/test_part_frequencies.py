@@ -8,12 +8,17 @@ from numpy.typing import NDArray
 
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
-from pipeline.embeddings.compression.id_splitter import classes_of
-from pipeline.embeddings.compression.part_frequencies import frequencies_of_block, frequencies_of_part, share_of_block
-from pipeline.embeddings.compression.partitions import Digit, Hashed
-from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.bags import hashed_to
+from pipeline.embeddings.compression.quotient_remainder import Digit
 from pipeline.embeddings.describe import savings_of
-from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.embeddings.physical import physical_tables
+from pipeline.embeddings.row_frequencies import (
+    RowFrequencies,
+    digit_frequencies,
+    frequencies_of_block,
+    hashed_frequencies,
+    share_of_block,
+)
 from pipeline.embeddings.table import Table
 
 NUM_IDS = 10_000
@@ -27,10 +32,10 @@ CURVE = RowFrequencies(RANKS, [float(LOOKUPS[:rank].sum()) for rank in RANKS])
     "partition", [Digit("remainder", 100), Digit("quotient", 100, 100), Digit("digit_1", 20, 25), Digit("mod_997", 997)]
 )
 def test_a_digits_curve_is_that_of_all_ids_that_share_its_rows(partition: Digit) -> None:
-    found = frequencies_of_part(CURVE, partition, NUM_IDS)
+    found = digit_frequencies(CURVE, partition.num_classes, partition.stride, NUM_IDS)
     assert found is not None
     assert found.by_row
-    counted = np.bincount(classes_of(partition, np.arange(NUM_IDS)), LOOKUPS, minlength=partition.num_classes)
+    counted = np.bincount(partition.classes_of(np.arange(NUM_IDS)), LOOKUPS, minlength=partition.num_classes)
     for row, share in zip(found.rows, found.shares, strict=True):
         assert share == pytest.approx(counted[:row].sum(), abs=0.03)
     assert (found.rows[0], found.shares[0], found.rows[-1]) == (0, 0.0, partition.num_classes)
@@ -38,18 +43,17 @@ def test_a_digits_curve_is_that_of_all_ids_that_share_its_rows(partition: Digit)
 
 
 def test_a_remainders_curve_is_flatter_than_the_tables() -> None:
-    found = frequencies_of_part(CURVE, Digit("remainder", 100), NUM_IDS)
+    found = digit_frequencies(CURVE, 100, 1, NUM_IDS)
     assert found is not None
     assert found.shares[found.rows.index(1)] < 2 * float(LOOKUPS[0])
     assert np.interp(50, found.rows, found.shares) < np.interp(5000, CURVE.rows, CURVE.shares)
 
 
 def test_a_hashed_curve_says_how_hot_the_hottest_rows_are_and_not_where_they_lie() -> None:
-    partition = Hashed("hash", 500, 3)
-    found = frequencies_of_part(CURVE, partition, NUM_IDS)
+    found = hashed_frequencies(CURVE, 500)
     assert found is not None
     assert not found.by_row
-    counted = np.bincount(classes_of(partition, np.arange(NUM_IDS)), LOOKUPS, minlength=500)
+    counted = np.bincount(hashed_to(500, 3, np.arange(NUM_IDS)), LOOKUPS, minlength=500)
     hottest = np.cumsum(np.sort(counted)[::-1])
     for row in (1, 10, 100):
         assert np.interp(row, found.rows, found.shares) == pytest.approx(hottest[row - 1], abs=0.1)
@@ -81,7 +85,7 @@ def test_blocks_share_out_the_lookups_of_a_table() -> None:
 def test_collisions_are_counted_id_by_id_and_by_lookups() -> None:
     table = table_of(CompressionConfig("hash", num_rows=800, seed=5))
     (found,) = savings_of([table])
-    rows = classes_of(Hashed("hash", 800, 5), np.arange(NUM_IDS))
+    rows = hashed_to(800, 5, np.arange(NUM_IDS))
     counts = np.bincount(rows, minlength=800)
     of_ids = np.diff(np.interp(np.arange(NUM_IDS + 1), CURVE.rows, CURVE.shares))
     first = np.unique(rows, return_index=True)[1]

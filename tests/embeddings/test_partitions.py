@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
-from pipeline.embeddings.compression.bases import balanced_bases, bases_within
-from pipeline.embeddings.compression.id_splitter import classes_of
-from pipeline.embeddings.compression.partitions import Hashed, partitions_of
-from pipeline.embeddings.compression.physical import num_numbers
+from pipeline.embeddings.bags import hashed_to
+from pipeline.embeddings.compression.quotient_remainder import QuotientRemainder, balanced_bases, bases_within
+from pipeline.embeddings.physical import num_numbers
 from pipeline.embeddings.table import Table
 from tests.support.examples import examples
 
@@ -31,8 +30,9 @@ def table_of(num_ids: int, dim: int = 16, **config: Any) -> Table:
 def codes(table: Table) -> np.ndarray[Any, Any]:
     """[ids, partitions]."""
     ids = np.arange(table.num_embeddings)
-    found = [classes_of(partition, ids) for partition in partitions_of(table)]
-    for classes, partition in zip(found, partitions_of(table), strict=True):
+    partitions = QuotientRemainder(table).partitions
+    found = [partition.classes_of(ids) for partition in partitions]
+    for classes, partition in zip(found, partitions, strict=True):
         assert classes.min() >= 0
         assert classes.max() < partition.num_classes
     return np.stack(found, axis=1)
@@ -54,7 +54,7 @@ def test_quotient_and_remainder_tell_all_ids_apart(num_ids: int, base: int) -> N
 def test_chosen_bases_tell_all_ids_apart(num_ids: int, count: int, scheme: str) -> None:
     table = table_of(num_ids, scheme=scheme, num_partitions=count)
     assert_unique(table)
-    bases = [partition.num_classes for partition in partitions_of(table)]
+    bases = [partition.num_classes for partition in QuotientRemainder(table).partitions]
     if scheme == "chinese_remainder":
         assert all(math.gcd(a, b) == 1 for i, a in enumerate(bases) for b in bases[:i])
 
@@ -100,7 +100,7 @@ def test_a_ratio_is_kept_and_used(operation: str, ratio: float) -> None:
 
 def test_a_hash_spreads_ids_evenly_and_by_its_seed() -> None:
     ids = np.arange(100_000)
-    one, same, other = (classes_of(Hashed("hash", 1000, seed), ids) for seed in (1, 1, 2))
+    one, same, other = (hashed_to(1000, seed, ids) for seed in (1, 1, 2))
     assert (one == same).all()
     assert (one == other).mean() < 0.01
     counts = np.bincount(one, minlength=1000)

@@ -11,8 +11,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from pipeline.config.compression import CompressionConfig
 from pipeline.embeddings.collection import Managed
-from pipeline.embeddings.compression.id_splitter import IdSplitter
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET
+from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import ManagedRows
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.composed import ComposedTables

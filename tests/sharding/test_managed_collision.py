@@ -14,9 +14,10 @@ import torch.distributed as dist
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig
-from pipeline.embeddings.compression.id_splitter import Bags, IdSplitter, split_of
-from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET
-from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.compression.kind import Bags
+from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, ManagedCollision
+from pipeline.embeddings.id_splitter import IdSplitter
+from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed
@@ -204,12 +205,14 @@ def test_two_ranks_checkpoint_is_the_same_table_on_one(ranks: RankPool, tmp_path
 def test_hashed_ids_are_spread_over_the_buckets_and_told_apart() -> None:
     table = table_of("m", managed(), num_ids=FAR)
     ids = np.arange(40_000, dtype=np.int64) * 25_000_000_003
-    ((name, bags),) = split_of(table, 0)(Bags(ids, np.ones(len(ids), np.int32)))
+    ((name, bags),) = ManagedCollision(table).split(0)(Bags(ids, np.ones(len(ids), np.int32)))
     assert name == "m_one__managed" and len(np.unique(bags.ids)) == len(ids)
     counts = np.bincount(bags.ids // IDS_A_BUCKET, minlength=BUCKETS)
     assert len(counts) == BUCKETS and counts.min() > 9_500
     other = table_of("m", managed(seed=1), num_ids=FAR)
-    assert not np.array_equal(next(split_of(other, 0)(Bags(ids, np.ones(len(ids), np.int32))))[1].ids, bags.ids)
+    assert not np.array_equal(
+        next(ManagedCollision(other).split(0)(Bags(ids, np.ones(len(ids), np.int32))))[1].ids, bags.ids
+    )
 
 
 @pytest.mark.parametrize(

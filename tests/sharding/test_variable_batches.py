@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.wiretap import wiretap
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
-from pipeline.embeddings.empty_bags import leave_out_empty_bags
+from pipeline.embeddings.bags import leave_out_empty_bags
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyModel, TinyTable, batches, build, full_weights

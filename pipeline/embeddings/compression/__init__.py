@@ -1,1 +1,1 @@
-"""Compressed tables: parts, split ids, composed rows."""
+"""Compression kinds: a file each, found by the name under which it registers itself. kind.py says what a kind is."""

@@ -1,72 +1,170 @@
-"""Turn a table into a hot head and a cold tail, one table to model, checkpoint and export (stdlib only).
+"""Store a table as a hot head and a cold tail, one table to model, checkpoint and export (stdlib only).
 
 Ids come by descending frequency, so a table's first rows take most of its lookups. As `<table>__hot` they are replicated,
 or in the fastest memory; the others, `<table>__cold`, are sharded, in slower memory, or compressed themselves (arXiv
-2201.10095, 2411.01611). The rows are those of the table before it was split: they are drawn alike, and train alike.
+2201.10095, 2411.01611). The rows are those of the table before it was split: they are initialized alike, and train alike.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from pipeline.config.compression import AUTO
+from pipeline.config.compression import AUTO, CompressionConfig
+from pipeline.config.registry import register
 from pipeline.config.tables import ConstraintConfig, InitConfig
-from pipeline.embeddings.compression.part_frequencies import frequencies_of_block, share_of_block
+from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split, Whole, compressed, kind_of
+from pipeline.embeddings.physical import leaves
+from pipeline.embeddings.row_frequencies import frequencies_of_block, share_of_block
 from pipeline.embeddings.table import Block, Table
 from pipeline.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 HOT, COLD = "hot", "cold"
 FASTEST_KERNELS = ["fused"]  # host memory on cpu, HBM on a GPU
 UNEVEN = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")
 
 
-def head_rows(table: Table) -> int:
-    """Of a frequency_split table. Raises ConfigError where they are still to be chosen."""
-    config = table.compression
-    assert config is not None and config.kind == "frequency_split"
-    if config.head_rows == AUTO:
-        raise ConfigError(f"tables.{table.name}.compression.head_rows=auto has not been settled for these ranks yet")
-    return min(int(config.head_rows), table.num_embeddings)
+@register("compression", "frequency_split")
+class FrequencySplit(CompressionKind):
+    """The row of an id is the head's or the tail's; a bag is the sum of both."""
 
+    settings = ("head_rows", "head_sharding_types", "tail", "skip_empty_bags")
 
-def hot_and_cold(table: Table) -> list[Table]:
-    """The parts that have rows, the hot one first; the cold one may be compressed.
-
-    Raises:
-        ConfigError: ids that are not in the order of their frequency.
-    """
-    config, hot = table.compression, head_rows(table)
-    assert config is not None
-    if table.frequencies is not None and not table.frequencies.by_row:
-        raise ConfigError(
-            f"tables.{table.name}: kind=frequency_split takes the first rows for the hottest, and hashed ids are in no order; "
-            "prepare the data with ids.kind=vocabulary, or use kind=managed_collision"
-        )
-    parts = []
-    if hot:
-        replicated = config.head_sharding_types == ["data_parallel"]
-        parts.append(
-            replace(
-                _block(table, HOT, 0, hot),
-                data_type="fp32" if replicated else table.data_type,
-                sharding=ConstraintConfig(
-                    config.head_sharding_types, [] if replicated else FASTEST_KERNELS, table.sharding.min_partition
-                ),
+    @classmethod
+    def check(cls, config: CompressionConfig) -> None:
+        if config.head_rows != AUTO and not config.head_rows.isdecimal():
+            raise ConfigError(f"compression.head_rows={config.head_rows} is neither {AUTO} nor a number of rows")
+        if not config.head_sharding_types:
+            raise ConfigError("compression.head_sharding_types is empty; leave it out for [data_parallel]")
+        if config.head_rows == AUTO and config.head_sharding_types != ["data_parallel"]:
+            raise ConfigError(
+                f"compression.head_rows={AUTO} weighs what a replicated head sends, and head_sharding_types="
+                f"{config.head_sharding_types} is not [data_parallel]; give head_rows=<rows>"
             )
-        )
-    if hot < table.num_embeddings:
-        cold = replace(_block(table, COLD, hot, table.num_embeddings), compression=config.tail)
-        if config.skip_empty_bags and hot:
+        if config.tail is not None and kind_of(config.tail) in (Whole, cls):
+            raise ConfigError(
+                f"compression.tail.kind={config.tail.kind}: the tail is whole without `tail`, and a split tail would be cold "
+                "in both parts; leave tail out, or give it another kind"
+            )
+
+    @property
+    def is_for_size(self) -> bool:
+        return self.config.tail is not None
+
+    @property
+    def can_average(self) -> bool:
+        return self.tail is None or self.tail.can_average
+
+    @cached_property
+    def head_rows(self) -> int:
+        """Raises ConfigError where they are still to be chosen."""
+        if self.config.head_rows == AUTO:
+            raise ConfigError(f"{self.key}.head_rows=auto has not been resolved for these ranks yet")
+        return min(int(self.config.head_rows), self.table.num_embeddings)
+
+    @cached_property
+    def cold_part(self) -> Table | None:
+        """None where the head is all there is."""
+        table = self.table
+        if self.head_rows >= table.num_embeddings:
+            return None
+        cold = replace(_block(table, COLD, self.head_rows, table.num_embeddings), compression=self.config.tail)
+        if self.config.skip_empty_bags and self.head_rows:
             cold = replace(cold, sharding=_without_even_batches(table))
-        parts.append(cold)
-    return parts
+        return cold
+
+    @cached_property
+    def tail(self) -> CompressionKind | None:
+        return None if self.cold_part is None else compressed(self.cold_part)
+
+    def parts(self) -> list[Table]:
+        """Those that have rows, the hot one first; the cold one may be compressed.
+
+        Raises:
+            ConfigError: ids that are not in the order of their frequency.
+        """
+        table, config = self.table, self.config
+        if table.frequencies is not None and not table.frequencies.by_row:
+            raise ConfigError(
+                f"tables.{table.name}: kind=frequency_split takes the first rows for the hottest, and hashed ids are in no "
+                "order; prepare the data with ids.kind=vocabulary, or use kind=managed_collision"
+            )
+        cold = [] if self.cold_part is None else [self.cold_part]
+        if not self.head_rows:
+            return cold
+        replicated = config.head_sharding_types == ["data_parallel"]
+        hot = replace(
+            _block(table, HOT, 0, self.head_rows),
+            data_type="fp32" if replicated else table.data_type,
+            sharding=ConstraintConfig(
+                config.head_sharding_types, [] if replicated else FASTEST_KERNELS, table.sharding.min_partition
+            ),
+        )
+        return [hot, *cold]
+
+    def split(self, index: int) -> Split:
+        from pipeline.embeddings.bags import in_range
+
+        hot, end, feature = self.head_rows, self.table.num_embeddings, self.feature(index, HOT)
+        split_cold = None if self.tail is None else self.tail.split(index)
+
+        def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
+            if hot:
+                yield feature, in_range(bags, 0, hot)
+            if split_cold is not None:
+                yield from split_cold(in_range(bags, hot, end))
+
+        return split
+
+    def id_features(self, index: int) -> list[str]:
+        hot = [self.feature(index, HOT)] if self.head_rows else []
+        return hot if self.tail is None else [*hot, *self.tail.id_features(index)]
+
+    def often_empty_features(self) -> set[str]:
+        """Of the cold tail: many a bag has no id there."""
+        if self.cold_part is None or not self.config.skip_empty_bags or not self.head_rows:
+            return set()
+        return {feature for part in leaves(self.cold_part) for feature in part.feature_names}
+
+    def initial_parameters(self) -> dict[str, torch.Tensor]:
+        tail = {} if self.tail is None else self.tail.initial_parameters()
+        return {f"tail.{name}": value for name, value in tail.items()}
+
+    def compose(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        pooled: Mapping[str, torch.Tensor],
+        features: KeyedJaggedTensor,
+        index: int,
+    ) -> torch.Tensor:
+        parts = [pooled[self.feature(index, HOT)]] if self.head_rows else []
+        if self.tail is not None:
+            own = {name.removeprefix("tail."): value for name, value in parameters.items()}
+            parts.append(self.tail.compose(own, pooled, features, index))
+        return sum(parts[1:], parts[0])
+
+    def embed_files(self) -> tuple[CompressionConfig, Sequence[Sequence[int]]]:
+        if self.config.tail is None or self.tail is None:
+            return self.config, []
+        tail, numbers = self.tail.embed_files()
+        return replace(self.config, tail=tail), numbers
+
+    @classmethod
+    def restore_files(cls, config: CompressionConfig, numbers: list[list[int]]) -> CompressionConfig:
+        assert config.tail is not None
+        return replace(config, tail=kind_of(config.tail).restore_files(config.tail, numbers))
 
 
-def cold_part(table: Table) -> Table | None:
-    """None where the head is all there is."""
-    part = hot_and_cold(table)[-1]
-    return part if part.name.endswith(f"__{COLD}") else None
+def has_auto_head(config: CompressionConfig | None) -> bool:
+    """Whether the number of head rows is still to be chosen."""
+    return config is not None and kind_of(config) is FrequencySplit and config.head_rows == AUTO
 
 
 def _without_even_batches(table: Table) -> ConstraintConfig:
@@ -74,7 +172,7 @@ def _without_even_batches(table: Table) -> ConstraintConfig:
     asked = table.sharding.sharding_types
     if not asked:
         return table.sharding  # the planner tries none of the others beside them, but for several hosts
-    kept = [kind for kind in asked if kind in UNEVEN]
+    kept = [name for name in asked if name in UNEVEN]
     if not kept:
         raise ConfigError(
             f"tables.{table.name}.sharding.sharding_types={asked}: their collectives want as many bags of every feature, but "
@@ -102,7 +200,7 @@ def _block(table: Table, part: str, first: int, end: int) -> Table:
 
 
 def _scaled_as(table: Table) -> InitConfig:
-    """The scale of a draw goes by the number of the whole table's rows."""
+    """The scale goes by the number of the whole table's rows."""
     if table.init.kind != "uniform" or table.init.scale is not None:
         return table.init
     return InitConfig("uniform", 1 / math.sqrt(table.num_embeddings))

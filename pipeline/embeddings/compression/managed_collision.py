@@ -1,60 +1,102 @@
-"""Turn ids without bound into rows of a table that keeps the ones in use, as TorchRec's managed collision does (stdlib only).
+"""Store ids without bound in a table that keeps the rows in use, as TorchRec's managed collision does (stdlib only).
 
 An id is hashed to one of `buckets` and to a number within it, before it goes to the rank that holds the bucket's rows. There a
-map gives it a row (training/managed_rows.py). A bucket's rows and its part of the map lie together, whatever the plan and the
-number of ranks, so a checkpoint is resharded like any other.
+map gives it a row (sharding/torchrec/managed_collision.py). A bucket's rows and its part of the map lie together, whatever the
+plan and the number of ranks, so a checkpoint is resharded like any other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.registry import register
 from pipeline.config.tables import ConstraintConfig
+from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
 from pipeline.embeddings.table import ManagedRows, Table
-from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice
 
 MANAGED = "managed"
+POLICIES = ("lfu", "lru", "distance_lfu")
 IDS_A_BUCKET = 1 << 48  # hashes within a bucket: two of a billion ids fall on one with odds of 1 in 5,000 at 8 buckets
 SHARDING_TYPES = ("row_wise", "table_wise")  # a rank has the whole of a row, and no other rank has it
 
 
-def managed_rows(table: Table) -> ManagedRows:
-    """Raises ConfigError where the settings do not make a table."""
-    config, key = table.compression, f"tables.{table.name}.compression"
-    assert config is not None and config.kind == "managed_collision"
-    if config.num_rows is None:
-        raise ConfigError(f"{key}: kind=managed_collision wants num_rows, of the ids that are to have one at a time")
-    least = 2 * config.buckets  # the last row of a bucket is everybody's who has none
-    if config.num_rows < least:
-        raise ConfigError(
-            f"{key}.num_rows={config.num_rows} in {config.buckets} buckets leaves less than 2 rows to one; use at least "
-            f"{least}, or fewer buckets"
-        )
-    rows = -(-config.num_rows // config.buckets) * config.buckets
-    return ManagedRows(f"{table.name}__{MANAGED}", rows, config.buckets, config.policy, config.eviction_interval)
+@register("compression", "managed_collision")
+class ManagedCollision(CompressionKind):
+    """The row of an id is the one that the map of its bucket gives it, until it is evicted."""
 
+    settings = ("num_rows", "seed", "policy", "eviction_interval", "buckets")
+    id_part = MANAGED
+    can_average = False  # rows belong to whatever ids each host has seen
 
-def managed_part(table: Table) -> list[Table]:
-    """The one part that has rows. Raises ConfigError as managed_rows, and for sharding types that cannot hold the map."""
-    managed, asked = managed_rows(table), table.sharding.sharding_types
-    kept = [kind for kind in asked or SHARDING_TYPES if kind in SHARDING_TYPES]
-    if not kept:
-        raise ConfigError(
-            f"tables.{table.name}.sharding.sharding_types={asked}: a row of kind=managed_collision is given away by the one rank "
-            f"that holds all of it; allow one of {', '.join(SHARDING_TYPES)}"
+    @classmethod
+    def check(cls, config: CompressionConfig) -> None:
+        check_choice("compression.policy", config.policy, POLICIES)
+        check_at_least("compression.eviction_interval", config.eviction_interval, 1)
+        check_at_least("compression.buckets", config.buckets, 1)
+
+    @cached_property
+    def rows(self) -> ManagedRows:
+        """Raises ConfigError where the settings do not make a table."""
+        config = self.config
+        if config.num_rows is None:
+            raise ConfigError(
+                f"{self.key}: kind=managed_collision wants num_rows, of the ids that are to have one at a time"
+            )
+        least = 2 * config.buckets  # the last row of a bucket is everybody's who has none
+        if config.num_rows < least:
+            raise ConfigError(
+                f"{self.key}.num_rows={config.num_rows} in {config.buckets} buckets leaves less than 2 rows to one; use at least "
+                f"{least}, or fewer buckets"
+            )
+        rows = -(-config.num_rows // config.buckets) * config.buckets
+        return ManagedRows(
+            f"{self.table.name}__{MANAGED}", rows, config.buckets, config.policy, config.eviction_interval
         )
-    part = replace(
-        table,
-        name=managed.table,
-        num_embeddings=managed.num_rows,
-        feature_names=[f"{feature}__{MANAGED}" for feature in table.feature_names],
-        pooling="sum",  # divided by the bag's length afterwards
-        sharding=ConstraintConfig(kept, table.sharding.compute_kernels, table.sharding.min_partition),
-        frequencies=None,
-        compression=None,
-        max_ids=[],
-        part_of=table.config_name,
-        rows_of=None,
-        managed=managed,
-    )
-    return [part]
+
+    def parts(self) -> list[Table]:
+        """The one part that has rows. Raises ConfigError too for sharding types that cannot hold the map."""
+        table, asked = self.table, self.table.sharding.sharding_types
+        kept = [name for name in asked or SHARDING_TYPES if name in SHARDING_TYPES]
+        if not kept:
+            raise ConfigError(
+                f"tables.{table.name}.sharding.sharding_types={asked}: a row of kind=managed_collision is given away by the one "
+                f"rank that holds all of it; allow one of {', '.join(SHARDING_TYPES)}"
+            )
+        part = replace(
+            table,
+            name=self.rows.table,
+            num_embeddings=self.rows.num_rows,
+            feature_names=[f"{feature}__{MANAGED}" for feature in table.feature_names],
+            pooling="sum",  # divided by the bag's length afterwards
+            sharding=ConstraintConfig(kept, table.sharding.compute_kernels, table.sharding.min_partition),
+            frequencies=None,
+            compression=None,
+            max_ids=[],
+            part_of=table.config_name,
+            rows_of=None,
+            managed=self.rows,
+        )
+        return [part]
+
+    def split(self, index: int) -> Split:
+        """bucket * IDS_A_BUCKET + a hash within it, of 48 bits; seeded."""
+        import numpy as np
+
+        from pipeline.data.read.streams import mix
+
+        feature = self.feature(index, MANAGED)
+        buckets, ids_a_bucket = np.uint64(self.rows.num_buckets), np.uint64(IDS_A_BUCKET)
+        key = mix(np.array([self.config.seed], np.uint64))
+
+        def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
+            words = mix(bags.ids.view(np.uint64) ^ key)
+            bucket = (words >> np.uint64(32)) * buckets >> np.uint64(32)
+            # Mixed again, or the bits that chose the bucket would be the same ones within it.
+            within = mix(words) & (ids_a_bucket - np.uint64(1))
+            yield feature, Bags((bucket * ids_a_bucket + within).view(np.int64), bags.lengths)
+
+        return split

@@ -1,52 +1,147 @@
-"""Turn base rows and buckets of ids into rows: each bucket has a small network of its own (arXiv 1909.02107, section 4.1)."""
+"""Store a table as base rows and a small network for each bucket of ids (stdlib only; arXiv 1909.02107, section 4.1)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from pipeline.embeddings.compression.composer import Composer, Pooled, mean_if_asked, pool_rows
-from pipeline.embeddings.compression.physical import feature_of, places_of
-from pipeline.embeddings.compression.sizes import paths_of
+from pipeline.config.compression import CompressionConfig
+from pipeline.config.registry import register
+from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
+from pipeline.embeddings.row_frequencies import digit_frequencies
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ConfigError, check_at_least
+
+if TYPE_CHECKING:
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
-class PathBased(Composer):
+@dataclass(frozen=True)
+class Paths:
+    """A base table of `num_rows`, chosen by the remainder, and a small network for each of `num_buckets` quotients."""
+
+    num_rows: int
+    num_buckets: int
+    hidden_size: int
+
+
+@register("compression", "path_based")
+class PathBased(CompressionKind):
     """Row of an id: W2[q] relu(W1[q] base[r] + b1[q]) + b2[q], of remainder r and quotient q. Batched over all ids.
 
     The networks are dense parameters: hidden_weight [buckets, hidden, D], output_weight [buckets, D, hidden].
     """
 
-    def __init__(self, table: Table) -> None:
-        super().__init__(table)
-        paths, dim = paths_of(table), table.embedding_dim
-        buckets, hidden = paths.num_buckets, paths.hidden_size
-        # As wide as the base rows on average, so that rows are drawn with the spread that the table's init asks for.
-        self.hidden_weight = nn.Parameter(torch.randn(buckets, hidden, dim) * math.sqrt(2 / dim))
-        self.hidden_bias = nn.Parameter(torch.zeros(buckets, hidden))
-        self.output_weight = nn.Parameter(torch.randn(buckets, dim, hidden) * math.sqrt(1 / hidden))
-        self.output_bias = nn.Parameter(torch.zeros(buckets, dim))
+    settings = ("ratio", "num_rows", "hidden_size", "max_ids_per_bag")
+    id_part = "bucket"
+    composes_each_id = True
 
-    def forward(self, pooled: Pooled, features: KeyedJaggedTensor, index: int) -> torch.Tensor:
-        feature = self.table.feature_names[index]
-        names = [feature_of(feature, "remainder", place) for place in places_of(self.table, index)]
-        base = torch.stack([pooled[name] for name in names], dim=1)  # [batch, places, D]
-        bags = features[feature_of(feature, "bucket")]
-        present = torch.arange(len(names), device=base.device) < bags.lengths().unsqueeze(1)
-        rows = self._through_networks(base[present], bags.values())
-        return mean_if_asked(self.table, pool_rows(rows, bags), bags.lengths)
+    @classmethod
+    def check(cls, config: CompressionConfig) -> None:
+        check_at_least("compression.hidden_size", config.hidden_size, 1)
 
-    def _through_networks(self, base: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
-        """[ids, D], [ids] -> [ids, D]."""
+    @cached_property
+    def paths(self) -> Paths:
+        """Raises ConfigError where the numbers do not fit the table."""
+        config, num_ids, dim = self.config, self.table.num_embeddings, self.table.embedding_dim
+        hidden, each = config.hidden_size, network_numbers(dim, config.hidden_size)
+        if config.num_rows is not None:
+            if config.ratio is not None:
+                raise ConfigError(f"{self.key}: num_rows and ratio both say the size; leave one out")
+            if config.num_rows > num_ids:
+                raise ConfigError(
+                    f"{self.key}.num_rows={config.num_rows:,}, but the table has {num_ids:,} ids: a base table of more rows has some that "
+                    "no id looks up; use fewer, or kind=none"
+                )
+            return Paths(config.num_rows, -(-num_ids // config.num_rows), hidden)
+        cheapest = min(num_ids, max(1, round(math.sqrt(num_ids * each / dim))))
+        limit = self.budget()
+        if limit is None:
+            return Paths(cheapest, -(-num_ids // cheapest), hidden)
+        # Rows and networks cost num_rows * dim + num_ids / num_rows * each: the larger root leaves most to the rows.
+        num_rows = min(num_ids, limit // dim)
+        while num_rows >= cheapest and num_rows * dim + -(-num_ids // num_rows) * each > limit:
+            num_rows -= max(1, (num_rows * dim + -(-num_ids // num_rows) * each - limit) // (2 * dim))
+        if num_rows < cheapest:
+            least = cheapest * dim + -(-num_ids // cheapest) * each
+            raise ConfigError(
+                f"{self.key}.ratio={config.ratio:g} is more than paths of {hidden} hidden units can reach for {num_ids:,} ids, which is "
+                f"{num_ids * dim / least:.3g}; lower it, use a smaller hidden_size, or leave such tables out with "
+                f"min_rows={num_ids + 1}"
+            )
+        return Paths(num_rows, -(-num_ids // num_rows), hidden)
+
+    def parts(self) -> list[Table]:
+        num_rows = self.paths.num_rows
+        curve = digit_frequencies(self.table.frequencies, num_rows, 1, self.table.num_embeddings)
+        return [self.part("remainder", num_rows, frequencies=curve)]
+
+    def split(self, index: int) -> Split:
+        """The rows of the base table, by their slots in the bag, and all buckets of the bag in one feature."""
+        from pipeline.embeddings.bags import by_slot
+
+        num_rows, slots = self.paths.num_rows, [slot for slot in self.slots(index) if slot is not None]
+        what = f"feature {self.table.feature_names[index]!r} of table {self.table.name!r}"
+
+        def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
+            rows = Bags(bags.ids % num_rows, bags.lengths)
+            if not slots:
+                yield self.feature(index, "remainder"), rows
+            else:
+                for slot, part in by_slot(rows, slots, what):
+                    yield self.feature(index, "remainder", slot), part
+            yield self.feature(index, "bucket"), Bags(bags.ids // num_rows, bags.lengths)
+
+        return split
+
+    def num_dense_numbers(self) -> int:
+        return self.paths.num_buckets * network_numbers(self.table.embedding_dim, self.paths.hidden_size)
+
+    def initial_parameters(self) -> dict[str, torch.Tensor]:
+        """As wide as the base rows on average, so that rows have the spread that the table's init asks for."""
+        import torch
+
+        dim, buckets, hidden = self.table.embedding_dim, self.paths.num_buckets, self.paths.hidden_size
+        return {
+            "hidden_weight": torch.randn(buckets, hidden, dim) * math.sqrt(2 / dim),
+            "hidden_bias": torch.zeros(buckets, hidden),
+            "output_weight": torch.randn(buckets, dim, hidden) * math.sqrt(1 / hidden),
+            "output_bias": torch.zeros(buckets, dim),
+        }
+
+    def compose(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        pooled: Mapping[str, torch.Tensor],
+        features: KeyedJaggedTensor,
+        index: int,
+    ) -> torch.Tensor:
+        import torch
+
+        from pipeline.embeddings.bags import pool_rows
+
+        slots = self.slots(index)
+        base = torch.stack(
+            [pooled[self.feature(index, "remainder", slot)] for slot in slots], dim=1
+        )  # [batch, slots, D]
+        bags = features[self.feature(index, "bucket")]
+        present = torch.arange(len(slots), device=base.device) < bags.lengths().unsqueeze(1)
+        buckets = bags.values()
         hidden = torch.baddbmm(
-            self.hidden_bias.index_select(0, buckets).unsqueeze(2),
-            self.hidden_weight.index_select(0, buckets), base.unsqueeze(2),
+            parameters["hidden_bias"].index_select(0, buckets).unsqueeze(2),
+            parameters["hidden_weight"].index_select(0, buckets), base[present].unsqueeze(2),
         )  # fmt: skip
         output = torch.baddbmm(
-            self.output_bias.index_select(0, buckets).unsqueeze(2),
-            self.output_weight.index_select(0, buckets), torch.relu(hidden),
+            parameters["output_bias"].index_select(0, buckets).unsqueeze(2),
+            parameters["output_weight"].index_select(0, buckets), torch.relu(hidden),
         )  # fmt: skip
-        return output.squeeze(2)
+        return pool_rows(output.squeeze(2), bags)
+
+
+def network_numbers(dim: int, hidden_size: int) -> int:
+    """Of one small network dim -> hidden -> dim."""
+    return 2 * dim * hidden_size + hidden_size + dim

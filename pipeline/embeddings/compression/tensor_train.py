@@ -1,76 +1,182 @@
-"""Turn ids into rows of a table that is a product of three small cores (TT-Rec, arXiv 2101.11714)."""
+"""Store a table as the product of three small cores (stdlib only; TT-Rec, arXiv 2101.11714)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from pipeline.embeddings.compression.composer import Composer, Pooled, mean_if_asked, pool_rows
-from pipeline.embeddings.compression.physical import feature_of, row_std
-from pipeline.embeddings.compression.sizes import tensor_train_of
+from pipeline.config.registry import register
+from pipeline.embeddings.compression.kind import CompressionKind, Split
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+DEFAULT_RANK = 16
 # Where the first two cores have no more pairs, one product of all of them costs less than one for each id of a batch.
 MAX_PAIRS = 4096
 LEAST = 2.0  # standard deviations; TT-Rec leaves out what is nearer to zero
 
 
-class TensorTrainEmbedding(Composer):
+@dataclass(frozen=True)
+class Cores:
+    """Cores [rows[0], dims[0], rank], [rows[1], rank, dims[1], rank], [rows[2], rank, dims[2]]."""
+
+    rows: tuple[int, int, int]
+    dims: tuple[int, int, int]
+    rank: int
+
+    @property
+    def num_numbers(self) -> int:
+        (n1, n2, n3), (d1, d2, d3), rank = self.rows, self.dims, self.rank
+        return n1 * d1 * rank + n2 * rank * d2 * rank + n3 * rank * d3
+
+
+@register("compression", "tensor_train")
+class TensorTrain(CompressionKind):
     """Row of id (i1, i2, i3), the digits of the id: first[i1] second[i2] third[i3], reshaped to [D].
 
     first [n1, d1, r], second [n2, r, d2 r], third [n3, r, d3], all dense parameters, a copy on every rank. Rows are made
     for the ids of the batch alone, by batched matrix products, and so are their gradients.
     """
 
-    def __init__(self, table: Table) -> None:
-        super().__init__(table)
-        train = tensor_train_of(table)
-        (n1, n2, n3), (d1, d2, d3), rank = train.rows, train.dims, train.rank
-        self._rows, self._dim, self._inner_dim = train.rows, table.embedding_dim, d1 * d2
+    settings = ("ratio", "rank", "row_factors", "dim_factors")
+    id_part = "cores"
+    is_product = True
+
+    @cached_property
+    def cores(self) -> Cores:
+        """Raises ConfigError where factors do not cover the table, or no rank is small enough."""
+        config, num_ids, dim = self.config, self.table.num_embeddings, self.table.embedding_dim
+        rows = tuple(config.row_factors) or _factors_above(num_ids)
+        dims = tuple(config.dim_factors) or _factors_of(dim)
+        if len(rows) != 3 or math.prod(rows) < num_ids:
+            raise ConfigError(
+                f"{self.key}.row_factors={list(rows)} must be three numbers whose product covers the table's {num_ids:,} ids, e.g. "
+                f"{list(_factors_above(num_ids))}"
+            )
+        if len(dims) != 3 or math.prod(dims) != dim:
+            raise ConfigError(
+                f"{self.key}.dim_factors={list(dims)} must be three numbers whose product is embedding_dim={dim}, e.g. "
+                f"{list(_factors_of(dim))}"
+            )
+        if config.rank is not None and config.ratio is not None:
+            raise ConfigError(f"{self.key}: rank and ratio both say the size; leave one out")
+        limit = self.budget()
+        rank = config.rank or DEFAULT_RANK
+        if limit is not None:
+            # The largest root of n2 d2 r^2 + (n1 d1 + n3 d3) r = limit.
+            square, linear = rows[1] * dims[1], rows[0] * dims[0] + rows[2] * dims[2]
+            rank = int((math.sqrt(linear**2 + 4 * square * limit) - linear) / (2 * square))
+            if rank < 1:
+                least = Cores(rows, dims, 1).num_numbers
+                raise ConfigError(
+                    f"{self.key}.ratio={config.ratio:g} is more than a tensor train of {num_ids:,} x {dim} can reach, which is "
+                    f"{num_ids * dim / least:.3g}; lower it, or leave such tables out with min_rows={num_ids + 1}"
+                )
+        return Cores(rows, dims, rank)
+
+    def parts(self) -> list[Table]:
+        return []
+
+    def split(self, index: int) -> Split:
+        feature = self.feature(index, "cores")
+        return lambda bags: iter([(feature, bags)])
+
+    def num_dense_numbers(self) -> int:
+        return self.cores.num_numbers
+
+    def describe_dense(self, count: int) -> str:
+        rows, dims = ("x".join(map(str, sizes)) for sizes in (self.cores.rows, self.cores.dims))
+        return f"cores of rows {rows}, columns {dims}, rank {self.cores.rank}"
+
+    def initial_parameters(self) -> dict[str, torch.Tensor]:
+        (n1, n2, n3), (d1, d2, d3), rank = self.cores.rows, self.cores.dims, self.cores.rank
         # The product of a row's cores is a sum of rank^2 terms, each of three numbers.
-        std = (row_std(table) / rank) ** (1 / 3)
-        self.first = nn.Parameter(away_from_zero(n1, d1, rank) * std)
-        self.second = nn.Parameter(away_from_zero(n2, rank, d2 * rank) * std)
-        self.third = nn.Parameter(away_from_zero(n3, rank, d3) * std)
+        std = (self.row_std() / rank) ** (1 / 3)
+        return {
+            "first": away_from_zero(n1, d1, rank) * std,
+            "second": away_from_zero(n2, rank, d2 * rank) * std,
+            "third": away_from_zero(n3, rank, d3) * std,
+        }
 
-    def forward(self, pooled: Pooled, features: KeyedJaggedTensor, index: int) -> torch.Tensor:
-        bags = features[feature_of(self.table.feature_names[index], "cores")]
-        return mean_if_asked(self.table, pool_rows(self.rows_of(bags.values()), bags), bags.lengths)
+    def compose(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        pooled: Mapping[str, torch.Tensor],
+        features: KeyedJaggedTensor,
+        index: int,
+    ) -> torch.Tensor:
+        from pipeline.embeddings.bags import pool_rows
 
-    def rows_of(self, ids: torch.Tensor) -> torch.Tensor:
+        bags = features[self.feature(index, "cores")]
+        return pool_rows(self.rows_of(parameters, bags.values()), bags)
+
+    def rows_of(self, parameters: Mapping[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         """[ids] -> [ids, D]."""
-        n1, n2, n3 = self._rows
-        pairs = self._products_of_all(ids // n3) if n1 * n2 <= MAX_PAIRS else self._products(ids // n3)
-        rows = torch.bmm(pairs, self.third.index_select(0, ids % n3))
-        return rows.reshape(-1, self._dim)
+        import torch
 
-    def _products(self, pairs: torch.Tensor) -> torch.Tensor:
-        """[ids] of (i1, i2) -> [ids, d1 d2, r]."""
-        _, n2, _ = self._rows
-        first, second = self.first.index_select(0, pairs // n2), self.second.index_select(0, pairs % n2)
-        # Said in full, for what a batch without ids leaves out cannot be inferred.
-        return torch.bmm(first, second).reshape(first.shape[0], self._inner_dim, first.shape[2])
+        first, second, third = (parameters[name] for name in ("first", "second", "third"))
+        n1, n2, n3 = self.cores.rows
+        pairs = (
+            _products_of_all(first, second, ids // n3) if n1 * n2 <= MAX_PAIRS else _products(first, second, ids // n3)
+        )
+        rows = torch.bmm(pairs, third.index_select(0, ids % n3))
+        return rows.reshape(-1, self.table.embedding_dim)
 
-    def _products_of_all(self, pairs: torch.Tensor) -> torch.Tensor:
-        n1, n2, _ = self._rows
-        _, d1, rank = self.first.shape
-        # [n1 d1, r] times [r, n2 d2 r]
-        products = self.first.reshape(n1 * d1, rank) @ self.second.transpose(0, 1).reshape(rank, -1)
-        each = products.view(n1, d1, n2, -1).transpose(1, 2).reshape(n1 * n2, -1)
-        return each.index_select(0, pairs).view(pairs.shape[0], self._inner_dim, rank)
+
+def _products(first: torch.Tensor, second: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """[ids] of (i1, i2) -> [ids, d1 d2, r]."""
+    import torch
+
+    (n2, rank, columns), d1 = second.shape, first.shape[1]
+    left, right = first.index_select(0, pairs // n2), second.index_select(0, pairs % n2)
+    # Said in full, for what a batch without ids leaves out cannot be inferred.
+    return torch.bmm(left, right).reshape(left.shape[0], d1 * columns // rank, rank)
+
+
+def _products_of_all(first: torch.Tensor, second: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    (n1, d1, rank), (n2, _, columns) = first.shape, second.shape
+    # [n1 d1, r] times [r, n2 d2 r]
+    products = first.reshape(n1 * d1, rank) @ second.transpose(0, 1).reshape(rank, -1)
+    each = products.view(n1, d1, n2, -1).transpose(1, 2).reshape(n1 * n2, -1)
+    return each.index_select(0, pairs).view(pairs.shape[0], d1 * columns // rank, rank)
 
 
 def away_from_zero(*shape: int) -> torch.Tensor:
     """Of standard deviation 1: a normal distribution without its middle, as TT-Rec's sampled Gaussian (section 4.2).
 
-    Sums of products of such numbers come nearest to the uniform distribution that embedding tables are drawn from.
+    Sums of products of such numbers come nearest to the uniform distribution that embedding tables are initialized with.
     """
+    import torch
+
     normal = torch.distributions.Normal(0.0, 1.0)
     tail = 1 - normal.cdf(torch.tensor(LEAST)).item()
-    drawn = -torch.special.ndtri(torch.rand(shape, dtype=torch.float64).clamp(min=1e-12) * tail)
+    sampled = -torch.special.ndtri(torch.rand(shape, dtype=torch.float64).clamp(min=1e-12) * tail)
     signs = torch.randint(0, 2, shape) * 2 - 1
     density = math.exp(-(LEAST**2) / 2) / math.sqrt(2 * math.pi)
-    return (drawn * signs / math.sqrt(1 + LEAST * density / tail)).float()
+    return (sampled * signs / math.sqrt(1 + LEAST * density / tail)).float()
+
+
+def _factors_above(num_ids: int) -> tuple[int, int, int]:
+    """Three factors as even as can be whose product is num_ids or little more."""
+    first = max(1, math.ceil(round(num_ids ** (1 / 3), 9)))
+    second = max(1, math.ceil(round(math.sqrt(num_ids / first), 9)))
+    return first, second, max(1, -(-num_ids // (first * second)))
+
+
+def _factors_of(dim: int) -> tuple[int, int, int]:
+    """Three factors of `dim`, as even as can be, in ascending order."""
+    choices = [
+        (a, b, dim // (a * b))
+        for a in range(1, dim + 1)
+        if dim % a == 0
+        for b in range(a, dim // a + 1)
+        if (dim // a) % b == 0 and b <= dim // (a * b)
+    ]
+    return min(choices, key=lambda factors: sum(factors))

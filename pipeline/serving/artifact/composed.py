@@ -1,4 +1,4 @@
-"""Turn ids of compressed tables into those of their parts, and the parts' pooled rows into the tables': as training does it.
+"""Serve compressed tables: split their ids and compose their rows as training does.
 
 The parts are tables of an artifact as all others. What is beside them, the tables' settings and the parameters that
 compose rows (cores, small networks, projections), is one file: a line of JSON, then numbers. Nothing in it is a pickle.
@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.data.read.batch import keyed_jagged_tensor
-from pipeline.embeddings.collection import ComposedEmbeddings
-from pipeline.embeddings.compression.composition import Composition
-from pipeline.embeddings.compression.id_splitter import IdSplitter
-from pipeline.embeddings.compression.partitions import Given, partitions_of
-from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.collection import ComposedEmbeddings, Composition
+from pipeline.embeddings.compression.kind import compressed, kind_of
+from pipeline.embeddings.id_splitter import IdSplitter
+from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.row_maps import RowMap
@@ -72,9 +71,9 @@ class ComposedTables:
     def ids_looked_up(self, split: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, offsets) of `looked_up`, as a TableLookup takes them."""
         ends, keys, batch = split.offset_per_key(), split.keys(), split.stride()
-        places = [keys.index(key) for key in self.looked_up]
-        lengths = split.lengths().view(len(keys), batch)[places].reshape(-1).long()
-        parts = [split.values()[ends[place] : ends[place + 1]] for place in places]
+        positions = [keys.index(key) for key in self.looked_up]
+        lengths = split.lengths().view(len(keys), batch)[positions].reshape(-1).long()
+        parts = [split.values()[ends[position] : ends[position + 1]] for position in positions]
         for number, key in enumerate(self.looked_up):
             if key in self._map_of:
                 parts[number] = torch.from_numpy(self._map_of[key].rows_of(parts[number].numpy()))
@@ -97,18 +96,18 @@ class ComposedTables:
     def to_bytes(self) -> bytes:
         """The file's content."""
         numbers = {name: value.float() for name, value in self.composition.state_dict().items()}
-        classes = [_classes(table) for table in self.tables]
+        tables, in_files = zip(*(_without_files(table) for table in self.tables), strict=True)
         header = {
             "keys": self.keys,
-            "tables": [asdict(_without_files(table)) for table in self.tables],
+            "tables": tables,
             "parameters": {name: list(value.shape) for name, value in numbers.items()},
-            "classes": [list(one.shape) for one in classes],
-            "row_maps": {name: [len(one.ids), one.rows_a_bucket] for name, one in self.row_maps.items()},
+            "classes": [list(each.shape) for each in in_files],
+            "row_maps": {name: [len(each.ids), each.rows_a_bucket] for name, each in self.row_maps.items()},
         }
-        maps = [numbers.astype("<i8").tobytes() for one in self.row_maps.values() for numbers in (one.ids, one.rows)]
+        maps = [numbers.astype("<i8").tobytes() for each in self.row_maps.values() for numbers in (each.ids, each.rows)]
         body = [value.contiguous().numpy().astype("<f4").tobytes() for value in numbers.values()]
-        given = [one.astype("<i8").tobytes() for one in classes]
-        return b"".join([json.dumps(header).encode(), b"\n", *body, *given, *maps])
+        integers = [each.astype("<i8").tobytes() for each in in_files]
+        return b"".join([json.dumps(header).encode(), b"\n", *body, *integers, *maps])
 
     @classmethod
     def from_bytes(cls, content: bytes) -> ComposedTables:
@@ -119,9 +118,10 @@ class ComposedTables:
         header = json.loads(line)
         tables = [decode(Table, values) for values in header["tables"]]
         taken = 4 * sum(int(np.prod(shape)) for shape in header["parameters"].values())
-        rest = np.frombuffer(body, "<i8", offset=taken)
-        rest = _fill_classes(tables, header["classes"], rest)
-        found = cls(tables, [str(key) for key in header["keys"]], row_maps=_row_maps(header.get("row_maps", {}), rest))
+        integers = np.frombuffer(body, "<i8", offset=taken)
+        tables, integers = _restore_files(tables, header["classes"], integers)
+        row_maps = _row_maps(header.get("row_maps", {}), integers)
+        found = cls(tables, [str(key) for key in header["keys"]], row_maps=row_maps)
         own = found.composition.state_dict()
         if {name: list(value.shape) for name, value in own.items()} != header["parameters"]:
             raise ServingError("its parameters are not those of its tables")
@@ -136,31 +136,31 @@ class ComposedTables:
 
 def composed_in(model: torch.nn.Module) -> tuple[str, ComposedEmbeddings] | None:
     """The path and module of a model's compressed tables, None where it has none."""
-    return next(((name, one) for name, one in model.named_modules() if isinstance(one, ComposedEmbeddings)), None)
+    return next(((name, part) for name, part in model.named_modules() if isinstance(part, ComposedEmbeddings)), None)
 
 
-def _classes(table: Table) -> np.ndarray[Any, Any]:
-    """[partitions, ids] of a table whose partitions are given by a file, which an artifact cannot point to; else empty."""
-    if table.compression is None or table.compression.assignments_file is None:
-        return np.zeros((0, 0), np.int64)
-    return np.stack([np.asarray(one.classes, np.int64) for one in partitions_of(table) if isinstance(one, Given)])
+def _without_files(table: Table) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    """The table as plain values, which an artifact can hold, and the integers of files that its settings point to."""
+    values = asdict(table)
+    if table.compression is None:
+        return values, np.zeros((0, 0), np.int64)
+    config, integers = compressed(table).embed_files()
+    rows = [np.asarray(row, np.int64) for row in integers]
+    return {**values, "compression": config.to_dict()}, np.stack(rows) if rows else np.zeros((0, 0), np.int64)
 
 
-def _without_files(table: Table) -> Table:
-    if table.compression is None or table.compression.assignments_file is None:
-        return table
-    # Of one class each: a scheme that is given must be given something.
-    return replace(table, compression=replace(table.compression, assignments_file=None, assignments=[[0]]))
-
-
-def _fill_classes(tables: list[Table], shapes: list[list[int]], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What of `numbers` lies behind the tables' classes."""
+def _restore_files(
+    tables: list[Table], shapes: list[list[int]], integers: NDArray[np.int64]
+) -> tuple[list[Table], NDArray[np.int64]]:
+    """The tables with their files' integers, and what of `integers` lies behind these."""
+    restored = []
     for table, shape in zip(tables, shapes, strict=True):
-        if count := int(np.prod(shape)):
-            assert table.compression is not None
-            table.compression.assignments = numbers[:count].reshape(shape).tolist()
-            numbers = numbers[count:]
-    return numbers
+        config, count = table.compression, int(np.prod(shape))
+        if count and config is not None:
+            config = kind_of(config).restore_files(config, integers[:count].reshape(shape).tolist())
+            integers = integers[count:]
+        restored.append(replace(table, compression=config))
+    return restored, integers
 
 
 def _row_maps(sizes: dict[str, list[int]], numbers: NDArray[np.int64]) -> dict[str, RowMap]:
@@ -174,13 +174,13 @@ def _row_maps(sizes: dict[str, list[int]], numbers: NDArray[np.int64]) -> dict[s
 
 
 def decode(kind: Any, value: Any) -> Any:
-    """Of what asdict gave of a dataclass of plain values, lists and dataclasses. Raises KeyError, TypeError, ServingError."""
+    """Restore what asdict made of a dataclass of plain values, lists and dataclasses. Raises KeyError, TypeError, ServingError."""
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
-        known = {one.name for one in fields(kind)}
+        known = {each.name for each in fields(kind)}
         return kind(**{name: decode(hints[name], part) for name, part in value.items() if name in known})
     if get_origin(kind) in (Union, types.UnionType):
-        kinds = [one for one in get_args(kind) if one is not types.NoneType]
+        kinds = [part for part in get_args(kind) if part is not types.NoneType]
         return None if value is None else decode(kinds[0], value)
     if get_origin(kind) is list:
         return [decode(get_args(kind)[0], part) for part in value]

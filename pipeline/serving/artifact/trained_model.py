@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeline.checkpoint.tables import MODEL, StoredTable, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
-from pipeline.embeddings.compression.physical import physical_tables
+from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import CheckpointError
 from pipeline.serving.artifact.composed import ComposedTables, composed_in

@@ -1,0 +1,99 @@
+"""Replace compressed tables by the plain tables that the EmbeddingBagCollection holds, count and check them (stdlib only)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+from pipeline.embeddings.compression.kind import compressed
+from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ConfigError
+
+DIM_STEP = 4  # columns of FBGEMM's sharded tables
+# Settings that the sizes of the parts say already.
+SIZES = (
+    "kind",
+    "min_rows",
+    "ratio",
+    "num_rows",
+    "bases",
+    "num_partitions",
+    "max_ids_per_bag",
+    "assignments",
+    "assignments_file",
+)
+
+
+def physical_tables(tables: Sequence[Table]) -> list[Table]:
+    """The plain tables of `tables`, in their order; a table that is not compressed is its own.
+
+    Raises:
+        ConfigError: settings that do not fit a table, or two tables of one name.
+    """
+    found: dict[str, Table] = {}
+    for table in tables:
+        for part in leaves(table):
+            if part.name in found:
+                raise ConfigError(
+                    f"tables.{table.name} has a part {part.name!r}, and so is a table of tables.{found[part.name].config_name} "
+                    "called; rename one of them"
+                )
+            found[part.name] = part
+    return list(found.values())
+
+
+def leaves(table: Table) -> list[Table]:
+    """The plain tables of one table; parts may be compressed themselves."""
+    if table.compression is None:
+        return [table]
+    return [leaf for part in compressed(table).parts() for leaf in leaves(part)]
+
+
+def num_numbers(table: Table) -> int:
+    """That a table takes: of its plain tables, and of the dense parameters beside them."""
+    if table.compression is None:
+        return table.num_embeddings * table.embedding_dim
+    kind = compressed(table)
+    return sum(num_numbers(part) for part in kind.parts()) + kind.num_dense_numbers()
+
+
+def check_compressed(table: Table) -> None:
+    """Raises ConfigError where a table's compression does not fit it."""
+    kind = compressed(table)
+    if kind.is_product and table.init.kind == "zeros":
+        raise ConfigError(
+            f"tables.{table.name}: init.kind=zeros under {kind.setting} would never train, for each factor's gradient is "
+            "the product of the others; use another init or compression"
+        )
+    num_numbers(table)  # what lies beside the parts is checked too
+    for part in leaves(table):
+        if part.embedding_dim % DIM_STEP and part.sharding.sharding_types != ["data_parallel"]:
+            raise ConfigError(
+                f"tables.{table.name}.compression makes a part {part.name!r} of {part.embedding_dim} columns, and FBGEMM's "
+                f"sharded tables want a multiple of {DIM_STEP}; use a larger embedding_dim or fewer parts, or "
+                f"tables.{table.name}.sharding.sharding_types=[data_parallel]"
+            )
+
+
+def signatures(tables: Iterable[Table]) -> dict[str, str]:
+    """What the rows of compressed tables' parts stand for, by name; where it differs, they are another table's."""
+    return {table.name: signature(table) for table in tables if table.compression is not None}
+
+
+def signature(table: Table) -> str:
+    kind = compressed(table)
+    settings = {name: value for name, value in kind.config.to_dict().items() if name not in SIZES}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for classes in kind.assignments():
+        digest.update(",".join(map(str, classes)).encode())
+    parts = ", ".join(describe_parts(table)) or "dense parameters"
+    return f"{kind.config.kind} of {table.num_embeddings:,} ids in {parts} (settings {digest.hexdigest()[:8]})"
+
+
+def describe_parts(table: Table) -> list[str]:
+    """Of each plain table its part's name, rows and columns."""
+    return [
+        f"{part.name.removeprefix(table.name + '__')} {part.num_embeddings:,} x {part.embedding_dim}"
+        for part in leaves(table)
+    ]
