@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -43,9 +42,7 @@ def test_a_lost_node_costs_what_was_not_saved(launch: Launch) -> None:
 def test_a_time_limit_saves_and_requeues(launch: Launch) -> None:
     # Slurm may send the signal up to a minute early.
     job_id = _submit(launch, "--time", "2", "--signal", "TERM@45")
-    started = time.monotonic()
-    launch.wait_for(job_id, f"{ENDED} 75")
-    assert time.monotonic() - started < 120
+    launch.wait_for(job_id, f"{ENDED} 75")  # a job that Slurm ends by its limit has no such code
     saved = int(SAVED.findall(launch.output(job_id))[-1])
     assert saved < _first_step_after(launch, job_id, f"{ENDED} 75") <= saved + 50
     launch.torchx("cancel", f"slurm://torchx/{job_id}")
