@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.runtime.errors import check_above, check_at_least, check_choice, check_within
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within
 
 PLANNERS = ("search", "torchrec", "file")
 OBJECTIVES = ("critical_path", "max_rank")
@@ -16,7 +16,7 @@ class HardwareConfig:
     """One rank's share of a host. None = probed from the device at hand; a plan for absent hardware needs all of them.
 
     Capacities are per rank, in GiB (2**30 bytes); bandwidths in GB/s (1e9 bytes); latencies in microseconds: of
-    issuing a collective, and of a hop within a host and between hosts. `ssd_cap_gb` 0 is no SSD for tables.
+    issuing a collective, and of a hop within a host and between hosts. The two values for SSD are 0: no table can train there.
     """
 
     name: str = "auto"
@@ -41,7 +41,11 @@ class HardwareConfig:
             if value is not None and name.endswith(("_gb", "_gb_per_s", "_us")):
                 check_at_least(f"hardware.{name}", value, 0.0)
         if self.ssd_cap_gb:
-            check_above("hardware.ssd_gb_per_s (hardware.ssd_cap_gb is given)", self.ssd_gb_per_s, 0.0)
+            raise ConfigError(
+                f"hardware.ssd_cap_gb={self.ssd_cap_gb:g}: no table can train on SSD, for open-source FBGEMM has no kernel for "
+                "it (github.com/pytorch/FBGEMM/issues/5666). Leave it 0; where memory is short, allow fused_uvm_caching, add "
+                "ranks, or compress tables. Serving can keep tables on SSD (memory=ssd)"
+            )
         check_at_least("hardware.ranks_per_host", self.ranks_per_host, 1, allow_none=True)
 
 

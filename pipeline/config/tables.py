@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.compression import CompressionConfig
-from pipeline.runtime.errors import check_above, check_at_least, check_choice
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
 
 POOLINGS = ("sum", "mean")
 DATA_TYPES = ("fp32", "fp16")
@@ -16,7 +16,9 @@ INITS = ("uniform", "normal", "zeros")
 SHARDING_TYPES = (
     "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
 )  # fmt: skip
-COMPUTE_KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value")
+COMPUTE_KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching")
+# What TorchRec has a name for and nothing to run: https://github.com/pytorch/FBGEMM/issues/5666
+NOT_IN_FBGEMM = "key_value"
 
 
 @dataclass
@@ -43,6 +45,12 @@ class ConstraintConfig:
     def __post_init__(self) -> None:
         for value in self.sharding_types:
             check_choice("sharding.sharding_types", value, SHARDING_TYPES)
+        if NOT_IN_FBGEMM in self.compute_kernels:
+            raise ConfigError(
+                f"sharding.compute_kernels={self.compute_kernels}: open-source FBGEMM has no {NOT_IN_FBGEMM} kernel, so no "
+                "table can train on SSD (github.com/pytorch/FBGEMM/issues/5666). Use fused_uvm_caching, which keeps a table "
+                "in host memory and its hot rows on the GPU, train on more ranks, or give the table a compression"
+            )
         for value in self.compute_kernels:
             check_choice("sharding.compute_kernels", value, COMPUTE_KERNELS)
         check_at_least("sharding.min_partition", self.min_partition, 1, allow_none=True)

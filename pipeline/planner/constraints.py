@@ -16,10 +16,6 @@ from pipeline.runtime.errors import PlanError
 
 # Without a limit of the table's own. On cpu only these two exist, and dense serves data_parallel alone.
 KERNELS = {"cpu": ("dense", "fused"), "cuda": ("dense", "fused", "fused_uvm", "fused_uvm_caching")}
-# The only kernel that this pipeline's tables can have on SSD: FBGEMM's SSDTableBatchedEmbeddingBags, for tables that
-# ask for it. Of its optimizers row-wise Adagrad alone keeps a state that is counted here: 4 bytes a row, in HBM.
-ON_SSD = "key_value"
-SSD_OPTIMIZERS = ("rowwise_adagrad",)
 COLUMN_STEP = 4  # FBGEMM wants dims divisible by it
 TORCHREC_MIN_PARTITION = 128
 REPLICABLE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")  # of these torch has the same as FBGEMM
@@ -75,7 +71,7 @@ def build_constraints(
     return {
         entry.table.name: ParameterConstraints(
             sharding_types=_sharding_types(entry, hardware, optimizer),
-            compute_kernels=_compute_kernels(entry, hardware, optimizer),
+            compute_kernels=_compute_kernels(entry, hardware),
             min_partition=_min_partition(entry.table),
             pooling_factors=list(entry.table.pooling_factors),
         )
@@ -114,11 +110,8 @@ def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -
     return types
 
 
-def _compute_kernels(entry: PlacedTable, hardware: Hardware, optimizer: TableOptimizer) -> list[str]:
+def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
     table, there = entry.table, KERNELS[hardware.compute_device]
-    if ON_SSD in table.sharding.compute_kernels:
-        _check_ssd(table, hardware, optimizer)
-        there = (*there, ON_SSD)
     kernels = [kernel for kernel in table.sharding.compute_kernels or there if kernel in there]
     if not kernels:
         raise PlanError(
@@ -126,22 +119,6 @@ def _compute_kernels(entry: PlacedTable, hardware: Hardware, optimizer: TableOpt
             f"there are {', '.join(there)}; change tables.{table.config_name}.sharding.compute_kernels"
         )
     return kernels
-
-
-def _check_ssd(table: Table, hardware: Hardware, optimizer: TableOptimizer) -> None:
-    """Raises PlanError where a table that asks for SSD cannot train there."""
-    what = f"table {table.name!r} asks for the kernel {ON_SSD}"
-    if not hardware.ssd_cap_bytes:
-        where = "there is none on cpu" if hardware.compute_device == "cpu" else f"hardware={hardware.name} has no SSD"
-        raise PlanError(
-            f"{what}, but {where}: set hardware.ssd_cap_gb=<GiB a rank> and hardware.ssd_gb_per_s, or change "
-            f"tables.{table.config_name}.sharding.compute_kernels"
-        )
-    if optimizer.name not in SSD_OPTIMIZERS:
-        raise PlanError(
-            f"{what}, which FBGEMM trains with {', '.join(SSD_OPTIMIZERS)} only, and optimizer.sparse.name="
-            f"{optimizer.name}; change either"
-        )
 
 
 def _min_partition(table: Table) -> int | None:

@@ -62,14 +62,19 @@ def estimates(asked: PlanRequest, corrected: bool | None = True) -> Estimates:
     }
 
 
+def with_ssd(hardware: Hardware, gb_per_s: float) -> Hardware:
+    """The cost model knows SSD as TorchRec does; no job can ask for it yet."""
+    return replace(hardware, ssd_cap_bytes=1000 << 30, ssd_gb_per_s=gb_per_s)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize(("preset", "world_size"), [("h100_80gb", 16), ("h100_80gb", 64), ("a100_80gb", 8), ("cpu", 4)])
 def test_without_the_corrections_all_is_as_torchrec_estimates(preset: str, world_size: int, precision: str) -> None:
     tables = make_tables([101, 70_001, 3], 256, [3, 1, 20]) + make_tables([500], 64, [2], data_type="fp16")
     tables[-1] = replace(tables[-1], name="small", feature_names=["small"], pooling_factors=[0.3])
     # 100 MiB/s, which TorchRec assumes of any SSD.
-    on_ssd = {} if preset == "cpu" else {"ssd_cap_gb": 1000.0, "ssd_gb_per_s": 0.1048576}
-    asked = requested(tables, on(preset, world_size, **on_ssd), precision)
+    hardware = on(preset, world_size)
+    asked = requested(tables, hardware if preset == "cpu" else with_ssd(hardware, 0.1048576), precision)
     theirs, ours = estimates(asked, None), estimates(asked, False)
     assert theirs.keys() == ours.keys()
     kernels = {kernel for _, _, kernel in ours}
@@ -213,7 +218,7 @@ def test_rows_that_the_cache_misses_cross_pcie_and_no_others(known: bool) -> Non
 
 
 def test_a_table_on_ssd_reads_blocks() -> None:
-    hardware = on("h100_80gb", 8, ssd_cap_gb=1000.0, ssd_gb_per_s=5.0)
+    hardware = with_ssd(on("h100_80gb", 8), 5.0)
     cost = estimates(requested(make_tables([100_000], 128), hardware))
     blocks = 8 * 1024 * 0.8 * 4096 / 5e6  # a fifth of the rows is cached
     on_ssd, in_hbm = cost["t0", "table_wise", "key_value"], cost[ONE]

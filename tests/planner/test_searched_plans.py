@@ -16,7 +16,6 @@ from pipeline.models.build import build_model
 from pipeline.models.dlrm import DLRMConfig
 from pipeline.models.tasks.task import make_task
 from pipeline.planner import planner
-from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.explain import explain
 from pipeline.planner.planfile import encode_record, write_plan
 from pipeline.planner.planner import PlanRequest, make_plan
@@ -198,29 +197,3 @@ def test_the_size_of_a_cache_follows_the_datas_frequencies() -> None:
     even = make_plan(SEARCH, tight_request(known=False))
     assert known.objective.critical_path_ms < 0.5 * even.objective.critical_path_ms
     assert "assumed even, for no data say how they fall" in "".join(choice.reason for choice in even.tables)
-
-
-def ssd_request(**changes: object) -> PlanRequest:
-    hardware = on("h100_80gb", 2, **{"hbm_cap_gb": 20.0, "ssd_cap_gb": 100.0, "ssd_gb_per_s": 5.0, **changes})
-    return request(make_tables([60_000_000] * 2, 128, sharding=ConstraintConfig([], ["key_value"])), hardware)
-
-
-@pytest.mark.parametrize("config", [SEARCH, TORCHREC])
-def test_a_table_that_asks_for_ssd_lies_there_and_its_cache_in_hbm(config: PlannerConfig) -> None:
-    record = make_plan(config, ssd_request())
-    rows, weights = 60_000_000, 60_000_000 * 512
-    for choice in record.tables:
-        assert choice.compute_kernel == "key_value" and "on SSD" in choice.reason
-        assert choice.ssd_bytes >= weights and choice.ddr_bytes == 0
-        # FBGEMM's cache of a fifth of the rows, a row-wise state of 4 bytes a row; buffers come on top.
-        assert choice.hbm_bytes >= weights // 5 + 4 * rows
-    assert sum(load.ssd_bytes for load in record.ranks) == sum(choice.ssd_bytes for choice in record.tables)
-
-
-def test_a_table_that_cannot_lie_on_ssd_is_refused() -> None:
-    with pytest.raises(PlanError, match=names("t0 key_value hardware=h100_80gb SSD")):
-        make_plan(SEARCH, ssd_request(ssd_cap_gb=0.0))
-    with pytest.raises(PlanError, match=names("FBGEMM rowwise_adagrad")):
-        make_plan(SEARCH, replace(ssd_request(), optimizer=TableOptimizer("adagrad")))
-    with pytest.raises(PlanError, match=names("SSD 10.00")):
-        make_plan(SEARCH, ssd_request(ssd_cap_gb=10.0))
