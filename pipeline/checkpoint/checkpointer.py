@@ -5,7 +5,7 @@
                              manifest.json                step, sizes and checksums, and what the run says of itself
 
 Every rank writes into a fresh attempt, checksums its own bytes, makes them durable and reads them back; the commit
-(commit.py) is one rename, or in an object store one manifest. Loading takes no byte that does not verify.
+is one rename, or in an object store one manifest (runtime/storage/atomic.py). Loading takes no byte that does not verify.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torchrec.optim.keyed import KeyedOptimizer
 from pipeline.checkpoint import random_state
 from pipeline.checkpoint.async_save import InFlight
 from pipeline.checkpoint.collective_errors import Ranks
-from pipeline.checkpoint.commit import step_folder
 from pipeline.checkpoint.free_space import shortage
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.replicas import Replicas, describe_replicas, holds_own_tables, state_to_load, state_to_save
@@ -33,7 +32,15 @@ from pipeline.checkpoint.reshard import check_fit, fill_row_states, without
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.shards import HostCopy, ShardPlan, ShardPlanner
 from pipeline.checkpoint.step_writer import Save, StepWriter
-from pipeline.checkpoint.steps import FORMAT_VERSION, file_path, list_steps, read_manifest, step_path
+from pipeline.checkpoint.steps import (
+    FORMAT_VERSION,
+    file_path,
+    list_steps,
+    read_manifest,
+    step_folders,
+    step_name,
+    step_path,
+)
 from pipeline.checkpoint.tables import flatten, inventory_of_state, merge
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.runtime.errors import CheckpointError, DamagedError, StepTakenError
@@ -80,7 +87,7 @@ class Checkpointer:
         self._is_local = storage.is_local(folder)
         self._retention = Retention(keep_last_n, keep_best_n, best_metric)
         self._ranks = Ranks(context)
-        self._steps = step_folder(folder, staging)
+        self._steps = step_folders(folder, staging)
         self._writer = StepWriter(self._steps, self._ranks, self._retention, fence)
         self._planner = ShardPlanner(context, self._ranks.group)
         self._host_copy = HostCopy()
@@ -106,7 +113,8 @@ class Checkpointer:
         self._check_space(plan, 1, 0, f"step {step}")
         tensors = self._planner.tensors()
         save = Save(
-            self._steps.begin(step, self._ranks.from_main(lambda: uuid.uuid4().hex[:8])),
+            step,
+            self._steps.begin(step_name(step), self._ranks.from_main(lambda: uuid.uuid4().hex[:8])),
             plan,
             self._host_copy.fill(tensors) if self.asynchronous else tensors,
             random_state.capture_random_state(self._context.device),
@@ -197,8 +205,8 @@ class Checkpointer:
 
         def clear() -> None:
             for later in (number for number in list_steps(self.folder) if number > step):
-                logger.warning("step %d is set aside as %s", later, self._steps.set_aside(later))
-            self._steps.remove_attempts()
+                logger.warning("step %d is set aside as %s", later, self._steps.set_aside(step_name(later)))
+            self._steps.remove_leftovers()
 
         self._ranks.from_main(clear)
 
@@ -224,7 +232,7 @@ class Checkpointer:
         began = time.monotonic()
         self._writer.write(save)
         seconds = time.monotonic() - began
-        logger.info("step %d  committed after %.1f s beside training", save.attempt.step, seconds)
+        logger.info("step %d  committed after %.1f s beside training", save.step, seconds)
 
     def _check_space(self, plan: ShardPlan, copies: int, held_bytes: int, what: str) -> None:
         """All ranks write to one folder; what an object store is staged in, the ranks of a host share."""

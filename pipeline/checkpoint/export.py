@@ -15,7 +15,7 @@ from pipeline.checkpoint.tables import StoredTable
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.runtime.logs import progress
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import atomic, storage
 
 ARROW_TYPES = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.float64: pa.float64()}
 
@@ -57,7 +57,7 @@ def export_table(
                 done += len(rows)
                 bar.advance(len(rows))
         size = os.path.getsize(staged)
-        storage.move_file(staged, output)
+        atomic.publish_file(staged, output)
         return size
     finally:
         if os.path.exists(staged):

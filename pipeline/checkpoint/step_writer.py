@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.checkpoint import random_state
 from pipeline.checkpoint.collective_errors import Ranks
-from pipeline.checkpoint.commit import Attempt, StepFolder
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.retention import LATER_VERIFIED, Retention, measured_metric
 from pipeline.checkpoint.shards import Places, ShardPlan, Tensors, write_bytes, write_metadata, write_shards
-from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_path
+from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_name, step_path
 from pipeline.runtime.errors import CheckpointError, DamagedError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.atomic import Attempt, Fence, PublishedFolders
 from pipeline.runtime.storage.checksums import FileEntry, damage, size_problem
+from pipeline.runtime.storage.manifest import seal_manifest
 
 logger = get_logger(__name__)
 
@@ -26,6 +26,7 @@ logger = get_logger(__name__)
 class Save:
     """What one save writes; nothing in it changes while training goes on."""
 
+    step: int
     attempt: Attempt
     plan: ShardPlan
     tensors: Tensors
@@ -36,10 +37,8 @@ class Save:
 class StepWriter:
     """Collective, here or in a thread: all that it agrees on goes over `ranks`."""
 
-    def __init__(
-        self, steps: StepFolder, ranks: Ranks, retention: Retention, fence: Callable[[], None] | None = None
-    ) -> None:
-        self.folder = steps.folder
+    def __init__(self, steps: PublishedFolders, ranks: Ranks, retention: Retention, fence: Fence | None = None) -> None:
+        self.folder = steps.parent
         self._steps, self._ranks, self._retention = steps, ranks, retention
         self._fence = fence
         self._verified: set[int] = set()
@@ -55,11 +54,11 @@ class StepWriter:
         failures = self._ranks.from_main(lambda: self._finish(save, reports or []))
         if failures:
             raise CheckpointError(
-                f"step {save.attempt.step} was not saved, earlier checkpoints are untouched: {'; '.join(failures)[:800]}. "
+                f"step {save.step} was not saved, earlier checkpoints are untouched: {'; '.join(failures)[:800]}. "
                 f"Is {self.folder} full or read-only?"
             )
-        self._verified.add(save.attempt.step)
-        self._purge(save.attempt.step)
+        self._verified.add(save.step)
+        self._purge(save.step)
 
     def _write_files(self, save: Save) -> tuple[dict[str, FileEntry], Places]:
         attempt, rank = save.attempt, self._ranks.context.rank
@@ -96,9 +95,8 @@ class StepWriter:
         written = write_metadata(save.attempt.stage, save.plan.metadata, [places for _, places, _ in reports])
         self._deliver(save.attempt, written)
         files = {name: entry for part, _, _ in reports for name, entry in part.items()} | written
-        if self._fence is not None:
-            self._fence()
-        self._steps.commit(save.attempt, {**save.manifest, "files": dict(sorted(files.items()))})
+        manifest = {**save.manifest, "files": dict(sorted(files.items())), "attempt": save.attempt.below}
+        self._steps.commit(save.attempt, seal_manifest(manifest), self._fence)
 
     def verify(self, step: int) -> dict[str, Any]:
         """The manifest of a step that is intact; ranks share the work. Raises DamagedError, or CheckpointError, on all."""
@@ -131,7 +129,7 @@ class StepWriter:
                 continue
             if self._ranks.context.is_main:
                 try:
-                    self._steps.remove(step)
+                    self._steps.remove(step_name(step))
                     logger.info("step %d  purged: %s stay", step, [one for one in steps if one > step])
                 except OSError as error:
                     logger.warning("step %d could not be purged: %s", step, error)

@@ -11,10 +11,12 @@ from typing import Any
 
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.atomic import PublishedFolders, committed_names, published_folders
 from pipeline.runtime.storage.manifest import MANIFEST, open_manifest
 
 METADATA = ".metadata"
 FORMAT_VERSION = 2
+PREFIX = "step_"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
@@ -23,7 +25,7 @@ def step_path(folder: str, step: int) -> str:
 
 
 def step_name(step: int) -> str:
-    return f"step_{step:08d}"
+    return f"{PREFIX}{step:08d}"
 
 
 def file_path(path: str, manifest: dict[str, Any], name: str) -> str:
@@ -33,11 +35,12 @@ def file_path(path: str, manifest: dict[str, Any], name: str) -> str:
 
 def list_steps(folder: str) -> list[int]:
     """Committed steps, ascending. Raises OSError where an object store does not answer: that is no empty folder."""
-    matches = (STEP_FOLDER.fullmatch(name) for name in storage.list_folder(folder))
-    steps = sorted(int(match[1]) for match in matches if match)
-    if storage.is_local(folder):
-        return steps
-    return [step for step in steps if storage.exists(storage.join(step_path(folder, step), MANIFEST))]
+    return sorted(int(name.removeprefix(PREFIX)) for name in committed_names(folder, STEP_FOLDER))
+
+
+def step_folders(folder: str, staging: str) -> PublishedFolders:
+    """`staging` is a local folder, needed for object stores alone."""
+    return published_folders(folder, STEP_FOLDER, prefix=PREFIX, staging=staging)
 
 
 def read_manifest(path: str) -> dict[str, Any]:

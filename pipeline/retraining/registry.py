@@ -12,11 +12,8 @@ rollback is to be quick.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import time
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -25,14 +22,14 @@ from typing import Any
 
 from pipeline.runtime.errors import DamagedError, RetrainingError, did_you_mean
 from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.checksums import FileEntry, checksums_of, copy_file, damage, size_problem
+from pipeline.runtime.storage.atomic import Fence, committed_names, published_folders
+from pipeline.runtime.storage.checksums import FileEntry, damage, size_problem
 from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_manifest
 
 POINTER = "champion.json"
 ARTIFACT = "artifact"
 FORMAT_VERSION = 1
 VERSION_NAME = re.compile(r"v(\d{6,})")
-ATTEMPT, PURGED = ".attempt-", ".purged-"
 PROMOTION_ATTEMPTS = 5
 
 
@@ -105,6 +102,7 @@ class Registry:
         self.path = path.rstrip("/")
         self._versions = storage.join(self.path, "versions")
         self._pointer = storage.join(self.path, POINTER)
+        self._folders = published_folders(self._versions, VERSION_NAME, flat=True)
 
     def champion(self) -> Version | None:
         """The version that the pointer names; None for a registry without one. Raises DamagedError, RegistryError."""
@@ -127,10 +125,7 @@ class Registry:
 
     def names(self) -> list[str]:
         """Committed versions, oldest first."""
-        found = [name for name in storage.list_folder(self._versions) if VERSION_NAME.fullmatch(name)]
-        if not storage.is_local(self.path):
-            found = [name for name in found if storage.exists(storage.join(self._versions, name, MANIFEST))]
-        return sorted(found, key=lambda name: int(name[1:]))
+        return sorted(committed_names(self._versions, VERSION_NAME), key=lambda name: int(name[1:]))
 
     def versions(self) -> Iterator[Version]:
         """Newest first."""
@@ -151,8 +146,8 @@ class Registry:
         taken += [int(name[1:]) for name in (pointer.version, pointer.previous) if name] if pointer else []
         return f"v{max(taken, default=0) + 1:06d}"
 
-    def publish(self, name: str, files: dict[str, str], lineage: dict[str, Any]) -> Version:
-        """Commit a version: `files` maps its paths to local files, which are copied.
+    def publish(self, name: str, files: dict[str, str], lineage: dict[str, Any], fence: Fence | None = None) -> Version:
+        """Commit a version: `files` maps its paths to local files, which are copied. `fence` as promote() has it.
 
         Raises:
             FileExistsError: there is one of this name.
@@ -161,36 +156,14 @@ class Registry:
         path = storage.join(self._versions, name)
         if storage.is_file(storage.join(path, MANIFEST)):
             raise FileExistsError(f"{path} is already committed: versions are never changed")
-        writing = self._write_local if storage.is_local(self.path) else self._upload
-        manifest = writing(name, files, {"format_version": FORMAT_VERSION, "version": name, "lineage": lineage})
-        return Version(name, path, manifest)
-
-    def _write_local(self, name: str, files: dict[str, str], about: dict[str, Any]) -> dict[str, Any]:
-        attempt = storage.join(self._versions, f"{ATTEMPT}{name}-{uuid.uuid4().hex[:8]}")
-        folders = {attempt}
-        entries = {}
-        for place, source in files.items():
-            target = storage.join(attempt, place)
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            folders.add(os.path.dirname(target))
-            entries[place] = copy_file(source, target)
-        manifest = {**about, "files": entries}
-        storage.publish_text(storage.join(attempt, MANIFEST), seal_manifest(manifest))
-        for folder in folders:
-            storage.sync_folder(folder)
-        os.rename(attempt, storage.join(self._versions, name))
-        storage.sync_folder(self._versions)
-        return manifest
-
-    def _upload(self, name: str, files: dict[str, str], about: dict[str, Any]) -> dict[str, Any]:
-        path = storage.join(self._versions, name)
-        entries = {}
-        for place, source in files.items():
-            entries[place] = checksums_of(source)
-            storage.upload_file(source, storage.join(path, place))
-        manifest = {**about, "files": entries}
-        storage.publish_once(storage.join(path, MANIFEST), seal_manifest(manifest))
-        return manifest
+        attempt = self._folders.begin(name)
+        try:
+            entries = {at: self._folders.add(attempt, at, source) for at, source in files.items()}
+            manifest = {"format_version": FORMAT_VERSION, "version": name, "lineage": lineage, "files": entries}
+            return Version(name, self._folders.commit(attempt, seal_manifest(manifest), fence), manifest)
+        except BaseException:
+            self._folders.discard(attempt)
+            raise
 
     def verify(self, version: Version, budget_s: float | None = None) -> tuple[str, int]:
         """(empty, or what is wrong; bytes whose checksums were held to). Sizes of all files are looked at in any case.
@@ -283,35 +256,20 @@ class Registry:
         return next((name for name in (parent, pointer.previous) if name in names and name != pointer.version), None)
 
     def prune(self, keep: int) -> list[str]:
-        """Remove all but the newest `keep` versions, the champion, and what it would be rolled back to; the names."""
-        self._remove_leftovers()
+        """Remove all but the newest `keep` versions, the champion, and what it would be rolled back to; the names.
+
+        For the process that holds the registry's lease: what it finds half written is removed too.
+        """
+        self._folders.remove_leftovers()
         names = self.names()
         removed = []
         for name in names[:-keep]:
             pointer = self.pointer()  # again for each: a person may roll back at any moment
             if pointer is None or name in (pointer.version, pointer.previous, self.predecessor()):
                 continue
-            self._remove(name)
+            self._folders.remove(name)
             removed.append(name)
         return removed
-
-    def _remove(self, name: str) -> None:
-        path = storage.join(self._versions, name)
-        if storage.is_local(self.path):
-            purged = storage.join(self._versions, f"{PURGED}{name}-{uuid.uuid4().hex[:8]}")
-            os.rename(path, purged)
-            shutil.rmtree(purged)
-        else:
-            storage.remove(storage.join(path, MANIFEST))  # without it there is no such version
-            storage.remove(path)
-
-    def _remove_leftovers(self) -> None:
-        """What killed publications and removals have left; for the one who holds the lease."""
-        for name in storage.list_folder(self._versions):
-            path = storage.join(self._versions, name)
-            is_half = VERSION_NAME.fullmatch(name) and not storage.exists(storage.join(path, MANIFEST))
-            if name.startswith((ATTEMPT, PURGED)) or is_half:
-                storage.remove(path)
 
 
 def timestamp() -> str:

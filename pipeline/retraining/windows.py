@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pipeline.config.data import DataConfig
 from pipeline.config.retraining import WindowsConfig
 from pipeline.runtime.errors import RetrainingError
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import atomic, storage
 
 READY, WAITING, LATE = "ready", "waiting", "late"
 MAX_GAP = 10_000  # windows missing in a row: then the pattern or the length is wrong
@@ -185,7 +185,7 @@ def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target
             f"COPY (SELECT * FROM {_scan(window.source, data)} WHERE {_seconds(config)} >= {begin} AND "
             f"{_seconds(config)} < {end}) TO {_text(path + '.partial')} ({how})"
         )
-    os.replace(path + ".partial", path)
+    atomic.publish_file(path + ".partial", path)
     return path
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint import commit, shards, step_writer
+from pipeline.checkpoint import shards, step_writer
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.collective_errors import Ranks
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import atomic, storage
 from pipeline.runtime.storage.checksums import ChecksummedWriter
 from tests.faults.checkpoints import MIXED
 from tests.support.sharded_models import build_sharded, draw_batches, train_steps
@@ -25,7 +25,7 @@ PHASES: dict[str, tuple[Any, str, str, int]] = {
     "later in the first file": (ChecksummedWriter, "write", "after", 60),
     "before the files are durable": (ChecksummedWriter, "close", "before", 1),
     "after the shards": (step_writer, "write_shards", "after", 1),
-    "before the folder is durable": (commit.LocalFolder, "deliver", "before", 1),
+    "before the folder is durable": (atomic.LocalFolders, "deliver", "before", 1),
     "after they are read back": (Ranks, "gather_to_main", "before", 1),
     "after the reports": (Ranks, "gather_to_main", "after", 1),
     "before the verdict": (Ranks, "from_main", "before", 3),
@@ -38,10 +38,10 @@ PHASES_OF_RANK_0: dict[str, tuple[Any, str, str, int]] = {
     "after .metadata": (step_writer, "write_metadata", "after", 1),
     "before the manifest": (storage, "publish_text", "before", 1),
     "after the manifest": (storage, "publish_text", "after", 1),
-    "before the rename": (commit.os.path, "lexists", "after", 1),
-    "before the parent is durable": (storage, "sync_folder", "before", 4),
-    "after the commit": (commit.LocalFolder, "commit", "after", 1),
-    "while a step is removed": (commit.shutil, "rmtree", "before", 1),
+    "before the rename": (atomic.os.path, "lexists", "after", 1),
+    "before the parent is durable": (storage, "sync_folder", "before", 5),
+    "after the commit": (atomic.LocalFolders, "commit", "after", 1),
+    "while a step is removed": (atomic.shutil, "rmtree", "before", 1),
 }
 
 

@@ -60,9 +60,9 @@ def _before(function: Callable[..., Any], act: Callable[..., None]) -> Callable[
 def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
     import torch.distributed as dist
 
-    from pipeline.checkpoint.commit import LocalFolder
     from pipeline.data.read.reader import ShardReader
     from pipeline.runtime.process import watchdog
+    from pipeline.runtime.storage.atomic import LocalFolders
     from pipeline.training import assembly
     from pipeline.training.trainer import Trainer
 
@@ -75,7 +75,9 @@ def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
     dist.init_process_group = _before(dist.init_process_group, lambda *_, **__: plant(faults, "rendezvous"))
     assembly.assemble = _before(assembly.assemble, lambda *_, **__: plant(faults, "load"))
     watchdog.beat = _before(watchdog.beat, at_beat)
-    LocalFolder.commit = _before(LocalFolder.commit, lambda _, attempt, __: plant(faults, "save", attempt.step))
+    LocalFolders.commit = _before(  # type: ignore[method-assign]
+        LocalFolders.commit, lambda _, attempt, *__: plant(faults, "save", int(attempt.name.removeprefix("step_")))
+    )
     ShardReader.batches = _read_with_faults(ShardReader.batches, faults)  # type: ignore[method-assign]
     Trainer._micro_batches = recorded(Trainer._micro_batches, folder)  # type: ignore[method-assign]
 

@@ -9,14 +9,14 @@ import torch
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import ExportJob
-from pipeline.runtime.storage import storage
-from pipeline.serving.artifact import attempt, certify, make_artifact, package, reference, table_files
+from pipeline.runtime.storage import atomic, storage
+from pipeline.serving.artifact import certify, make_artifact, package, reference, table_files
 from pipeline.serving.artifact import export_run as verb
 from tests.faults.kill_worker import arm
 
 STAGES: dict[str, tuple[Any, str, str, int]] = {
-    "before the folder": (attempt.os, "mkdir", "before", 1),
-    "after the folder": (attempt.os, "mkdir", "after", 1),
+    "before the folder": (atomic.os, "mkdir", "before", 1),
+    "after the folder": (atomic.os, "mkdir", "after", 1),
     "before the reference": (make_artifact, "make_reference", "before", 1),
     "in the reference": (reference, "write_rows", "after", 3),
     "before the tables": (make_artifact, "pack_tables", "before", 1),
@@ -28,8 +28,8 @@ STAGES: dict[str, tuple[Any, str, str, int]] = {
     "after the check": (certify, "load_parts", "after", 1),
     "before the manifest": (storage, "publish_text", "before", 1),
     "after the manifest": (storage, "publish_text", "after", 1),
-    "before the rename": (attempt.os.path, "lexists", "after", 1),
-    "after the rename": (attempt.os, "rename", "after", 1),
+    "before the rename": (atomic.os.path, "lexists", "after", 1),
+    "after the rename": (atomic.os, "rename", "after", 1),
 }
 COMMITTED = ("after the rename",)
 

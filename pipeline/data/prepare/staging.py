@@ -27,7 +27,7 @@ from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
 from pipeline.data.raw.source import Block, Source
 from pipeline.runtime.errors import DataError
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import atomic, storage
 
 STAGING_VERSION = 1  # what another version staged is not taken over
 NUMBER_SHIFT = 40  # a file numbers its blocks and entries from (its own number << 40): ascending in source order
@@ -93,8 +93,7 @@ def stage_source(
     if staged:
         advance(source.size_bytes)
         return staged
-    storage.remove(folder)
-    os.makedirs(folder)
+    atomic.begin_marked_folder(folder)
     staged = StagedFile(folder, number)
     teacher = _read_teacher(source)
     reader, names = open_source(layout, source, block_bytes)
@@ -115,7 +114,7 @@ def stage_source(
         raise DataError(
             f"{source.path}{TEACHER_SUFFIX} has {len(teacher)} rows, its source {staged.num_source_rows}: generate both again"
         )
-    storage.publish_text(os.path.join(folder, DONE), json.dumps(asdict(staged) | {"sizes": staged.sizes}))
+    atomic.finish_marked_folder(folder, DONE, json.dumps(asdict(staged) | {"sizes": staged.sizes}))
     return staged
 
 

@@ -51,8 +51,8 @@ def export(job: ExportJob) -> ExportSummary:
             artifact's scores lie further from the model's than job.parity allows, with the numbers.
     """
     with none_while_importing():  # here, for a typo in the command line must fail before torch is loaded
-        from pipeline.serving.artifact.attempt import attempt
         from pipeline.serving.artifact.make_artifact import make_artifact
+        from pipeline.serving.artifact.package import artifact_folder
 
     started = time.monotonic()
     source = _open_source(job)
@@ -60,7 +60,7 @@ def export(job: ExportJob) -> ExportSummary:
     if storage.exists(output):
         return _already_there(job, source, output)
     logger.info("step %d of %s: %s", source.step, job.run, _describe_tables(source.trained))
-    with attempt(output) as at:
+    with artifact_folder(output) as at:
         manifest = make_artifact(job, source, at)
         at.commit(manifest.to_text())
     return _summary(job, source.step, output, manifest, time.monotonic() - started)

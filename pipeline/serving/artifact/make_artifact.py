@@ -12,13 +12,13 @@ from pipeline.config.serving import AUTO
 from pipeline.data.dataset import Dataset
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.attempt import Attempt
 from pipeline.serving.artifact.certificate import excesses
 from pipeline.serving.artifact.certification_sample import read_sample
 from pipeline.serving.artifact.certify import check, costs, refusal
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import Manifest
 from pipeline.serving.artifact.package import (
+    ArtifactFolder,
     Packed,
     library_versions,
     lookups_of,
@@ -54,7 +54,7 @@ def settings_of(job: ExportJob) -> dict[str, Any]:
     return {key: value for key, value in asdict(job).items() if key not in OF_NO_INTEREST}
 
 
-def make_artifact(job: ExportJob, source: Source, at: Attempt) -> Manifest:
+def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifest:
     """Write everything but the manifest. Raises ServingError where a limit of job.parity is passed."""
     trained, packed = source.trained, Packed()
     reference = _make_reference(job, source, at)
@@ -89,7 +89,7 @@ def make_artifact(job: ExportJob, source: Source, at: Attempt) -> Manifest:
     return _certified(job, reference, manifest, at, kept)
 
 
-def _make_reference(job: ExportJob, source: Source, at: Attempt) -> Reference:
+def _make_reference(job: ExportJob, source: Source, at: ArtifactFolder) -> Reference:
     data, dataset = source.job.data, source.dataset
     splits = [name for name in job.parity.splits if dataset.splits[name].num_rows]
     if "validation" not in splits:
@@ -138,7 +138,7 @@ def _certified(
     job: ExportJob,
     reference: Reference,
     manifest: Manifest,
-    at: Attempt,
+    at: ArtifactFolder,
     kept: list[KeptRows | None],
 ) -> Manifest:
     """The manifest with its certificate. Raises ServingError where a limit is passed."""

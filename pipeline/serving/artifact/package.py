@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -15,18 +17,45 @@ from pipeline.data.dataset import Dataset, SparseFeature
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import progress
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import atomic, storage
 from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry
-from pipeline.serving.artifact.attempt import Attempt
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.dense_export import compile_layers, export_layers, program_bytes
 from pipeline.serving.artifact.kept_rows import KeptRows
-from pipeline.serving.artifact.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, TableFiles
+from pipeline.serving.artifact.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, UNFINISHED, TableFiles
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 from pipeline.serving.artifact.table_files import checkpoint_rows, write_bytes, write_rows
 from pipeline.serving.artifact.trained_model import TrainedModel
 
 LIBRARIES = ("torch", "numpy", "pyarrow")
+FOLDERS, SCRATCH = ("tables", "vocabulary"), "scratch"
+
+
+@dataclass(frozen=True)
+class ArtifactFolder:
+    """An artifact that is being written to `path`; its `scratch` folder holds what is not of the artifact."""
+
+    path: str
+    output: str
+
+    @property
+    def scratch(self) -> str:
+        return os.path.join(self.path, SCRATCH)
+
+    def commit(self, manifest: str) -> None:
+        """Raises FileExistsError where another export has made the output in the meantime."""
+        shutil.rmtree(self.scratch)
+        atomic.commit_folder(self.path, self.output, manifest)
+
+
+@contextmanager
+def artifact_folder(output: str) -> Iterator[ArtifactFolder]:
+    """A fresh folder beside `output`, .export-<id>, that commit() renames to it; nothing of it is left otherwise."""
+    output = os.path.abspath(output)
+    with atomic.locked_attempt(os.path.dirname(output), UNFINISHED) as path:
+        for folder in (*FOLDERS, SCRATCH):
+            os.mkdir(os.path.join(path, folder))
+        yield ArtifactFolder(path, output)
 
 
 @dataclass
@@ -55,7 +84,7 @@ class Packed:
 
 
 def pack_tables(
-    packed: Packed, attempt: Attempt, trained: TrainedModel, precisions: list[str], kept: list[KeptRows | None]
+    packed: Packed, attempt: ArtifactFolder, trained: TrainedModel, precisions: list[str], kept: list[KeptRows | None]
 ) -> None:
     """One file a table, and one for the rows that are kept where not all are."""
     with progress("writing tables", sum(stored.rows for stored in trained.stored)) as bar:
@@ -77,7 +106,7 @@ def pack_tables(
             bar.advance(stored.rows)
 
 
-def pack_composed(packed: Packed, attempt: Attempt, composed: ComposedTables) -> None:
+def pack_composed(packed: Packed, attempt: ArtifactFolder, composed: ComposedTables) -> None:
     """What makes tables of their parts."""
     path = os.path.join(attempt.path, COMPOSED_FILE)
     packed.files[COMPOSED_FILE] = write_bytes(path, composed.to_bytes())
@@ -85,7 +114,7 @@ def pack_composed(packed: Packed, attempt: Attempt, composed: ComposedTables) ->
 
 def pack_vocabularies(
     packed: Packed,
-    attempt: Attempt,
+    attempt: ArtifactFolder,
     dataset: Dataset,
     keys: list[str],
     data_path: str,
@@ -119,7 +148,7 @@ def _vocabulary_path(feature: SparseFeature, data_path: str) -> str:
     return path
 
 
-def pack_layers(packed: Packed, attempt: Attempt, trained: TrainedModel, precision: str, compiled: bool) -> None:
+def pack_layers(packed: Packed, attempt: ArtifactFolder, trained: TrainedModel, precision: str, compiled: bool) -> None:
     program = export_layers(trained.model, precision, trained.num_dense, sum(trained.model_dims))
     packed.files[DENSE_FILE] = write_bytes(os.path.join(attempt.path, DENSE_FILE), program_bytes(program))
     packed.dense = {"precision": precision, "compiled": compiled}

@@ -18,7 +18,7 @@ from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.process.processes import only_one_run
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import atomic, storage
 from pipeline.serving.scoring.find_artifact import FoundArtifact, find_folder
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _publish_quarantine(job: PredictJob, staged: StagedScores) -> None:
     joined = os.path.join(staged.folder, "quarantine.jsonl")
     with open(joined, "w", encoding="utf-8") as out:
         out.writelines(staged.quarantine_lines())
-    storage.move_file(joined, path)
+    atomic.publish_file(joined, path)
 
 
 def describe(summary: PredictSummary) -> str:

@@ -21,7 +21,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from pipeline.data.prepare.write_shards import PARQUET_OPTIONS, in_row_groups
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import atomic, storage
 
 PROGRESS = "progress.json"
 ROWS_PER_ROW_GROUP = 1 << 18
@@ -99,13 +99,13 @@ class StagedScores:
         rows = pa.concat_tables(tables)
         draft = Part(number, source, next_row, rows.num_rows, len(quarantined), 0)
         path = os.path.join(self.folder, draft.table_name)
-        with open(path, "wb") as file:
-            with pa.ipc.new_file(file, rows.schema) as writer:
-                writer.write_table(rows)
-            _make_durable(file)
-        with open(os.path.join(self.folder, draft.quarantine_name), "w", encoding="utf-8") as lines:
+        refused = os.path.join(self.folder, draft.quarantine_name)
+        with pa.ipc.new_file(path, rows.schema) as writer:
+            writer.write_table(rows)
+        with open(refused, "w", encoding="utf-8") as lines:
             lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in quarantined)
-            _make_durable(lines)
+        for written in (path, refused):
+            atomic.make_durable(written)
         part = Part(number, source, next_row, rows.num_rows, len(quarantined), os.path.getsize(path))
         self.progress.parts.append(part)
         storage.publish_text(os.path.join(self.folder, PROGRESS), json.dumps(asdict(self.progress)))
@@ -123,24 +123,13 @@ class StagedScores:
                 yield from lines
 
 
-def _make_durable(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def write_output(path: str, schema: pa.Schema, tables: Iterable[pa.Table], staged: str) -> None:
     """Write `path` (.parquet or .csv) whole or not at all; `staged` is a local file that becomes it."""
-    with open(staged, "wb") as file:
-        # CSV is written row group by row group too: blocks of other sizes are the same bytes.
-        with _writer(path, file, schema) as writer:
-            for table in in_row_groups(tables, ROWS_PER_ROW_GROUP):
-                writer.write_table(table.combine_chunks())
-        _make_durable(file)
-    if storage.is_local(path):
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    storage.move_file(staged, path)
-    if storage.is_local(path):
-        storage.sync_folder(os.path.dirname(path) or ".")
+    # CSV is written row group by row group too: blocks of other sizes are the same bytes.
+    with open(staged, "wb") as file, _writer(path, file, schema) as writer:
+        for table in in_row_groups(tables, ROWS_PER_ROW_GROUP):
+            writer.write_table(table.combine_chunks())
+    atomic.publish_file(staged, path)
 
 
 def _writer(path: str, file: Any, schema: pa.Schema) -> Any:
