@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from pipeline.retraining.ledger import Record
 from pipeline.retraining.mlflow_mirror import mirror_record
@@ -39,3 +40,10 @@ def test_without_mlflow_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
     with pytest.raises(ValueError, match=names("torchrec-pipeline[mlflow]")):
         mirror_record("file:///tmp", "clicks", RECORD)
+
+
+def test_the_pinned_versions_let_the_extra_be_installed() -> None:
+    wanted = SpecifierSet("!=4.7.0,<10,>=3.7.0")  # of importlib_metadata, by mlflow-skinny 3.17.2
+    lines = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    assert wanted.contains(pins["importlib_metadata"])
