@@ -86,7 +86,7 @@ class Checkpointer:
         self._replicas = replicas
         self._is_local = storage.is_local(folder)
         self._retention = Retention(keep_last_n, keep_best_n, best_metric)
-        self._ranks = Ranks(context)
+        self._ranks = Ranks(context, own_group=asynchronous)
         self._steps = step_folders(folder, staging)
         self._writer = StepWriter(self._steps, self._ranks, self._retention, fence)
         self._planner = ShardPlanner(context, self._ranks.group)
@@ -137,6 +137,11 @@ class Checkpointer:
         in_flight.wait()
         if (waited := time.monotonic() - began) > 0.1:
             logger.info("waited %.1f s for step %d to be saved", waited, in_flight.step)
+
+    def close(self) -> None:
+        """Wait for the save in flight and let the process group go. Raises CheckpointError when that save failed."""
+        self.wait()
+        self._ranks.close()
 
     def check_free_space(self, num_saves: int | None = None) -> None:
         """Raises CheckpointError, with numbers, where the steps to be kept and one attempt do not fit.

@@ -1,4 +1,4 @@
-"""Turn what each rank found into one answer on all: a failure of one is raised on every rank, so none waits for it."""
+"""Agree on results and failures across ranks: what one rank raises is raised on every rank, so none waits for it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,26 @@ GROUP_TIMEOUT = timedelta(hours=2)
 Value = TypeVar("Value")
 
 
-class Ranks:
-    """Collectives over a gloo group of their own: saves go on beside training's collectives and wait for disks."""
+_shared: tuple[Any, dist.ProcessGroup] | None = None  # the default group that it was made beside, and the shared one
 
-    def __init__(self, context: DistributedContext) -> None:
+
+class Ranks:
+    """Collectives over a gloo group beside training's, for saves wait for disks.
+
+    A group has threads and connections of its own, so a process shares one among all of its checkpoints. `own_group`: for
+    saves in a thread, whose collectives run beside those of other checkpoints; close() destroys it.
+    """
+
+    def __init__(self, context: DistributedContext, own_group: bool = False) -> None:
         """Collective."""
-        self.context = context
-        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        self.context, self._owns_group = context, own_group
+        self.group: dist.ProcessGroup = _new_group() if own_group else _shared_group()
+
+    def close(self) -> None:
+        """Nothing may be agreed on any more, unless the group is shared."""
+        if self._owns_group:
+            self._owns_group = False
+            dist.destroy_process_group(self.group)
 
     def from_main(self, compute: Callable[[], Value]) -> Value:
         """What rank 0 computes, on every rank. Raises there and here what it raises."""
@@ -75,3 +88,15 @@ class Ranks:
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
+
+
+def _new_group() -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+
+
+def _shared_group() -> dist.ProcessGroup:
+    """Collective, the first time after a process has joined its default group."""
+    global _shared
+    if _shared is None or _shared[0] is not dist.group.WORLD:
+        _shared = (dist.group.WORLD, _new_group())
+    return _shared[1]

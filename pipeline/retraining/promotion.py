@@ -18,8 +18,11 @@ from pipeline.retraining.ledger import ADDED, PROMOTED, Ledger, Record
 from pipeline.retraining.registry import ARTIFACT, Pointer, Registry, RegistryError, Version, timestamp
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.lease import Lease, RunFolderHeldError, take_lease
 from pipeline.runtime.storage.manifest import MANIFEST as ARTIFACT_MANIFEST
 from pipeline.runtime.storage.manifest import read_sealed
+
+LEASE_TTL_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,12 @@ def lineage_of(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def promote(registry: Registry, ledger: Ledger, candidate: Candidate, keep: int, fence: Callable[[], None]) -> Record:
+def promote(
+    registry: Registry, ledger: Ledger, candidate: Candidate, keep: int | None, fence: Callable[[], None]
+) -> Record:
     """The ledger's record. `fence` raises where this process may commit no more.
+
+    keep: of the newest versions; None removes nothing, which is the tick's business that holds the registry's lease.
 
     Raises:
         PinnedError, RegistryError: the champion is no longer the one that the candidate was held to.
@@ -118,13 +125,14 @@ def promote(registry: Registry, ledger: Ledger, candidate: Candidate, keep: int,
     if version is None:
         fence()
         files = candidate.run.files() | candidate.extra
-        version = registry.publish(registry.next_name(), files, lineage_of(candidate))
+        version = registry.publish(registry.next_name(), files, lineage_of(candidate), fence)
     candidate.check(version)
     fence()
     registry.promote(version, candidate.expected)
     record = complete(registry, ledger)
     assert record is not None
-    registry.prune(keep)
+    if keep is not None:
+        registry.prune(keep)
     return record
 
 
@@ -145,14 +153,28 @@ def complete(registry: Registry, ledger: Ledger) -> Record | None:
 
 
 def add_run(registry: Registry, ledger: Ledger, folder: str) -> Record:
-    """Make a run the first champion, ungated. Raises RegistryError where there is a champion."""
+    """Make a run the first champion, ungated. Raises RegistryError where there is a champion, or a tick at work."""
+    lease: Lease | None = None
+    try:
+        if storage.is_local(registry.path):
+            lease = take_lease(registry.path, LEASE_TTL_S)
+        return _add_run(registry, ledger, folder, lease.check if lease else lambda: None)
+    except RunFolderHeldError as error:
+        raise RegistryError(f"nothing is added, a tick of retrain is at work: {error}") from None
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _add_run(registry: Registry, ledger: Ledger, folder: str, fence: Callable[[], None]) -> Record:
     if (pointer := registry.pointer()) is not None:
         raise RegistryError(
             f"{registry.path} has a champion, {pointer.version}: what comes after it must pass retrain's gate"
         )
     run = finished_run(folder)
     record = Record(ADDED, reasons=[f"from {os.path.abspath(folder)}"], metrics=_validation(folder))
-    return promote(registry, ledger, Candidate(run, f"add {run.checkpoint}", record, None, {}), 2, lambda: None)
+    # Nothing is removed: in an object store, which has no lease, a tick may be publishing.
+    return promote(registry, ledger, Candidate(run, f"add {run.checkpoint}", record, None, {}), None, fence)
 
 
 def _validation(folder: str) -> dict[str, Any]:

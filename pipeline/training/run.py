@@ -147,6 +147,7 @@ def _train(
         profiler=StepProfiler(*profiled_steps(job.profile), f"{job.run_dir}/profile", context) if job.profile else None,
     )
     result = trainer.fit(restored)
+    checkpointer.close()
     summary = _summarize(job, checkpointer, result, dataset, savings)
     if writer:
         writer.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.retention import Retention, measured_metric
@@ -61,3 +62,26 @@ def _purges_beside_damage(rank: int, folder: str) -> list[int]:
 
 def test_a_good_step_stays_while_a_later_one_is_damaged(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(1, _purges_beside_damage, str(tmp_path)) == [[1, 2, 3]]
+
+
+def _counts_groups(rank: int, folder: str) -> list[int]:
+    """Process groups after each of: one checkpointer, three more, one that saves in a thread, its close()."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    _, model, optimizer, context = build_sharded(dict.fromkeys("abcd", "row_wise"))
+    Checkpointer(folder, model, optimizer, context).save(1)
+    counts = [len(groups)]
+    for step in (2, 3, 4):
+        Checkpointer(folder, model, optimizer, context).save(step)
+    counts.append(len(groups))
+    beside = Checkpointer(folder, model, optimizer, context, asynchronous=True)
+    beside.save(5)
+    counts.append(len(groups))
+    beside.close()
+    return [*counts, len(groups), list_steps(folder)[-1]]
+
+
+def test_checkpointers_of_a_process_share_one_group_and_a_thread_lets_its_own_go(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    first, three_more, beside, closed, saved = ranks.run(1, _counts_groups, str(tmp_path))[0]
+    assert (three_more - first, beside - first, closed - first, saved) == (0, 1, 0, 5)

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from pipeline.retraining import promotion
 from pipeline.retraining.ledger import PROMOTED, Ledger
-from pipeline.retraining.promotion import FinishedRun, complete, files_of_artifact, promote
-from pipeline.retraining.registry import PinnedError, Registry
+from pipeline.retraining.promotion import FinishedRun, add_run, complete, files_of_artifact, promote
+from pipeline.retraining.registry import PinnedError, Registry, RegistryError
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import ChecksummedWriter, checksums_of
+from pipeline.runtime.storage.lease import take_lease
 from pipeline.runtime.storage.manifest import seal_manifest
 from tests.retraining.runs import candidate, finished
 from tests.support.messages import names
@@ -171,3 +173,22 @@ def test_an_artifact_that_changed_after_its_export_is_not_promoted(tmp_path: Pat
     with pytest.raises(DamagedError, match=names("tables/00000.rows v000001")):
         promote(Registry(path), Ledger(path), chosen, 5, lambda: None)
     assert Registry(path).pointer() is None
+
+
+@pytest.mark.parametrize("leased", [True, False], ids=["of a tick with a lease", "in a store without leases"])
+def test_adding_a_run_does_not_remove_what_a_tick_is_publishing(
+    tmp_path: Path, leased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "registry")
+    run = finished(tmp_path / "run")
+    monkeypatch.setattr(promotion, "finished_run", lambda _: run)
+    attempt = tmp_path / "registry" / "versions" / ".attempt-v000001-1234abcd"
+    attempt.mkdir(parents=True)
+    lease = take_lease(path, 60.0)
+    if leased:
+        with pytest.raises(RegistryError, match="a tick of retrain is at work"):
+            add_run(Registry(path), Ledger(path), run.folder)
+        assert Registry(path).pointer() is None
+    lease.release()
+    assert add_run(Registry(path), Ledger(path), run.folder).version == "v000001"
+    assert attempt.is_dir(), "the attempt of a tick that publishes at this moment"
