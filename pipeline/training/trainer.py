@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint.checkpointer import Checkpointer
@@ -24,6 +24,7 @@ from pipeline.runtime.logs import MetricsWriter, Progress, get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
 from pipeline.sharding.torchrec.embedding_sync import TableReplicas
+from pipeline.sharding.torchrec.sharder import ClockedSparseDist
 from pipeline.training.evaluation import evaluate_model
 from pipeline.training.hooks.early_stop import EarlyStop
 from pipeline.training.hooks.profile import StepProfiler
@@ -33,7 +34,7 @@ from pipeline.training.hooks.throughput import StepLog
 from pipeline.training.input_watch import InputWatch
 from pipeline.training.step_optimizer import StepOptimizer
 
-PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
+PIPELINES = {"sparse_dist": ClockedSparseDist, "base": TrainPipelineBase}
 logger = get_logger(__name__)
 
 
@@ -241,7 +242,7 @@ class Trainer:
 
     def _make_pipeline(self) -> Any:
         kind = PIPELINES[self._config.pipeline_of(self._context.world_size, self._context.device.type)]
-        extra = {"execute_all_batches": True} if kind is TrainPipelineSparseDist else {}
+        extra = {"execute_all_batches": True} if kind is ClockedSparseDist else {}
         self._model.train()
         return kind(self._model, self._optimizer, self._context.device, **extra)
 

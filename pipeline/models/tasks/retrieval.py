@@ -22,6 +22,7 @@ from pipeline.models.tasks.retrieval_metrics import RetrievalLossWindow, Retriev
 from pipeline.models.tasks.task import Measure
 from pipeline.models.user_item import TwoTowerConfig
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.sharding.collectives.comms_wait import waiting
 
 NO_ITEM = -1  # of padding and quarantined rows
 
@@ -155,14 +156,15 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         everyone = mine.new_empty(dist.get_world_size() * len(mine), *mine.shape[1:])
-        # Not waited for inside the call: the log's clock for collectives sees a wait in Python.
-        dist.all_gather_into_tensor(everyone, mine.contiguous(), async_op=True).wait()  # type: ignore[union-attr]
+        with waiting():
+            dist.all_gather_into_tensor(everyone, mine.contiguous())
         return everyone
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         mine = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(mine, gradient.contiguous(), async_op=True).wait()  # type: ignore[union-attr]
+        with waiting():
+            dist.reduce_scatter_tensor(mine, gradient.contiguous())
         return mine
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeline.sharding.collectives.comms_wait import working
 from pipeline.sharding.collectives.host_exchange import HostExchange
 
 BROADCAST_BYTES = 25 << 20  # at once
@@ -45,10 +46,11 @@ class GradientAverage:
     @torch.no_grad()
     def _average(self) -> None:
         self._is_queued = False
-        for block in self._blocks:
-            block.gather()
-            block.flat.div_(self._exchange.world_size)
-            self._exchange.all_reduce(block.channel, block.flat)
+        with working():  # the exchange counts its own waits
+            for block in self._blocks:
+                block.gather()
+                block.flat.div_(self._exchange.world_size)
+                self._exchange.all_reduce(block.channel, block.flat)
 
 
 class _Block:

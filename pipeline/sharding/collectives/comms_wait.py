@@ -1,84 +1,149 @@
-"""Turn a rank's waits for collectives into seconds, for the share of a step that the log tells.
+"""Measure the seconds that a rank's training thread spends waiting for collectives: the log's `comms %`.
 
-A rank blocks in three places. TorchRec and our own code wait in Python, in gloo's `Work.wait`, which is given a clock, and
-for the other ranks of a host in pipeline.sharding.collectives.host_exchange, which has one.
-DDP waits in C++, at the end of backward: autograd runs what was queued for then in the order in which it was queued,
-so a clock is started by what the loss's gradient queues, before DDP does, and stopped by what that queues in turn.
-DDP's copy of the averaged gradients falls into that time. A rank that waits for a slower one is in a collective too.
-On nccl no rank blocks: the device's streams wait, which a clock on the host does not see.
+Nothing of torch's is replaced. The clock runs at the points where a step can block on other ranks:
+
+- the exchange of splits and ids: in ClockedSparseDist where a train pipeline runs, in ShardedTables.forward elsewhere;
+- pooled embeddings: each output awaitable in forward, and in backward the autograd node that waits for their gradients;
+- gradients under DistributedDataParallel: from the moment when backward has nothing left to compute to its end;
+- ranks of one host that exchange through memory: the wait for another rank's note (host_exchange);
+- the few collectives that our own modules call in a step, such as the loss's flags.
+
+Waiting for a slower rank counts: it is spent in a collective. So do the copies that TorchRec and DDP make between the wait
+and the end of the call, of what gloo has brought. Saves, evaluations and threads other than the training thread do not
+count. On nccl no rank blocks: the device's streams wait, which a clock on the host cannot see.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from pipeline.sharding.collectives.host_exchange import current
+if TYPE_CHECKING:
+    from torchrec.distributed.types import Awaitable
 
 MEASURED_BACKENDS = ("gloo",)
+REQUEST_NODES = "_ReqBackward"  # torchrec.distributed.comm_ops: All2All_Pooled_Req, ReduceScatter_Req, ...
+MOST_NODES = 64  # between an awaitable's result and its request there are two to five
 
 
 class CommsWait:
-    """`seconds` that this rank has spent blocked in collectives, on the thread that made this object, while clocked."""
+    """`seconds` that this rank has waited for collectives, on the thread that made this object, while clocked."""
 
     def __init__(self) -> None:
-        self._clocked = self._on_host = 0.0
-        self._thread = threading.get_ident()  # checkpoints and evaluations may have threads, and groups, of their own
-        self._began = self._on_host_then = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self._clocked + self._on_host
+        self.seconds = 0.0
+        self.thread = threading.get_ident()  # checkpoints and evaluations may have threads, and groups, of their own
+        self._is_running, self._since = False, 0.0
 
     @contextmanager
     def clocked(self, loss: nn.Module) -> Iterator[None]:
-        """Clock every `Work.wait` of the process, and DDP's wait in the backward of what `loss` returns first."""
-        original: Any = dist.Work.wait
-
-        def wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return original(work, *arguments, **keywords)
-            began = time.perf_counter()
-            try:
-                return original(work, *arguments, **keywords)
-            finally:
-                self._clocked += time.perf_counter() - began
-
-        exchange = current()
-        if exchange is not None:
-            exchange.on_wait = self._add_on_host
+        """Run the clock while this rank waits, DDP's wait in the backward of what `loss` returns first included."""
+        global _clock
         hook = loss.register_forward_hook(self._clock_backward)
-        dist.Work.wait = wait  # type: ignore[assignment,method-assign]
+        before, _clock = _clock, self
         try:
             yield
         finally:
-            dist.Work.wait = original  # type: ignore[method-assign]
+            _clock = before
             hook.remove()
-            if exchange is not None:
-                exchange.on_wait = None
 
-    def _add_on_host(self, seconds: float) -> None:
-        self._on_host += seconds
+    def switch(self, on: bool) -> bool:
+        """Start or stop; whether the clock was running before."""
+        now = time.perf_counter()
+        if self._is_running:
+            self.seconds += now - self._since
+        was_running, self._is_running, self._since = self._is_running, on, now
+        return was_running
 
     def _clock_backward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        # Autograd runs what was queued for the end of backward in the order in which it was queued, so the clock is started
+        # by what the loss's gradient queues, before DDP does, and stopped by what that queues in turn.
         loss = outputs[0]
         if loss.requires_grad:
             loss.register_hook(lambda gradient: _at_the_end_of_backward(self._begin))
 
     def _begin(self) -> None:
-        self._began, self._on_host_then = time.perf_counter(), self._on_host
-        _at_the_end_of_backward(self._end)  # behind DDP's
-
-    def _end(self) -> None:
-        self._clocked += time.perf_counter() - self._began - (self._on_host - self._on_host_then)
+        self.switch(True)
+        _at_the_end_of_backward(lambda: self.switch(False))  # behind DDP's
 
 
-def _at_the_end_of_backward(call: Any) -> None:
+_clock: CommsWait | None = None
+
+
+def _current() -> CommsWait | None:
+    return _clock if _clock is not None and _clock.thread == threading.get_ident() else None
+
+
+def waiting() -> AbstractContextManager[None]:
+    """What is done in this context is waiting for other ranks, but for what an inner `working()` takes out."""
+    return _switched(True)
+
+
+def working() -> AbstractContextManager[None]:
+    """What is done in this context is the rank's own work, whoever waits for its result."""
+    return _switched(False)
+
+
+def _switched(on: bool) -> AbstractContextManager[None]:
+    clock = _current()
+    return nullcontext() if clock is None else _Switched(clock, on)
+
+
+class _Switched(AbstractContextManager[None]):
+    def __init__(self, clock: CommsWait, on: bool) -> None:
+        self._clock, self._on, self._before = clock, on, False
+
+    def __enter__(self) -> None:
+        self._before = self._clock.switch(self._on)
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.switch(self._before)
+
+
+def clock_awaitable(awaitable: Awaitable[Any]) -> None:
+    """Let a pooled embeddings' awaitable count its wait, and in backward the wait for their gradients."""
+    if _current() is None:
+        return
+    wait_impl: Callable[[], Any] = awaitable._wait_impl
+
+    def clocked_wait() -> Any:
+        with waiting():
+            result = wait_impl()
+        if isinstance(result, torch.Tensor) and result.grad_fn is not None:
+            _clock_requests(result.grad_fn)
+        return result
+
+    awaitable._wait_impl = clocked_wait  # type: ignore[method-assign]  # of this awaitable alone, which lives for one batch
+
+
+def _clock_requests(last: torch.autograd.graph.Node) -> None:
+    """Clock the backward of TorchRec's requests that lie behind `last`: it begins by waiting for the gradients."""
+    nodes, seen = [last], {last}
+    while nodes and len(seen) < MOST_NODES:
+        node = nodes.pop()
+        if node.name().endswith(REQUEST_NODES):
+            node.register_prehook(_start)
+            node.register_hook(_stop)
+            continue
+        behind = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        nodes += behind
+        seen.update(behind)
+
+
+def _start(gradients: Any) -> None:
+    if clock := _current():
+        clock.switch(True)
+
+
+def _stop(gradients: Any, received: Any) -> None:
+    if clock := _current():
+        clock.switch(False)
+
+
+def _at_the_end_of_backward(call: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[no-untyped-call]

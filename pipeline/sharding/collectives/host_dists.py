@@ -20,6 +20,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
+from pipeline.sharding.collectives.comms_wait import working
 from pipeline.sharding.collectives.host_exchange import HostExchange
 
 COUNT_DTYPE = torch.int64
@@ -75,6 +76,10 @@ class _Sent(Awaitable[Awaitable[KeyedJaggedTensor]]):
         self._number = exchange.post(channel, parts)
 
     def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
+        with working():  # the exchange counts its own waits
+            return self._read()
+
+    def _read(self) -> Awaitable[KeyedJaggedTensor]:
         num_features = len(self._keys)
         lengths, values, weights, strides = [], [], [], []
         for message in self._exchange.take(self._channel, self._number):
@@ -164,7 +169,8 @@ class _Pooled(Awaitable[torch.Tensor]):
         self._sent = _Send.apply(pooled, way)  # type: ignore[no-untyped-call]
 
     def _wait_impl(self) -> torch.Tensor:
-        return _Receive.apply(self._sent, self._way)  # type: ignore[no-any-return,no-untyped-call]
+        with working():
+            return _Receive.apply(self._sent, self._way)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Send(torch.autograd.Function):

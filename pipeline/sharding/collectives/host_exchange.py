@@ -15,8 +15,7 @@ import mmap
 import os
 import socket
 import struct
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.sharding.collectives.comms_wait import waiting
 
 MOST_RANKS = 8  # every rank reads what every other has written: beyond, a ring moves fewer bytes
 JOIN_S = 30.0
@@ -44,7 +44,6 @@ class HostExchange:
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], files: dict[int, int]) -> None:
         self.rank, self.world_size = rank, len(files)
-        self.on_wait: Callable[[float], None] | None = None  # told the seconds that each wait for a note took
         self._sockets, self._files = sockets, files
         self._slots: dict[tuple[int, int], _Slot] = {}  # by owner and place
         self._posted = [0, 0]  # by channel
@@ -133,16 +132,13 @@ class HostExchange:
         return note
 
     def _receive(self, other: int) -> None:
-        began = time.perf_counter()
         try:
-            note = self._sockets[other].recv(NOTE.size)
+            with waiting():
+                note = self._sockets[other].recv(NOTE.size)
         except BlockingIOError as error:
             raise RuntimeError(f"rank {other} has been silent for longer than comms.timeout_s allows") from error
         except ConnectionError as error:
             raise RuntimeError(f"rank {other} has left: {error}") from error
-        finally:
-            if self.on_wait is not None:
-                self.on_wait(time.perf_counter() - began)
         if not note:
             raise RuntimeError(f"rank {other} has left: connection closed by peer")
         channel, number, begin, size = NOTE.unpack(note)
@@ -212,7 +208,8 @@ def all_reduce(tensor: torch.Tensor) -> None:
     if exchange is not None and tensor.device.type == "cpu":
         exchange.all_reduce(FLAGS, tensor)
     else:
-        dist.all_reduce(tensor)
+        with waiting():
+            dist.all_reduce(tensor)
 
 
 def connect(context: DistributedContext, timeout_s: float) -> HostExchange | None:

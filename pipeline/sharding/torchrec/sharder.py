@@ -5,7 +5,7 @@ Each trap below was seen on torchrec 1.8; all but the optimizer ones concern eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torchrec.distributed.embeddingbag import (
 )
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.train_pipeline import TrainPipelineContext, TrainPipelineSparseDist
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -28,6 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.runtime.errors import ShardingError
+from pipeline.sharding.collectives.comms_wait import clock_awaitable, waiting
 from pipeline.sharding.collectives.host_dists import exchange_on_host
 from pipeline.sharding.collectives.host_exchange import HostExchange
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables
@@ -68,7 +70,11 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         lookup = self.lookup_here
         # The first batch is TorchRec's: it checks names and ids.
         if lookup is None or self._has_uninitialized_input_dist or not self._fits(features):
-            return super().forward(features)
+            context = self.create_context()
+            splits = self.input_dist(context, features)
+            with waiting():
+                ids = splits.wait().wait()
+            return self.compute_and_output_dist(context, ids)
         _check_dtypes(features)
         rows = lookup(features.values(), features.offsets())
         return KeyedTensor(self._embedding_names, self._embedding_dims, rows)
@@ -131,9 +137,29 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         if self.managed:
             input = KJTList([self.managed.remap(features, self.training) for features in input])
         pooled = super().compute_and_output_dist(ctx, input)
+        for part in pooled._awaitables:  # of each sharding
+            clock_awaitable(part)
         if self._order is None or type(pooled) is not EmbeddingBagCollectionAwaitable or pooled.callbacks:
             return pooled  # a divisor of means goes by TorchRec's order
         return InOrder(pooled, self._order)
+
+
+class ClockedSparseDist(TrainPipelineSparseDist[Any, Any]):
+    """TorchRec's train pipeline, with its waits for splits and ids on the clock of comms_wait."""
+
+    def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
+        with waiting():
+            super().wait_sparse_data_dist(context)
+        for request in context.input_dist_tensors_requests.values():
+            request.wait = _clocked(request.wait)  # type: ignore[method-assign]
+
+
+def _clocked(wait: Callable[[], Any]) -> Callable[[], Any]:
+    def clocked() -> Any:
+        with waiting():
+            return wait()
+
+    return clocked
 
 
 class _Unaveraged(nn.Module):

@@ -23,6 +23,7 @@ from torchrec.distributed.types import Awaitable, NoWait, QuantizedCommCodec, Qu
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.runtime.errors import ShardingError
+from pipeline.sharding.collectives.comms_wait import waiting
 
 
 def accept_uneven_batches(lookups: Iterable[nn.Module]) -> None:
@@ -192,6 +193,7 @@ def _exchange(
 ) -> torch.Tensor:
     encoded = codec.encode(values) if codec else values
     arrived = encoded.new_empty(sum(received))
-    dist.all_to_all_single(arrived, encoded.contiguous(), received, sent, group=group)
+    with waiting():
+        dist.all_to_all_single(arrived, encoded.contiguous(), received, sent, group=group)
     decoded: torch.Tensor = codec.decode(arrived) if codec else arrived
     return decoded
