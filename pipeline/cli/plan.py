@@ -26,6 +26,7 @@ from pipeline.embeddings.table import Table
 from pipeline.planner.head_rows import choose_heads
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.logs import configure_logging, get_logger
+from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.preflight import check_resolved, load_or_describe
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def resolve(job: PlanJob) -> ResolvedJob:
 
 def build_request(resolved: ResolvedJob) -> PlanRequest:
     """The model on meta, its tables and hardware."""
+    if resolved.job.sharding.allow_untested_versions:
+        allow_untested_versions()
     from pipeline.planner.constraints import TableOptimizer
     from pipeline.planner.hardware import resolve_hardware
     from pipeline.planner.planner import PlanRequest

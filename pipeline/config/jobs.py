@@ -24,6 +24,7 @@ from pipeline.config.training import (
     OptimizerConfig,
     ParallelConfig,
     ScheduleConfig,
+    ShardingConfig,
     TrainerConfig,
     profiled_steps,
 )
@@ -93,6 +94,7 @@ class TrainJob(Job):
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     comms: CommsConfig = field(default_factory=CommsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: WarmStartConfig | None = None  # first weights from another run
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

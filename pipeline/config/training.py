@@ -129,6 +129,20 @@ class CommsConfig:
         check_at_least("comms.timeout_s", self.timeout_s, 1)  # the process groups count whole seconds
 
 
+@dataclass
+class ShardingConfig:
+    """How much of TorchRec and FBGEMM is replaced, and whether versions that this was not written for may run.
+
+    fast_cpu: on CPU, table lookups and updates, the id exchange of one rank, the exchange of ranks of one host (where
+    comms.shared_memory asks for it), gradient averaging, the order of pooled features, replicated tables' updates, DLRM's
+    activations and dot products, and the allocator's thresholds are this package's own. False runs all of that by TorchRec,
+    FBGEMM, gloo and DDP as they are: slower, the same losses up to rounding, to tell whose fault something is.
+    """
+
+    fast_cpu: bool = True
+    allow_untested_versions: bool = False  # of torch, torchrec and fbgemm: silent errors are then possible
+
+
 EMBEDDING_SYNCS = ("every_step", "every_<n>_steps", "never")
 
 

@@ -17,6 +17,7 @@ from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
+from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.run import SUMMARY, describe_quality, describe_run
 from pipeline.training.run_state import checkpoint_folder
 
@@ -42,6 +43,9 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     Raises:
         TrainingError: the run folder holds no run, or no such step; or the data are not those of the run.
     """
+    trained = load_trained_job(job)
+    if trained.sharding.allow_untested_versions:
+        allow_untested_versions()
     # Imported here, for a typo in the command line must fail before torch is loaded.
     with none_while_importing():
         from pipeline.checkpoint.checkpointer import Checkpointer
@@ -54,7 +58,6 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.training.evaluation import evaluate_model
         from pipeline.training.input_watch import on_all_ranks
 
-    trained = load_trained_job(job)
     watchdog.use(trained.trainer.limits())
     context = init_distributed(trained.comms.backend, trained.comms.timeout_s)
     watchdog.beat(phase="loading")

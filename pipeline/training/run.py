@@ -22,6 +22,7 @@ from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.exit_codes import REQUEUE
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
+from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.run_state import (
     describe_data_order,
     describe_job,
@@ -75,6 +76,8 @@ def train(job: TrainJob) -> TrainSummary:
         from pipeline.runtime.process.distributed import describe_threads, init_distributed
         from pipeline.runtime.storage.run_folder import take_run_folder
 
+    if job.sharding.allow_untested_versions:
+        allow_untested_versions()
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
     if job.world_size != context.world_size:
         raise TrainingError(
@@ -119,7 +122,7 @@ def _train(
     reader, validation_reader = (
         on_all_ranks(partial(open_reader, resolved, split, context), context) for split in ("train", "validation")
     )
-    if context.device.type == "cpu":
+    if context.device.type == "cpu" and job.sharding.fast_cpu:
         keep_freed_memory()
     memory = MemoryWatch(context)
     assembly = assemble(resolved, context)

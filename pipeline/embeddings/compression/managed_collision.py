@@ -20,6 +20,7 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_choice
 
 MANAGED = "managed"
 POLICIES = ("lfu", "lru", "distance_lfu")
+STATE = "managed_rows"  # of the maps, in the keys of a checkpoint
 IDS_A_BUCKET = 1 << 48  # hashes within a bucket: two of a billion ids fall on one with odds of 1 in 5,000 at 8 buckets
 SHARDING_TYPES = ("row_wise", "table_wise")  # a rank has the whole of a row, and no other rank has it
 

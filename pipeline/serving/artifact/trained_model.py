@@ -11,6 +11,7 @@ from torch import nn
 
 from pipeline.checkpoint.tables import MODEL, StoredTable, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
+from pipeline.embeddings.compression.managed_collision import STATE
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import CheckpointError
@@ -18,7 +19,6 @@ from pipeline.serving.artifact.composed import ComposedTables, composed_in
 from pipeline.serving.artifact.dense_export import Layers, take_collection
 from pipeline.serving.artifact.row_maps import RowMap, row_map
 from pipeline.serving.scoring.lookup import ServedFeature
-from pipeline.sharding.torchrec.managed_collision import STATE
 
 INNER = f"{MODEL}model."  # keys of the model inside the task
 

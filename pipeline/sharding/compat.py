@@ -1,0 +1,193 @@
+"""Refuse versions of torch, torchrec and fbgemm that this room was not written for, and list what it uses of their insides.
+
+TorchRec and FBGEMM promise nothing about the names below, and a renamed one may be silent: an attribute that is set but no
+longer read, a method that is overridden but no longer called. So pipeline.sharding.torchrec checks the versions when it is
+imported, and tests/sharding/test_private_names.py holds each name, with its parameters, to what is installed.
+
+Nothing but WRITTEN_FOR is allowed by default. torch 2.11 with torchrec 1.6 trained with the first version of the package
+only: what came after (checkpoint repair, kernels, compressed tables, export) was never run there, and torch 2.12 not at all.
+Who knows better says sharding.allow_untested_versions=true, and should run the tests first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from pipeline.runtime.errors import ShardingError
+
+WRITTEN_FOR = {"torch": "2.13", "torchrec": "1.8", "fbgemm": "1.8"}
+DISTRIBUTIONS = {"fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu")}  # whichever is there; the others go by their own name
+
+
+class VersionError(ShardingError):
+    """torch, torchrec or fbgemm is missing, or of a version that pipeline.sharding was not written for."""
+
+    code = "version"
+
+
+_are_untested_allowed = False
+
+
+def allow_untested_versions() -> None:
+    """For the rest of this process; called before pipeline.sharding.torchrec is imported."""
+    global _are_untested_allowed
+    _are_untested_allowed = True
+
+
+def check_versions() -> None:
+    """Raises VersionError for the first library of another version than the one written for, and where one is missing."""
+    for name, wanted in WRITTEN_FOR.items():
+        found = _installed(name)
+        if found is None:
+            raise VersionError(f"{name} is not installed; {_how_to_install()}")
+        if not _are_untested_allowed and found.split(".")[:2] != wanted.split("."):
+            raise VersionError(
+                f"{name} {found} is installed, and tables are sharded by internals of {name} {wanted}; {_how_to_install()}, "
+                "or accept silent errors with sharding.allow_untested_versions=true"
+            )
+
+
+def _installed(name: str) -> str | None:
+    for distribution in DISTRIBUTIONS.get(name, (name,)):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _how_to_install() -> str:
+    torch, torchrec, fbgemm = (f"{wanted}.0" for wanted in WRITTEN_FOR.values())
+    return f"install torch=={torch}, fbgemm-gpu-cpu=={fbgemm} (fbgemm-gpu on GPUs) and torchrec=={torchrec} (`make install`)"
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """`owner` is "module" or "module:Class"; `parameters` are those of a method or function, None for an attribute.
+
+    `used_by` are the files that would have to be looked at when the name changes, below pipeline/.
+    """
+
+    owner: str
+    name: str
+    used_by: tuple[str, ...]
+    parameters: tuple[str, ...] | None = None
+
+
+def _names(owner: str, used_by: str, *names: str) -> list[PrivateName]:
+    """Attributes; `used_by` lists files, with spaces between them."""
+    return [PrivateName(owner, name, tuple(used_by.split())) for name in names]
+
+
+def _call(owner: str, used_by: str, name: str, parameters: str) -> PrivateName:
+    return PrivateName(owner, name, tuple(used_by.split()), tuple(parameters.split()))
+
+
+TORCHREC = "torchrec.distributed"
+COLLECTION = f"{TORCHREC}.embeddingbag:ShardedEmbeddingBagCollection"
+LOOKUP = "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen"
+MCH = "torchrec.modules.mc_modules:MCHManagedCollisionModule"
+AWAITABLE = f"{TORCHREC}.embeddingbag:EmbeddingBagCollectionAwaitable"
+SLICE = f"{TORCHREC}.composable.table_batched_embedding_slice:TableBatchedEmbeddingSlice"
+ENUMERATOR = f"{TORCHREC}.planner.enumerators:EmbeddingEnumerator"
+IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
+SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
+SHARDER, CPU_TABLES = "sharding/torchrec/sharder.py", "sharding/torchrec/cpu_tables.py"
+HOST_DISTS, MANAGED = "sharding/collectives/host_dists.py", "sharding/torchrec/managed_collision.py"
+ORDER, VARIABLE = "sharding/torchrec/feature_order.py", "sharding/torchrec/variable_batches.py"
+SYNC, ESTIMATOR = "sharding/torchrec/embedding_sync.py", "planner/estimator.py"
+COMMS_WAIT, AVERAGING = "sharding/collectives/comms_wait.py", "sharding/collectives/averaging.py"
+
+PRIVATE_NAMES: list[PrivateName] = [
+    # FBGEMM's lookup on CPU: public attributes by name, its inside by nature.
+    *_names(LOOKUP, CPU_TABLES, "weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets", "rows_per_table",
+            "D_offsets", "feature_table_map", "step", "optimizer_args", "use_cpu", "optimizer", "weights_precision",
+            "output_dtype", "pooling_mode"),
+    _call(LOOKUP, CPU_TABLES, "forward", "self indices offsets per_sample_weights feature_requires_grad batch_size_per_feature_per_rank "
+          "total_unique_indices hash_zch_identities hash_zch_runtime_meta vbe_output vbe_output_offsets"),
+    _call(LOOKUP, CPU_TABLES, "prepare_inputs", "self indices offsets per_sample_weights batch_size_per_feature_per_rank "
+          "force_cast_input_types prefetch_pipeline vbe_output vbe_output_offsets"),
+    _call(LOOKUP, CPU_TABLES, "get_learning_rate", "self"),
+    # TorchRec's sharded collection.
+    *_names(COLLECTION, f"{SHARDER} {HOST_DISTS}", "_input_dists", "_output_dists"),
+    *_names(COLLECTION, f"{SHARDER} {CPU_TABLES} {MANAGED}", "_lookups"),
+    *_names(COLLECTION, f"{SHARDER} {ORDER}", "_embedding_shardings", "_embedding_dims"),
+    *_names(COLLECTION, f"{SHARDER} {ORDER} models/layers/dlrm.py", "_embedding_names"),
+    *_names(COLLECTION, f"{ORDER} sharding/torchrec/table_init.py", "_embedding_bag_configs"),
+    *_names(COLLECTION, SHARDER, "_env", "_device", "_sharding_types", "_has_uninitialized_input_dist",
+            "_free_features_storage_early", "_has_mean_pooling_callback", "_pooling_type_to_rs_features"),
+    _call(COLLECTION, SHARDER, "_create_input_dist", "self input_feature_names"),
+    _call(COLLECTION, SHARDER, "init_data_parallel", "self"),
+    _call(COLLECTION, SHARDER, "input_dist", "self ctx features"),
+    _call(COLLECTION, SHARDER, "compute_and_output_dist", "self ctx input"),
+    *_names(AWAITABLE, f"{SHARDER} {ORDER}", "_awaitables"),
+    *_names(AWAITABLE, ORDER, "_embedding_dims", "_embedding_names"),
+    _call(AWAITABLE, ORDER, "_wait_impl", "self"),
+    _call(f"{TORCHREC}.types:Awaitable", f"{COMMS_WAIT} {HOST_DISTS}", "_wait_impl", "self"),
+    _call(f"{TORCHREC}.train_pipeline:TrainPipelineSparseDist", SHARDER, "wait_sparse_data_dist", "self context"),
+    *_names(f"{TORCHREC}.train_pipeline:TrainPipelineContext", SHARDER, "input_dist_tensors_requests"),
+    *[PrivateName(f"{TORCHREC}.comm_ops", name, (COMMS_WAIT,))  # autograd nodes, by the end of their names
+      for name in ("All2All_Pooled_Req", "Variable_Batch_All2All_Pooled_Req", "ReduceScatterBase_Req", "ReduceScatterV_Req")],
+    # The exchanges that are replaced.
+    _call(f"{TORCHREC}.dist_data:KJTAllToAll", HOST_DISTS, "forward", "self input"),
+    *_names(f"{TORCHREC}.dist_data:KJTAllToAll", HOST_DISTS, "_splits", "_pg"),
+    *_names(f"{TORCHREC}.dist_data:KJTAllToAllTensorsAwaitable", HOST_DISTS, "_stride_per_rank"),
+    *_names(f"{TORCHREC}.sharding.tw_sharding:TwSparseFeaturesDist", HOST_DISTS, "_dist"),
+    *_names(f"{TORCHREC}.sharding.tw_sharding:TwPooledEmbeddingDist", HOST_DISTS, "_dim_sum_per_rank", "_callbacks", "_codecs"),
+    *_names(f"{TORCHREC}.sharding.rw_sharding:RwPooledEmbeddingDist", VARIABLE, "_dist", "_pg", "_codecs"),
+    _call(f"{TORCHREC}.sharding.rw_sharding:RwPooledEmbeddingDist", VARIABLE, "_create_output_dist_module", "self sharding_ctx"),
+    *_names(f"{TORCHREC}.sharding.rw_sharding:RwSparseFeaturesDist", MANAGED, "_feature_block_sizes_tensor", "_world_size"),
+    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", VARIABLE, "grouped_configs"),
+    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", MANAGED, "_emb_modules"),
+    # Managed rows: the whole inside of TorchRec's map.
+    *_names(MCH, MANAGED, "_input_history_buffer_size", "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_mch_metadata",
+            "_current_iter", "_history_accumulator", "_current_history_buffer_offset", "_history_metadata", "_zch_size",
+            "_eviction_policy"),
+    _call(MCH, MANAGED, "_match_indices", "self sorted_sequence search_values"),
+    _call(MCH, MANAGED, "_coalesce_history", "self"),
+    _call(MCH, MANAGED, "evict", "self"),
+    *_names("torchrec.sparse.jagged_tensor_validator", MANAGED, "has range"),  # the warning that is filtered, by its text
+    _call("torch.nn:Module", MANAGED, "_register_state_dict_hook", "self hook"),
+    _call("torch.nn:Module", MANAGED, "_register_load_state_dict_pre_hook", "self hook with_module"),
+    # Replication and gradients.
+    _call(f"{TORCHREC}.model_parallel:DefaultDataParallelWrapper", "sharding/torchrec/sharding.py", "_ddp_wrap",
+          "self dmp env device ddp_ignore_param_names"),
+    *_names(f"{TORCHREC}.model_parallel:DistributedModelParallel", "sharding/torchrec/sharding.py", "_dmp_wrapped_module"),
+    *_names(f"{TORCHREC}.model_parallel:DistributedModelParallel", SYNC, "_env"),
+    *_names("torch.distributed", AVERAGING, "_broadcast_coalesced"),
+    *_names("torch", AVERAGING, "_foreach_copy_"),
+    *_names("torch.autograd:Variable", f"{AVERAGING} {COMMS_WAIT}", "_execution_engine"),
+    *_names(SLICE, "sharding/torchrec/flat_update.py", "_original_tensor", "_start_offset", "_end_offset"),
+    *_names(f"{TORCHREC}.types:ShardingEnv2D", SYNC, "output_dtensor"),
+    # Optimizers on parameters.
+    _call("torch.distributed.optim", "sharding/torchrec/sparse_optimizer.py", "_apply_optimizer_in_backward",
+          "optimizer_class params optimizer_kwargs register_hook"),
+    *_names(IN_BACKWARD, f"{SHARDER} sharding/torchrec/sharding_checks.py", "_optimizer_kwargs"),
+    *_names(IN_BACKWARD, f"{ESTIMATOR} sharding/torchrec/sharding_checks.py", "_optimizer_classes"),
+    # ShardedTensor and torch.distributed.checkpoint.
+    *_names(SHARDED_TENSOR, f"{SYNC} {MANAGED} sharding/torchrec/table_init.py checkpoint/replicas.py checkpoint/tables.py",
+            "Shard", "ShardedTensor"),
+    _call(f"{SHARDED_TENSOR}:ShardedTensor", MANAGED, "_init_from_local_shards", "local_shards global_size process_group init_rrefs"),
+    _call(f"{SHARDED_TENSOR}:ShardedTensor", SYNC, "_init_from_local_shards_and_global_metadata",
+          "local_shards sharded_tensor_metadata process_group init_rrefs sharding_spec"),
+    *_names(f"{SHARDED_TENSOR}:ShardedTensor", SYNC, "_process_group"),
+    *_names("torch.distributed._shard.metadata", MANAGED, "ShardMetadata"),
+    *_names("torch.distributed._shard.sharding_spec", "planner/planfile.py", "EnumerableShardingSpec", "ShardMetadata"),
+    *_names("torch.distributed.remote_device", SYNC, "_remote_device"),
+    *_names("torch.distributed.checkpoint.filesystem", "checkpoint/shards.py checkpoint/metadata.py", "_StorageInfo"),
+    _call("torch.distributed.checkpoint.filesystem:FileSystemReader", "checkpoint/tensors.py checkpoint/metadata.py", "_slice_file",
+          "self file sinfo"),
+    *_names("torch.serialization", "checkpoint/metadata.py", "_get_layout"),
+    *_names("torch._subclasses.fake_tensor", "checkpoint/tensors.py", "FakeTensorMode"),
+    *_names("torch", "checkpoint/tensors.py", "_C"),
+    # TorchRec's planner.
+    *_names(f"{TORCHREC}.planner.planners:EmbeddingShardingPlanner", "planner/planner.py", "_best_plan"),
+    *_names(ENUMERATOR, ESTIMATOR, "_sharder_map", "_sharder_data_map", "_last_stored_module", "_compute_device"),
+    _call(ENUMERATOR, ESTIMATOR, "_filter_sharding_types", "self name allowed_sharding_types sharder_key"),
+    _call(ENUMERATOR, ESTIMATOR, "_filter_compute_kernels", "self name allowed_compute_kernels sharding_type"),
+    _call(ENUMERATOR, ESTIMATOR, "populate_estimates", "self sharding_options"),
+    _call(f"{TORCHREC}.planner.utils", ESTIMATOR, "build_sharder_data_map", "sharder_map"),
+    # Layers.
+    *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py", "_activation_fn"),
+]  # fmt: skip
