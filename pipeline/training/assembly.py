@@ -15,8 +15,9 @@ from pipeline.data.read.reader import ShardReader
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
-from pipeline.models.layers.dlrm import look_up_where_products_want_it
+from pipeline.models.layers.dlrm import join_lookups_to_products, use_torchrec_layers
 from pipeline.models.tasks.task import TaskModel, make_task
+from pipeline.planner.comms_precisions import check_batch_fits_comms
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware, room_for_tables
 from pipeline.planner.head_rows import choose_heads
@@ -26,7 +27,6 @@ from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.collectives.codecs import check_batch_fits_comms
 from pipeline.sharding.torchrec.embedding_sync import replicates
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
@@ -80,9 +80,12 @@ def resolve(
 def build_task(resolved: ResolvedJob) -> TaskModel:
     """The model with its loss, tables on meta, the sparse optimizer attached to them."""
     job, trainer = resolved.job, resolved.job.trainer
+    model = build_model(job.model, resolved.tables, len(resolved.dataset.dense_features), seed=trainer.seed)
+    if not job.sharding.fast_cpu:
+        use_torchrec_layers(model)
     task = make_task(
         job.model,
-        build_model(job.model, resolved.tables, len(resolved.dataset.dense_features), seed=trainer.seed),
+        model,
         resolved.tables,
         precision=trainer.precision,
         max_non_finite_in_a_row=trainer.max_non_finite_steps if trainer.non_finite_loss != "stop" else 0,
@@ -116,10 +119,17 @@ def assemble(resolved: ResolvedJob, context: DistributedContext) -> Assembly:
         num_ranks=context.local_world_size if replicated else None,
     )
     model = shard_model(
-        task, record.plan, job.comms, context, seed=job.trainer.seed, tables=plain, replicated=replicated
+        task,
+        record.plan,
+        job.comms,
+        context,
+        seed=job.trainer.seed,
+        tables=plain,
+        replicated=replicated,
+        fast_cpu=job.sharding.fast_cpu,
     )
     if context.world_size == 1 and context.device.type == "cpu":
-        look_up_where_products_want_it(model)
+        join_lookups_to_products(model)
     return Assembly(resolved.tables, task, model, record, replicated)
 
 

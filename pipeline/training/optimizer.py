@@ -100,7 +100,8 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) ->
             "SGD at 0.01; call apply_sparse_optimizer before shard_model"
         )
     tables, layers = replicated_tables(model), dense_parameters(model)
-    replicated = ReplicatedTablesOptimizer(tables, config.sparse) if tables else None
+    fast_cpu = all(sharded.fast_cpu for sharded in _sharded_tables(model))
+    replicated = ReplicatedTablesOptimizer(tables, config.sparse, fast_cpu) if tables else None
     dense = DenseOptimizer(layers, config.dense) if layers else None
     parts: list[KeyedOptimizer | None] = [model.fused_optimizer, replicated, dense]
     assert_every_parameter_has_one_optimizer(model, [part for part in parts if part is not None])

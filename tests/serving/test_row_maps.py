@@ -17,7 +17,7 @@ from pipeline.embeddings.table import ManagedRows
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.row_maps import row_map
-from pipeline.sharding.torchrec.managed_collision import ManagedTable
+from pipeline.sharding.torchrec.managed_collision import LocalTable, ManagedTable
 from tests.embeddings.compressed import as_features, table_of
 
 BUCKETS, ROWS = 4, 32
@@ -30,7 +30,7 @@ def trained(policy: str, steps: int) -> ManagedTable:
         name="m__managed", embedding_dim=4, num_embeddings=ROWS, feature_names=["f"],
         init_fn=Managed(managed, torch.zero_),
     )  # fmt: skip
-    table = ManagedTable(managed, config, 0, BUCKETS, torch.zeros(ROWS, 4), [], 0)
+    table = ManagedTable(managed, config, LocalTable(torch.zeros(ROWS, 4), [], 0), 0)
     for step in range(steps):
         table.remap(hashed(ids_of(step)), True)
     return table

@@ -13,8 +13,9 @@ from benchmarks.wiretap import Kind, wiretap
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.embeddings.table import Table
+from pipeline.planner.comms_precisions import check_batch_fits_comms, describe_comms
 from pipeline.runtime.errors import PlanError
-from pipeline.sharding.collectives.codecs import check_batch_fits_comms, describe_comms, make_codecs
+from pipeline.sharding.torchrec.sharding import make_codecs
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyTable, batches, build

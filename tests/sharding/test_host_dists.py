@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
-from pipeline.sharding.collectives.host_dists import _IdsOnHost, _PooledOnHost
+from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyTable, batches, build
@@ -52,9 +52,9 @@ def _dists(rank: int, comms: CommsConfig) -> list[tuple[str, bool]]:
     sharded = next(module for module in model.modules() if isinstance(module, ShardedTables))
     kinds = zip(sharded._sharding_types, sharded._input_dists, sharded._output_dists, strict=True)
     for _, ids, pooled in kinds:
-        assert isinstance(ids, _IdsOnHost) == isinstance(pooled, _PooledOnHost)
+        assert isinstance(ids, IdsOnHost) == isinstance(pooled, PooledOnHost)
     return [
-        (kind, isinstance(ids, _IdsOnHost))
+        (kind, isinstance(ids, IdsOnHost))
         for kind, ids in zip(sharded._sharding_types, sharded._input_dists, strict=True)
     ]
 

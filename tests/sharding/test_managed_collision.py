@@ -90,20 +90,20 @@ def rows_and_states(model: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def evictions(rank: int, kind: str, policy: str) -> dict[str, Any]:
-    """Collective: what one look through the history did to rows that changed hands, and to those that did not."""
+    """Collective: what one eviction did to the rows that another id has now, and to those that it left."""
     tables = make_tables(policy)
     model, optimizer = build(tables, kind, optimizers("rowwise_adagrad"))
-    train(model, optimizer, tables, range(3))  # an odd number: the next step looks through the history
+    train(model, optimizer, tables, range(3))  # an odd number: the next step evicts
     one = sharded_tables(model).managed._tables.get("m__managed")
     if one is None:
         train(model, optimizer, tables, range(3, 4), trend=1)
         return {}
     before, ids = rows_and_states(model), one.state["sorted_ids"].clone()
     renewed, had_state = [], []  # type: list[int], list[bool]
-    renew = one._renew
+    initialize_rows = one._initialize_rows
 
     def watched(rows: torch.Tensor, bucket: int, step: int) -> None:
-        renew(rows, bucket, step)
+        initialize_rows(rows, bucket, step)
         first = one.first_bucket * one.managed.rows_a_bucket
         for row in rows.tolist():
             weights, state = one._weight[row].clone(), one._states[0][row].clone()
@@ -113,13 +113,13 @@ def evictions(rank: int, kind: str, policy: str) -> dict[str, Any]:
             assert not torch.equal(weights, old_weights) and weights.abs().max() > 0
             had_state.append(bool(old_state > 0))
 
-    one._renew = watched  # type: ignore[method-assign]
+    one._initialize_rows = watched  # type: ignore[method-assign]
     train(model, optimizer, tables, range(3, 4), trend=1)
     changed = int((one.state["sorted_ids"] != ids).sum())
     return {"renewed": renewed, "changed": changed, "had_state": sum(had_state)}
 
 
-def test_a_row_that_changes_hands_is_drawn_anew_and_has_no_optimizer_state(ranks: RankPool) -> None:
+def test_an_evicted_row_is_initialized_anew_and_has_no_optimizer_state(ranks: RankPool) -> None:
     for world_size, kind, policy in ((2, "row_wise", "lfu"), (2, "row_wise", "lru"), (1, "table_wise", "distance_lfu")):
         found = ranks.run(world_size, evictions, kind, policy)
         renewed = [row for one in found for row in one["renewed"]]

@@ -9,7 +9,7 @@ from torchrec.distributed.dist_data import KJTAllToAll
 
 from pipeline.config.training import TrainerConfig
 from pipeline.data.read.batch import Batch
-from pipeline.models.layers.dlrm import look_up_where_products_want_it
+from pipeline.models.layers.dlrm import join_lookups_to_products
 from pipeline.models.layers.interaction import DotInteraction
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from tests.support.ranks import RankPool
@@ -31,10 +31,10 @@ def _twice(rank: int, precision: str) -> list[tuple[list[float], dict[str, torch
         task._bf16 = precision == "bf16"
         tables = _tables(model)
         if is_ours:
-            assert look_up_where_products_want_it(model) == 1
-            assert tables.lookup_here is not None and tables.lookup_here.room == 8
+            assert join_lookups_to_products(model) == 1
+            assert tables.whole_lookup is not None and tables.whole_lookup.room == 8
         else:
-            tables.lookup_here = None
+            tables.whole_lookup = None
         losses = train_steps(model, optimizer, draw_batches(0, 1, NUM_STEPS))
         found.append((losses, full_state(model)))
     return found
@@ -67,8 +67,8 @@ def _mixed(rank: int) -> tuple[bool, int, list[float]]:
     _, model, optimizer, _ = build_sharded(
         {"a": "table_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
     )
-    joined = look_up_where_products_want_it(model)
-    return _tables(model).lookup_here is None, joined, train_steps(model, optimizer, draw_batches(0, 1, NUM_STEPS))
+    joined = join_lookups_to_products(model)
+    return _tables(model).whole_lookup is None, joined, train_steps(model, optimizer, draw_batches(0, 1, NUM_STEPS))
 
 
 def test_tables_that_do_not_lie_in_one_block_train_as_before(ranks: RankPool) -> None:
@@ -80,7 +80,7 @@ def test_tables_that_do_not_lie_in_one_block_train_as_before(ranks: RankPool) ->
 
 def _wrong(rank: int) -> str:
     _, model, optimizer, _ = build_sharded(TABLE_WISE)
-    look_up_where_products_want_it(model)
+    join_lookups_to_products(model)
     batch = next(draw_batches(0, 1, 1))
     train_steps(model, optimizer, iter([batch]))
     features = batch.sparse_features
@@ -99,7 +99,7 @@ def test_ids_of_another_dtype_are_refused_there_too(ranks: RankPool) -> None:
 def _evaluated(rank: int) -> list[torch.Tensor]:
     """Logits with and without gradients, by our way."""
     _, model, _, _ = build_sharded(TABLE_WISE)
-    look_up_where_products_want_it(model)
+    join_lookups_to_products(model)
     batches = list(draw_batches(0, 1, 2))
     model.train()
     model(batches[0])

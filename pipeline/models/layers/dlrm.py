@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.models.dlrm import DLRM, DLRM_DCN, InteractionArch
 from torchrec.modules.mlp import Perceptron
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -26,8 +26,11 @@ class DotDLRM(DLRM):
         _activate_in_place(self)
         self.pooled_rows = PooledRows(names)
         self.inter_arch = DotInteraction(len(names))
+        self.is_plain = False
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        if self.is_plain:
+            return super().forward(dense_features, sparse_features)  # type: ignore[no-any-return]
         return _forward(self, dense_features, sparse_features)
 
 
@@ -38,8 +41,11 @@ class CrossDLRM(DLRM_DCN):
         super().__init__(**arguments)
         _activate_in_place(self)
         self.pooled_rows = PooledRows(self.sparse_arch.sparse_feature_names)
+        self.is_plain = False
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        if self.is_plain:
+            return super().forward(dense_features, sparse_features)  # type: ignore[no-any-return]
         return _forward(self, dense_features, sparse_features)
 
 
@@ -48,6 +54,21 @@ def _activate_in_place(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, Perceptron) and layer._activation_fn is torch.relu:
             layer._activation_fn = torch.relu_
+
+
+def use_torchrec_layers(model: nn.Module) -> None:
+    """Let each DLRM inside `model` run TorchRec's own forward, interaction and activations, to compare with.
+
+    Parameters and their names stay as they are.
+    """
+    for dlrm in model.modules():
+        if isinstance(dlrm, DotDLRM):
+            dlrm.inter_arch = InteractionArch(len(dlrm.sparse_arch.sparse_feature_names))
+        if isinstance(dlrm, (DotDLRM, CrossDLRM)):
+            dlrm.is_plain = True
+    for layer in model.modules():
+        if isinstance(layer, Perceptron) and layer._activation_fn is torch.relu_:
+            layer._activation_fn = torch.relu
 
 
 def _forward(
@@ -59,7 +80,7 @@ def _forward(
     return logits
 
 
-def look_up_where_products_want_it(model: nn.Module) -> int:
+def join_lookups_to_products(model: nn.Module) -> int:
     """Let each DLRM's lookup leave its rows where its dot products want them, in their type; how many do.
 
     Where one lookup holds all tables, in the model's order and of one width: what it leaves is then the dot products' whole
@@ -68,7 +89,7 @@ def look_up_where_products_want_it(model: nn.Module) -> int:
     joined = 0
     for dlrm in (module for module in model.modules() if isinstance(module, DotDLRM)):
         tables = dlrm.sparse_arch.embedding_bag_collection
-        lookup = getattr(tables, "lookup_here", None)
+        lookup = getattr(tables, "whole_lookup", None)
         if lookup is None or tables._embedding_names != dlrm.pooled_rows.feature_names or len(set(lookup.dims)) > 1:
             continue
         lookup.room, lookup.follows_autocast = lookup.dims[0], True

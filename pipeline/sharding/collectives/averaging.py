@@ -1,7 +1,7 @@
-"""Turn each rank's gradients of dense layers and replicated tables into their mean over the ranks of one host.
+"""Average the gradients of dense layers and replicated tables over the ranks of one host.
 
-What DistributedDataParallel does, in one message at the end of backward: it copies gradients into buckets and has gloo's
-threads send them, which for a small model takes longer than the layers. Parameters' gradients become views of one block.
+DistributedDataParallel copies gradients into buckets and has gloo's threads send them, which for a small model takes longer
+than the layers. Here one message goes out at the end of backward. Parameters' gradients become views of one block.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ BROADCAST_BYTES = 25 << 20  # at once
 class GradientAverage:
     """Averages the gradients of `parameters` wherever a backward reaches any of them.
 
-    Every rank reaches the same parameters; what none has reached stays without a gradient.
+    Every rank reaches the same parameters; one that no rank has reached stays without a gradient.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], exchange: HostExchange) -> None:
         """Collective: parameters become rank 0's, as under DDP."""
         world = dist.GroupMember.WORLD
         assert world is not None
-        dist._broadcast_coalesced(world, [one.detach() for one in parameters], BROADCAST_BYTES, 0)
+        dist._broadcast_coalesced(world, [parameter.detach() for parameter in parameters], BROADCAST_BYTES, 0)
         self._exchange, self._parameters = exchange, list(parameters)
         self._blocks = []
-        for dtype in sorted({one.dtype for one in parameters}, key=str):
-            of_dtype = [one for one in parameters if one.dtype == dtype]
+        for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+            of_dtype = [parameter for parameter in parameters if parameter.dtype == dtype]
             self._blocks.append(_Block(of_dtype, exchange.new_channel()))
         self._is_queued = False
-        for one in parameters:
-            one.register_post_accumulate_grad_hook(self._queue)
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._queue)
 
     def _queue(self, _: torch.Tensor) -> None:
         if not self._is_queued:
@@ -58,20 +58,22 @@ class _Block:
 
     def __init__(self, parameters: list[nn.Parameter], channel: int) -> None:
         self._parameters, self.channel = parameters, channel
-        self.flat = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
-        parts = self.flat.split([one.numel() for one in parameters])
-        self._places = [part.view(one.shape) for one, part in zip(parameters, parts, strict=True)]
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
+        self._views = [
+            part.view(parameter.shape) for parameter, part in zip(parameters, self.flat.split(sizes), strict=True)
+        ]
 
     def gather(self) -> None:
-        """Copy what is not here already, and let the parameters' gradients lie here from now on."""
-        into, gradients = [], []
-        for one, place in zip(self._parameters, self._places, strict=True):
-            gradient = one.grad
+        """Copy the gradients that are not in the block yet, and let the parameters' gradients be its views from now on."""
+        views, gradients = [], []
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            gradient = parameter.grad
             if gradient is None:
-                place.zero_()
-            elif gradient.data_ptr() != place.data_ptr():
-                into.append(place)
+                view.zero_()
+            elif gradient.data_ptr() != view.data_ptr():
+                views.append(view)
                 gradients.append(gradient)
-                one.grad = place
-        if into:
-            torch._foreach_copy_(into, gradients)
+                parameter.grad = view
+        if views:
+            torch._foreach_copy_(views, gradients)

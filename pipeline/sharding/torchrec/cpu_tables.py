@@ -73,7 +73,7 @@ class FastLookup:
     ) -> None:
         self._theirs, self._lookup, self._pool, self._update = lookup.forward, lookup, pool, update
         self.step = 0  # of the run; draws how fp16 rows are rounded
-        # Set by whoever knows that the model takes it (pipeline.sharding.torchrec.single_rank): columns left free ahead of the
+        # Set by whoever knows that the model takes it (pipeline.models.layers.dlrm): columns left free ahead of the
         # features', for the model to write into; and pooled rows in autocast's type where that is on.
         self.room = 0
         self.follows_autocast = False

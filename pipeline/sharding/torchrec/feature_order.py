@@ -1,44 +1,54 @@
-"""Turn pooled embeddings as a plan has left them into one block in the order of the collection's features.
+"""Combine pooled embeddings in the order of the collection's features, whatever order the plan has.
 
-TorchRec puts the parts of several shardings side by side, one sharding after the other, and whoever wants the features in
-their own order copies once more, forward and backward. Here that order is what the parts are put together in.
+TorchRec concatenates the parts of several shardings, one sharding after the other, and a model that wants the features in
+their own order copies them once more, forward and backward. Here the parts are put together in that order at once.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionAwaitable, ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 
+class Columns(NamedTuple):
+    """Columns begin..end of the pooled rows of sharding number `part`."""
+
+    part: int
+    begin: int
+    end: int
+
+
 class FeatureOrder:
-    """The features of `tables` in the order of their configs, and the columns of the parts that they lie in."""
+    """The features of `tables` in the order of their configs, and the columns in which each part holds them."""
 
     def __init__(self, tables: ShardedEmbeddingBagCollection) -> None:
-        places = {}
+        columns = {}
         for part, sharding in enumerate(tables._embedding_shardings):
             ends = [0, *accumulate(sharding.embedding_dims())]
             for name, begin, end in zip(sharding.embedding_names(), ends[:-1], ends[1:], strict=True):
-                places[name] = (part, begin, end)
+                columns[name] = Columns(part, begin, end)
         wanted = [name for config in tables._embedding_bag_configs for name in config.feature_names]
-        self.names = [name for name in wanted if name in places]
-        self.dims = [places[name][2] - places[name][1] for name in self.names]
+        self.names = [name for name in wanted if name in columns]
+        self.dims = [columns[name].end - columns[name].begin for name in self.names]
         self.is_complete = len(self.names) == len(tables._embedding_names) == len(set(self.names))
-        self.runs: list[tuple[int, int, int]] = []  # (part, first column, end): neighbours are one copy
-        for part, begin, end in (places[name] for name in self.names):
-            if self.runs and self.runs[-1][0] == part and self.runs[-1][2] == begin:
-                begin = self.runs.pop()[1]
-            self.runs.append((part, begin, end))
+        self.runs: list[Columns] = []  # neighbours are one copy
+        for part, begin, end in (columns[name] for name in self.names):
+            if self.runs and self.runs[-1].part == part and self.runs[-1].end == begin:
+                begin = self.runs.pop().begin
+            self.runs.append(Columns(part, begin, end))
 
 
 class InOrder(EmbeddingBagCollectionAwaitable):
-    """Stands in for TorchRec's awaitable of a KeyedTensor."""
+    """TorchRec's awaitable of a KeyedTensor, with the features in `order`."""
 
-    def __init__(self, theirs: EmbeddingBagCollectionAwaitable, order: FeatureOrder) -> None:
-        super().__init__(theirs._awaitables, theirs._embedding_dims, theirs._embedding_names)
+    def __init__(self, torchrec_awaitable: EmbeddingBagCollectionAwaitable, order: FeatureOrder) -> None:
+        super().__init__(
+            torchrec_awaitable._awaitables, torchrec_awaitable._embedding_dims, torchrec_awaitable._embedding_names
+        )
         self._order = order
 
     def _wait_impl(self) -> KeyedTensor:
@@ -48,14 +58,16 @@ class InOrder(EmbeddingBagCollectionAwaitable):
 
 
 class _Combined(torch.autograd.Function):
+    """[B, D of each part] -> [B, all D], run by run."""
+
     @staticmethod
-    def forward(ctx: Any, runs: list[tuple[int, int, int]], *parts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, runs: list[Columns], *parts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.runs, ctx.shapes = runs, [part.shape for part in parts]
         return torch.cat([parts[part][:, begin:end] for part, begin, end in runs], dim=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        pieces = gradient.split([end - begin for _, begin, end in ctx.runs], dim=1)
+        pieces = gradient.split([run.end - run.begin for run in ctx.runs], dim=1)
         gradients = [gradient.new_empty(shape) for shape in ctx.shapes]
         for (part, begin, end), piece in zip(ctx.runs, pieces, strict=True):
             gradients[part][:, begin:end] = piece

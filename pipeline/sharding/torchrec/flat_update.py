@@ -69,7 +69,7 @@ def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optim
     if not all(map(_is_whole, groups)):
         return None
     try:
-        from pipeline.sharding.kernels.flat_kernels import update_rows
+        from pipeline.sharding.kernels.update_kernels import update_rows
     except ImportError:  # no Numba
         return None
     return FlatUpdate(optimizer, [_block(tables, optimizer) for tables in groups], update_rows)

@@ -1,6 +1,6 @@
-"""Turn an EmbeddingBagCollection on meta into its sharded form, with TorchRec's silent traps mended or refused.
+"""Shard an EmbeddingBagCollection on meta, with TorchRec's silent traps fixed or refused.
 
-Each trap below was seen on torchrec 1.8; all but the optimizer ones concern every plan that a planner may draw.
+Each trap below was seen on torchrec 1.8; all but the optimizer ones concern every plan that a planner may make.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.collectives.comms_wait import clock_awaitable, waiting
-from pipeline.sharding.collectives.host_dists import exchange_on_host
+from pipeline.sharding.collectives.host_dists import exchange_on_host, skip_id_exchange
 from pipeline.sharding.collectives.host_exchange import HostExchange
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables
 from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder
-from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, deal_hashed_ids
+from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, partition_hashed_ids
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, optimizer_class_of
-from pipeline.sharding.torchrec.single_rank import keep_ids_here
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.sharding.torchrec.variable_batches import (
     accept_uneven_batches,
@@ -50,26 +49,26 @@ MEAN, SUM = PoolingType.MEAN.value, PoolingType.SUM.value
 
 
 class ShardedTables(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded collection behind a check of what comes in."""
+    """TorchRec's sharded collection, which checks what comes in and runs on this package's exchanges where they fit."""
 
     tables_without_optimizer: list[str]
     managed: ManagedTables
-    lookup_here: FastLookup | None = None  # of all tables, where one rank has them in one block
+    whole_lookup: FastLookup | None = None  # of all tables, where one rank has them in one block
 
-    def __init__(self, *, exchange: HostExchange | None = None, **arguments: Any) -> None:
-        self.exchange = exchange  # first: TorchRec's constructor calls init_data_parallel
+    def __init__(self, *, exchange: HostExchange | None = None, fast_cpu: bool = True, **arguments: Any) -> None:
+        self.exchange, self.fast_cpu = exchange, fast_cpu  # first: TorchRec's constructor calls init_data_parallel
         super().__init__(**arguments)
         for index, lookup in enumerate(self._lookups):
-            if isinstance(lookup, _Unaveraged):
+            if isinstance(lookup, _InPlaceOfDDP):
                 self._lookups[index] = lookup.module
         order = FeatureOrder(self) if self.exchange is not None else None
         self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """Collective: the pooled rows as a KeyedTensor, or what becomes one. Raises ShardingError as input_dist does."""
-        lookup = self.lookup_here
-        # The first batch is TorchRec's: it checks names and ids.
-        if lookup is None or self._has_uninitialized_input_dist or not self._fits(features):
+        lookup = self.whole_lookup
+        # The first batch goes TorchRec's way, which checks names and ids.
+        if lookup is None or self._has_uninitialized_input_dist or not self._is_for_whole_lookup(features):
             context = self.create_context()
             splits = self.input_dist(context, features)
             with waiting():
@@ -79,7 +78,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         rows = lookup(features.values(), features.offsets())
         return KeyedTensor(self._embedding_names, self._embedding_dims, rows)
 
-    def _fits(self, features: KeyedJaggedTensor) -> bool:
+    def _is_for_whole_lookup(self, features: KeyedJaggedTensor) -> bool:
         is_plain = not features.variable_stride_per_key() and features.weights_or_none() is None
         return is_plain and features.keys() == self._embedding_names
 
@@ -96,7 +95,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         if features.variable_stride_per_key():
             check_uneven_batches(self._sharding_types, self._device or torch.device("cpu"))
             features = in_order_of(
-                features, [name for one in self._embedding_shardings for name in one.feature_names()]
+                features, [name for sharding in self._embedding_shardings for name in sharding.feature_names()]
             )
         awaitable = super().input_dist(ctx, features)
         if self._has_mean_pooling_callback and features.weights_or_none() is None:
@@ -105,13 +104,13 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         return awaitable
 
     def init_data_parallel(self) -> None:
-        """On one host's CPU ranks training.averaging does what DDP would."""
+        """Leave out DDP on one host's CPU ranks, where collectives.averaging does what it would."""
         if self.exchange is None:
             super().init_data_parallel()
             return
         for index, sharding in enumerate(self._embedding_shardings):
             if isinstance(sharding, DpPooledEmbeddingSharding):
-                self._lookups[index] = _Unaveraged(self._lookups[index])
+                self._lookups[index] = _InPlaceOfDDP(self._lookups[index])
 
     def replicated_weights(self) -> list[nn.Parameter]:
         """The flat parameters of the data_parallel tables, where no DDP averages their gradients."""
@@ -124,11 +123,11 @@ class ShardedTables(ShardedEmbeddingBagCollection):
 
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
         super()._create_input_dist(input_feature_names)
-        for sharding, one in zip(self._embedding_shardings, self._input_dists, strict=True):
-            if isinstance(one, RwSparseFeaturesDist):
-                deal_hashed_ids(one, sharding.feature_names(), self.managed)
-        if self._env.world_size == 1:
-            keep_ids_here(self._input_dists)
+        for sharding, input_dist in zip(self._embedding_shardings, self._input_dists, strict=True):
+            if isinstance(input_dist, RwSparseFeaturesDist):
+                partition_hashed_ids(input_dist, sharding.feature_names(), self.managed)
+        if self._env.world_size == 1 and self.fast_cpu:
+            skip_id_exchange(self._input_dists)
         if self.exchange is not None:
             exchange_on_host(self, self.exchange)
 
@@ -162,8 +161,8 @@ def _clocked(wait: Callable[[], Any]) -> Callable[[], Any]:
     return clocked
 
 
-class _Unaveraged(nn.Module):
-    """Stands in for DDP while TorchRec's constructor looks at what it wraps."""
+class _InPlaceOfDDP(nn.Module):
+    """Holds a lookup while TorchRec's constructor expects DDP to wrap it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -181,16 +180,17 @@ def _check_dtypes(features: KeyedJaggedTensor) -> None:
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
-    """Shards tables by any sharding type on any device, and draws their weights from `seed` alone."""
+    """Shards tables by any sharding type on any device, and initializes their weights from `seed` alone."""
 
     def __init__(
         self,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         seed: int = 0,
         exchange: HostExchange | None = None,
+        fast_cpu: bool = True,
     ) -> None:
         super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
-        self._seed, self._exchange = seed, exchange
+        self._seed, self._exchange, self._fast_cpu = seed, exchange, fast_cpu
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         # On cpu TorchRec leaves out what needs a reduce-scatter, which gloo has had since torch 2.8.
@@ -210,7 +210,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
             ShardingError: the plan asks for what TorchRec would do wrongly without saying so.
         """
         device = device or torch.device("cpu")
-        check_sharding(module, params, device)
+        check_sharding(module, params, device, self._fast_cpu)
         _give_each_parameter_its_own_kwargs(module)
         configs = module.embedding_bag_configs()
         grid_means = [
@@ -218,7 +218,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
             for config in configs
             if config.pooling == PoolingType.MEAN and params[config.name].sharding_type == "grid_shard"
         ]
-        with _pooled_as_sum(grid_means), _not_drawn(configs):
+        with _pooled_as_sum(grid_means), _not_initialized(configs):
             sharded = ShardedTables(
                 module=module,
                 table_name_to_parameter_sharding=params,
@@ -228,28 +228,30 @@ class TableSharder(EmbeddingBagCollectionSharder):
                 qcomm_codecs_registry=self.qcomm_codecs_registry,
                 module_fqn=module_fqn,
                 exchange=self._exchange,
+                fast_cpu=self._fast_cpu,
             )
-        _mend_mean_pooling(sharded, configs, grid_means, params)
+        _fix_mean_pooling(sharded, configs, grid_means, params)
         sharded.tables_without_optimizer = [
             name for name, weight in self.shardable_parameters(module).items() if optimizer_class_of(weight) is None
         ]
         initialize_tables(sharded, self._seed)
         sharded.managed = add_managed_tables(sharded, configs, env, self._seed)
-        speed_up_cpu_tables(sharded._lookups)  # a plain list: modules() does not go by them
+        if self._fast_cpu:
+            speed_up_cpu_tables(sharded._lookups)  # a plain list: modules() does not go by them
         if device.type == "cpu":
             accept_uneven_batches(sharded._lookups)
             sum_uneven_rows(sharded._output_dists)
         if device.type == "cpu" and env.world_size == 1:
-            sharded.lookup_here = _lookup_of_all(sharded)
+            sharded.whole_lookup = _lookup_of_all(sharded)
         return sharded
 
 
 def _lookup_of_all(sharded: ShardedTables) -> FastLookup | None:
-    """The lookup that gives what the collection gives; None where there are several, or something is done to it after."""
+    """The lookup that gives what the collection gives; None where there are several, or their result is changed after."""
     lookups = fast_lookups(sharded)
     if len(lookups) != 1 or len(sharded._lookups) != 1 or sharded.managed or sharded._has_mean_pooling_callback:
         return None
-    names = [name for one in sharded._embedding_shardings for name in one.feature_names()]
+    names = [name for sharding in sharded._embedding_shardings for name in sharding.feature_names()]
     is_all = names == sharded._embedding_names and lookups[0].dims == sharded._embedding_dims
     return lookups[0] if is_all else None
 
@@ -274,8 +276,8 @@ def _pooled_as_sum(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
 
 
 @contextmanager
-def _not_drawn(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
-    """Without TorchRec's own draw from the rank's random state: initialize_tables overwrites it anyway."""
+def _not_initialized(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
+    """Skip TorchRec's own initialization from the rank's random state: initialize_tables overwrites it."""
     init_fns = [config.init_fn for config in configs]
     for config in configs:
         config.init_fn = _keep
@@ -290,7 +292,7 @@ def _keep(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _mend_mean_pooling(
+def _fix_mean_pooling(
     sharded: ShardedTables,
     configs: list[EmbeddingBagConfig],
     grid_means: list[EmbeddingBagConfig],

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.table import Table
+from pipeline.planner.comms_precisions import describe_comms, precisions
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.collectives.averaging import GradientAverage
-from pipeline.sharding.collectives.codecs import describe_comms, make_codecs
 from pipeline.sharding.collectives.host_exchange import HostExchange, connect
 from pipeline.sharding.torchrec.embedding_sync import host_environment, plan_for_host
 from pipeline.sharding.torchrec.sharder import ShardedTables, TableSharder
@@ -23,14 +24,33 @@ from pipeline.sharding.torchrec.sharding_checks import (
     check_plan_is_exact,
 )
 
+# Pooled rows travel by all-to-all (table_wise, column_wise and their kin, between hosts) or by reduce-scatter (row_wise and
+# its kin, within a host); their gradients come back by all-to-all and all-gather.
+COLLECTIVES = {
+    "all_to_all": CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
+    "reduce_scatter": CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
+}
 logger = get_logger(__name__)
 
 
+def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
+    """The registry that TorchRec's sharders take, a pair of codecs a collective; None when nothing is quantized.
+
+    Ids and lengths are never quantized, nor is the all-reduce of data_parallel tables and dense layers.
+    """
+    registry: dict[str, QuantizedCommCodecs] = {}
+    for name, (forward, backward) in precisions(comms).items():
+        config = QCommsConfig(forward_precision=CommType(forward), backward_precision=CommType(backward))
+        # device="cuda" whatever the device: for "cpu" the registry makes bf16 into fp16, though gloo carries bf16.
+        registry |= get_qcomm_codecs_registry(config, [COLLECTIVES[name]], torch.device("cuda")) or {}
+    return registry or None
+
+
 def make_sharders(
-    comms: CommsConfig, seed: int = 0, exchange: HostExchange | None = None
+    comms: CommsConfig, seed: int = 0, exchange: HostExchange | None = None, fast_cpu: bool = True
 ) -> list[ModuleSharder[nn.Module]]:
     """What a planner enumerates sharding types with, and shard_model shards with."""
-    return [TableSharder(make_codecs(comms), seed, exchange)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
+    return [TableSharder(make_codecs(comms), seed, exchange, fast_cpu)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
 
 
 def shard_model(
@@ -42,12 +62,14 @@ def shard_model(
     seed: int = 0,
     tables: list[Table] | None = None,
     replicated: bool = False,
+    fast_cpu: bool = True,
 ) -> DistributedModelParallel:
     """Collective: place tables by `plan`, replicate the dense layers, draw what is on meta from `seed`.
 
     Every rank passes the same seed; the first weights do not depend on plan or world size. With `tables`, column
     shards under a row-wise optimizer are refused unless the table's config names them. `replicated`: the plan is for the
-    ranks of one host, and every host has its tables by it (training.embedding_sync). The caller's random state is kept.
+    ranks of one host, and every host has its tables by it (training.embedding_sync). `fast_cpu`: ShardingConfig says what
+    it turns off. The caller's random state is kept.
 
     Raises:
         ShardingError: the plan does not fit the model, or asks for what would silently go wrong.
@@ -58,7 +80,7 @@ def shard_model(
         check_plan_is_exact(model, plan, tables)
     world = dist.GroupMember.WORLD
     assert world is not None, "init_distributed comes first"
-    exchange = connect(context, comms.timeout_s) if comms.shared_memory else None
+    exchange = connect(context, comms.timeout_s) if comms.shared_memory and fast_cpu else None
     environment = host_environment(context) if replicated else ShardingEnv.from_process_group(world)
     with torch.random.fork_rng(devices=[context.device] if context.device.type == "cuda" else []):
         sharded = DistributedModelParallel(
@@ -66,7 +88,7 @@ def shard_model(
             env=environment,
             device=context.device,
             plan=plan_for_host(plan, context) if replicated else plan,
-            sharders=make_sharders(comms, seed, exchange),
+            sharders=make_sharders(comms, seed, exchange, fast_cpu),
             init_data_parallel=False,
             init_parameters=False,
             # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
@@ -76,7 +98,7 @@ def shard_model(
         torch.manual_seed(seed)
         sharded.init_parameters = True
         sharded.init_data_parallel()
-    _log(comms, exchange)
+    _log(comms, exchange, fast_cpu)
     return sharded
 
 
@@ -104,6 +126,8 @@ class _AverageOverRanks(DefaultDataParallelWrapper):
             super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)
 
 
-def _log(comms: CommsConfig, exchange: HostExchange | None) -> None:
+def _log(comms: CommsConfig, exchange: HostExchange | None, fast_cpu: bool) -> None:
     how = "; ranks of this host exchange through shared memory" if exchange else ""
+    if not fast_cpu:
+        how = "; sharding.fast_cpu=false: kernels and exchanges are TorchRec's, FBGEMM's and DDP's own"
     logger.info("comms: %s%s", ", ".join(f"{name} {what}" for name, what in describe_comms(comms).items()), how)

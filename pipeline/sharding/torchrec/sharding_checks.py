@@ -28,7 +28,9 @@ def optimizer_class_of(weight: torch.Tensor) -> type | None:
     return classes[0] if classes else None
 
 
-def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSharding], device: torch.device) -> None:
+def check_sharding(
+    module: EmbeddingBagCollection, params: dict[str, ParameterSharding], device: torch.device, fast_cpu: bool = True
+) -> None:
     """Raises ShardingError for the first table whose plan, optimizer and device do not go together."""
     for config in module.embedding_bag_configs():
         weight = module.embedding_bags[config.name].weight
@@ -48,7 +50,7 @@ def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSh
                 "state checkpoints mix up between ranks; use compute_kernel fused, or data_parallel"
             )
         if device.type == "cpu":
-            _check_fused_on_cpu(config.name, weight, config.data_type)
+            _check_fused_on_cpu(config.name, weight, config.data_type, fast_cpu)
         _warn_of_row_state(config.name, weight, sharding.sharding_type)
 
 
@@ -78,7 +80,7 @@ def _check_replicated(name: str, weight: torch.Tensor, data_type: DataType) -> N
         )
 
 
-def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType) -> None:
+def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType, fast_cpu: bool) -> None:
     optimizer = optimizer_class_of(weight)
     if optimizer is None:
         return
@@ -94,10 +96,10 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType) ->
                 f"table {name!r}: FBGEMM ignores {key} on CPU, here {value}; set optimizer.sparse.{key}=0, "
                 "or train on a GPU"
             )
-    if data_type == DataType.FP16 and find_spec("numba") is None:
+    if data_type == DataType.FP16 and not (fast_cpu and find_spec("numba")):
         _warn_once(
             "table %r is fp16 on CPU, where FBGEMM does not round stochastically: an update below 1/2048 of a "
-            "weight is lost; install Numba, whose kernels do, or use data_type fp32",
+            "weight is lost; install Numba and keep sharding.fast_cpu=true, whose kernels do, or use data_type fp32",
             name,
         )
 

@@ -100,10 +100,10 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
     as it is not of the fused one: TrainingOptimizer keeps it.
     """
 
-    def __init__(self, params: dict[str, nn.Parameter], config: SparseOptimizerConfig) -> None:
+    def __init__(self, params: dict[str, nn.Parameter], config: SparseOptimizerConfig, fast_cpu: bool = True) -> None:
         self._optimizer = _make_replicated(list(params.values()), config)
         materialize_state(self._optimizer)
-        self._flat = flat_update(params, self._optimizer)
+        self._flat = flat_update(params, self._optimizer) if fast_cpu else None
         state = {}
         for key, weight in params.items():
             table = key.split(".")[-2]
