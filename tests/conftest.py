@@ -15,6 +15,7 @@ from pipeline.serving.artifact.export_run import ExportSummary, export
 from pipeline.training.run import train
 from tests.support import examples  # noqa: F401  # its profile holds for all tests
 from tests.support.cpu_report import CpuReport
+from tests.support.exchange_paths import ranks_each_way  # noqa: F401  # a fixture
 from tests.support.process_state import own_process_state
 from tests.support.ranks import RankPool
 

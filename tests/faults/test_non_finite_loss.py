@@ -50,21 +50,21 @@ def _ends_with(rank: int, folder: str, config: TrainerConfig, nan_steps: tuple[i
 
 
 def test_a_single_bad_batch_updates_nothing_under_skip_and_rollback(
-    ranks: RankPool, tmp_path: Path, fault: FaultRecorder
+    ranks_each_way: RankPool, tmp_path: Path, fault: FaultRecorder
 ) -> None:
-    expected = ranks.run(2, _plain, [0, 1, 2, 3, 4, None, *range(6, 12)])[0]
+    expected = ranks_each_way.run(2, _plain, [0, 1, 2, 3, 4, None, *range(6, 12)])[0]
     for policy in ("skip", "rollback"):
         config = replace(ROLLBACK, non_finite_loss=policy)
-        assert ranks.run(2, _ends_with, str(tmp_path / policy), config, (5,))[0] == expected
+        assert ranks_each_way.run(2, _ends_with, str(tmp_path / policy), config, (5,))[0] == expected
     fault(25, "NaN label on one of 2 ranks: no update of that batch, end bitwise equal to leaving it out", count=2)
 
 
 def test_a_lasting_nan_goes_back_once_and_past_exactly_the_batches_since(
-    ranks: RankPool, tmp_path: Path, fault: FaultRecorder
+    ranks_each_way: RankPool, tmp_path: Path, fault: FaultRecorder
 ) -> None:
     """Steps 4, 5 and 6, 7, 8: the checkpoint of step 4 is the newest before the streak that begins with batch 6."""
-    expected = ranks.run(2, _plain, [0, 1, 2, 3, 9, 10, 11])[0]
-    assert ranks.run(2, _ends_with, str(tmp_path), ROLLBACK, (6, 7, 8))[0] == expected
+    expected = ranks_each_way.run(2, _plain, [0, 1, 2, 3, 9, 10, 11])[0]
+    assert ranks_each_way.run(2, _ends_with, str(tmp_path), ROLLBACK, (6, 7, 8))[0] == expected
     manifest = read_manifest(step_path(str(tmp_path / "checkpoints"), 7))
     assert manifest["skipped_steps"] == [[4, 5]]
     assert manifest["reader"] == {"epoch": 2, "step": 0}

@@ -17,6 +17,7 @@ from pipeline.config.training import (
 from pipeline.sharding.torchrec.sharding import shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.sharding.torchrec.table_init import initialize_tables
+from tests.support.exchange_paths import PATHS, PathPool
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyModel, TinyTable, batches, build, context, full_weights, plan_of
 from tests.training.tiny_training import distance, train_sharded, train_unsharded
@@ -62,12 +63,15 @@ def check(found: dict[str, tuple[float, float]]) -> None:
         assert difference < TOLERANCE, f"{name} differs by {difference}"
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_sharded_steps_equal_unsharded_steps(ranks: RankPool, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "path"),
+    [("sgd", "shared_memory"), ("adagrad", "gloo"), ("rowwise_adagrad", "shared_memory"), ("rowwise_adagrad", "gloo")],
+)
+def test_sharded_steps_equal_unsharded_steps(ranks: RankPool, optimizer: str, path: str) -> None:
     kinds = [kind for kind in ON_ONE_HOST if optimizer != "rowwise_adagrad" or kind not in BY_COLUMNS]
     suites = {f"{kind} {pooling}": alone(kind, pooling) for kind in kinds for pooling in ("sum", "mean")}
     suites["mix"] = mix(kinds)
-    check(ranks.run(2, distances, suites, optimizer_config(optimizer), 0)[0])
+    check(PathPool(ranks, PATHS[path]).run(2, distances, suites, optimizer_config(optimizer), 0)[0])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
@@ -87,8 +91,8 @@ def distance_with_schedule_and_clipping(rank: int) -> tuple[float, float]:
     return distance(sharded, (weights, losses)), distance(sharded, (unclipped, other_losses))
 
 
-def test_schedules_and_gradient_clipping_act_as_they_do_unsharded(ranks: RankPool) -> None:
-    difference, from_unclipped = ranks.run(2, distance_with_schedule_and_clipping)[0]
+def test_schedules_and_gradient_clipping_act_as_they_do_unsharded(ranks_each_way: RankPool) -> None:
+    difference, from_unclipped = ranks_each_way.run(2, distance_with_schedule_and_clipping)[0]
     print(f"differs by {difference:.1e} from the unsharded one, by {from_unclipped:.1e} from one without clipping")
     assert difference < TOLERANCE < from_unclipped
 
@@ -173,5 +177,5 @@ def skipped_step_then_trained(rank: int) -> bool:
     return moved == [False, True, False, True]
 
 
-def test_a_step_whose_backward_touches_nothing_changes_nothing_and_training_goes_on(ranks: RankPool) -> None:
-    assert ranks.run(2, skipped_step_then_trained) == [True, True]
+def test_a_step_whose_backward_touches_nothing_changes_nothing_and_training_goes_on(ranks_each_way: RankPool) -> None:
+    assert ranks_each_way.run(2, skipped_step_then_trained) == [True, True]

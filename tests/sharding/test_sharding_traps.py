@@ -51,10 +51,10 @@ def pooled_differences(rank: int, tables: list[TinyTable], local_size: int = 0) 
 @pytest.mark.parametrize("neighbour", ["table_wise", "column_wise", "data_parallel", "row_wise"])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_mean_pooled_row_wise_table_does_not_corrupt_its_neighbours(
-    ranks: RankPool, neighbour: str, pooling: str
+    ranks_each_way: RankPool, neighbour: str, pooling: str
 ) -> None:
     tables = [TinyTable("a", "row_wise", "mean"), TinyTable("b", neighbour, pooling, ("b1", "b2"))]
-    differences = ranks.run(2, pooled_differences, tables)[0]
+    differences = ranks_each_way.run(2, pooled_differences, tables)[0]
     assert max(differences.values()) < 1e-6, differences
 
 
@@ -228,8 +228,8 @@ def fp16_table_trains(rank: int) -> tuple[float, torch.dtype]:
     return float((last - first).abs().max()), last.dtype
 
 
-def test_fp16_table_trains(ranks: RankPool) -> None:
-    moved, dtype = ranks.run(2, fp16_table_trains)[0]
+def test_fp16_table_trains(ranks_each_way: RankPool) -> None:
+    moved, dtype = ranks_each_way.run(2, fp16_table_trains)[0]
     assert moved > 0.1 and dtype == torch.float16
 
 
@@ -292,8 +292,8 @@ def row_wise_weights(rank: int) -> torch.Tensor:
     return full_weights(model)[f"{TABLES}.embedding_bags.a.weight"]
 
 
-def test_row_shards_of_one_seed_do_not_start_with_identical_rows(ranks: RankPool) -> None:
-    weights = ranks.run(2, row_wise_weights)[0]
+def test_row_shards_of_one_seed_do_not_start_with_identical_rows(ranks_each_way: RankPool) -> None:
+    weights = ranks_each_way.run(2, row_wise_weights)[0]
     assert not torch.equal(weights[:32], weights[32:])
     assert len(weights.unique(dim=0)) == 64
 
@@ -328,8 +328,8 @@ class BatchModel(nn.Module):
         return self.model(batch.sparse_features, batch.labels)
 
 
-def test_train_pipeline_does_not_destroy_the_callers_batch_on_cpu(ranks: RankPool) -> None:
-    assert ranks.run(2, train_through_pipeline) == [True, True]
+def test_train_pipeline_does_not_destroy_the_callers_batch_on_cpu(ranks_each_way: RankPool) -> None:
+    assert ranks_each_way.run(2, train_through_pipeline) == [True, True]
 
 
 def shared_kwargs(rank: int) -> dict[str, float]:

@@ -30,6 +30,7 @@ from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
 from tests.support.datasets import described_dataset
+from tests.support.exchange_paths import default_comms
 
 CARDINALITIES = {"a": 50, "b": 64, "c": 33, "d": 20}
 OPTIMIZERS = OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))
@@ -37,16 +38,21 @@ PATH = "model.sparse_arch.embedding_bag_collection"
 
 
 def build_sharded(
-    kinds: dict[str, str], optimizers: OptimizerConfig = OPTIMIZERS, max_non_finite: int = 0, seed: int = 0
+    kinds: dict[str, str],
+    optimizers: OptimizerConfig = OPTIMIZERS,
+    max_non_finite: int = 0,
+    seed: int = 0,
+    comms: CommsConfig | None = None,
 ) -> tuple[TaskModel, DistributedModelParallel, TrainingOptimizer, DistributedContext]:
-    """Collective. `kinds` maps each table of CARDINALITIES to a sharding type."""
+    """Collective. `kinds` maps each table of CARDINALITIES to a sharding type. Without `comms` it is that of the test's path."""
+    comms = comms or default_comms()
     context = init_distributed()
     tables = resolve_tables({"default": TableConfig(embedding_dim=8)}, described_dataset(CARDINALITIES))
     config = DLRMConfig(dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1])
     model = build_model(config, tables, 2, seed=seed)
     task = make_task(config, model, tables, max_non_finite_in_a_row=max_non_finite)
     apply_sparse_optimizer(task, optimizers.sparse)
-    sharders = make_sharders(CommsConfig(), seed)
+    sharders = make_sharders(comms, seed)
     makers = {
         "table_wise": lambda: table_wise(rank=context.world_size - 1),
         "row_wise": row_wise,
@@ -61,7 +67,7 @@ def build_sharded(
         world_size=context.world_size,
         device_type="cpu",
     )
-    sharded = shard_model(task, ShardingPlan({PATH: plan}), CommsConfig(), context, seed=seed)
+    sharded = shard_model(task, ShardingPlan({PATH: plan}), comms, context, seed=seed)
     return task, sharded, build_optimizer(sharded, optimizers), context
 
 

@@ -25,6 +25,7 @@ from pipeline.training.hooks.early_stop import EarlyStop
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
 from pipeline.training.trainer import Trainer
+from tests.support.exchange_paths import PATHS, PathPool
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state
 from tests.training.tiny_training import CONFIG, KINDS, SCHEDULE, STEPS_PER_EPOCH, DrawnReader, fit_drawn
@@ -44,11 +45,20 @@ def _plain_loop(rank: int, world_size: int, clip: float | None) -> str:
     return digest(model)
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "base"])
+@pytest.mark.parametrize(
+    ("pipeline", "clip", "path"),
+    [
+        ("sparse_dist", None, "shared_memory"),
+        ("sparse_dist", None, "gloo"),
+        ("sparse_dist", 0.05, "gloo"),
+        ("base", None, "gloo"),
+        ("base", 0.05, "shared_memory"),
+    ],
+)
 def test_training_equals_a_plain_loop_bit_for_bit(
-    ranks: RankPool, tmp_path: Path, pipeline: str, clip: float | None
+    ranks: RankPool, tmp_path: Path, pipeline: str, clip: float | None, path: str
 ) -> None:
+    ranks = PathPool(ranks, PATHS[path])
     config = replace(CONFIG, pipeline=pipeline, gradient_clip_norm=clip)
     assert ranks.run(2, fit_drawn, 2, str(tmp_path), config)[0][0] == ranks.run(2, _plain_loop, 2, clip)[0]
 
@@ -118,15 +128,15 @@ def _accumulated_and_reference(
     return [accumulated, full_state(model)]
 
 
-def test_non_finite_steps_are_skipped_on_all_ranks_or_stop_the_run(ranks: RankPool, tmp_path: Path) -> None:
+def test_non_finite_steps_are_skipped_on_all_ranks_or_stop_the_run(ranks_each_way: RankPool, tmp_path: Path) -> None:
     skipping = replace(CONFIG, non_finite_loss="skip", max_non_finite_steps=2)
-    clean = ranks.run(2, fit_drawn, 2, str(tmp_path / "clean"))[0][0]
-    skipped, _ = ranks.run(2, fit_drawn, 2, str(tmp_path / "skip"), skipping, 0, None, (0, 7))[0]
+    clean = ranks_each_way.run(2, fit_drawn, 2, str(tmp_path / "clean"))[0][0]
+    skipped, _ = ranks_each_way.run(2, fit_drawn, 2, str(tmp_path / "skip"), skipping, 0, None, (0, 7))[0]
     assert skipped != clean
     lines = [json.loads(line) for line in (tmp_path / "skip" / "metrics.jsonl").read_text().splitlines()]
     assert [line["num_skipped_steps"] for line in lines if line["kind"] == "train"][-1] == 2
     assert all(line["ne"] is not None for line in lines)
-    for message in ranks.run(2, _stops, str(tmp_path / "stop")):
+    for message in ranks_each_way.run(2, _stops, str(tmp_path / "stop")):
         assert "updated nothing" in message
     assert list_steps(str(tmp_path / "stop" / "checkpoints")) == []
 

@@ -22,6 +22,7 @@ from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
+from tests.support.exchange_paths import default_comms
 
 TABLES = "embedding_bag_collection"
 META = torch.device("meta")
@@ -138,7 +139,7 @@ def build(
     model = TinyModel(tables)
     apply_sparse_optimizer(model, optimizer.sparse)
     plan = plan_of(model, tables, local_size)
-    sharded = shard_model(model, plan, comms or CommsConfig(), context(rank), seed=seed)
+    sharded = shard_model(model, plan, comms or default_comms(), context(rank), seed=seed)
     return sharded, build_optimizer(sharded, optimizer)
 
 
