@@ -10,7 +10,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
-from pipeline.sharding.torchrec.cpu_tables import share_out, speed_up_cpu_tables
+from pipeline.sharding.torchrec.cpu_tables import partition_tables, speed_up_cpu_tables
 
 ROWS, DIMS = (1, 7, 300, 20_000), (4, 8, 20, 64)
 BATCH = 96
@@ -159,6 +159,6 @@ def test_an_id_out_of_range_is_still_found() -> None:
 def test_tables_are_shared_out_evenly_and_each_once() -> None:
     torch.set_num_threads(2)
     work = [100, 100, 5000, 3000, 2500]
-    shares = share_out(torch.tensor([0, *work]).cumsum(0).numpy(), torch.full((5,), 16).numpy())
+    shares = partition_tables(torch.tensor([0, *work]).cumsum(0).numpy(), torch.full((5,), 16).numpy())
     assert sorted(table for share in shares for table in share.tolist()) == [0, 1, 2, 3, 4]
     assert abs(sum(work[i] for i in shares[0]) - sum(work[i] for i in shares[1])) < 1000

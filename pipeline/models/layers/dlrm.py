@@ -1,4 +1,4 @@
-"""Turn pooled embeddings and dense features into logits as TorchRec's DLRM and DLRM_DCN do, with less copying.
+"""Compute the logits of TorchRec's DLRM and DLRM_DCN with less copying.
 
 Parameters, their names and the numbers are TorchRec's. Its own forward reads the embeddings key by key, copies them
 twice and gathers the pairs by index: on a CPU that takes longer than the layers.

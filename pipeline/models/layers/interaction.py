@@ -1,4 +1,4 @@
-"""Turn pooled embeddings and the dense arch's output into DLRM's pairwise dot products (arXiv 1906.00091, section 2.1.3)."""
+"""Compute DLRM's pairwise dot products of pooled embeddings and the dense arch's output (arXiv 1906.00091, 2.1.3)."""
 
 from __future__ import annotations
 

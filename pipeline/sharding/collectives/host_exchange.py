@@ -1,12 +1,12 @@
-"""Turn tensors of one rank into tensors of the other ranks of its host, through memory that all of them have mapped.
+"""Exchange tensors between the ranks of one host through memory that all of them have mapped.
 
 gloo sends them by TCP: the kernel copies each byte twice, and a collective wakes three threads a rank. Here a rank writes into
-an anonymous file (memfd), whose descriptor it has handed to the others, and tells each of them in a note on a Unix socket.
+an anonymous file (memfd), whose descriptor the other ranks hold, and notifies each of them by a note on a Unix socket.
 No thread takes part but the callers. A rank that dies closes its sockets, which the others see at once, and nothing has a
 name that could be left behind.
 
 Each channel has two slots a rank, used in turn. Before a rank writes message n into a slot it has every other rank's note of
-message n - 1, which those post after they have done with n - 2: nobody still reads what is overwritten.
+message n - 1, which those post after they have read n - 2: nobody still reads what is overwritten.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ FLAGS, AVERAGE = 0, 1  # channels that are there from the start
 
 
 class HostExchange:
-    """This rank's end. Every rank of the host posts and takes the same messages of a channel in the same order."""
+    """This rank's end: every rank of the host posts and takes the same messages of a channel in the same order."""
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], files: dict[int, int]) -> None:
         self.rank, self.world_size = rank, len(files)
         self._sockets, self._files = sockets, files
-        self._slots: dict[tuple[int, int], _Slot] = {}  # by owner and place
+        self._slots: dict[tuple[int, int], _Slot] = {}  # by owner and slot number
         self._posted = [0, 0]  # by channel
         # Of each other rank and slot: number, first byte and bytes of the last message.
         self._notes: dict[tuple[int, int], tuple[int, int, int]] = {}
@@ -56,7 +56,7 @@ class HostExchange:
         return len(self._posted) - 1
 
     def post(self, channel: int, parts: Sequence[Sequence[torch.Tensor]]) -> int:
-        """Write parts[other] for every other rank (this rank's own are left out) and say so; the message's number.
+        """Write parts[other] for every other rank and notify it; the message's number. This rank's own part is not written.
 
         Where several ranks are given one and the same sequence it is written once.
 
@@ -86,7 +86,7 @@ class HostExchange:
         return number
 
     def take(self, channel: int, number: int) -> list[Message | None]:
-        """Message `number` of every rank, None in this rank's place; to be read before the channel's next post.
+        """Message `number` by rank, None for this rank; to be read before the channel's next post.
 
         Raises:
             RuntimeError: another rank has left, or has been silent for too long.
@@ -99,8 +99,8 @@ class HostExchange:
 
     def all_reduce(self, channel: int, flat: torch.Tensor) -> None:
         """Add up [n] in place over all ranks, in their order: the same bits on every rank."""
-        everyone = [flat]
-        number = self.post(channel, [everyone] * self.world_size)
+        parts = [flat]
+        number = self.post(channel, [parts] * self.world_size)
         blocks = [
             flat if message is None else message.read(flat.shape, flat.dtype) for message in self.take(channel, number)
         ]
@@ -113,21 +113,21 @@ class HostExchange:
         for connection in self._sockets.values():
             connection.close()
         for file in self._files.values():
-            os.close(file)  # what is mapped stays until nobody looks at it
+            os.close(file)  # what is mapped stays until no tensor views it
         self._files = {}  # the numbers may soon be other files'
 
-    def _slot(self, owner: int, place: int) -> _Slot:
-        slot = self._slots.get((owner, place))
+    def _slot(self, owner: int, index: int) -> _Slot:
+        slot = self._slots.get((owner, index))
         if slot is None:
-            slot = self._slots[owner, place] = _Slot(self._files[owner], place)
+            slot = self._slots[owner, index] = _Slot(self._files[owner], index)
         return slot
 
     def _note(self, other: int, channel: int, number: int) -> tuple[int, int, int]:
-        place = 2 * channel + number % 2
-        note = self._notes.get((other, place), (0, 0, 0))
+        slot = other, 2 * channel + number % 2
+        note = self._notes.get(slot, (0, 0, 0))
         while note[0] < number:
             self._receive(other)
-            note = self._notes.get((other, place), (0, 0, 0))
+            note = self._notes.get(slot, (0, 0, 0))
         assert note[0] == number, "messages of a channel are taken in the order in which they were posted"
         return note
 
@@ -149,24 +149,24 @@ class Message:
     """Tensors one after the other, as they were posted."""
 
     def __init__(self, data: torch.Tensor) -> None:
-        self._data, self._at = data, 0
+        self._data, self._position = data, 0
 
     def read(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The next tensor: a view of the sender's memory."""
         num_bytes = dtype.itemsize
         for size in shape:
             num_bytes *= size
-        begin = self._at
-        self._at += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        begin = self._position
+        self._position += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return self._data[begin : begin + num_bytes].view(dtype).view(shape)
 
 
 class _Slot:
     """A part of a rank's file, mapped as far as it has been written to."""
 
-    def __init__(self, file: int, place: int) -> None:
-        assert place < NUM_SLOTS, "too many channels"
-        self._file, self._begin = file, place * SLOT_BYTES
+    def __init__(self, file: int, index: int) -> None:
+        assert index < NUM_SLOTS, "too many channels"
+        self._file, self._begin = file, index * SLOT_BYTES
         self._map(FIRST_BYTES)
 
     def _map(self, num_bytes: int) -> None:
@@ -233,7 +233,7 @@ def connect(context: DistributedContext, timeout_s: float) -> HostExchange | Non
             exchange = _join(context, listener, addresses, timeout_s)
         except OSError as error:
             problem = str(error) or type(error).__name__
-    problems = [one for one in _gathered(problem, context) if one]
+    problems = [text for text in _gathered(problem, context) if text]
     if problems:
         if exchange is not None:
             exchange.close()
@@ -247,41 +247,41 @@ def connect(context: DistributedContext, timeout_s: float) -> HostExchange | Non
 def _join(
     context: DistributedContext, listener: socket.socket, addresses: list[bytes], timeout_s: float
 ) -> HostExchange:
-    """Each rank calls those before it and is called by those after it; a descriptor goes each way."""
-    mine = os.memfd_create(f"rank {context.rank}")
-    os.ftruncate(mine, NUM_SLOTS * SLOT_BYTES)
+    """Each rank connects to those before it and accepts those after it; a descriptor goes each way."""
+    local_file = os.memfd_create(f"rank {context.rank}")
+    os.ftruncate(local_file, NUM_SLOTS * SLOT_BYTES)
     sockets: dict[int, socket.socket] = {}
-    files = {context.rank: mine}
+    files = {context.rank: local_file}
     for other in range(context.rank):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(JOIN_S)
         connection.connect(addresses[other])
-        _swap(connection, context.rank, mine, sockets, files)
+        _swap(connection, context.rank, local_file, sockets, files)
     for _ in range(context.rank + 1, context.world_size):
         connection, _ = listener.accept()
         connection.settimeout(JOIN_S)
-        _swap(connection, context.rank, mine, sockets, files)
+        _swap(connection, context.rank, local_file, sockets, files)
     for connection in sockets.values():
         connection.settimeout(None)  # the kernel's own timeout below spares a poll before each recv
-        seconds, rest = divmod(timeout_s, 1)
+        seconds, fraction = divmod(timeout_s, 1)
         connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1_000_000))
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(fraction * 1_000_000))
         )
     return HostExchange(context.rank, dict(sorted(sockets.items())), files)
 
 
 def _swap(
-    connection: socket.socket, rank: int, mine: int, sockets: dict[int, socket.socket], files: dict[int, int]
+    connection: socket.socket, rank: int, local_file: int, sockets: dict[int, socket.socket], files: dict[int, int]
 ) -> None:
     peer = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if peer[1] != os.geteuid():
         raise OSError(f"another user ({peer[1]}) answers on a rank's socket")
-    socket.send_fds(connection, [struct.pack("<I", rank)], [mine])
-    message, theirs, _, _ = socket.recv_fds(connection, 4, 1)
-    if len(message) != 4 or len(theirs) != 1:
+    socket.send_fds(connection, [struct.pack("<I", rank)], [local_file])
+    message, descriptors, _, _ = socket.recv_fds(connection, 4, 1)
+    if len(message) != 4 or len(descriptors) != 1:
         raise OSError("a rank's socket was closed while joining")
     other = struct.unpack("<I", message)[0]
-    sockets[other], files[other] = connection, theirs[0]
+    sockets[other], files[other] = connection, descriptors[0]
 
 
 def _gathered(value: Any, context: DistributedContext) -> list[Any]:

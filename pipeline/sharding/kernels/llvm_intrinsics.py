@@ -1,6 +1,6 @@
-"""What the CPU kernels say in LLVM's own terms: sixteen numbers at a time, casts, and the lines of memory to come.
+"""Define LLVM intrinsics for the CPU kernels: sixteen numbers at a time, casts, prefetches.
 
-Numba makes vectors of long loops alone; an embedding's row is a short one. Arrays are flat. An array of uint16 holds bf16
+Numba vectorizes long loops alone, and an embedding's row is a short one. Arrays are flat. An array of uint16 holds bf16
 where it is gradients or pooled rows, and fp16 where it is a table.
 """
 
@@ -29,15 +29,15 @@ def _data(context: Any, builder: Any, signature: Any, arguments: Any, position: 
     return context.make_array(signature.args[position])(context, builder, arguments[position]).data
 
 
-def _place(builder: Any, data: Any, index: Any, kind: Any, lanes: int) -> Any:
+def _pointer(builder: Any, data: Any, index: Any, kind: Any, lanes: int) -> Any:
     return builder.bitcast(builder.gep(data, [index]), _across(kind, lanes).as_pointer())
 
 
 def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes: int) -> Any:
     """fp32, from fp32, fp16 (a table) or bf16."""
     if dtype == types.float32:
-        return builder.load(_place(builder, data, index, FLOAT, lanes), align=4)
-    bits = builder.load(_place(builder, data, index, INT16, lanes), align=2)
+        return builder.load(_pointer(builder, data, index, FLOAT, lanes), align=4)
+    bits = builder.load(_pointer(builder, data, index, INT16, lanes), align=2)
     if is_table:
         return builder.fpext(builder.bitcast(bits, _across(HALF, lanes)), _across(FLOAT, lanes))
     wide = builder.shl(builder.zext(bits, _across(INT32, lanes)), _whole(INT32, lanes, 16))
@@ -47,7 +47,7 @@ def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes
 def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes: int) -> None:
     """fp32 to fp32, or to bf16: to the nearest, halves to even, NaN stays NaN, as torch rounds."""
     if dtype == types.float32:
-        builder.store(numbers, _place(builder, data, index, FLOAT, lanes), align=4)
+        builder.store(numbers, _pointer(builder, data, index, FLOAT, lanes), align=4)
         return
     bits = builder.bitcast(numbers, _across(INT32, lanes))
     sixteen = _whole(INT32, lanes, 16)
@@ -55,13 +55,13 @@ def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes:
     rounded = builder.lshr(builder.add(bits, builder.add(odd, _whole(INT32, lanes, 0x7FFF))), sixteen)
     is_nan = builder.fcmp_unordered("uno", numbers, numbers)
     chosen = builder.select(is_nan, _whole(INT32, lanes, 0x7FC0), rounded)
-    builder.store(builder.trunc(chosen, _across(INT16, lanes)), _place(builder, data, index, INT16, lanes), align=2)
+    builder.store(builder.trunc(chosen, _across(INT16, lanes)), _pointer(builder, data, index, INT16, lanes), align=2)
 
 
 def _make_copy(lanes: int) -> Any:
-    def typed(_: Any, table: Any, at: Any, into: Any, place: Any) -> tuple[Signature, Any]:
+    def typed(_: Any, table: Any, at: Any, into: Any, position: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            source, target = (_data(context, builder, signature, arguments, one) for one in (0, 2))
+            source, target = (_data(context, builder, signature, arguments, position) for position in (0, 2))
             numbers = _load(builder, source, arguments[1], table.dtype, True, lanes)
             _store(builder, numbers, target, arguments[3], into.dtype, lanes)
             return context.get_dummy_value()
@@ -74,7 +74,7 @@ def _make_copy(lanes: int) -> Any:
 def _make_add(lanes: int) -> Any:
     def typed(_: Any, into: Any, at: Any, source: Any, begin: Any, scale: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            sums, data = (_data(context, builder, signature, arguments, one) for one in (0, 2))
+            sums, data = (_data(context, builder, signature, arguments, position) for position in (0, 2))
             factor = arguments[4]
             if lanes > 1:
                 nothing = ir.Constant(_across(FLOAT, lanes), ir.Undefined)
@@ -97,7 +97,7 @@ def _named(name: str, typed: Any) -> Any:
     return intrinsic(typed)
 
 
-# copy(table, at, into, place): into[place:][:lanes] = table[at:][:lanes], rounded to bf16 where `into` holds that.
+# copy(table, at, into, position): into[position:][:lanes] = table[at:][:lanes], rounded to bf16 where `into` holds that.
 copy_16, copy_1 = _named("copy_16", _make_copy(LANES)), _named("copy_1", _make_copy(1))
 # add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes], `sums` in fp32.
 add_16, add_1 = _named("add_16", _make_add(LANES)), _named("add_1", _make_add(1))
@@ -139,6 +139,6 @@ def _make_prefetch(to_write: int) -> Any:
     return typed
 
 
-# prefetch(array, index): ask for the line of memory that array[index] lies in, to read it or to write to it.
+# prefetch(array, index): load the cache line that array[index] lies in, to read it or to write to it.
 prefetch_to_read = _named("prefetch_to_read", _make_prefetch(0))
 prefetch_to_write = _named("prefetch_to_write", _make_prefetch(1))

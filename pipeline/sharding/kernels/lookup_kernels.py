@@ -1,6 +1,6 @@
-"""Turn ids into pooled rows on the CPU: arrays in, an array filled, compiled by Numba.
+"""Look up and pool rows on the CPU by kernels that Numba compiles.
 
-FBGEMM's kernel checks the ids in a pass of its own and gives fp32, which a bf16 model then casts in another. Here one pass
+FBGEMM's kernel checks the ids in a pass of its own and returns fp32, which a bf16 model then casts in another. Here one pass
 checks, pools and rounds. Rows are summed in fp32, in the order of the bag's ids.
 """
 
@@ -17,21 +17,21 @@ BLOCK = 32  # samples whose pooled rows stay in the second cache until the last 
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _copy(table, at, into, place, dim):  # type: ignore[no-untyped-def]
+def _copy(table, at, into, position, dim):  # type: ignore[no-untyped-def]
     whole = dim // U(LANES) * U(LANES)
     for k in range(U(0), whole, U(LANES)):
-        copy_16(table, at + k, into, place + k)
+        copy_16(table, at + k, into, position + k)
     for k in range(whole, dim):
-        copy_1(table, at + k, into, place + k)
+        copy_1(table, at + k, into, position + k)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _sum(table, begin, indices, first, last, scale, dim, row, sums):  # type: ignore[no-untyped-def]
-    """sums[:dim] = scale * the rows of indices[first:last]; `row` is room for one of them."""
+    """sums[:dim] = scale * the rows of indices[first:last]; `row` is a buffer for a row."""
     sums[:dim] = np.float32(0)
     whole = dim // U(LANES) * U(LANES)
-    for place in range(first, last):
-        _copy(table, begin + U(indices[place]) * dim, row, U(0), dim)
+    for position in range(first, last):
+        _copy(table, begin + U(indices[position]) * dim, row, U(0), dim)
         for k in range(U(0), whole, U(LANES)):
             add_16(sums, k, row, k, scale)
         for k in range(whole, dim):
@@ -66,8 +66,8 @@ def look_up(  # type: ignore[no-untyped-def]
                 if coming < U(len(indices)):
                     for k in range(U(0), dim, U(LANES)):
                         prefetch_to_read(table, table_begin + min(U(indices[coming]), limit) * dim + k)
-                for place in range(first, last):
-                    if U(indices[place]) >= limit:  # a negative id is a large one
+                for position in range(first, last):
+                    if U(indices[position]) >= limit:  # a negative id is a large one
                         return False
                 target = sample * width + U(columns[feature])
                 if last - first == U(1):

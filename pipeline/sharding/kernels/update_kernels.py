@@ -1,11 +1,13 @@
-"""Turn pooled gradients into table updates on the CPU: arrays in, tables changed in place, compiled by Numba.
+"""Update tables in position on the CPU by kernels that Numba compiles.
 
-Each row that a batch touched is updated once with the sum of its gradients, as FBGEMM's exact optimizers do. FBGEMM
-sorts the ids of every table for that; here a hash table chains the places of each row, in their order, so the sums
-do not depend on threads. The rows to come are prefetched, for the time goes into waiting for memory.
+update_tables takes pooled gradients. Each row that a batch touched is updated once with the sum of its gradients, as
+FBGEMM's exact optimizers do. FBGEMM sorts the ids of every table for that; here a hash table chains the positions of each
+row, in their order, so the sums do not depend on threads. The next rows are prefetched, for the time goes into waiting for
+memory. update_rows takes the dense gradient of many small replicated tables, which lie one after the other in fp32 arrays,
+as FBGEMM's dense lookup has them.
 
 fp16 tables come as uint16. Their rows are computed in fp32 and rounded up or down at random, in proportion: rounding to the
-nearest would lose every update below 1/2048 of a weight. The draw is a hash of the step, the table's offset and the row, so
+nearest would lose every update below 1/2048 of a weight. The random number is a hash of the step, the table's offset and the row, so
 it is the same on any number of threads, and in a resumed run.
 
 Shapes: F features, B samples, L ids, T tables, D the width of a row. Weights and states of all tables lie one after
@@ -52,14 +54,14 @@ def _subtract(into, at, gradient, scale, dim):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _rounded(value, key):  # type: ignore[no-untyped-def]
-    """fp32 -> fp16 as uint16: to a neighbour, drawn by `key` with the chance that makes the mean `value`."""
+    """fp32 -> fp16 as uint16: to a neighbour, chosen by `key` with the probability that makes the mean `value`."""
     key ^= key >> U(33)  # the finaliser of MurmurHash3
     key *= U(0xFF51AFD7ED558CCD)
     key ^= key >> U(33)
-    draw = np.float32(key >> U(40)) * np.float32(2.0**-24) - np.float32(0.5)
+    offset = np.float32(key >> U(40)) * np.float32(2.0**-24) - np.float32(0.5)
     exponent = max((bits(value) >> np.uint32(23)) & np.uint32(0xFF), np.uint32(113))  # 113: 2^-14, fp16's least normal
     step = from_bits(np.uint32((exponent - np.uint32(10)) << np.uint32(23)))  # between neighbours
-    return narrow(min(max(value + draw * step, np.float32(-65504)), np.float32(65504)))
+    return narrow(min(max(value + offset * step, np.float32(-65504)), np.float32(65504)))
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
@@ -95,39 +97,39 @@ def _adagrad(weights, states, at, gradient, lr, eps, dim):  # type: ignore[no-un
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _chain(indices, begin, end, slots, rows, heads, tails, following):  # type: ignore[no-untyped-def]
-    """Distinct ids of indices[begin:end] into `rows`, and for each the chain of its places; how many there are."""
+    """Distinct ids of indices[begin:end] into `rows`, and for each the chain of its positions; the number of ids."""
     mask = U(len(slots) - 1)
     slots[:] = -1
     count = U(0)
-    for place in range(begin, end):
-        row = indices[place]
+    for position in range(begin, end):
+        row = indices[position]
         slot = ((U(row) * HASH) >> U(32)) & mask
         while slots[slot] >= 0 and rows[U(slots[slot])] != row:
             slot = (slot + U(1)) & mask
-        following[place - begin] = -1
+        following[position - begin] = -1
         if slots[slot] < 0:
             slots[slot] = count
             rows[count] = row
-            heads[count] = tails[count] = place - begin
+            heads[count] = tails[count] = position - begin
             count += U(1)
         else:
             entry = U(slots[slot])
-            following[U(tails[entry])] = place - begin
-            tails[entry] = place - begin
+            following[U(tails[entry])] = position - begin
+            tails[entry] = position - begin
     return count
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def _bags(offsets, first_bag, last_bag, num_samples, begin, is_mean, sources, scales):  # type: ignore[no-untyped-def]
-    """For each place of a table's ids: its bag, and what its gradient is multiplied by."""
+    """For each position in a table's ids: its bag, and the factor of its gradient."""
     for bag in range(first_bag, last_bag):
         first, last = U(offsets[bag]), U(offsets[bag + U(1)])
         scale = np.float32(1)
         if is_mean and last > first:
             scale = np.float32(1) / np.float32(last - first)
-        for place in range(first, last):
-            sources[place - begin] = bag
-            scales[place - begin] = scale
+        for position in range(first, last):
+            sources[position - begin] = bag
+            scales[position - begin] = scale
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
@@ -136,6 +138,8 @@ def update_tables(  # type: ignore[no-untyped-def]
     weight_begins, states, state_begins, kind, is_mean, lr, eps, step,
 ):  # fmt: skip
     """Update the tables whose numbers are in `tables`, in `halves` (fp16 as uint16) where `is_half`, else in `weights`.
+
+    Nineteen parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
 
     feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
     gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
@@ -172,12 +176,12 @@ def update_tables(  # type: ignore[no-untyped-def]
                 source = sources[U(heads[entry + U(AHEAD)])]
                 prefetch_to_read(gradients, source % num_samples * width + U(columns[source // num_samples]))
             gradient[:] = np.float32(0)
-            place = heads[entry]
-            while place >= 0:
-                bag = sources[U(place)]
+            position = heads[entry]
+            while position >= 0:
+                bag = sources[U(position)]
                 feature, sample = bag // num_samples, bag % num_samples
-                _add(gradient, gradients, sample * width + U(columns[feature]), scales[U(place)], dim)
-                place = following[U(place)]
+                _add(gradient, gradients, sample * width + U(columns[feature]), scales[U(position)], dim)
+                position = following[U(position)]
             at = weight_begin + U(rows[entry]) * dim
             scale = lr
             if kind == ROWWISE_ADAGRAD:

@@ -1,7 +1,7 @@
-"""Turn FBGEMM's lookup modules on the CPU into ones whose kernels are ours: same weights, states and rates.
+"""Run FBGEMM's lookup modules on CPU by Numba kernels: the same weights, states and learning rates.
 
-FBGEMM keeps the tables and holds the optimizer's state, so checkpoints and schedules see no difference; what is left out
-is its forward, which goes over the ids twice, and its backward, which sorts the ids of each table.
+FBGEMM keeps the tables and the optimizer's state, so checkpoints and schedules see no difference. Its forward, which goes
+over the ids twice, and its backward, which sorts the ids of each table, do not run.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ logger = get_logger(__name__)
 
 
 def speed_up_cpu_tables(modules: Iterable[nn.Module]) -> int:
-    """Give every lookup in `modules` that can have it the faster backward; how many have it.
+    """Replace the forward and backward of every lookup in `modules` that the kernels support; the number of these.
 
-    fp32 and fp16 tables with SUM or MEAN pooling under SGD, Adagrad or row-wise Adagrad can; FBGEMM rounds fp16 to the
-    nearest on the CPU, this one stochastically. Without Numba none has it.
+    They support fp32 and fp16 tables with SUM or MEAN pooling under SGD, Adagrad and row-wise Adagrad. FBGEMM rounds fp16 to
+    the nearest on the CPU, the kernels stochastically. Without Numba nothing is replaced.
     """
-    inside = (one for module in modules for one in module.modules())
-    mine = [one for one in inside if isinstance(one, SplitTableBatchedEmbeddingBagsCodegen) and _can(one)]
-    if not mine:
+    inside = (child for module in modules for child in module.modules())
+    lookups = [
+        child for child in inside if isinstance(child, SplitTableBatchedEmbeddingBagsCodegen) and _is_supported(child)
+    ]
+    if not lookups:
         return 0
     try:
         from pipeline.sharding.kernels.lookup_kernels import look_up
@@ -42,19 +44,19 @@ def speed_up_cpu_tables(modules: Iterable[nn.Module]) -> int:
     except ImportError as error:
         logger.info("tables train by FBGEMM's own backward, which is slower: %s", error)
         return 0
-    for lookup in mine:
+    for lookup in lookups:
         lookup.forward = FastLookup(lookup, look_up, update_tables)  # type: ignore[method-assign]
-    return len(mine)
+    return len(lookups)
 
 
 def fast_lookups(model: nn.Module) -> list[FastLookup]:
     """Of all sharded tables in `model`."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
-    inside = (one for module in sharded for lookup in module._lookups for one in lookup.modules())
-    return [one.forward for one in inside if isinstance(one.forward, FastLookup)]
+    inside = (child for module in sharded for lookup in module._lookups for child in lookup.modules())
+    return [child.forward for child in inside if isinstance(child.forward, FastLookup)]
 
 
-def _can(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+def _is_supported(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     return bool(
         lookup.use_cpu
         and lookup.optimizer in KINDS
@@ -66,20 +68,21 @@ def _can(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 
 
 class FastLookup:
-    """Stands in for the module's forward(indices [L], offsets [F * B + 1]) -> [B, all features' D]."""
+    """In place of the module's forward(indices [L], offsets [F * B + 1]) -> [B, all features' D]."""
 
     def __init__(
         self, lookup: SplitTableBatchedEmbeddingBagsCodegen, pool: Callable[..., bool], update: Callable[..., None]
     ) -> None:
-        self._theirs, self._lookup, self._pool, self._update = lookup.forward, lookup, pool, update
-        self.step = 0  # of the run; draws how fp16 rows are rounded
-        # Set by whoever knows that the model takes it (pipeline.models.layers.dlrm): columns left free ahead of the
-        # features', for the model to write into; and pooled rows in autocast's type where that is on.
+        self._fbgemm_forward, self._lookup = lookup.forward, lookup
+        self._pool, self._update = pool, update
+        self.step = 0  # of the run; seeds the rounding of fp16 rows
+        # Set where the model takes it (pipeline.models.layers.dlrm): columns left free ahead of the features', for the model
+        # to write into; and pooled rows in autocast's type where that is on.
         self.room = 0
         self.follows_autocast = False
         # Features of one table are neighbours: FBGEMM checks it.
         tables = lookup.feature_table_map
-        begins = [0, *(later for later, (one, other) in enumerate(pairwise(tables), start=1) if one != other)]
+        begins = [0, *(index for index, (before, table) in enumerate(pairwise(tables), start=1) if table != before)]
         self._feature_begins = np.array([*begins, len(tables)], dtype=np.int64)
         self._columns = lookup.D_offsets.numpy().astype(np.int64)
         self._num_rows = lookup.rows_per_table.numpy().astype(np.int64)  # of each feature's table
@@ -95,7 +98,7 @@ class FastLookup:
     ) -> torch.Tensor:  # fmt: skip
         special = any(argument is not None for argument in (per_sample_weights, *arguments, *keywords.values()))
         if special or not torch.is_grad_enabled():
-            return self._theirs(indices, offsets, per_sample_weights, *arguments, **keywords)
+            return self._fbgemm_forward(indices, offsets, per_sample_weights, *arguments, **keywords)
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         dtype = torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
         lookup = self._lookup
@@ -105,10 +108,10 @@ class FastLookup:
     def look_up(
         self, indices: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Pooled rows, and the ids and offsets that they are of: FBGEMM's where it had to mend them.
+        """Pooled rows, and the ids and offsets that they are of: FBGEMM's where it had to fix them.
 
         Raises:
-            RuntimeError: FBGEMM's, for ids out of range, where it was told to raise.
+            RuntimeError: FBGEMM's, for ids out of range, where its bounds check is set to raise.
         """
         num_samples = (len(offsets) - 1) // len(self._num_rows)
         out = torch.empty(num_samples, self.room + int(self._columns[-1]), dtype=dtype)
@@ -119,37 +122,37 @@ class FastLookup:
         return out[:, self.room :], indices, offsets
 
     def _fill(self, out: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> bool:
-        """Samples are shared out over torch's number of threads."""
-        one, num_samples, width = self._lookup, len(out), out.shape[1]
+        """Partition samples over torch's threads; False where an id or an offset is out of range."""
+        fbgemm, num_samples, width = self._lookup, len(out), out.shape[1]
         if not num_samples:
             return True
         arguments = (
-            indices.numpy(), offsets.numpy(), np.uint64(num_samples), self._columns + self.room, _flat(one.weights_host),
-            one.weights_offsets.numpy(), self._num_rows, one.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
+            indices.numpy(), offsets.numpy(), np.uint64(num_samples), self._columns + self.room, _flat(fbgemm.weights_host),
+            fbgemm.weights_offsets.numpy(), self._num_rows, fbgemm.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
         )  # fmt: skip
         return all(on_all_threads(self._pool, arguments, num_samples))
 
     def update(self, gradients: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Tables are shared out over torch's number of threads; each is one thread's, so the result is the same."""
-        one, kind = self._lookup, KINDS[self._lookup.optimizer]
-        is_half = one.weights_precision == SparseType.FP16
-        stored = _flat(one.weights_host)
+        """Partition tables over torch's threads; each is one thread's, so their number changes no result."""
+        fbgemm, kind = self._lookup, KINDS[self._lookup.optimizer]
+        is_half = fbgemm.weights_precision == SparseType.FP16
+        stored = _flat(fbgemm.weights_host)
         weights = np.empty(0, np.float32) if is_half else stored
         halves = stored if is_half else np.empty(0, np.uint16)
-        states, state_offsets = np.empty(0, np.float32), one.weights_offsets
+        states, state_offsets = np.empty(0, np.float32), fbgemm.weights_offsets
         if kind:
-            states, state_offsets = one.momentum1_host.detach().numpy(), one.momentum1_offsets.detach()
+            states, state_offsets = fbgemm.momentum1_host.detach().numpy(), fbgemm.momentum1_offsets.detach()
         num_samples, bounds = len(gradients), offsets.numpy()
         rows, width = _rows(gradients)
         arguments = (
             self._feature_begins, indices.numpy(), bounds, np.uint64(num_samples), rows, np.uint64(width),
-            self._columns, weights, halves, is_half, one.weights_offsets.numpy(), states, state_offsets.numpy(), kind,
-            one.pooling_mode == PoolingMode.MEAN, np.float32(one.get_learning_rate()),
-            np.float32(one.optimizer_args.eps), np.uint64(self.step),
+            self._columns, weights, halves, is_half, fbgemm.weights_offsets.numpy(), states, state_offsets.numpy(), kind,
+            fbgemm.pooling_mode == PoolingMode.MEAN, np.float32(fbgemm.get_learning_rate()),
+            np.float32(fbgemm.optimizer_args.eps), np.uint64(self.step),
         )  # fmt: skip
-        places = bounds[self._feature_begins * num_samples]
-        shares = share_out(
-            places, self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]
+        first_ids = bounds[self._feature_begins * num_samples]
+        shares = partition_tables(
+            first_ids, self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]
         )
         later = [thread_pool(len(shares)).submit(self._update, share, *arguments) for share in shares[1:]]
         self._update(shares[0], *arguments)
@@ -175,10 +178,13 @@ def _rows(gradients: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
     return _flat(torch.as_strided(gradients.detach(), (count,), (1,))), width
 
 
-def share_out(places: np.ndarray[Any, Any], dims: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Tables by thread, so that none has much more to do: the largest first, each to whoever has least (LPT)."""
+def partition_tables(first_ids: np.ndarray[Any, Any], dims: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Tables by thread, so that none has much more to do: the largest first, each to the thread with the least (LPT).
+
+    first_ids [T + 1]: where each table's ids begin; dims [T].
+    """
     num_threads = torch.get_num_threads()
-    work = np.diff(places) * (dims + 16) + 256  # a look at a row costs about as much as 16 of its numbers
+    work = np.diff(first_ids) * (dims + 16) + 256  # reading a row costs about as much as 16 of its numbers
     shares: list[list[int]] = [[] for _ in range(min(num_threads, len(work)))]
     loads = [0] * len(shares)
     for table in np.argsort(-work, kind="stable").tolist():
@@ -189,7 +195,7 @@ def share_out(places: np.ndarray[Any, Any], dims: np.ndarray[Any, Any]) -> list[
 
 
 class _Pooled(torch.autograd.Function):
-    """The tables are updated in backward, so no gradient goes on to `weights`; asking for one makes autograd come by."""
+    """Backward updates the tables and returns no gradient; `weights` is an input so that autograd calls it."""
 
     @staticmethod
     def forward(  # type: ignore[override]

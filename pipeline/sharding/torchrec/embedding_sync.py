@@ -1,8 +1,8 @@
-"""Turn tables that each host trains by itself into their average over the hosts, rarely.
+"""Average tables over hosts every few steps, where each host trains a replica of its own.
 
 Tables are sharded over the ranks of one host, and every host has a replica of them: no lookup leaves a host. Dense layers
-and data_parallel tables are all-reduced over all ranks at every step as ever. TorchRec's 2D environment keeps the
-collectives apart; DMPCollection, which it made it for, runs on no CPU, hands out its state in a form that our checkpoints
+and data_parallel tables are all-reduced over all ranks at every step. TorchRec's 2D environment keeps the
+collectives apart; its DMPCollection is not used: it does not run on CPU, gives its state in a form that checkpoints here
 do not take, and averages the states of Adagrad alone (docs/adr/0018).
 """
 
@@ -57,7 +57,7 @@ def replicates(config: ParallelConfig, context: DistributedContext) -> bool:
 
 
 def host_environment(context: DistributedContext) -> ShardingEnv2D:
-    """Collective: shard over the ranks of this host, replicate over those of the same place on all hosts."""
+    """Collective: shard over the ranks of this host, replicate over the ranks of the same local rank on all hosts."""
     world = dist.GroupMember.WORLD
     assert world is not None, "init_distributed comes first"
     size = context.local_world_size
@@ -83,9 +83,9 @@ def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPl
     Raises:
         ShardingError: a table lies in a cache or a key-value store, of which an average sees a part.
     """
-    mine = copy.deepcopy(plan)
+    local = copy.deepcopy(plan)
     first = context.rank - context.rank % context.local_world_size
-    for tables in mine.plan.values():
+    for tables in local.plan.values():
         for name, sharding in tables.items():  # type: ignore[attr-defined]  # EmbeddingModuleShardingPlan is a dict
             if sharding.compute_kernel not in WHOLE_KERNELS:
                 raise ShardingError(
@@ -100,7 +100,7 @@ def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPl
                 rank = shard.placement.rank()
                 device = "cpu" if context.device.type == "cpu" else f"{context.device.type}:{rank}"
                 shard.placement = _remote_device(f"rank:{first + rank}/{device}")
-    return mine
+    return local
 
 
 class TableReplicas:

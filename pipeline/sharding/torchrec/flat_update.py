@@ -1,7 +1,7 @@
-"""Turn a torch optimizer of replicated (data_parallel) tables on the CPU into one kernel's call a step.
+"""Step the optimizer of replicated (data_parallel) tables on CPU by one kernel call instead of one a table.
 
-TorchRec keeps such tables in one flat parameter, of which theirs are slices: torch's optimizers go from slice to slice in
-Python, which took longer for two dozen small tables than a whole forward pass of them.
+TorchRec keeps such tables as slices of one flat parameter. torch's optimizers go from slice to slice in Python, which for
+two dozen small tables took longer than their whole forward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrec import optim
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 KINDS: dict[type[torch.optim.Optimizer], int] = {torch.optim.SGD: 0, torch.optim.Adagrad: 1, optim.RowWiseAdagrad: 2}
-STATE = "sum"  # Adagrad's, by the torch optimizers' name
+STATE = "sum"  # Adagrad's state, as torch optimizers name it
 PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maximize")  # settings that the kernel lacks
 
 
@@ -55,7 +55,7 @@ class FlatUpdate:
 
 
 def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
-    """None where the kernel does not do as the optimizer does. Its states become views of one array: load them in place."""
+    """None where the kernel does not support the optimizer. Its states become views of one array: load them in place."""
     if type(optimizer) not in KINDS or len(optimizer.param_groups) != 1:
         return None
     if any(optimizer.param_groups[0].get(name) for name in PLAIN):

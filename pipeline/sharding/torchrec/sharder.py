@@ -38,10 +38,10 @@ from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_mana
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, optimizer_class_of
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.sharding.torchrec.variable_batches import (
-    accept_uneven_batches,
-    check_uneven_batches,
+    accept_variable_batches,
+    check_variable_batches,
     in_order_of,
-    sum_uneven_rows,
+    reduce_scatter_variable_batches,
 )
 
 ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
@@ -93,7 +93,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             # A train pipeline may switch this on; on CPU it would free the caller's batch, not a copy of it.
             self._free_features_storage_early = False
         if features.variable_stride_per_key():
-            check_uneven_batches(self._sharding_types, self._device or torch.device("cpu"))
+            check_variable_batches(self._sharding_types, self._device or torch.device("cpu"))
             features = in_order_of(
                 features, [name for sharding in self._embedding_shardings for name in sharding.feature_names()]
             )
@@ -239,8 +239,8 @@ class TableSharder(EmbeddingBagCollectionSharder):
         if self._fast_cpu:
             speed_up_cpu_tables(sharded._lookups)  # a plain list: modules() does not go by them
         if device.type == "cpu":
-            accept_uneven_batches(sharded._lookups)
-            sum_uneven_rows(sharded._output_dists)
+            accept_variable_batches(sharded._lookups)
+            reduce_scatter_variable_batches(sharded._output_dists)
         if device.type == "cpu" and env.world_size == 1:
             sharded.whole_lookup = _lookup_of_all(sharded)
         return sharded

@@ -1,4 +1,4 @@
-"""Turn a model with tables on meta and a ShardingPlan into a DistributedModelParallel that trains."""
+"""Shard a model by a plan into a DistributedModelParallel that trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.sharding.collectives.host_exchange import HostExchange, connect
 from pipeline.sharding.torchrec.embedding_sync import host_environment, plan_for_host
 from pipeline.sharding.torchrec.sharder import ShardedTables, TableSharder
 from pipeline.sharding.torchrec.sharding_checks import (
-    check_dense_layers_can_be_drawn,
+    check_dense_layers_can_be_initialized,
     check_plan_covers_tables,
     check_plan_is_exact,
 )
@@ -64,7 +64,7 @@ def shard_model(
     replicated: bool = False,
     fast_cpu: bool = True,
 ) -> DistributedModelParallel:
-    """Collective: place tables by `plan`, replicate the dense layers, draw what is on meta from `seed`.
+    """Collective: place tables by `plan`, replicate the dense layers, initialize what is on meta from `seed`.
 
     Every rank passes the same seed; the first weights do not depend on plan or world size. With `tables`, column
     shards under a row-wise optimizer are refused unless the table's config names them. `replicated`: the plan is for the
@@ -75,7 +75,7 @@ def shard_model(
         ShardingError: the plan does not fit the model, or asks for what would silently go wrong.
     """
     check_plan_covers_tables(model, plan)
-    check_dense_layers_can_be_drawn(model)
+    check_dense_layers_can_be_initialized(model)
     if tables is not None:
         check_plan_is_exact(model, plan, tables)
     world = dist.GroupMember.WORLD
@@ -94,7 +94,7 @@ def shard_model(
             # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
             data_parallel_wrapper=_AverageOverRanks(exchange),
         )
-        # Dense layers on meta are drawn only now: how much randomness the tables took depends on the plan.
+        # Dense layers on meta are initialized only now: how much randomness the tables took depends on the plan.
         torch.manual_seed(seed)
         sharded.init_parameters = True
         sharded.init_data_parallel()
@@ -103,8 +103,8 @@ def shard_model(
 
 
 class _AverageOverRanks(DefaultDataParallelWrapper):
-    """DDP where there is something to average: on one rank it copies every gradient into buckets for nothing, and on
-    one host's CPU ranks there is a shorter way."""
+    """DDP, but for one rank, where it would copy every gradient into buckets for nothing, and for ranks that have an
+    exchange, whose gradients GradientAverage averages."""
 
     def __init__(self, exchange: HostExchange | None) -> None:
         super().__init__(static_graph=True)
@@ -118,10 +118,10 @@ class _AverageOverRanks(DefaultDataParallelWrapper):
         elif self._exchange is not None:
             dmp._dmp_wrapped_module.to(device)
             tables = [module for module in dmp.modules() if isinstance(module, ShardedTables)]
-            layers = [one for name, one in dmp.named_parameters() if name not in ddp_ignore_param_names]
-            every = [*layers, *(weight for one in tables for weight in one.replicated_weights())]
-            if every := [one for one in every if one.requires_grad]:
-                GradientAverage(every, self._exchange)
+            layers = [weight for name, weight in dmp.named_parameters() if name not in ddp_ignore_param_names]
+            replicated = [weight for collection in tables for weight in collection.replicated_weights()]
+            if trained := [weight for weight in (*layers, *replicated) if weight.requires_grad]:
+                GradientAverage(trained, self._exchange)
         else:
             super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)
 

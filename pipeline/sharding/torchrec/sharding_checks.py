@@ -1,4 +1,4 @@
-"""Turn what TorchRec and FBGEMM would do wrongly without saying so into errors, before memory is allocated."""
+"""Refuse what TorchRec and FBGEMM would silently do wrongly, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _warn_of_row_state(name: str, weight: torch.Tensor, sharding_type: str) -> N
 
 
 def _warn_once(message: str, *values: object) -> None:
-    """Every rank checks the same plan; one of them says it."""
+    """On rank 0: every rank checks the same plan."""
     if dist.get_rank() == 0:
         logger.warning(message, *values)
 
@@ -130,12 +130,12 @@ def check_plan_covers_tables(model: nn.Module, plan: ShardingPlan) -> None:
         tables = {config.name for config in collection.embedding_bag_configs()}
         if missing := sorted(tables - planned):
             raise ShardingError(
-                f"the plan leaves out table(s) {', '.join(missing)} of {path!r}; make it anew for this model"
+                f"the plan leaves out table(s) {', '.join(missing)} of {path!r}; search it again for this model"
             )
         if unknown := sorted(planned - tables):
             raise ShardingError(
                 f"the plan shards table {unknown[0]!r}, which the model lacks{did_you_mean(unknown[0], tables)}; "
-                "make it anew for this model"
+                "search it again for this model"
             )
     if unknown_paths := sorted(set(plan.plan) - set(collections)):
         raise ShardingError(
@@ -155,12 +155,12 @@ def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table
             if kind in COLUMN_SHARDING_TYPES and kind not in by_name[name].sharding.sharding_types:
                 raise ShardingError(
                     f"the plan makes table {name!r} {kind}, but {optimizer.__name__} keeps one state a row and would "
-                    f"become another optimizer; plan anew without it, or accept that with "
+                    f"become another optimizer; plan again without it, or accept that with "
                     f"tables.{by_name[name].config_name}.sharding.sharding_types=[{kind}]"
                 )
 
 
-def check_dense_layers_can_be_drawn(model: nn.Module) -> None:
+def check_dense_layers_can_be_initialized(model: nn.Module) -> None:
     """Raises ShardingError for a module on meta that would come up with whatever memory holds, or with zeroed buffers."""
     for name, child in model.named_modules():
         if isinstance(child, EmbeddingBagCollection) or "embedding_bags" in name.split("."):

@@ -1,4 +1,4 @@
-"""Turn SparseOptimizerConfig into the tables' optimizer: fused into backward, or dense for replicated tables.
+"""Make the tables' optimizer: fused into backward, or a torch optimizer for replicated tables.
 
 FBGEMM updates a sharded table's rows inside backward. A data_parallel table leaves that optimizer behind with no
 error, so it gets a torch optimizer of the same settings; its state goes by the fused one's names and shapes, so that

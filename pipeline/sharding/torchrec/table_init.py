@@ -1,8 +1,8 @@
-"""Turn a seed into the tables' first weights, the same ones whatever the plan and the number of ranks.
+"""Initialize tables from a seed, to the same weights whatever the plan and the number of ranks.
 
-TorchRec draws each shard from its rank's own random state: a table's weights then depend on where it lies, and
-with one seed on all ranks every shard of a row_wise table gets the same rows. Here a table is drawn in blocks
-of rows, each from (seed, table, block), and every shard cuts out what is its own.
+TorchRec initializes each shard from its rank's own random state: a table's weights then depend on the plan, and with one
+seed on all ranks every shard of a row_wise table gets the same rows. Here a table is initialized in blocks of rows, each
+from (seed, table, block), and every shard cuts out its own part.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from pipeline.embeddings.collection import RowsOf
 
-BLOCK_ROWS = 4096  # changing it changes every model drawn from a given seed
-OWN_KERNELS = {"dense", "fused", "fused_uvm", "fused_uvm_caching"}  # key-value stores draw rows on first use
+BLOCK_ROWS = 4096  # changing it changes every model that a given seed initializes
+OWN_KERNELS = {"dense", "fused", "fused_uvm", "fused_uvm_caching"}  # key-value stores initialize rows on first use
 
 
 def initialize_tables(module: nn.Module, seed: int) -> None:
-    """Draw every table inside `module`, sharded or not, by its config's init_fn; the caller's random state is kept.
+    """Initialize every table inside `module`, sharded or not, by its config's init_fn; the caller's random state is kept.
 
-    init_fn must draw element by element (uniform, normal, zeros): it is called on float32 blocks of rows.
+    init_fn must sample element by element (uniform, normal, zeros): it is called on float32 blocks of rows.
     """
     for child in module.modules():
         if isinstance(child, ShardedEmbeddingBagCollection):
@@ -42,7 +42,7 @@ def initialize_tables(module: nn.Module, seed: int) -> None:
         for config in configs:
             for piece, row_offset, column_offset in _local_pieces(weights[f"embedding_bags.{config.name}.weight"]):
                 source, first_row = config, 0
-                if isinstance(config.init_fn, RowsOf):  # its rows are another table's, from one of that one's on
+                if isinstance(config.init_fn, RowsOf):  # its rows are a block of another table's
                     block = config.init_fn.block
                     source = replace(config, name=block.table, num_embeddings=block.num_embeddings)
                     first_row = block.first_row
@@ -61,7 +61,7 @@ def _local_pieces(weight: torch.Tensor | ShardedTensor) -> Iterator[tuple[torch.
 
 @torch.no_grad()
 def _fill(piece: torch.Tensor, row_offset: int, column_offset: int, config: EmbeddingBagConfig, seed: int) -> None:
-    """The device of the piece draws: a table of billions of values takes a GPU a blink, a CPU minutes."""
+    """Samples on the device of `piece`: a table of billions of values takes a GPU a blink, a CPU minutes."""
     num_rows, num_columns = piece.shape
     end = row_offset + num_rows
     assert config.init_fn is not None

@@ -1,8 +1,9 @@
-"""Turn lookups of as many bags as a feature has into FBGEMM's ordinary ones, by bags without ids at the end.
+"""Run lookups on CPU whose features differ in their number of bags, by padding features with bags without ids.
 
 A KeyedJaggedTensor whose features have fewer bags than there are samples (TorchRec's "variable batch per feature") saves
-the bytes of the bags that are left out. TorchRec's collectives know of them everywhere, FBGEMM's kernels do not: on CPU the
-dense one takes no note of them, and Adagrad refuses them on every device. Here kernels see equal batches.
+the bytes of the bags that are left out. TorchRec's collectives support them everywhere, FBGEMM's kernels do not: on CPU the
+dense kernel ignores them, and Adagrad refuses them on every device. Padded, kernels see equal batches. TorchRec has nothing
+in this place on CPU, so sharding.fast_cpu=false leaves it as it is.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.collectives.comms_wait import waiting
 
 
-def accept_uneven_batches(lookups: Iterable[nn.Module]) -> None:
+def accept_variable_batches(lookups: Iterable[nn.Module]) -> None:
     """Give TorchRec's grouped lookups a forward that pads features to one number of bags, where they differ in it."""
     for lookup in lookups:
         inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
-        inner.forward = _EvenLookup(inner)
+        inner.forward = _PaddedLookup(inner)
 
 
-class _EvenLookup:
-    """Stands in for the module's forward(features) -> [B, all features' D], or what is left of it, flat."""
+class _PaddedLookup:
+    """In place of the module's forward(features) -> [B, all features' D], or of the bags that there are, flat."""
 
     def __init__(self, lookup: nn.Module) -> None:
-        self._theirs = lookup.forward
+        self._torchrec_forward = lookup.forward
         configs: Any = lookup.grouped_configs
         self._dims = [dim for config in configs for dim in config.embedding_dims()]
 
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
         if not features.variable_stride_per_key() or not self._dims:
-            return self._theirs(features)  # type: ignore[no-any-return]
+            return self._torchrec_forward(features)  # type: ignore[no-any-return]
         counts = features.stride_per_key_per_rank()
-        pooled = self._theirs(padded(features))
+        pooled = self._torchrec_forward(padded(features))
         return _Flattened.apply(pooled, counts, self._dims)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -68,37 +69,37 @@ def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 class _Flattened(torch.autograd.Function):
-    """[max B, sum of D] -> flat: of each rank, of each feature, its bags; `counts[feature][rank]` are there of them."""
+    """[max B, sum of D] -> flat: of each rank, of each feature, its `counts[feature][rank]` bags."""
 
     @staticmethod
     def forward(ctx: Any, pooled: torch.Tensor, counts: list[list[int]], dims: list[int]) -> torch.Tensor:  # type: ignore[override]
         ctx.shape, ctx.pieces = pooled.shape, _pieces(counts, dims)
         flat = pooled.new_empty(sum(sum(count) * dim for count, dim in zip(counts, dims, strict=True)))
-        for rows, columns, place in ctx.pieces:
+        for rows, columns, span in ctx.pieces:
             block = pooled[rows, columns]
-            flat[place].view(block.shape).copy_(block)
+            flat[span].view(block.shape).copy_(block)
         return flat
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         pooled = gradient.new_zeros(ctx.shape)
-        for rows, columns, place in ctx.pieces:
+        for rows, columns, span in ctx.pieces:
             block = pooled[rows, columns]
-            block.copy_(gradient[place].view(block.shape))
+            block.copy_(gradient[span].view(block.shape))
         return pooled, None, None
 
 
 def _pieces(counts: list[list[int]], dims: list[int]) -> list[tuple[slice, slice, slice]]:
-    """Rows and columns of a block, and where it goes; a feature's bags lie one rank after the other."""
+    """Rows and columns of a block, and its span of the flat tensor; a feature's bags lie one rank after the other."""
     columns = [0, *accumulate(dims)]
     first_rows = [[0, *accumulate(of_ranks)] for of_ranks in counts]
-    pieces, place = [], 0
+    pieces, begin = [], 0
     for rank in range(len(counts[0])):
         for feature, dim in enumerate(dims):
             rows = slice(first_rows[feature][rank], first_rows[feature][rank + 1])
             size = (rows.stop - rows.start) * dim
-            pieces.append((rows, slice(columns[feature], columns[feature + 1]), slice(place, place + size)))
-            place += size
+            pieces.append((rows, slice(columns[feature], columns[feature + 1]), slice(begin, begin + size)))
+            begin += size
     return pieces
 
 
@@ -122,7 +123,7 @@ def in_order_of(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTen
     )
 
 
-def check_uneven_batches(sharding_types: Collection[str], device: torch.device) -> None:
+def check_variable_batches(sharding_types: Collection[str], device: torch.device) -> None:
     """Raises ShardingError for sharding types whose collectives take equal batches only."""
     unable = {"grid_shard"} if device.type == "cuda" else {"grid_shard", "table_row_wise"}
     if found := sorted(unable & set(sharding_types)):
@@ -133,22 +134,22 @@ def check_uneven_batches(sharding_types: Collection[str], device: torch.device) 
         )
 
 
-def sum_uneven_rows(output_dists: Iterable[nn.Module]) -> None:
-    """Let row_wise tables hand round uneven batches on gloo too, whose all-gather wants equal ones."""
-    for one in output_dists:
-        if isinstance(one, RwPooledEmbeddingDist) and dist.get_backend(one._pg) == "gloo":
-            one._create_output_dist_module = partial(_create_rows, one)  # type: ignore[method-assign]
+def reduce_scatter_variable_batches(output_dists: Iterable[nn.Module]) -> None:
+    """Let row_wise tables exchange such batches on gloo too, whose all-gather wants equal ones."""
+    for output_dist in output_dists:
+        if isinstance(output_dist, RwPooledEmbeddingDist) and dist.get_backend(output_dist._pg) == "gloo":
+            output_dist._create_output_dist_module = partial(_create_output_dist_module, output_dist)  # type: ignore[method-assign]
 
 
-def _create_rows(rows: RwPooledEmbeddingDist, context: EmbeddingShardingContext | None = None) -> None:
+def _create_output_dist_module(rows: RwPooledEmbeddingDist, context: EmbeddingShardingContext | None = None) -> None:
     if context is not None and context.variable_batch_per_feature:
-        rows._dist = _UnevenReduceScatter(rows._pg, rows._codecs)
+        rows._dist = _VariableReduceScatter(rows._pg, rows._codecs)
     else:
         RwPooledEmbeddingDist._create_output_dist_module(rows, context)
 
 
-class _UnevenReduceScatter(nn.Module):
-    """In the place of VariableBatchPooledEmbeddingsReduceScatter, by all-to-alls of as many bytes."""
+class _VariableReduceScatter(nn.Module):
+    """What VariableBatchPooledEmbeddingsReduceScatter does, by all-to-alls of as many bytes."""
 
     def __init__(self, group: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
         super().__init__()
@@ -171,25 +172,35 @@ class _UnevenReduceScatter(nn.Module):
 class _SumScattered(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, partial_sums: torch.Tensor, sizes: list[int], group: Any, codecs: QuantizedCommCodecs | None
+        ctx: Any,
+        partial_sums: torch.Tensor,
+        sizes: list[int],
+        group: dist.ProcessGroup,
+        codecs: QuantizedCommCodecs | None,
     ) -> torch.Tensor:
         ctx.sizes, ctx.group, ctx.codecs = sizes, group, codecs
-        mine = [sizes[dist.get_rank(group)]] * len(sizes)
+        received = [sizes[dist.get_rank(group)]] * len(sizes)
         return (
-            _exchange(partial_sums, sizes, mine, group, codecs.forward if codecs else None).view(len(sizes), -1).sum(0)
+            _exchange(partial_sums, sizes, received, group, codecs.forward if codecs else None)
+            .view(len(sizes), -1)
+            .sum(0)
         )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        mine = [len(gradient)] * len(ctx.sizes)
+        sent = [len(gradient)] * len(ctx.sizes)
         spread = _exchange(
-            gradient.repeat(len(mine)), mine, ctx.sizes, ctx.group, ctx.codecs.backward if ctx.codecs else None
+            gradient.repeat(len(sent)), sent, ctx.sizes, ctx.group, ctx.codecs.backward if ctx.codecs else None
         )
-        return spread / len(mine) if get_gradient_division() else spread, None, None, None
+        return spread / len(sent) if get_gradient_division() else spread, None, None, None
 
 
 def _exchange(
-    values: torch.Tensor, sent: list[int], received: list[int], group: Any, codec: QuantizedCommCodec[Any] | None
+    values: torch.Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    codec: QuantizedCommCodec[Any] | None,
 ) -> torch.Tensor:
     encoded = codec.encode(values) if codec else values
     arrived = encoded.new_empty(sum(received))
