@@ -194,7 +194,7 @@ def _padded(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
-_current: tuple[Any, HostExchange] | None = None
+_current: tuple[dist.ProcessGroup, HostExchange] | None = None
 
 
 def current() -> HostExchange | None:
@@ -240,7 +240,9 @@ def connect(context: DistributedContext, timeout_s: float) -> HostExchange | Non
         logger.info("ranks of this host exchange by gloo, not by shared memory: %s", problems[0])
         return None
     assert exchange is not None
-    _current = (dist.GroupMember.WORLD, exchange)
+    world = dist.GroupMember.WORLD
+    assert world is not None
+    _current = (world, exchange)
     return exchange
 
 

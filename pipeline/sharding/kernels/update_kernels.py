@@ -132,6 +132,19 @@ def _bags(offsets, first_bag, last_bag, num_samples, begin, is_mean, sources, sc
             scales[position - begin] = scale
 
 
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _buffer_sizes(tables, feature_begins, offsets, num_samples):  # type: ignore[no-untyped-def]
+    """The ids of the table that has most, and slots for a hash table of them: a power of two."""
+    longest = U(0)
+    for table in tables:
+        first, last = U(feature_begins[table]) * num_samples, U(feature_begins[table + 1]) * num_samples
+        longest = max(longest, U(offsets[last]) - U(offsets[first]))
+    size = U(16)
+    while size < U(2) * longest:
+        size *= U(2)
+    return longest, size
+
+
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def update_tables(  # type: ignore[no-untyped-def]
     tables, feature_begins, indices, offsets, num_samples, gradients, width, columns, weights, halves, is_half,
@@ -144,13 +157,7 @@ def update_tables(  # type: ignore[no-untyped-def]
     feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
     gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
     """
-    longest = U(0)
-    for table in tables:
-        first, last = U(feature_begins[table]) * num_samples, U(feature_begins[table + 1]) * num_samples
-        longest = max(longest, U(offsets[last]) - U(offsets[first]))
-    size = U(16)
-    while size < U(2) * longest:
-        size *= U(2)
+    longest, size = _buffer_sizes(tables, feature_begins, offsets, num_samples)
     slots, following = np.empty(size, np.int32), np.empty(longest, np.int32)
     rows, heads, tails = np.empty(longest, np.int64), np.empty(longest, np.int32), np.empty(longest, np.int32)
     sources, scales = np.empty(longest, np.uint64), np.empty(longest, np.float32)

@@ -18,11 +18,12 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
+    VariableBatchEmbeddingBagCollectionAwaitable,
 )
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.train_pipeline import TrainPipelineContext, TrainPipelineSparseDist
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -64,7 +65,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         order = FeatureOrder(self) if self.exchange is not None else None
         self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
 
-    def forward(self, features: KeyedJaggedTensor) -> Any:
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor | LazyAwaitable[KeyedTensor]:
         """Collective: the pooled rows as a KeyedTensor, or what becomes one. Raises ShardingError as input_dist does."""
         lookup = self.whole_lookup
         # The first batch goes TorchRec's way, which checks names and ids.
@@ -82,7 +83,9 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         is_plain = not features.variable_stride_per_key() and features.weights_or_none() is None
         return is_plain and features.keys() == self._embedding_names
 
-    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Any:
+    def input_dist(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
         """Collective.
 
         Raises:
@@ -97,7 +100,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             features = in_order_of(
                 features, [name for sharding in self._embedding_shardings for name in sharding.feature_names()]
             )
-        awaitable = super().input_dist(ctx, features)
+        awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, features)
         if self._has_mean_pooling_callback and features.weights_or_none() is None:
             # TorchRec adds 1e-6 to every length, also to the 1 of the tables that are not to be divided.
             ctx.divisor = ctx.divisor.round_().clamp_(min=1)
@@ -131,11 +134,12 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         if self.exchange is not None:
             exchange_on_host(self, self.exchange)
 
-    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: Any) -> Any:
+    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Collective."""
         if self.managed:
             input = KJTList([self.managed.remap(features, self.training) for features in input])
-        pooled = super().compute_and_output_dist(ctx, input)
+        pooled: LazyAwaitable[KeyedTensor] = super().compute_and_output_dist(ctx, input)
+        assert isinstance(pooled, (EmbeddingBagCollectionAwaitable, VariableBatchEmbeddingBagCollectionAwaitable))
         for part in pooled._awaitables:  # of each sharding
             clock_awaitable(part)
         if self._order is None or type(pooled) is not EmbeddingBagCollectionAwaitable or pooled.callbacks:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable, NoWait, QuantizedCommCodec, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -39,7 +40,7 @@ class _PaddedLookup:
 
     def __init__(self, lookup: nn.Module) -> None:
         self._torchrec_forward = lookup.forward
-        configs: Any = lookup.grouped_configs
+        configs: list[GroupedEmbeddingConfig] = lookup.grouped_configs  # type: ignore[assignment]  # a plain attribute
         self._dims = [dim for config in configs for dim in config.embedding_dims()]
 
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
