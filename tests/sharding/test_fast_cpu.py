@@ -28,6 +28,7 @@ from pipeline.training.run import train
 from tests.support.ranks import RankPool
 
 NUM_STEPS = 20
+BOUND = 1e-6  # relative
 ON_EVERY_NUMBER = {"allocator", "lookups and updates", "dot products", "activations", "replicated tables' update"}
 EXPECTED = {
     1: ON_EVERY_NUMBER | {"id exchange of one rank"},
@@ -109,4 +110,6 @@ def test_a_job_learns_the_same_with_and_without_the_replacements(
     differences = [abs(one - other) / other for one, other in zip(fast, plain, strict=True)]
     print(f"largest relative difference of a loss in {NUM_STEPS} steps: {max(differences):.1e}")
     assert len(plain) == NUM_STEPS and len(set(plain)) == NUM_STEPS
-    assert max(differences) < 1e-5
+    # Sums of fp32 numbers in another order round differently: some 1e-7 of a logit, and less of the mean loss of 256 rows
+    # (7e-9 was seen). What these replacements could get wrong, rows or gradients, moves a loss by far more.
+    assert max(differences) < BOUND
