@@ -1,1 +1,1 @@
-"""Turn a model, hardware and data statistics into a ShardingPlan, and a plan into a file."""
+"""Plan how tables are sharded over ranks, and read and write plan files."""

@@ -1,4 +1,4 @@
-"""Turn bytes and links into the milliseconds of a collective: its transfer, and what it costs to issue one at all.
+"""Estimate the milliseconds of a collective: the transfer of its bytes, and the cost of issuing it.
 
 S is what a rank sends or receives, its own part included, as TorchRec counts it; W ranks on H hosts of L ranks.
 """

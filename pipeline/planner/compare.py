@@ -1,4 +1,4 @@
-"""Turn two plans into what moved between them and what it costs: tables, ranks, objectives (no torch import)."""
+"""Compare two plans: what moved, and what it costs in tables, ranks and objectives (no torch import)."""
 
 from __future__ import annotations
 

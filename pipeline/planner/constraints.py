@@ -1,4 +1,4 @@
-"""Turn tables' own limits, the optimizer and the hardware into what the planner may choose for each table."""
+"""Constrain what the planner may choose for each table, by the table's own limits, the optimizer and the hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn sharding options into milliseconds a phase for each shard, TorchRec's way but for what it is known to get wrong.
+"""Estimate the milliseconds of each phase for each shard, TorchRec's way but for what it is known to get wrong.
 
 TorchRec's formulas (planner/estimator/estimator.py of 1.8) on arrays, all shards of an option at once. With
 `corrected=False` they are reproduced to the last digit. What is corrected, and why, stands in docs/adr/0007.

@@ -1,4 +1,4 @@
-"""Turn a PlanDescription into text: the choice for each table with its reason, and each rank's memory and time as bars."""
+"""Explain a plan as text: the choice for each table with its reason, and each rank's memory and time as bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn what a plan was made for into exact text, and two such into the lines in which they differ."""
+"""Fingerprint what a plan was made for as exact text, and list the lines in which two fingerprints differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a HardwareConfig and the devices at hand into exact capacities and bandwidths, and those into a TorchRec Topology.
+"""Resolve a HardwareConfig and the devices at hand to exact capacities and bandwidths, and a TorchRec Topology.
 
 TorchRec's own defaults are a 32 GB V100; nothing here falls back on them. What the config leaves open is
 probed from the device, and what no device can tell is asked for by name.

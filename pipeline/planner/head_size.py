@@ -1,4 +1,4 @@
-"""Turn a table's frequency curve into the bytes that it puts on the wire in a step, by the number of its rows that are replicated.
+"""Count the bytes that a table puts on the wire in a step, by the number of its rows that are replicated.
 
 As arXiv 2411.01611 frames it: looking a row up on another rank costs its id on the way there, the row on the way back and
 its gradient on the way there again; a row that every rank holds costs none of that, and in every step its place in an

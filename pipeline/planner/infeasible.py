@@ -1,4 +1,4 @@
-"""Turn tables that no plan can hold into what is missing, in GiB, and the ways out as config lines."""
+"""Explain why no plan holds the tables: what is missing, in GiB, and suggestions as config lines."""
 
 from __future__ import annotations
 

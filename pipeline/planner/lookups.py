@@ -1,4 +1,4 @@
-"""Turn a table's frequency curve into the lookups of each of its shards and the share of them that a cache serves."""
+"""Count the lookups of each of a table's shards, and the share that a cache serves, from its frequency curve."""
 
 from __future__ import annotations
 

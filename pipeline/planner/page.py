@@ -1,4 +1,4 @@
-"""Turn a plan into one HTML page that opens from disk: memory and time of each rank, which table lies where, and why.
+"""Write a plan as one HTML page that opens from disk: memory and time of each rank, where each table lies, and why.
 
 All of it is inline SVG and CSS: no script, nothing loaded from elsewhere. Of many tables the largest are drawn one by
 one and the others by kind.

@@ -1,4 +1,4 @@
-"""Turn a job's plan_file into the file that holds it: as written, else among those that ship (no torch import)."""
+"""Find the file that a job's plan_file names: as written, else among those that ship (no torch import)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a plan file's text into what it says, without TorchRec's objects (no torch import: shown and compared at once)."""
+"""Read a plan file without TorchRec's objects, to show and compare it at once (no torch import)."""
 
 from __future__ import annotations
 

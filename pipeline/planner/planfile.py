@@ -1,4 +1,4 @@
-"""Turn a plan into a file and back.
+"""Read and write plan files.
 
 The file holds every field of every ParameterSharding, choices, loads and cost, and the fingerprint of what the
 plan was made for: a stale or foreign plan is refused, with the lines that differ, before memory is allocated.

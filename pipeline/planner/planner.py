@@ -1,4 +1,4 @@
-"""Turn a model on meta, its tables and the hardware into a ShardingPlan with its cost, found once and equal on all ranks.
+"""Make a ShardingPlan, with its cost, for a model on meta and its hardware: found once, and equal on all ranks.
 
 TorchRec enumerates and estimates; a searcher decides. A planner of our own is one more entry in SEARCHERS.
 """

@@ -1,4 +1,4 @@
-"""Turn TorchRec's sharding options into arrays, search on those, and the result into options whose shards have ranks."""
+"""Run the search on TorchRec's sharding options: they become arrays, and its result gives their shards ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a request that no plan can hold into changed ones, each with the config lines that ask for it."""
+"""Suggest changed requests where no plan holds the tables, each with the config lines that ask for it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Turn arrays of sharding options into one option a table and one rank a shard, with a proven bound (no torch)."""
+"""Search sharding options given as arrays: one option a table and one rank a shard, with a proven bound (no torch)."""
