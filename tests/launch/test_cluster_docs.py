@@ -15,7 +15,7 @@ from launch.schedule import schedule
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
 PYTHON = "/opt/venv/bin/python"  # the environment of the page
 PRINT = {"render": render, "schedule": schedule}
-SHOWN = re.findall(r"(?ms)^```\n\$ python -m launch\.((?:render|schedule) .*?)\n(.*?)^```", DOCS.read_text())
+SHOWN = re.findall(r"(?ms)^```console\n\$ python -m launch\.((?:render|schedule) .*?)\n(.*?)^```", DOCS.read_text())
 
 
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command.split(" --")[0] for command, _ in SHOWN])
