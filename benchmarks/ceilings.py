@@ -1,4 +1,4 @@
-"""What this machine can do, and what one training step needs at least:
+"""Measure what this machine can do, and compute what one training step needs at least:
 
     python -m benchmarks.ceilings [--presets quickstart kaggle_64] [--threads 2] [--output ceilings.json]
 

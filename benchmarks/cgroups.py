@@ -1,4 +1,4 @@
-"""A bound on a process's memory, page cache included, by a cgroup of version 2 or 1 below our own."""
+"""Bound a process's memory, page cache included, by a cgroup of version 2 or 1 below this process's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GB per second of saving and loading, beside torch.distributed.checkpoint alone, and what a resume costs:
+"""Measure GB per second of saving and loading beside torch.distributed.checkpoint alone, and what a resume costs:
 
     python -m benchmarks.checkpoint [--gib 1] [--rounds 3] [--folder DIR] [--output checkpoint.json]
     python -m benchmarks.checkpoint --resume [--data datasets/quickstart]

@@ -1,4 +1,4 @@
-"""Bytes that a step puts into collectives, counted, and what fewer of them do to time and quality:
+"""Count the bytes that a step puts into collectives, and measure what fewer of them do to time and quality:
 
     python -m benchmarks.comms [--sharding table_wise] [--pairs fp32:fp32 int8:fp16 ...] [--output comms.json]
     python -m benchmarks.comms --quality        AUC and NE of 100,000 generated rows, too: minutes

@@ -1,4 +1,4 @@
-"""Quality and speed of compressed tables at equal memory, on generated data whose best AUC is known:
+"""Measure quality and speed of compressed tables at equal memory, on generated data whose best AUC is known:
 
     python -m benchmarks.compression [--quick] [--output compression.jsonl] [--data FOLDER] [--seeds 3] [--kinds hash ...]
     python -m benchmarks.compression --report [--output compression.jsonl]

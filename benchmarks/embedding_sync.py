@@ -1,4 +1,4 @@
-"""What rarely synchronised tables save between hosts, and what it costs in quality: 2 hosts of 2 ranks, generated clicks.
+"""Measure what rarely synchronised tables save between hosts, and what it costs in quality: 2 hosts of 2 ranks, generated clicks.
 
     python -m benchmarks.embedding_sync [--rows 500000] [--seeds 1] [--output embedding_sync.json]
 

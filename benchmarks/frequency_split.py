@@ -1,4 +1,4 @@
-"""Bytes and time of a step against the number of rows that every rank has a copy of (arXiv 2411.01611):
+"""Measure bytes and time of a step against the number of rows that every rank has a copy of (arXiv 2411.01611):
 
     python -m benchmarks.frequency_split [--ranks 2 4] [--links 0 200 50] [--workloads ...] [--heads ...] [--output split.json]
 

@@ -1,4 +1,4 @@
-"""How good a plan each planner finds, whether it finds one at all, and in how many seconds:
+"""Measure how good a plan each planner finds, whether it finds one at all, and in how many seconds:
 
     python -m benchmarks.planner [--suites mlperf_dlrmv2 ...] [--ranks 8 16] [--tightness none 1.2] [--output plans.jsonl]
     python -m benchmarks.planner --quick --output plans.jsonl     each suite once or twice: some 12 minutes of one core

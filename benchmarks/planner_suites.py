@@ -1,4 +1,4 @@
-"""Turn a suite's name into embedding tables, and tables into a PlanRequest for hardware that need not be here.
+"""Make the embedding tables of a named suite, and a PlanRequest for hardware that need not be here.
 
 Public shapes, and seeded synthetic ones whose totals are public. All models are on meta: no memory is allocated.
 `python -m benchmarks.planner_suites` prints the totals of each.

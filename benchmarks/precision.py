@@ -1,4 +1,4 @@
-"""What trainer.precision=bf16 does to quality: AUC and NE of both precisions over a few seeds, on the quickstart's data:
+"""Measure what trainer.precision=bf16 does to quality: AUC and NE of both precisions over a few seeds, on the quickstart's data:
 
     python -m benchmarks.precision [--data datasets/quickstart] [--seeds 3] [--output precision.json]
 

@@ -1,4 +1,4 @@
-"""Rows per second and peak memory of prepare, beside TorchRec's own scripts on the same rows in the same run:
+"""Measure rows per second and peak memory of prepare beside TorchRec's own scripts on the same rows in the same run:
 
     python -m benchmarks.prepare [--rows 1000000 10000000] [--rounds 3] [--output prepare.json]
 

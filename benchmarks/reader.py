@@ -1,4 +1,4 @@
-"""Rows per second of the reader alone, and how long a training step waits for it:
+"""Measure rows per second of the reader alone, and how long a training step waits for it:
 
     python -m benchmarks.reader [--rows 1000000] [--step-ms 87] [--output reader.json]
 

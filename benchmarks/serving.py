@@ -1,4 +1,4 @@
-"""What serving costs: requests a second, latency and memory, with tables in memory and on disk.
+"""Measure requests a second, latency and memory of serving, with tables in memory and on disk.
 
     python -m benchmarks.serving [--quick] [--seconds 10] [--output serving.json]
 

@@ -1,4 +1,4 @@
-"""Artifacts for benchmarks/serving.py: the real format around weights that nobody trained, of any size, in seconds."""
+"""Make artifacts for benchmarks/serving.py: the real format around untrained weights, of any size, in seconds."""
 
 from __future__ import annotations
 

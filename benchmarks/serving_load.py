@@ -1,4 +1,4 @@
-"""A load generator: so many connections that post prepared bodies as fast as they are answered, or at a bounded rate."""
+"""Post prepared bodies over many connections, as fast as they are answered or at a bounded rate."""
 
 from __future__ import annotations
 

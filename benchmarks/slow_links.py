@@ -1,4 +1,4 @@
-"""Turn this machine into hosts joined by slow links: network namespaces on a bridge, each behind a token bucket.
+"""Emulate hosts joined by slow links on this machine: network namespaces on a bridge, each behind a token bucket.
 
 Wants root and iproute2 (ip, tc). The kernel counts every byte that leaves a host, headers and all.
 """

@@ -1,4 +1,4 @@
-"""Seconds from launch to the end of the first training step of experiment=quickstart, and where they go:
+"""Measure the seconds from launch to the end of the first training step of experiment=quickstart, and where they go:
 
     python -m benchmarks.startup [--ranks 1 2] [--rounds 3] [--cold] [--output startup.json]
 

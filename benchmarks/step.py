@@ -1,4 +1,4 @@
-"""Steps a second of our trainer beside TorchRec's own loop, in one run, turn by turn:
+"""Measure steps a second of this trainer beside TorchRec's own loop, in one run, turn by turn:
 
     python -m benchmarks.step [--presets quickstart kaggle_64 ...] [--ranks 1 --threads 2] [--output step.json]
 

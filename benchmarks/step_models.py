@@ -1,4 +1,4 @@
-"""The two sides of benchmarks/step.py: TorchRec's loop as its documentation teaches it, and ours, on the same batches."""
+"""Build the two variants of benchmarks/step.py: TorchRec's loop as its documentation teaches it, and this trainer, on the same batches."""
 
 from __future__ import annotations
 
