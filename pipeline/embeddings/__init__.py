@@ -1,1 +1,1 @@
-"""Turn table configs into an EmbeddingBagCollection."""
+"""Resolve embedding tables against a data set, and build the modules that look them up."""

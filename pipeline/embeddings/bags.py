@@ -52,7 +52,7 @@ def in_range(bags: Bags, first: int, end: int) -> Bags:
 
 
 def leave_out_empty_bags(features: KeyedJaggedTensor, names: Collection[str]) -> KeyedJaggedTensor:
-    """The same ids; of each feature in `names` the bags that have any, after one that has none, in multiples of MULTIPLE.
+    """Keep all ids; of each feature in `names` keep the bags that have ids, after an empty bag, in multiples of MULTIPLE.
 
     Without ids a bag's pooled row is zero, yet TorchRec sends it, and its gradient, like any other. A KeyedJaggedTensor may
     have fewer bags of a feature than there are samples, and say which of them is each sample's (TorchRec's "variable batch

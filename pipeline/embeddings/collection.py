@@ -85,7 +85,7 @@ def _key(table: Table) -> str:
 
 
 class ComposedEmbeddings(nn.Module):
-    """Plain tables and what makes compressed ones of them: forward(split features) -> KeyedTensor by logical features.
+    """Plain tables, and the composition of compressed ones: forward(split features) -> KeyedTensor by logical features.
 
     For a model it stands where an EmbeddingBagCollection would; its ids go through id_splitter.IdSplitter first.
     """
@@ -142,35 +142,35 @@ def _config(table: Table) -> EmbeddingBagConfig:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """An init_fn of rows that are another table's: the same draw, of that table's blocks (training/table_init.py)."""
+    """The init_fn of a part that holds rows of another table: the same numbers as there (sharding/torchrec/table_init.py)."""
 
     block: Block
-    draw: Callable[[torch.Tensor], torch.Tensor]
+    initialize: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        return self.draw(weight)
+        return self.initialize(weight)
 
 
 @dataclass(frozen=True)
 class Managed:
-    """An init_fn of rows that are given to ids as they come, and drawn again for each (training/managed_rows.py)."""
+    """The init_fn of rows that ids are given as they come, each initialized anew (sharding/torchrec/managed_collision.py)."""
 
     rows: ManagedRows
-    draw: Callable[[torch.Tensor], torch.Tensor]
+    initialize: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        return self.draw(weight)
+        return self.initialize(weight)
 
 
 def _init_fn(table: Table) -> Callable[[torch.Tensor], torch.Tensor]:
-    draw = init_function(table.init, table.num_embeddings, table.embedding_dim)
+    initialize = init_function(table.init, table.num_embeddings, table.embedding_dim)
     if table.managed is not None:
-        return Managed(table.managed, draw)
-    return draw if table.rows_of is None else RowsOf(table.rows_of, draw)
+        return Managed(table.managed, initialize)
+    return initialize if table.rows_of is None else RowsOf(table.rows_of, initialize)
 
 
 def init_function(init: InitConfig, num_embeddings: int, embedding_dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Fills a table's weights in place. The scale follows the whole table, not the shard at hand."""
+    """Fills a table's weights in place. The scale follows the whole table, not the shard."""
     if init.kind == "zeros":
         return torch.nn.init.zeros_
     if init.kind == "normal":

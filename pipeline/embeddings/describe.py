@@ -35,7 +35,7 @@ class Collisions:
 
 @dataclass(frozen=True)
 class Savings:
-    """Of one compressed table; bytes of weights, without optimizer state."""
+    """What a compressed table saves; bytes of weights, without optimizer state."""
 
     table: str
     kind: str
@@ -56,7 +56,7 @@ class Savings:
 
 
 def savings_of(tables: Iterable[Table]) -> list[Savings]:
-    """Of the compressed ones. Hashing is counted id by id: a second for a hundred million ids."""
+    """Of the compressed tables. Hashing is counted id by id: a second for a hundred million ids."""
     return [_savings(table) for table in tables if table.compression is not None]
 
 

@@ -1,6 +1,6 @@
-"""Turn a table and its optimizer's name into the sharding types that leave the training exact (stdlib only).
+"""List the sharding types under which an optimizer trains a table just as without sharding (stdlib only).
 
-Row-wise optimizers keep one state a row. Cut by columns, each shard keeps one of its own for its part of the
+Row-wise optimizers keep one state a row. Cut by columns, each shard keeps a state of its own for its part of the
 row, which is another optimizer than the unsharded one: after 5 steps of row-wise Adagrad weights differ by
 tenths. SGD, Adagrad and Adam work element by element and do not notice.
 """

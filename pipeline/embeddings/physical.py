@@ -44,14 +44,14 @@ def physical_tables(tables: Sequence[Table]) -> list[Table]:
 
 
 def leaves(table: Table) -> list[Table]:
-    """The plain tables of one table; parts may be compressed themselves."""
+    """The plain tables of a table; parts may be compressed themselves."""
     if table.compression is None:
         return [table]
     return [leaf for part in compressed(table).parts() for leaf in leaves(part)]
 
 
 def num_numbers(table: Table) -> int:
-    """That a table takes: of its plain tables, and of the dense parameters beside them."""
+    """How many numbers a table takes: those of its plain tables, and the dense parameters beside them."""
     if table.compression is None:
         return table.num_embeddings * table.embedding_dim
     kind = compressed(table)

@@ -32,7 +32,7 @@ def merge_frequencies(
 ) -> RowFrequencies | None:
     """Of the table that embeds `features`; None where no curve says more than that all lookups fall on some row.
 
-    `multi_hot`: features whose bags are one id of the data and further ids drawn evenly (data/multi_hot.py).
+    `multi_hot`: features whose bags are one id of the data and further ids sampled evenly (data/read/multi_hot.py).
     """
     curves = [feature.frequency_curve for feature in features]
     if all(len(curve.ranks) < 2 for curve in curves) or not sum(pooling_factors):
@@ -40,10 +40,10 @@ def merge_frequencies(
     rows = sorted({0, *(rank for curve in curves for rank in curve.ranks)})
     shares = [0.0] * len(rows)
     for feature, factor in zip(features, pooling_factors, strict=True):
-        drawn_evenly = 1 - 1 / max(1, multi_hot.get(feature.name, 1))
+        sampled_evenly = 1 - 1 / max(1, multi_hot.get(feature.name, 1))
         for index, row in enumerate(rows):
             even = min(1.0, row / feature.cardinality)
-            share = (1 - drawn_evenly) * share_of(feature.frequency_curve, row) + drawn_evenly * even
+            share = (1 - sampled_evenly) * share_of(feature.frequency_curve, row) + sampled_evenly * even
             shares[index] += factor / sum(pooling_factors) * share
     return RowFrequencies(rows, shares, all(feature.hash_size is None for feature in features))
 

@@ -1,4 +1,4 @@
-"""Say what an embedding table is, with nothing left open (stdlib only)."""
+"""Define a resolved embedding table (stdlib only)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ManagedRows:
-    """What the map of a table goes by. `table` is the part that holds the rows."""
+    """Settings of the map from hashed ids to rows. `table` is the part that holds the rows."""
 
     table: str
     num_rows: int
@@ -35,13 +35,13 @@ class ManagedRows:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with nothing left open. `pooling_factors[i]` is the mean number of ids a sample of `feature_names[i]`.
+    """An embedding table with every value resolved. `pooling_factors[i]` is the mean number of ids a sample of `feature_names[i]`.
 
     `frequencies` is None where no data say how lookups fall on rows. `max_ids[i]` is the most ids a sample has of
-    `feature_names[i]`, None where its lists have any length; empty: nobody asked. `config_name` is the entry of
-    `tables` that a part of a compressed table comes from. `rows_of`: whose rows this one's are, and are drawn as;
-    `managed`: what gives ids its rows, where ids have no bound;
-    `note`: what a plan is to say of it.
+    `feature_names[i]`, None where its lists have any length; empty: unknown. `config_name` is the entry of
+    `tables` that a part of a compressed table comes from. `rows_of`: the table that
+    this part's rows belong to and are initialized as; `managed`: what gives ids its rows, where ids have no bound; `note`: a
+    sentence for the plan's report.
     """
 
     name: str

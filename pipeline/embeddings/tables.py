@@ -1,4 +1,4 @@
-"""Say what the embedding tables are, and resolve them against a data set (stdlib only).
+"""Resolve the job's table configs against a data set (stdlib only).
 
 `tables` in a job maps a table's name to its TableConfig; the entry `default` supplies what a table
 leaves unset. A table without feature_names embeds the feature of its own name.
@@ -27,7 +27,7 @@ def resolve_tables(
 ) -> list[Table]:
     """Every sparse feature of `dataset` gets exactly one table; tables come in the order of their first feature.
 
-    Features that no table names get one of their own. `multi_hot` replaces the pooling factor of
+    Features that no table names get a table of their own. `multi_hot` replaces the pooling factor of
     features whose ids are multiplied on the fly.
 
     Raises:

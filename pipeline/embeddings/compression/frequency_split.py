@@ -85,7 +85,7 @@ class FrequencySplit(CompressionKind):
         return None if self.cold_part is None else compressed(self.cold_part)
 
     def parts(self) -> list[Table]:
-        """Those that have rows, the hot one first; the cold one may be compressed.
+        """The hot part, then the cold part, without those that have no rows; the cold part may be compressed.
 
         Raises:
             ConfigError: ids that are not in the order of their frequency.
@@ -128,7 +128,7 @@ class FrequencySplit(CompressionKind):
         return hot if self.tail is None else [*hot, *self.tail.id_features(index)]
 
     def often_empty_features(self) -> set[str]:
-        """Of the cold tail: many a bag has no id there."""
+        """The features of the cold tail, in which many bags have no id."""
         if self.cold_part is None or not self.config.skip_empty_bags or not self.head_rows:
             return set()
         return {feature for part in leaves(self.cold_part) for feature in part.feature_names}

@@ -21,13 +21,13 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_choice
 MANAGED = "managed"
 POLICIES = ("lfu", "lru", "distance_lfu")
 STATE = "managed_rows"  # of the maps, in the keys of a checkpoint
-IDS_A_BUCKET = 1 << 48  # hashes within a bucket: two of a billion ids fall on one with odds of 1 in 5,000 at 8 buckets
+IDS_A_BUCKET = 1 << 48  # hashes within a bucket: two of a billion ids collide with odds of 1 in 5,000 at 8 buckets
 SHARDING_TYPES = ("row_wise", "table_wise")  # a rank has the whole of a row, and no other rank has it
 
 
 @register("compression", "managed_collision")
 class ManagedCollision(CompressionKind):
-    """The row of an id is the one that the map of its bucket gives it, until it is evicted."""
+    """The map of an id's bucket gives it a row, until it evicts the id."""
 
     settings = ("num_rows", "seed", "policy", "eviction_interval", "buckets")
     id_part = MANAGED
@@ -45,12 +45,12 @@ class ManagedCollision(CompressionKind):
         config = self.config
         if config.num_rows is None:
             raise ConfigError(
-                f"{self.key}: kind=managed_collision wants num_rows, of the ids that are to have one at a time"
+                f"{self.key}: kind=managed_collision wants num_rows, the number of ids that have a row at a time"
             )
-        least = 2 * config.buckets  # the last row of a bucket is everybody's who has none
+        least = 2 * config.buckets  # ids without a row share the last row of their bucket
         if config.num_rows < least:
             raise ConfigError(
-                f"{self.key}.num_rows={config.num_rows} in {config.buckets} buckets leaves less than 2 rows to one; use at least "
+                f"{self.key}.num_rows={config.num_rows} in {config.buckets} buckets leaves less than 2 rows to a bucket; use at least "
                 f"{least}, or fewer buckets"
             )
         rows = -(-config.num_rows // config.buckets) * config.buckets
@@ -96,7 +96,7 @@ class ManagedCollision(CompressionKind):
         def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
             words = mix(bags.ids.view(np.uint64) ^ key)
             bucket = (words >> np.uint64(32)) * buckets >> np.uint64(32)
-            # Mixed again, or the bits that chose the bucket would be the same ones within it.
+            # Mixed again, or the bits that chose the bucket would be equal for all ids of a bucket.
             within = mix(words) & (ids_a_bucket - np.uint64(1))
             yield feature, Bags((bucket * ids_a_bucket + within).view(np.int64), bags.lengths)
 

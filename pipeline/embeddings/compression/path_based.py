@@ -143,5 +143,5 @@ class PathBased(CompressionKind):
 
 
 def network_numbers(dim: int, hidden_size: int) -> int:
-    """Of one small network dim -> hidden -> dim."""
+    """Of a small network dim -> hidden -> dim."""
     return 2 * dim * hidden_size + hidden_size + dim

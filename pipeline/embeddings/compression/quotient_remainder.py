@@ -68,7 +68,7 @@ class Given:
         return np.asarray(self.classes).astype(np.int64, copy=False)[ids]
 
     def frequencies(self, table: Table) -> RowFrequencies | None:
-        """How lookups fall on groups, nobody says."""
+        """Unknown: no data say how lookups fall on given groups."""
         return None
 
 
@@ -192,7 +192,7 @@ class QuotientRemainder(CompressionKind):
     def embed_files(self) -> tuple[CompressionConfig, Sequence[Sequence[int]]]:
         if self.config.assignments_file is None:
             return self.config, []
-        # Of one class each: a scheme that is given must be given something.
+        # A class each: scheme=given without assignments is refused.
         return replace(self.config, assignments_file=None, assignments=[[0]]), self.assignments()
 
     @classmethod

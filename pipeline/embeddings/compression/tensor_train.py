@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 DEFAULT_RANK = 16
-# Where the first two cores have no more pairs, one product of all of them costs less than one for each id of a batch.
+# Where the first two cores have no more pairs, one product of all of them costs less than a product for each id of a batch.
 MAX_PAIRS = 4096
 LEAST = 2.0  # standard deviations; TT-Rec leaves out what is nearer to zero
 
@@ -136,7 +136,7 @@ def _products(first: torch.Tensor, second: torch.Tensor, pairs: torch.Tensor) ->
 
     (n2, rank, columns), d1 = second.shape, first.shape[1]
     left, right = first.index_select(0, pairs // n2), second.index_select(0, pairs % n2)
-    # Said in full, for what a batch without ids leaves out cannot be inferred.
+    # Every size is given: torch cannot infer one in a batch without ids.
     return torch.bmm(left, right).reshape(left.shape[0], d1 * columns // rank, rank)
 
 
