@@ -23,7 +23,7 @@ from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.hardware import GIB, resolve_hardware
-from pipeline.planner.planner import PlanRequest
+from pipeline.planner.request import PlanRequest
 from pipeline.sharding.torchrec.sharding import make_sharders
 
 PRESETS = Path(__file__).resolve().parents[1] / "conf" / "hardware"

@@ -24,7 +24,7 @@ STAGES = (
 # What train() imports once its config is known.
 IMPORTED = (
     "assembly", "checkpoint.checkpointer", "checkpoint.random_state", "data.dataset", "distributed", "logs",
-    "planner.explain", "planner.planfile", "run_folder", "training.allocator", "training.input_watch", "training.memory",
+    "planner.explain", "planner.plan_codec", "run_folder", "training.allocator", "training.input_watch", "training.memory",
     "training.optimizer", "training.step_profile", "training.trainer",
 )  # fmt: skip
 marks: list[tuple[str, float, float]] = []

@@ -30,7 +30,7 @@ from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.preflight import check_resolved, load_or_describe
 
 if TYPE_CHECKING:
-    from pipeline.planner.planner import PlanRequest
+    from pipeline.planner.request import PlanRequest
 
 STALE = 1  # exit code of check
 logger = get_logger("pipeline.plan")  # run as a command, __name__ is another
@@ -63,7 +63,7 @@ def plan(job: PlanJob) -> PlanSummary:
     from pipeline.embeddings.describe import describe_savings, savings_of
     from pipeline.planner.explain import explain
     from pipeline.planner.page import page_path, write_page
-    from pipeline.planner.planfile import encode_plan, write_plan
+    from pipeline.planner.plan_codec import encode_plan, write_plan
     from pipeline.planner.planner import make_plan
 
     record = make_plan(job.planner, request)
@@ -108,7 +108,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
         allow_untested_versions()
     from pipeline.planner.constraints import TableOptimizer
     from pipeline.planner.hardware import resolve_hardware
-    from pipeline.planner.planner import PlanRequest
+    from pipeline.planner.request import PlanRequest
     from pipeline.sharding.torchrec.sharding import make_sharders
     from pipeline.training.assembly import build_task
 
@@ -137,7 +137,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
 def show(path: str) -> str:
     """What the plan file at `path` says. Raises ConfigError where there is none, or none that can be read."""
     from pipeline.planner.explain import explain
-    from pipeline.planner.plan_text import read_view
+    from pipeline.planner.plan_file import read_view
 
     description = read_view(path).description
     topology, sparse = (description.fingerprint[key] for key in ("topology", "sparse_optimizer"))
@@ -151,19 +151,18 @@ def show(path: str) -> str:
 def diff(a: str, b: str) -> str:
     """What moved from the plan in file `a` to that in `b`. Raises ConfigError as `show`."""
     from pipeline.planner.compare import compare
-    from pipeline.planner.plan_text import read_view
+    from pipeline.planner.plan_file import read_view
 
     return compare(read_view(a).description, read_view(b).description)
 
 
 def check(path: str, job: PlanJob) -> list[str]:
     """Why the plan in `path` does not hold for the job; empty where it does. Raises ConfigError as `show` and `plan`."""
-    from pipeline.planner.plan_folder import find_plan_file
-    from pipeline.planner.plan_text import COMMAND
+    from pipeline.planner.plan_file import COMMAND, find_plan_file
 
     found = find_plan_file(path, COMMAND)
     request = build_request(resolve(job))
-    from pipeline.planner.planfile import read_plan
+    from pipeline.planner.plan_codec import read_plan
     from pipeline.planner.planner import explain_misfit
 
     return explain_misfit(read_plan(found), job.planner, request)

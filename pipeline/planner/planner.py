@@ -1,6 +1,6 @@
-"""Make a ShardingPlan, with its cost, for a model on meta and its hardware: found once, and equal on all ranks.
+"""Search a ShardingPlan and its cost for a model, its tables and the hardware, once, equal on all ranks.
 
-TorchRec enumerates and estimates; a searcher decides. A planner of our own is one more entry in SEARCHERS.
+TorchRec enumerates and estimates options; a searcher chooses among them. SEARCHERS holds a function for each planner.
 """
 
 from __future__ import annotations
@@ -15,62 +15,35 @@ from torch import nn
 from torchrec.distributed.planner import planners as torchrec_planners
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner, to_sharding_plan, validate_rank_assignment
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Shard, ShardingOption
+from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.embeddings.exact_sharding import sharding_types_exact_for
 from pipeline.embeddings.table import Table
-from pipeline.planner.constraints import PlacedTable, TableOptimizer, build_constraints, place_tables
+from pipeline.planner.constraints import PlacedTable, TableOptimizer
 from pipeline.planner.cost_model import (
     CACHED_KERNELS,
     KEY_VALUE,
-    CostModel,
     cache_load_factor,
-    wire_of,
-    wire_precisions,
 )
-from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, shard_state_bytes, usable_bytes
-from pipeline.planner.fingerprint import Fingerprint, differing_lines, take_fingerprint
-from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
+from pipeline.planner.estimator import SortedEnumerator, shard_state_bytes
+from pipeline.planner.fingerprint import differing_lines
+from pipeline.planner.hardware import build_topology, resolve_hardware
 from pipeline.planner.infeasible import UVM_KERNELS, describe_shortfall, explain_infeasible, table_bytes
-from pipeline.planner.planfile import decode_record, encode_record, load_plan
+from pipeline.planner.plan_codec import decode_record, encode_record, load_plan
 from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms, show_bytes
+from pipeline.planner.request import PlanRequest, Problem, build_problem, fingerprint_of
 from pipeline.planner.search.portfolio import FIRST_PLAN, Infeasible, SearchConfig
 from pipeline.planner.search.problem import Floats
 from pipeline.planner.search.shortfall import least_shortfall
-from pipeline.planner.searcher import PHASES, enumerate_options, pose_search, search_options
-from pipeline.planner.suggestions import WayOut, working_ways
+from pipeline.planner.searcher import PHASES, build_search_problem, enumerate_options, search_options
+from pipeline.planner.suggestions import Suggestion, working_suggestions
 from pipeline.runtime.errors import PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What a plan is made for. `batch_size` is a rank's; the model may be on meta, its tables must be."""
-
-    tables: list[Table]
-    model: nn.Module
-    sharders: list[ModuleSharder[nn.Module]]
-    hardware: Hardware
-    optimizer: TableOptimizer
-    batch_size: int
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A request made ready for a searcher. `usable` is HBM and host memory a rank that tables may take."""
-
-    request: PlanRequest
-    placed: list[PlacedTable]
-    constraints: dict[str, ParameterConstraints]
-    usable: tuple[int, int]
-    reservation: KeepFree
-    costs: CostModel
-    dense_bytes: int
 
 
 def load_or_search_plan(
@@ -114,18 +87,18 @@ def load_or_search_plan(
         text, error = message
     if error:
         raise PlanError(error)
-    # Rank 0 too: what all go by is what a file would hold.
+    # On rank 0 too: every rank trains by what a file would hold.
     return decode_record(text)
 
 
 def make_plan(config: PlannerConfig, request: PlanRequest) -> PlanRecord:
     """On this rank alone: the plan of planner.plan_file, or a fresh one. Raises PlanError as load_or_search_plan."""
-    problem = _pose(config, request)
+    problem = build_problem(config, request)
     if config.kind != "file":
         return search_plan(config, problem)
     hardware = request.hardware
     command = f"python -m pipeline.plan <this job's overrides> world_size={hardware.world_size} planner.plan_file={config.plan_file}"
-    expected = _fingerprint(problem)
+    expected = fingerprint_of(problem)
     record = load_plan(config.plan_file, expected, command)
     _check_fits(record, problem.usable, f"plan file {config.plan_file}", command)
     return record
@@ -133,8 +106,8 @@ def make_plan(config: PlannerConfig, request: PlanRequest) -> PlanRecord:
 
 def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanRequest) -> list[str]:
     """What keeps a plan from being used for `request`: values that differ, ranks that it overfills. Empty: it holds."""
-    problem = _pose(config, request)
-    expected = _fingerprint(problem)
+    problem = build_problem(config, request)
+    expected = fingerprint_of(problem)
     differing = differing_lines(record.fingerprint, expected)
     return differing or [f"it puts {overfull}" for overfull in _overfull_ranks(record, problem.usable)]
 
@@ -146,33 +119,9 @@ def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
     return record
 
 
-def _fingerprint(problem: Problem) -> Fingerprint:
-    request = problem.request
-    comms = wire_precisions(request.sharders)
-    return take_fingerprint(problem.placed, request.hardware, request.optimizer, request.batch_size, comms)
-
-
-def _pose(config: PlannerConfig, request: PlanRequest) -> Problem:
-    hardware, fraction = request.hardware, config.reserved_memory_fraction
-    placed = place_tables(request.tables, request.model, request.sharders)
-    constraints = build_constraints(placed, hardware, request.optimizer)
-    dense_bytes = dense_part_bytes(request.model, [entry.parameter for entry in placed])
-    usable = usable_bytes(
-        hardware.compute_device, hardware.hbm_cap_bytes, hardware.ddr_cap_bytes, fraction, dense_bytes
-    )
-    if (usable[0] if hardware.compute_device == "cuda" else usable[1]) <= 0:
-        raise PlanError(
-            f"the dense part takes {show_bytes(dense_bytes)} in training, and of a rank of {hardware.name} "
-            f"({show_bytes(hardware.hbm_cap_bytes or hardware.ddr_cap_bytes)}) {100 * fraction:g} % are kept free: nothing "
-            "is left for tables; use smaller layers, other hardware=, or a lower planner.reserved_memory_fraction"
-        )
-    costs = CostModel(hardware, request.tables, wire_of(request.sharders))
-    return Problem(request, placed, constraints, usable, KeepFree(fraction, dense_bytes), costs, dense_bytes)
-
-
 @dataclass(frozen=True)
 class Found:
-    """A plan as options whose shards have ranks, and what is known of how good it is."""
+    """A plan as options whose shards have ranks, with its lower bound and gap where the searcher proves them."""
 
     plan: ShardingPlan
     options: list[ShardingOption]
@@ -212,7 +161,7 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> Found:
 
 
 def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
-    """TorchRec enumerates and estimates, ours decides, and TorchRec's validators have the last word."""
+    """TorchRec enumerates and estimates, our search chooses, and TorchRec's validators check the result."""
     request = problem.request
     topology = build_topology(request.hardware)
     try:
@@ -239,9 +188,13 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
     if hasattr(torchrec_planners, "validate_compute_kernels"):  # TorchRec 1.6 has the validator of ranks alone
         torchrec_planners.validate_modules_inclusion_in_sharding_plan(plan, request.model, request.sharders)
         torchrec_planners.validate_compute_kernels(options)
-    # Where not all of TorchRec's proposals were tried, its planner may have done better than those.
-    theirs = result.torchrec if result.torchrec_complete else None
-    objective = None if theirs is None else Objective("max_rank", theirs.max_rank_ms, theirs.critical_path_ms)
+    # Where not all of TorchRec's proposals were tried, its planner may have found a better plan.
+    torchrec_score = result.torchrec if result.torchrec_complete else None
+    objective = (
+        None
+        if torchrec_score is None
+        else Objective("max_rank", torchrec_score.max_rank_ms, torchrec_score.critical_path_ms)
+    )
     return Found(plan, options, config.objective, result.lower_bound_ms, result.gap, objective)
 
 
@@ -249,14 +202,14 @@ def _explain_infeasible(config: PlannerConfig, problem: Problem) -> str:
     request, fraction = problem.request, config.reserved_memory_fraction
     until = time.monotonic() + config.timeout_s
 
-    def room_left(way: WayOut) -> int | None:
-        return None if time.monotonic() > until else _room_left(config, way)
+    def free_bytes(suggestion: Suggestion) -> int | None:
+        return None if time.monotonic() > until else _free_bytes(config, suggestion)
 
-    others = () if config.kind == "search" else (WayOut("planner=search", request, fraction),)
-    ways = working_ways(request, problem.placed, problem.usable, fraction, room_left, others)
+    others = () if config.kind == "search" else (Suggestion("planner=search", request, fraction),)
+    suggestions = working_suggestions(request, problem.placed, problem.usable, fraction, free_bytes, others)
     return explain_infeasible(
         problem.placed, problem.constraints, request.hardware, request.optimizer.name, problem.usable, fraction,
-        _describe_missing(problem), [(way.lines, left) for way, left in ways],
+        _describe_missing(problem), [(suggestion.lines, free) for suggestion, free in suggestions],
     )  # fmt: skip
 
 
@@ -269,30 +222,30 @@ def _enumerate(problem: Problem) -> tuple[list[ShardingOption], int]:
 
 
 def _describe_missing(problem: Problem) -> list[str]:
-    """Where the attempt that breaks capacities least breaks them; nothing where a table has no option at all."""
+    """What the best attempt lacks: the ranks that it overfills. Empty where a table has no option at all."""
     try:
         options, num_proposed = _enumerate(problem)
     except RuntimeError:
         return []
-    posed, by_table = pose_search(options, num_proposed, problem.request.hardware, problem.usable, {})
-    shortfall = least_shortfall(posed)
-    chosen = [options[mine[choice]] for mine, choice in zip(by_table.values(), shortfall.choices, strict=True)]
+    search_problem, by_table = build_search_problem(options, num_proposed, problem.request.hardware, problem.usable, {})
+    shortfall = least_shortfall(search_problem)
+    chosen = [options[numbers[choice]] for numbers, choice in zip(by_table.values(), shortfall.choices, strict=True)]
     taken = [int(option.total_storage.hbm + option.total_storage.ddr) for option in chosen]
     return describe_shortfall(
         shortfall, [option.name for option in chosen], [option.sharding_type for option in chosen], taken
     )
 
 
-def _room_left(config: PlannerConfig, way: WayOut) -> int | None:
-    """What the fullest rank has left on the first plan that is found for a changed request."""
+def _free_bytes(config: PlannerConfig, suggestion: Suggestion) -> int | None:
+    """The free memory of the fullest rank under the first plan that is found for a changed request."""
     try:
-        problem = _pose(replace(config, reserved_memory_fraction=way.fraction), way.request)
+        problem = build_problem(replace(config, reserved_memory_fraction=suggestion.fraction), suggestion.request)
         options, num_proposed = _enumerate(problem)
         settings = replace(FIRST_PLAN, seconds=config.timeout_s)
-        chosen, _ = search_options(options, num_proposed, way.request.hardware, problem.usable, settings, {})
+        chosen, _ = search_options(options, num_proposed, suggestion.request.hardware, problem.usable, settings, {})
     except (Infeasible, RuntimeError, ValueError):
         return None
-    loads = rank_loads(chosen, way.request.hardware.world_size, problem.costs.links.latencies_ms())
+    loads = rank_loads(chosen, suggestion.request.hardware.world_size, problem.costs.links.latencies_ms())
     hbm, ddr = problem.usable
     return min((hbm - load.hbm_bytes) if hbm > 0 else (ddr - load.ddr_bytes) for load in loads)
 
@@ -320,7 +273,7 @@ def _build_record(planner: str, problem: Problem, found: Found) -> PlanRecord:
         usable_ddr_bytes=problem.usable[1],
         usable_ssd_bytes=request.hardware.ssd_cap_bytes,
         dense_bytes=problem.dense_bytes,
-        fingerprint=_fingerprint(problem),
+        fingerprint=fingerprint_of(problem),
     )
 
 
@@ -336,15 +289,15 @@ def rank_loads(options: list[ShardingOption], world_size: int, latencies_ms: Map
     return [
         RankLoad(
             rank=rank,
-            hbm_bytes=sum(shard.storage.hbm for shard in mine if shard.storage),
-            ddr_bytes=sum(shard.storage.ddr for shard in mine if shard.storage),
-            ssd_bytes=sum(shard.storage.ssd for shard in mine if shard.storage),
+            hbm_bytes=sum(shard.storage.hbm for shard in local if shard.storage),
+            ddr_bytes=sum(shard.storage.ddr for shard in local if shard.storage),
+            ssd_bytes=sum(shard.storage.ssd for shard in local if shard.storage),
             **{
-                ours: waits[ours] + float(sum(getattr(shard.perf, theirs) for shard in mine))
-                for ours, theirs in PHASES.items()
+                phase: waits[phase] + float(sum(getattr(shard.perf, torchrec_phase) for shard in local))
+                for phase, torchrec_phase in PHASES.items()
             },
         )
-        for rank, mine in enumerate(shards)
+        for rank, local in enumerate(shards)
     ]
 
 
@@ -369,7 +322,7 @@ def _choice(entry: PlacedTable, option: ShardingOption, problem: Problem) -> Tab
 
 
 def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str:
-    """Why a table is sharded as it is, in a few words; what a type costs in exactness is said too."""
+    """Why a table is sharded as it is, in a few words, and what its type costs in exactness."""
     optimizer, world_size = problem.request.optimizer.name, problem.request.hardware.world_size
     size, room = table_bytes(entry, optimizer), max(problem.usable[:1] if problem.usable[0] else problem.usable)
     if len(problem.constraints[entry.table.name].sharding_types or []) == 1 and entry.table.sharding.sharding_types:
@@ -404,9 +357,9 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
     return why
 
 
-def _check_fits(record: PlanRecord, usable: tuple[int, int], what: str, way_out: str) -> None:
+def _check_fits(record: PlanRecord, usable: tuple[int, int], what: str, hint: str) -> None:
     for overfull in _overfull_ranks(record, usable):
-        raise PlanError(f"{what} puts {overfull}; {way_out}")
+        raise PlanError(f"{what} puts {overfull}; {hint}")
 
 
 def _overfull_ranks(record: PlanRecord, usable: tuple[int, int]) -> Iterator[str]:

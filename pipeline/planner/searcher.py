@@ -141,12 +141,12 @@ def search_options(
     Raises:
         Infeasible: no assignment keeps to `usable` HBM and host memory a rank, or none was found.
     """
-    problem, by_table = pose_search(options, num_proposed, hardware, usable, latency_ms)
+    problem, by_table = build_search_problem(options, num_proposed, hardware, usable, latency_ms)
     result = search(problem, config)
     return _with_ranks([[options[index] for index in mine] for mine in by_table.values()], result.assignment), result
 
 
-def pose_search(
+def build_search_problem(
     options: list[ShardingOption],
     num_proposed: int,
     hardware: Hardware,

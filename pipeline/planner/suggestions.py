@@ -1,4 +1,4 @@
-"""Suggest changed requests where no plan holds the tables, each with the config lines that ask for it."""
+"""Suggest changes to a request that no plan can hold, each with the config lines that ask for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,15 +13,13 @@ from torch import nn
 from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import PlacedTable, TableOptimizer
 from pipeline.planner.infeasible import UVM_KERNELS, table_bytes
-
-if TYPE_CHECKING:
-    from pipeline.planner.planner import PlanRequest
+from pipeline.planner.request import PlanRequest
 
 NUM_NAMED = 3  # tables whose config lines are written out
 
 
 @dataclass(frozen=True)
-class WayOut:
+class Suggestion:
     """`lines`: overrides for the command line. `fraction`: planner.reserved_memory_fraction."""
 
     lines: str
@@ -30,46 +27,49 @@ class WayOut:
     fraction: float
 
 
-def working_ways(
+def working_suggestions(
     request: PlanRequest,
     placed: list[PlacedTable],
     usable: tuple[int, int],
     fraction: float,
-    room_left: Callable[[WayOut], int | None],
-    others: Sequence[WayOut] = (),
-) -> list[tuple[WayOut, int]]:
-    """Of each kind of change the smallest that works, those that cost least first, with the bytes a rank has left then.
+    free_bytes: Callable[[Suggestion], int | None],
+    others: Sequence[Suggestion] = (),
+) -> list[tuple[Suggestion, int]]:
+    """Of each kind of change the smallest that works, the cheapest kinds first, with the free bytes of the fullest rank.
 
-    `others` are tried first. `room_left`: what the fullest rank has left on a plan for the changed request, None where there is no plan.
+    `others` are tried first. `free_bytes`: the free memory of the fullest rank under a plan for the changed request, None
+    where there is no plan.
     """
-    here = WayOut("", request, fraction)
-    found = []
-    for changes in [iter(others), *_changes(here, placed, usable)]:
-        for way in changes:
-            left = room_left(way)
-            if left is not None:
-                found.append((way, left))
+    unchanged = Suggestion("", request, fraction)
+    working = []
+    for changes in [iter(others), *_changes(unchanged, placed, usable)]:
+        for suggestion in changes:
+            free = free_bytes(suggestion)
+            if free is not None:
+                working.append((suggestion, free))
                 break
-    return found
+    return working
 
 
-def _changes(here: WayOut, placed: list[PlacedTable], usable: tuple[int, int]) -> Iterator[Iterator[WayOut]]:
+def _changes(
+    unchanged: Suggestion, placed: list[PlacedTable], usable: tuple[int, int]
+) -> Iterator[Iterator[Suggestion]]:
     """Kinds of changes, each as ever larger ones."""
-    optimizer = here.request.optimizer.name
+    optimizer = unchanged.request.optimizer.name
     by_size = [entry.table for entry in sorted(placed, key=lambda entry: -table_bytes(entry, optimizer))]
-    if here.request.hardware.world_size > 1:
+    if unchanged.request.hardware.world_size > 1:
         unsplit = [table for table in by_size if _lacks_row_wise(table)]
-        yield _limits_lifted(
-            here, unsplit, "sharding_types", lambda table: [*table.sharding.sharding_types, "row_wise"]
+        yield _relaxed_limits(
+            unchanged, unsplit, "sharding_types", lambda table: [*table.sharding.sharding_types, "row_wise"]
         )
-    if here.request.hardware.compute_device == "cuda":
+    if unchanged.request.hardware.compute_device == "cuda":
         unspilled = [table for table in by_size if _lacks_host_memory(table)]
-        yield _limits_lifted(here, unspilled, "compute_kernels", lambda table: ["fused_uvm_caching"])
+        yield _relaxed_limits(unchanged, unspilled, "compute_kernels", lambda table: ["fused_uvm_caching"])
     rowwise = replace(
-        here, lines="optimizer.sparse.name=rowwise_adagrad",
-        request=replace(here.request, optimizer=TableOptimizer("rowwise_adagrad", here.request.optimizer.weight_decay)),
+        unchanged, lines="optimizer.sparse.name=rowwise_adagrad",
+        request=replace(unchanged.request, optimizer=TableOptimizer("rowwise_adagrad", unchanged.request.optimizer.weight_decay)),
     )  # fmt: skip
-    half = replace(here, lines="tables.default.data_type=fp16", request=_in_fp16(here.request, placed))
+    half = replace(unchanged, lines="tables.default.data_type=fp16", request=_in_fp16(unchanged.request, placed))
     if optimizer != "rowwise_adagrad":
         yield iter([rowwise])
     if any(table.data_type == "fp32" for table in by_size):
@@ -77,9 +77,9 @@ def _changes(here: WayOut, placed: list[PlacedTable], usable: tuple[int, int]) -
         if optimizer != "rowwise_adagrad":
             both = replace(half.request, optimizer=rowwise.request.optimizer)
             yield iter([replace(half, lines=f"{rowwise.lines} {half.lines}", request=both)])
-    yield _more_hosts(here, sum(table_bytes(entry, optimizer) for entry in placed), usable)
-    if here.fraction > 0.05:
-        yield iter([replace(here, lines="planner.reserved_memory_fraction=0.05", fraction=0.05)])
+    yield _more_hosts(unchanged, sum(table_bytes(entry, optimizer) for entry in placed), usable)
+    if unchanged.fraction > 0.05:
+        yield iter([replace(unchanged, lines="planner.reserved_memory_fraction=0.05", fraction=0.05)])
 
 
 def _lacks_row_wise(table: Table) -> bool:
@@ -92,20 +92,20 @@ def _lacks_host_memory(table: Table) -> bool:
     return bool(kernels) and kernels != ["dense"] and not set(kernels) & set(UVM_KERNELS)
 
 
-def _limits_lifted(
-    here: WayOut, tables: list[Table], key: str, allowed: Callable[[Table], list[str]]
-) -> Iterator[WayOut]:
+def _relaxed_limits(
+    unchanged: Suggestion, tables: list[Table], key: str, allowed: Callable[[Table], list[str]]
+) -> Iterator[Suggestion]:
     """For the largest table, the two largest, four ..."""
     count = 1
     while tables and count < 2 * len(tables):
-        mine = tables[:count]
+        relaxed = tables[:count]
         # Parts of one compressed table have one line in the config.
-        values = {table.config_name: allowed(table) for table in mine}
+        values = {table.config_name: allowed(table) for table in relaxed}
         lines = [f"'tables.{name}.sharding.{key}=[{','.join(value)}]'" for name, value in values.items()]
         more = f" and so for {len(lines) - NUM_NAMED} more: {', '.join(list(values)[NUM_NAMED:])}"
-        changed = [_allowing(table, key, values.get(table.config_name)) for table in here.request.tables]
+        changed = [_allowing(table, key, values.get(table.config_name)) for table in unchanged.request.tables]
         text = " ".join(lines[:NUM_NAMED]) + (more if lines[NUM_NAMED:] else "")
-        yield replace(here, lines=text, request=replace(here.request, tables=changed))
+        yield replace(unchanged, lines=text, request=replace(unchanged.request, tables=changed))
         count *= 2
 
 
@@ -129,11 +129,13 @@ def _in_fp16(request: PlanRequest, placed: list[PlacedTable]) -> PlanRequest:
     return replace(request, model=model, tables=tables)
 
 
-def _more_hosts(here: WayOut, total_bytes: int, usable: tuple[int, int]) -> Iterator[WayOut]:
+def _more_hosts(unchanged: Suggestion, total_bytes: int, usable: tuple[int, int]) -> Iterator[Suggestion]:
     """From what the sum alone asks for."""
-    hardware = here.request.hardware
+    hardware = unchanged.request.hardware
     local = hardware.local_world_size
     least = max(hardware.num_hosts + 1, math.ceil(total_bytes / max(1, max(usable)) / local))
     for hosts in dict.fromkeys([least, least + 1, *(math.ceil(least * factor) for factor in (1.5, 2.0))]):
         larger = replace(hardware, world_size=hosts * local)
-        yield replace(here, lines=f"world_size={hosts * local}", request=replace(here.request, hardware=larger))
+        yield replace(
+            unchanged, lines=f"world_size={hosts * local}", request=replace(unchanged.request, hardware=larger)
+        )

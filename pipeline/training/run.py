@@ -181,7 +181,7 @@ def _resume(
     replicas: Replicas | None,
 ) -> tuple[Checkpointer, dict[str, Any] | None]:
     """Collective: the run's checkpoints, and the manifest of the step that it goes on from; a warm start where there is none."""
-    from pipeline.planner.planfile import encode_record
+    from pipeline.planner.plan_codec import encode_record
 
     data_order = describe_data_order(job, dataset.fingerprint())
     about = describe_job(job, dataset, data_order, json.loads(encode_record(assembly.plan)))
@@ -195,7 +195,7 @@ def _resume(
 
 def _open_writer(job: TrainJob, assembly: Assembly, restored: dict[str, Any] | None) -> MetricsWriter:
     """With config and plan beside it: what the run folder holds from the start."""
-    from pipeline.planner.planfile import write_plan
+    from pipeline.planner.plan_codec import write_plan
     from pipeline.runtime.logs import MetricsWriter
 
     writer = MetricsWriter(job.run_dir, restored["step"] if restored else 0)

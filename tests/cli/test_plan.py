@@ -18,7 +18,7 @@ from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import TrainerConfig
 from pipeline.models.dlrm import DLRMConfig
-from pipeline.planner.planfile import read_plan
+from pipeline.planner.plan_codec import read_plan
 from pipeline.runtime.errors import ConfigError, DataError, PlanError, TrainingError
 from pipeline.training.preflight import validate_job
 from tests.planner.problems import KAGGLE_ROWS, preset

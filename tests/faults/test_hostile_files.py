@@ -20,7 +20,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import check, diff, plan, show
 from pipeline.config.jobs import CheckpointsJob, EvaluateJob, PlanJob, TrainJob
 from pipeline.data.dataset import load_dataset
-from pipeline.planner.planfile import read_plan
+from pipeline.planner.plan_codec import read_plan
 from pipeline.runtime.errors import CheckpointError, ConfigError
 from pipeline.training.evaluate_run import load_trained_job
 from pipeline.training.preflight import validate_job

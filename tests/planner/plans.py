@@ -8,7 +8,6 @@ from typing import Any
 
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.fingerprint import Fingerprint
-from pipeline.planner.planner import PlanRequest
 from pipeline.planner.record import (
     PHASES,
     Objective,
@@ -18,6 +17,7 @@ from pipeline.planner.record import (
     TableChoice,
     critical_path_ms,
 )
+from pipeline.planner.request import PlanRequest
 
 DIM = 64
 Shardings = dict[str, dict[str, dict[str, Any]]]

@@ -16,7 +16,7 @@ from pipeline.embeddings.collection import build_embedding_bag_collection
 from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import Hardware, resolve_hardware
-from pipeline.planner.planner import PlanRequest
+from pipeline.planner.request import PlanRequest
 from pipeline.sharding.torchrec.sharding import make_sharders
 
 HARDWARE = Path(__file__).resolve().parents[2] / "conf" / "hardware"

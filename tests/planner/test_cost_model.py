@@ -20,7 +20,8 @@ from pipeline.planner.cost_model import CostModel, StepPerf, wire_of
 from pipeline.planner.estimator import SortedEnumerator
 from pipeline.planner.hardware import Hardware, build_topology
 from pipeline.planner.lookups import hit_rates, shard_shares
-from pipeline.planner.planner import PlanRequest, explain_misfit, make_plan
+from pipeline.planner.planner import explain_misfit, make_plan
+from pipeline.planner.request import PlanRequest
 from pipeline.planner.search.portfolio import search
 from pipeline.planner.search.problem import SearchProblem
 from pipeline.planner.searcher import PHASES

@@ -11,7 +11,8 @@ import pytest
 
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import ConstraintConfig
-from pipeline.planner.planner import PlanRequest, make_plan
+from pipeline.planner.planner import make_plan
+from pipeline.planner.request import PlanRequest
 from pipeline.planner.search.problem import Option, Rule, SearchProblem
 from pipeline.planner.search.shortfall import least_shortfall
 from tests.planner.plans import assert_capacity_kept

@@ -18,9 +18,10 @@ from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import OPTIMIZER_STATES, shard_state_bytes
 from pipeline.planner.explain import explain, summarize
 from pipeline.planner.hardware import GIB
-from pipeline.planner.planfile import encode_record, write_plan
-from pipeline.planner.planner import PlanRequest, load_or_search_plan, make_plan
+from pipeline.planner.plan_codec import encode_record, write_plan
+from pipeline.planner.planner import load_or_search_plan, make_plan
 from pipeline.planner.record import PlanRecord
+from pipeline.planner.request import PlanRequest
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model

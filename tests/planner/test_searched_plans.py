@@ -17,9 +17,10 @@ from pipeline.models.dlrm import DLRMConfig
 from pipeline.models.tasks.task import make_task
 from pipeline.planner import planner
 from pipeline.planner.explain import explain
-from pipeline.planner.planfile import encode_record, write_plan
-from pipeline.planner.planner import PlanRequest, make_plan
+from pipeline.planner.plan_codec import encode_record, write_plan
+from pipeline.planner.planner import make_plan
 from pipeline.planner.record import PlanRecord
+from pipeline.planner.request import PlanRequest
 from pipeline.planner.search.portfolio import SearchConfig
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.process.distributed import init_distributed

@@ -1,25 +1,43 @@
-"""Read a plan file without TorchRec's objects, to show and compare it at once (no torch import)."""
+"""Find and read plan files as plain values, without torch, so that they are shown and compared at once.
+
+plan_codec.py makes TorchRec's objects of them.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.planner.fingerprint import sha256_of
-from pipeline.planner.plan_folder import find_plan_file
 from pipeline.planner.record import Objective, PlanDescription, RankLoad, TableChoice
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.storage import storage
 
+FOLDER = "sharding_plans"
+PACKAGE = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 2
 COMMAND = "python -m pipeline.plan experiment=<name> hardware=<preset> world_size=<ranks>"
-DAMAGE = (
-    KeyError,
-    TypeError,
-    AttributeError,
-    ValueError,
-)  # torch checks shards with ValueErrors; what decoding a damaged file raises
+# What decoding a damaged file raises; torch checks shards with ValueErrors.
+DAMAGE = (KeyError, TypeError, AttributeError, ValueError)
+
+
+def find_plan_file(path: str, command: str) -> str:
+    """Look at `path`, then among the plans that ship; `command` is what makes one. Raises PlanError for neither."""
+    if storage.is_file(path):
+        return path
+    looked = [path]
+    if not path.startswith("/") and "://" not in path:
+        looked.append(str(shipped_folder() / path.removeprefix(FOLDER + "/")))
+        if storage.is_file(looked[-1]):
+            return looked[-1]
+    raise PlanError(f"no plan file at {' or '.join(looked)}; make one: {command}")
+
+
+def shipped_folder() -> Path:
+    """sharding_plans/ beside the package of a checkout, or of a copy of one, else in the installed package."""
+    return (PACKAGE.parent if (PACKAGE.parent / "setup.cfg").is_file() else PACKAGE) / FOLDER
 
 
 @dataclass(frozen=True)

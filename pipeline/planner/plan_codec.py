@@ -1,6 +1,6 @@
-"""Read and write plan files.
+"""Read and write plan files, and refuse a plan made for other tables or hardware.
 
-The file holds every field of every ParameterSharding, choices, loads and cost, and the fingerprint of what the
+A file holds every field of every ParameterSharding, choices, loads and cost, and the fingerprint of what the
 plan was made for: a stale or foreign plan is refused, with the lines that differ, before memory is allocated.
 """
 
@@ -17,14 +17,21 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, Shard
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from pipeline.planner.fingerprint import MAX_LINES, Fingerprint, differing_libraries, differing_lines, sha256_of
-from pipeline.planner.plan_folder import find_plan_file
-from pipeline.planner.plan_text import COMMAND, DAMAGE, FORMAT_VERSION, description_fields, read_content, to_json
+from pipeline.planner.plan_file import (
+    COMMAND,
+    DAMAGE,
+    FORMAT_VERSION,
+    description_fields,
+    find_plan_file,
+    read_content,
+    to_json,
+)
 from pipeline.planner.record import PlanRecord
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 
-SPEC = "sharding_spec"  # the one field of ParameterSharding with a form of its own
+SPEC = "sharding_spec"  # the field of ParameterSharding that is encoded on its own
 logger = get_logger(__name__)
 
 
@@ -115,8 +122,8 @@ def _encode_sharding(sharding: ParameterSharding) -> dict[str, Any]:
 
 def _decode_sharding(raw: dict[str, Any]) -> ParameterSharding:
     shards = raw.get(SPEC)
-    rest = {name: value for name, value in raw.items() if name != SPEC}
-    sharding: ParameterSharding = _decode(rest, ParameterSharding)
+    fields_without_shards = {name: value for name, value in raw.items() if name != SPEC}
+    sharding: ParameterSharding = _decode(fields_without_shards, ParameterSharding)
     if shards is not None:
         sharding.sharding_spec = EnumerableShardingSpec(
             [ShardMetadata(shard["offsets"], shard["sizes"], shard["placement"]) for shard in shards]

@@ -36,8 +36,7 @@ from pipeline.config.training import CommsConfig
 from pipeline.embeddings.table import Table
 from pipeline.planner import plan_folder
 from pipeline.planner.constraints import TableOptimizer
-from pipeline.planner.plan_folder import find_plan_file
-from pipeline.planner.planfile import (
+from pipeline.planner.plan_codec import (
     decode_plan,
     encode_plan,
     encode_record,
@@ -45,6 +44,7 @@ from pipeline.planner.planfile import (
     read_plan,
     write_plan,
 )  # fmt: skip
+from pipeline.planner.plan_file import find_plan_file
 from pipeline.planner.planner import make_plan
 from pipeline.planner.record import PlanRecord
 from pipeline.runtime.errors import PlanError

@@ -1,0 +1,69 @@
+"""Define what a plan is made for, and build the problem that a searcher solves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ModuleSharder
+
+from pipeline.config.planner import PlannerConfig
+from pipeline.embeddings.table import Table
+from pipeline.planner.constraints import PlacedTable, TableOptimizer, build_constraints, place_tables
+from pipeline.planner.cost_model import CostModel, wire_of, wire_precisions
+from pipeline.planner.estimator import KeepFree, dense_part_bytes, usable_bytes
+from pipeline.planner.fingerprint import Fingerprint, take_fingerprint
+from pipeline.planner.hardware import Hardware
+from pipeline.planner.record import show_bytes
+from pipeline.runtime.errors import PlanError
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is made for. `batch_size` is a rank's; the model may be on meta, its tables must be."""
+
+    tables: list[Table]
+    model: nn.Module
+    sharders: list[ModuleSharder[nn.Module]]
+    hardware: Hardware
+    optimizer: TableOptimizer
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A request made ready for a searcher. `usable` is HBM and host memory a rank that tables may take."""
+
+    request: PlanRequest
+    placed: list[PlacedTable]
+    constraints: dict[str, ParameterConstraints]
+    usable: tuple[int, int]
+    reservation: KeepFree
+    costs: CostModel
+    dense_bytes: int
+
+
+def fingerprint_of(problem: Problem) -> Fingerprint:
+    request = problem.request
+    comms = wire_precisions(request.sharders)
+    return take_fingerprint(problem.placed, request.hardware, request.optimizer, request.batch_size, comms)
+
+
+def build_problem(config: PlannerConfig, request: PlanRequest) -> Problem:
+    """Raises PlanError where the dense part leaves no memory for tables."""
+    hardware, fraction = request.hardware, config.reserved_memory_fraction
+    placed = place_tables(request.tables, request.model, request.sharders)
+    constraints = build_constraints(placed, hardware, request.optimizer)
+    dense_bytes = dense_part_bytes(request.model, [entry.parameter for entry in placed])
+    usable = usable_bytes(
+        hardware.compute_device, hardware.hbm_cap_bytes, hardware.ddr_cap_bytes, fraction, dense_bytes
+    )
+    if (usable[0] if hardware.compute_device == "cuda" else usable[1]) <= 0:
+        raise PlanError(
+            f"the dense part takes {show_bytes(dense_bytes)} in training, and of a rank of {hardware.name} "
+            f"({show_bytes(hardware.hbm_cap_bytes or hardware.ddr_cap_bytes)}) {100 * fraction:g} % are kept free: nothing "
+            "is left for tables; use smaller layers, other hardware=, or a lower planner.reserved_memory_fraction"
+        )
+    costs = CostModel(hardware, request.tables, wire_of(request.sharders))
+    return Problem(request, placed, constraints, usable, KeepFree(fraction, dense_bytes), costs, dense_bytes)
