@@ -1,1 +1,1 @@
-"""Plan how tables are sharded over ranks, and read and write plan files."""
+"""Plan how the tables of a model are sharded over given hardware."""

@@ -1,4 +1,4 @@
-"""Draw plans as SVG: a stacked column a rank, and a map of which table lies on which rank."""
+"""Draw SVG charts: a stacked column for each rank, and a map of which table lies on which rank."""
 
 from __future__ import annotations
 

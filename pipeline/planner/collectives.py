@@ -1,4 +1,4 @@
-"""Estimate the milliseconds of a collective: the transfer of its bytes, and the cost of issuing it.
+"""Estimate the milliseconds of a collective from its bytes and links: the transfer and the latency of issuing it.
 
 S is what a rank sends or receives, its own part included, as TorchRec counts it; W ranks on H hosts of L ranks.
 """
@@ -58,7 +58,7 @@ class Links:
         return num_bytes * (self.local_world_size - 1) / self.local_world_size / self.intra
 
     def across_hosts_ms(self, num_bytes: Floats) -> Floats:
-        """All-to-all among ranks of equal place on their hosts; an H-th stays."""
+        """All-to-all among ranks of equal position on their hosts; an H-th stays."""
         return num_bytes * (self.num_hosts - 1) / self.num_hosts / self.inter
 
     def latencies_ms(self) -> dict[str, Floats]:

@@ -1,4 +1,4 @@
-"""Say what shards and collectives can really carry (stdlib only, for jobs are checked without torch)."""
+"""Check which widths and precisions shards and collectives can carry (stdlib only, for jobs are checked without torch)."""
 
 from __future__ import annotations
 

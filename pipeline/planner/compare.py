@@ -1,4 +1,4 @@
-"""Compare two plans: what moved, and what it costs in tables, ranks and objectives (no torch import)."""
+"""Compare two plans: which tables moved, what each rank gains or loses, and the objectives (no torch import)."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def _made_for(a: PlanDescription, b: PlanDescription) -> list[str]:
 def _tables(a: PlanDescription, b: PlanDescription) -> list[str]:
     """The tables that moved, those whose cost changed most first."""
     left, right = ({choice.name: choice for choice in plan.tables} for plan in (a, b))
-    moved = [name for name in left.keys() & right.keys() if _place(left[name]) != _place(right[name])]
+    moved = [name for name in left.keys() & right.keys() if _placement(left[name]) != _placement(right[name])]
     moved.sort(key=lambda name: (-abs(right[name].cost_ms - left[name].cost_ms), name))
     lines = [f"{len(moved)} of {len(left.keys() & right.keys())} tables moved"]
     if moved:
-        otherwise = sum(_place(left[name])[:2] != _place(right[name])[:2] for name in moved)
+        otherwise = sum(_placement(left[name])[:2] != _placement(right[name])[:2] for name in moved)
         lines[0] += f", {otherwise} of them sharded otherwise, {len(moved) - otherwise} on other ranks only"
         lines[0] += " (amounts: A, then B less A)"
         rows = [_table_row(left[name], right[name], len(a.ranks), len(b.ranks)) for name in moved[:MAX_TABLES]]
@@ -59,7 +59,7 @@ def _tables(a: PlanDescription, b: PlanDescription) -> list[str]:
     return lines  # fmt: skip
 
 
-def _place(choice: TableChoice) -> tuple[str, str, list[int]]:
+def _placement(choice: TableChoice) -> tuple[str, str, list[int]]:
     return choice.sharding_type, choice.compute_kernel, choice.ranks
 
 

@@ -1,4 +1,4 @@
-"""Constrain what the planner may choose for each table, by the table's own limits, the optimizer and the hardware."""
+"""List what the planner may choose for each table, by its config, the optimizer and the hardware."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def build_constraints(
     """Per table: pooling factors from the data, and the sharding types and kernels that leave training exact.
 
     Raises:
-        PlanError: nothing is left for a table, with what it asks for and what there is.
+        PlanError: a table has no option left, with what it asks for and what there is.
     """
     return {
         entry.table.name: ParameterConstraints(

@@ -1,6 +1,6 @@
-"""Estimate the milliseconds of each phase for each shard, TorchRec's way but for what it is known to get wrong.
+"""Estimate the milliseconds of each phase for each shard of a sharding option, by TorchRec's formulas with corrections.
 
-TorchRec's formulas (planner/estimator/estimator.py of 1.8) on arrays, all shards of an option at once. With
+The formulas (planner/estimator/estimator.py of 1.8) run on arrays, all shards of an option at once. With
 `corrected=False` they are reproduced to the last digit. What is corrected, and why, stands in docs/adr/0007.
 """
 
@@ -36,7 +36,7 @@ from pipeline.planner.search.problem import Floats
 ID_BYTES, LENGTH_BYTES, WEIGHT_BYTES = 8, 4, 4  # int64 ids, int32 lengths (data/batch.py), fp32 weights
 LEAST_LOOKUP_WIDTH = 32  # columns that a lookup of a whole table reads at least; TorchRec's
 INT8_WIRE_BYTES = 1 + 8 / 32  # every 32 numbers of fbgemm's int8 codec go with a scale and a bias of 4 bytes each
-UVM_SLOWDOWN = 10  # of rows that cross PCIe one by one; TorchRec's
+UVM_SLOWDOWN = 10  # TorchRec's, of rows that cross PCIe singly
 SSD_READ_BYTES = 4096  # a block device reads no less
 BY_TABLE = ("table_wise", "column_wise", "table_column_wise")
 BY_HOST = ("table_row_wise", "grid_shard")
@@ -129,7 +129,7 @@ class CostModel:
         self.links = links_of(hardware)
 
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
-        """The rest of the arguments is what TorchRec says of its sharders, under names that change between versions."""
+        """The other arguments describe the sharder; TorchRec changes their names between versions."""
         for option in sharding_options:
             cost = self.phases_ms(option)
             made: dict[tuple[float, ...], StepPerf] = {}
@@ -228,12 +228,12 @@ class CostModel:
     def _wire_bytes(self, work: _Work, forward: bool, summed: bool | None = None) -> float:
         wire = self._wire
         by_rows = work.kind == "row_wise" or work.kind in BY_HOST if summed is None else summed
-        one = (wire.summed_forward if by_rows else wire.forward) if forward else (
+        number_bytes = (wire.summed_forward if by_rows else wire.forward) if forward else (
             wire.summed_backward if by_rows else wire.backward
         )  # fmt: skip
-        if one == INT8_WIRE_BYTES and not self._corrected:
+        if number_bytes == INT8_WIRE_BYTES and not self._corrected:
             return 1.0
-        return work.element_bytes if one is None else one
+        return work.element_bytes if number_bytes is None else number_bytes
 
     def _input_dist(self, work: _Work) -> Floats:
         """Ids, lengths and weights that other ranks send to a shard."""
@@ -273,7 +273,7 @@ class CostModel:
             return self._exchange(whole)
         if work.kind == "row_wise":
             return links.ring_ms(whole) if self._corrected else self._exchange(whole)
-        # Summed within the host, then handed to the ranks of equal place on the other hosts: one after the other.
+        # Summed within the host, then sent to the ranks of equal position on the other hosts: one step after the other.
         number = self._wire_bytes(work, forward, summed=False)
         apart = work.outputs / links.local_world_size * work.num_columns * number
         if self._corrected:

@@ -1,4 +1,4 @@
-"""Enumerate TorchRec's sharding options of the tables, with the memory that training really takes of each shard.
+"""Estimate the memory that training takes of each shard, and enumerate TorchRec's sharding options with it.
 
 TorchRec counts optimizer state from an attribute that only one way of setting the optimizer leaves on the
 parameter, and by the kind of the optimizer's class: none for fused_params, fp16 state for fp16 tables, one

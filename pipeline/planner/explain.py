@@ -1,4 +1,4 @@
-"""Explain a plan as text: the choice for each table with its reason, and each rank's memory and time as bars."""
+"""Print a plan: the choice for each table with its reason, and the memory and time of each rank as bars."""
 
 from __future__ import annotations
 

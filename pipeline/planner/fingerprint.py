@@ -1,4 +1,4 @@
-"""Fingerprint what a plan was made for as exact text, and list the lines in which two fingerprints differ."""
+"""Fingerprint what a plan is made for, as exact text, and list the lines in which two fingerprints differ."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def differing_lines(
     plan: Fingerprint, job: Fingerprint, names: tuple[str, str] = ("the plan", "this job")
 ) -> list[str]:
     """`key: value in the plan, value in this job` for every value that differs, but for library versions."""
-    ours, theirs = dict(_flatten(job)), dict(_flatten(plan))
+    in_plan, in_job = dict(_flatten(plan)), dict(_flatten(job))
     return [
-        f"{key}: {_show(theirs, key)} in {names[0]}, {_show(ours, key)} in {names[1]}"
-        for key in sorted(ours.keys() | theirs.keys())
-        if not key.startswith("libraries.") and _show(theirs, key) != _show(ours, key)
+        f"{key}: {_show(in_plan, key)} in {names[0]}, {_show(in_job, key)} in {names[1]}"
+        for key in sorted(in_plan.keys() | in_job.keys())
+        if not key.startswith("libraries.") and _show(in_plan, key) != _show(in_job, key)
     ]
 
 
@@ -90,9 +90,11 @@ def differing_libraries(plan: Fingerprint, job: Fingerprint) -> list[str]:
     They do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.8, and a plan for a cluster is
     made on a laptop with other builds. They can make it another than a fresh search would find.
     """
-    here = job["libraries"]
+    versions = job["libraries"]
     return [
-        f"{name} {version} (here {here[name]})" for name, version in plan["libraries"].items() if version != here[name]
+        f"{name} {version} (here {versions[name]})"
+        for name, version in plan["libraries"].items()
+        if version != versions[name]
     ]
 
 

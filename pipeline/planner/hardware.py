@@ -1,7 +1,7 @@
-"""Resolve a HardwareConfig and the devices at hand to exact capacities and bandwidths, and a TorchRec Topology.
+"""Resolve exact capacities and bandwidths from a HardwareConfig and the devices present, and build TorchRec's Topology.
 
-TorchRec's own defaults are a 32 GB V100; nothing here falls back on them. What the config leaves open is
-probed from the device, and what no device can tell is asked for by name.
+TorchRec's own defaults are a 32 GB V100; nothing here falls back on them. What the config leaves unset is
+probed from the device; an error names the keys that no device can answer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Count the bytes that a table puts on the wire in a step, by the number of its rows that are replicated.
 
 As arXiv 2411.01611 frames it: looking a row up on another rank costs its id on the way there, the row on the way back and
-its gradient on the way there again; a row that every rank holds costs none of that, and in every step its place in an
+its gradient on the way there again; a row that every rank holds costs none of that, and in every step its part of an
 all-reduce of gradients, touched or not. So the head grows as long as a row saves more than it costs. (stdlib only)
 
 What TorchRec sends is one pooled row a bag, not one a lookup: a bag is spared where none of its ids is cold
-(embeddings/empty_bags.py). Ids of a bag are taken as independent of each other.
+(embeddings/bags.py). Ids of a bag are taken as independent of each other.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _power(share: float, count: int) -> float:
 
 
 def bag_shapes(features: Sequence[SparseFeature], multi_hot: dict[str, int]) -> list[BagShape]:
-    """`multi_hot`: features whose bags are one id of the data and further ids drawn evenly (data/multi_hot.py)."""
+    """`multi_hot`: features whose bags are one id of the data and further ids sampled evenly (data/read/multi_hot.py)."""
     return [
         BagShape(feature.frequency_curve, 1.0, multi_hot[feature.name] - 1)
         if feature.name in multi_hot
@@ -75,7 +75,7 @@ class Wire:
     """Who sends what: `batch_size` is a rank's, bytes are of one number of a pooled row, and of its gradient.
 
     by_rows: the tail is cut by rows, so that every rank has a part of every bag. summed_twice: a reduce-scatter is an
-    all-reduce of which most is thrown away, as gloo's is; training/uneven_batches.py goes without it. column_shards: each
+    all-reduce of which most is thrown away, as gloo's is; sharding/torchrec/variable_batches.py goes without it. column_shards: each
     gets all ids.
     """
 
@@ -136,7 +136,7 @@ def step_bytes(table: HeadTable, head_rows: int, wire: Wire) -> StepBytes:
     num_ids = num_bags = 0.0
     for bag in table.bags:
         num_ids += wire.batch_size * bag.cold_ids(head_rows)
-        # Those that have no cold id are the first bag; empty ones fill up to a multiple of 8 (embeddings/empty_bags.py).
+        # Those that have no cold id are the first bag; empty ones fill up to a multiple of 8 (embeddings/bags.py).
         num_bags += wire.batch_size * bag.cold_bags(head_rows) + 1 + (8 - 1) / 2 if head_rows else wire.batch_size
     copies = wire.world_size if wire.by_rows else 1
     numbers = num_bags * table.embedding_dim * copies
@@ -172,7 +172,9 @@ def choose_head_rows(
     }
 
     def at(price: float) -> dict[str, tuple[int, float, float]]:
-        return {name: min(of, key=lambda one: (one[1] + price * one[2], one[2])) for name, of in options.items()}
+        return {
+            name: min(of, key=lambda option: (option[1] + price * option[2], option[2])) for name, of in options.items()
+        }
 
     def taken(chosen: dict[str, tuple[int, float, float]]) -> float:
         return sum(memory for _, _, memory in chosen.values())

@@ -33,7 +33,7 @@ def explain_infeasible(
     """`usable` is HBM and host memory a rank that tables may take; see estimator.usable_bytes.
 
     `missing`: where the best attempt breaks capacities. `working`: config lines on which a plan was found, with the
-    bytes that the fullest rank then has left.
+    free bytes of the fullest rank.
     """
     sizes = {entry.table.name: table_bytes(entry, optimizer_name) for entry in placed}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:NUM_LARGEST]
@@ -44,10 +44,10 @@ def explain_infeasible(
         f"a rank: {_capacity(hardware, usable)} ({100 * reserved_fraction:g} % kept free, and the dense part's share)",
         *(islice(_unsplittable(placed, constraints, sizes, usable), NUM_LARGEST) if hardware.world_size > 1 else ()),
         *missing,
-        "ways out, each tried:" if working else "none of the ways out that were tried is enough alone",
-        *(f"  {lines}: fits, {show_bytes(left)} left on the fullest rank" for lines, left in working),
+        "suggestions, each tried:" if working else "none of the changes that were tried is enough alone",
+        *(f"  {lines}: fits, {show_bytes(free)} free on the fullest rank" for lines, free in working),
         "not tried:",
-        *(f"  {way}" for way in _untried(placed, sizes, hardware.world_size * sum(usable))),
+        *(f"  {suggestion}" for suggestion in _untried(placed, sizes, hardware.world_size * sum(usable))),
     ]
     return "\n".join(lines)
 
@@ -70,7 +70,7 @@ def _capacity(hardware: Hardware, usable: tuple[int, int]) -> str:
 
 
 def _room(entry: PlacedTable, constraints: dict[str, ParameterConstraints], usable: tuple[int, int]) -> int:
-    """What one rank has for one shard of a table: host memory counts where it is a GPU's table that may lie there."""
+    """Bytes of a rank for a shard of the table: on a GPU host memory counts where the table may lie there."""
     hbm, ddr = usable
     if hbm <= 0:
         return ddr

@@ -1,7 +1,7 @@
-"""Write a plan as one HTML page that opens from disk: memory and time of each rank, where each table lies, and why.
+"""Show a plan as an HTML page that opens from disk: memory and time of each rank, which table lies where, and why.
 
-All of it is inline SVG and CSS: no script, nothing loaded from elsewhere. Of many tables the largest are drawn one by
-one and the others by kind.
+All of it is inline SVG and CSS: no script, nothing loaded from elsewhere. Of many tables the largest have a line
+each, and the others a line for each kind of sharding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Shardings = dict[str, dict[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class TableShare:
-    """What one rank has of a table."""
+    """The part of a table that a rank holds."""
 
     weight_bytes: float
     state_bytes: float
@@ -104,12 +104,12 @@ def _heading(title: str, plan: PlanDescription) -> Iterator[str]:
         (f"{objective.max_rank_ms:.4g} ms", "slowest rank: all its phases, summed"),
     ]
     if objective.gap is not None and objective.lower_bound_ms is not None:
-        told = f"above the best possible {objective.minimised} at most: none is below {objective.lower_bound_ms:.4g} ms"
-        cards.append((f"{100 * objective.gap:.2f} %", told))
+        text = f"above the best possible {objective.minimised} at most: none is below {objective.lower_bound_ms:.4g} ms"
+        cards.append((f"{100 * objective.gap:.2f} %", text))
     if plan.torchrec_objective is not None:
         other = plan.torchrec_objective
-        told = f"critical path of TorchRec's own plan; its slowest rank: {other.max_rank_ms:.4g} ms"
-        cards.append((f"{other.critical_path_ms:.4g} ms", told))
+        text = f"critical path of TorchRec's own plan; its slowest rank: {other.max_rank_ms:.4g} ms"
+        cards.append((f"{other.critical_path_ms:.4g} ms", text))
     tier, taken, room = _fullest(plan)
     cards.append((f"{show_bytes(taken)}", f"{tier} that tables take on the fullest rank, of {show_bytes(room)}"))
     yield (
@@ -159,8 +159,11 @@ def _memory_chart(tier: str, taken: dict[int, int], room: int, shares: list[dict
     )
     columns = []
     for rank, total in taken.items():
-        mine = [held[rank] for held in shares if rank in held]
-        weights, state = sum(share.weight_bytes for share in mine), sum(share.state_bytes for share in mine)
+        shares_of_table = [held[rank] for held in shares if rank in held]
+        weights, state = (
+            sum(share.weight_bytes for share in shares_of_table),
+            sum(share.state_bytes for share in shares_of_table),
+        )
         parts = [weights, state, max(0.0, total - weights - state)]
         titles = [
             f"rank {rank}, {tier}: {show_bytes(part)} of {name}"
@@ -214,13 +217,13 @@ def _map(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> Ite
     rows += [_kind_row(kind, choices, shares) for kind, choices in kinds.items()]
     per_host = plan.fingerprint["topology"]["local_world_size"]
     yield "<h2>Which table lies where</h2>"
-    told = "A line is a table, largest first; a mark is the part of it that a rank holds. Point at a mark for its size."
+    text = "A line is a table, largest first; a mark is the part of it that a rank holds. Point at a mark for its size."
     if others:
-        told += (
+        text += (
             f" The {len(others)} smaller tables are drawn together, a line for each way of sharding: the stronger a "
             "mark, the more bytes of them the rank holds."
         )
-    yield f"<p>{told}{' Upright lines part hosts.' if per_host < len(plan.ranks) else ''}</p>"
+    yield f"<p>{text}{' Upright lines part hosts.' if per_host < len(plan.ranks) else ''}</p>"
     used = dict.fromkeys(choice.sharding_type for choice in tables)
     yield _legend((kind, f"{kind}: {MEANINGS[kind]}") for kind in used)
     label = f"{len(tables)} tables by {len(plan.ranks)} ranks"
@@ -294,8 +297,8 @@ def _choices(plan: PlanDescription) -> Iterator[str]:
         "start, which all tables of one sharding share.</p>"
     )
     yield _table(headings, rows[:MOST_MAPPED], numbers)
-    if rest := rows[MOST_MAPPED:]:
-        yield f"<details><summary>{len(rest)} smaller tables</summary>{_table(headings, rest, numbers)}</details>"
+    if remaining := rows[MOST_MAPPED:]:
+        yield f"<details><summary>{len(remaining)} smaller tables</summary>{_table(headings, remaining, numbers)}</details>"
 
 
 def _rank_numbers(plan: PlanDescription) -> Iterator[str]:

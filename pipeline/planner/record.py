@@ -1,4 +1,4 @@
-"""What is known of a plan beside the ShardingPlan itself: choices, loads, cost, and what it was made for.
+"""Describe a plan beside the ShardingPlan itself: choices, loads, cost, and what it was made for.
 
 No torch import, so that plan files are shown and compared at once.
 """

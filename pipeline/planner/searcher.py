@@ -1,4 +1,4 @@
-"""Run the search on TorchRec's sharding options: they become arrays, and its result gives their shards ranks."""
+"""Search over TorchRec's sharding options as arrays, and give the shards of the chosen options their ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RULES = {
     "grid_shard": Rule.WHOLE_HOSTS,
 }
 CACHED = "fused_uvm_caching"
-PHASES = {  # ours -> TorchRec's
+PHASES = {  # phase -> its name in TorchRec
     "input_dist_ms": "input_dist_comms",
     "forward_compute_ms": "fwd_compute",
     "forward_comms_ms": "fwd_comms",
@@ -52,7 +52,7 @@ def enumerate_options(
     batch_size: int,
     costs: CostModel,
 ) -> tuple[list[ShardingOption], int]:
-    """TorchRec's options, and behind so many of them ours: column shards of the widths that TorchRec leaves out."""
+    """TorchRec's options and their number; behind them column shards of the widths that TorchRec leaves out."""
 
     def enumerate_by(constraints: dict[str, ParameterConstraints]) -> list[ShardingOption]:
         enumerator = SortedEnumerator(topology, batch_size, constraints, optimizer.name, costs)
@@ -62,8 +62,8 @@ def enumerate_options(
     num_proposed = len(options)
     widths = {entry.table.name: _column_widths(entry, constraints[entry.table.name]) for entry in placed}
     kinds = {entry.table.name: _column_kinds(entry, hardware, optimizer) for entry in placed}
-    for width in sorted({width for mine in widths.values() for width in mine}, reverse=True):
-        wanted = {name for name, mine in widths.items() if width in mine and kinds[name]}
+    for width in sorted({width for of_table in widths.values() for width in of_table}, reverse=True):
+        wanted = {name for name, of_table in widths.items() if width in of_table and kinds[name]}
         narrower = {
             # The enumerator wants an option for every table, so the others get one, which is dropped.
             name: replace(given, sharding_types=kinds[name], min_partition=width)
@@ -143,7 +143,9 @@ def search_options(
     """
     problem, by_table = build_search_problem(options, num_proposed, hardware, usable, latency_ms)
     result = search(problem, config)
-    return _with_ranks([[options[index] for index in mine] for mine in by_table.values()], result.assignment), result
+    return _with_ranks(
+        [[options[index] for index in indices] for indices in by_table.values()], result.assignment
+    ), result
 
 
 def build_search_problem(
@@ -158,7 +160,9 @@ def build_search_problem(
     for index, option in enumerate(options):
         by_table.setdefault(option.fqn, []).append(index)
     problem = SearchProblem(
-        tables=[[to_arrays(options[index], index < num_proposed) for index in mine] for mine in by_table.values()],
+        tables=[
+            [to_arrays(options[index], index < num_proposed) for index in indices] for indices in by_table.values()
+        ],
         capacity=np.tile(np.array(usable, dtype=float), (hardware.world_size, 1)),
         ranks_per_host=hardware.local_world_size,
         host_memory=np.full(hardware.num_hosts, float(usable[1] * hardware.local_world_size)),

@@ -1,4 +1,4 @@
-"""Where no plan holds the tables: what is missing where, and ways out that hold when they are taken."""
+"""Where no plan holds the tables: what is missing where, and suggestions that hold when they are taken."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def explain(asked: PlanRequest, config: PlannerConfig = SEARCH) -> str:
 
 
 def ways(text: str) -> list[str]:
-    return re.findall(r"^  (.*): fits, [\d.,]+ [KMG]iB left on the fullest rank$", text, re.MULTILINE)
+    return re.findall(r"^  (.*): fits, [\d.,]+ [KMG]iB free on the fullest rank$", text, re.MULTILINE)
 
 
 def whole(rows: list[int], kernels: list[str] | None = None, dim: int = 64) -> list:  # type: ignore[type-arg]

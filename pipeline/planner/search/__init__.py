@@ -1,1 +1,1 @@
-"""Search sharding options given as arrays: one option a table and one rank a shard, with a proven bound (no torch)."""
+"""Choose an option for each table and a rank for each shard, with a proven bound (numpy and scipy, no torch)."""

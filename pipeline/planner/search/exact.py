@@ -1,4 +1,4 @@
-"""Find the best assignment there is, or prove that none is better than the one at hand, by integer programming (HiGHS).
+"""Find the best assignment there is, or prove that none is better than the given one, by integer programming (HiGHS).
 
 Variables: for every option its share of the table (0 or 1), and for every way to lay it, ranks, hosts or counts of
 shards a rank; for every kind with a latency, whether it is in use. Equal ranks may be renamed, so the first tables are kept to the first ranks and hosts.
@@ -31,17 +31,17 @@ class ExactResult:
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """What a variable stands for: `shards` [S], or [alike blocks, S] of which it counts some, from rank `place` on."""
+    """What a variable stands for: `shards` [S], or [alike blocks, S] of which it counts some, from rank `first_rank` on."""
 
     table: int
     choice: int
-    place: int
+    first_rank: int
     shards: Ranks
 
 
 @dataclass
 class _Matrix:
-    """Entries of a sparse matrix, gathered one by one."""
+    """Entries of a sparse matrix, gathered singly."""
 
     values: list[float] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -108,14 +108,14 @@ class _Program:
         self.in_use = {kind: self._new_variable(None, 1.0) for kind in self.late}
         before = 0
         for table in self._by_size():
-            self.first = before  # shards of tables before this one: so many ranks can be told apart
+            self.first = before  # shards of tables before this one: so many ranks can be distinguished
             self._add_table(table)
             before += max(option.num_shards for option in problem.tables[table])
         self.first_maximum = len(self.upper)
 
     def _by_size(self) -> list[int]:
         """Tables that cost most first: keeping those to the first ranks prunes most."""
-        least = [min(float(cost.sum()) for cost in mine) for mine in self.costs]
+        least = [min(float(cost.sum()) for cost in costs) for costs in self.costs]
         return sorted(range(len(least)), key=lambda table: (-least[table], table))
 
     def _add_table(self, table: int) -> None:
@@ -146,32 +146,34 @@ class _Program:
                     choose, table, choice, [[shard] for shard in whole.tolist()], range(problem.world_size)
                 )
 
-    def _add_counts(self, choose: int, table: int, choice: int, blocks: list[list[int]], places: range) -> None:
-        """Blocks of shards (or single ones) that may lie apart: of those that are alike, how many from each place on."""
+    def _add_counts(self, choose: int, table: int, choice: int, blocks: list[list[int]], first_ranks: range) -> None:
+        """Blocks of shards (or single ones) that may lie apart: of those that are alike, how many from each rank on."""
         used = self._new_variable(None, 1.0)
         self._choose(choose, used, table, choice)
-        option, per_place = self.problem.tables[table][choice], len(blocks)
+        option, per_rank = self.problem.tables[table][choice], len(blocks)
         if option.rule is Rule.WHOLE_HOSTS:
-            per_place = -(-len(blocks) // self.problem.num_hosts)
+            per_rank = -(-len(blocks) // self.problem.num_hosts)
         elif option.distinct_ranks:
-            per_place = 1
+            per_rank = 1
         alike = _alike(option, blocks)
-        limits = {place: self._new_limit(float(per_place)) for place in places} if per_place < len(blocks) else {}
+        limits = {rank: self._new_limit(float(per_rank)) for rank in first_ranks} if per_rank < len(blocks) else {}
         for group in alike:
             total = self._new_row(0.0)
             self.equal.add(total, used, -float(len(group)))
-            for place in places:
-                way = self._new_variable(_Way(table, choice, place, np.array(group)), float(min(len(group), per_place)))
+            for first_rank in first_ranks:
+                way = self._new_variable(
+                    _Way(table, choice, first_rank, np.array(group)), float(min(len(group), per_rank))
+                )
                 self.equal.add(total, way, 1.0)
-                self._lay(way, table, choice, place, group[0])
-                if place in limits:
-                    self.at_most.add(limits[place], way, 1.0)
+                self._lay(way, table, choice, first_rank, group[0])
+                if first_rank in limits:
+                    self.at_most.add(limits[first_rank], way, 1.0)
 
     def _add_way(self, choose: int, way: _Way) -> None:
-        """All shards at once, from rank `way.place` on."""
+        """All shards at once, from rank `way.first_rank` on."""
         variable = self._new_variable(way, 1.0)
         self._choose(choose, variable, way.table, way.choice)
-        self._lay(variable, way.table, way.choice, way.place, way.shards.tolist())
+        self._lay(variable, way.table, way.choice, way.first_rank, way.shards.tolist())
 
     def _choose(self, choose: int, variable: int, table: int, choice: int) -> None:
         """One of the table's variables that sum to 1; if its kind has a latency, the kind is in use."""
@@ -250,18 +252,18 @@ class _Program:
 
     def read(self, values: Floats) -> Assignment:
         choices = [0] * len(self.problem.tables)
-        places: list[dict[int, int]] = [{} for _ in choices]  # per table: shard -> rank
+        placements: list[dict[int, int]] = [{} for _ in choices]  # per table: shard -> rank
         for variable in np.flatnonzero(np.rint(values[: self.first_maximum])):
             way = self.ways[variable]
             if way is None:
                 continue
             choices[way.table] = way.choice
-            found = places[way.table]
+            found = placements[way.table]
             blocks = way.shards.reshape(-1, way.shards.shape[-1])
-            left = [block for block in blocks.tolist() if block[0] not in found]
-            for block in left[: round(float(values[variable]))]:
-                found.update({shard: way.place + index for index, shard in enumerate(block)})
-        ranks = [np.array([mine[shard] for shard in sorted(mine)], dtype=np.intp) for mine in places]
+            unplaced = [block for block in blocks.tolist() if block[0] not in found]
+            for block in unplaced[: round(float(values[variable]))]:
+                found.update({shard: way.first_rank + index for index, shard in enumerate(block)})
+        ranks = [np.array([rank_of[shard] for shard in sorted(rank_of)], dtype=np.intp) for rank_of in placements]
         return Assignment(choices, ranks)
 
 

@@ -48,7 +48,7 @@ class _Climb:
         state.restore(start)
         self.best, self.best_value = start, state.value
         self.num_tables = len(start.choices)
-        self.by_size = [max(float(cost.sum()) for cost in mine) for mine in state.costs]
+        self.by_size = [max(float(cost.sum()) for cost in costs) for costs in state.costs]
         self.before: dict[int, Home] = {}
         self.changes = self.steps = 0
 
@@ -92,7 +92,7 @@ class _Climb:
             self.state.restore(self.state.assignment())
 
     def _rank_to_relieve(self, tried: set[int]) -> int | None:
-        """The one that weighs most in the smooth value."""
+        """The rank that weighs most in the smooth value."""
         soft = self.state.soft
         weight = (soft.exponentials / soft.sums).sum(axis=1)
         weight[list(tried)] = 0.0
@@ -102,36 +102,36 @@ class _Climb:
     def _exchange(self, rank: int) -> bool:
         """Move a free shard of the rank to another, or for another's shard, where that lowers the value most."""
         state, soft, free = self.state, self.state.soft, self.state.free
-        mine = np.flatnonzero(free.ranks[: free.num_rows] == rank)
-        if not len(mine):
+        local = np.flatnonzero(free.ranks[: free.num_rows] == rank)
+        if not len(local):
             return False
         others = np.flatnonzero((free.ranks != rank) & (free.ranks >= 0))
         there = free.ranks[others]
-        change = free.cost[:, None, others] - free.cost[:, mine, None]  # [maxima, mine, others]
+        change = free.cost[:, None, others] - free.cost[:, local, None]  # [maxima, local, others]
         values = soft.exchanged(state.load, rank, there, change)
-        values[~self._fit(rank, there, free.memory[others][None] - free.memory[mine][:, None])] = np.inf
+        values[~self._fit(rank, there, free.memory[others][None] - free.memory[local][:, None])] = np.inf
         best = int(values.argmin())
         if not values.flat[best] < soft.value - LEAST_GAIN * abs(soft.value):
             return False
-        here, other = divmod(best, len(others))
-        self._trade(int(mine[here]), int(others[other]))
+        index, other = divmod(best, len(others))
+        self._swap(int(local[index]), int(others[other]))
         return True
 
     def _fit(self, rank: int, there: Ranks, change: Floats) -> NDArray[np.bool_]:
-        """May the rank's memory change so [mine, others, M], and that of the ranks `there` the other way?"""
+        """May the rank's memory change so [local, others, M], and that of the ranks `there` the other way?"""
         memory, capacity = self.state.memory, self.state.problem.capacity
         room, other_room = capacity[rank] - memory[rank], capacity[there] - memory[there]
         fits: NDArray[np.bool_] = ((change <= room) & (-change <= other_room)).all(axis=-1)
         if self.state.host_caps is not None:
-            left = self.state.host_caps - self.state.host_sums()
+            free = self.state.host_caps - self.state.host_sums()
             host, hosts = rank // self.state.problem.ranks_per_host, there // self.state.problem.ranks_per_host
-            fits &= ((change <= left[host]) & (-change <= left[hosts])).all(axis=-1) | (hosts == host)
+            fits &= ((change <= free[host]) & (-change <= free[hosts])).all(axis=-1) | (hosts == host)
         return fits
 
-    def _trade(self, mine: int, other: int) -> None:
+    def _swap(self, local: int, other: int) -> None:
         """Two rows of the free shards change ranks."""
         free = self.state.free
-        ends = {mine: int(free.ranks[other]), other: int(free.ranks[mine])}
+        ends = {local: int(free.ranks[other]), other: int(free.ranks[local])}
         rows = [row for row in ends if row < free.num_rows]
         homes = {table: self._lift(table) for table in dict.fromkeys(free.tables[rows].tolist())}
         moved = {table: ranks.copy() for table, (_, ranks) in homes.items()}
@@ -150,7 +150,7 @@ class _Climb:
         return choice, ranks
 
     def _shard_otherwise(self, rank: int) -> bool:
-        """Another option or place for a table of the rank, the first that lowers the value."""
+        """Another option or placement for a table of the rank, the first that lowers the value."""
         state = self.state
         tables = [*state.on_rank[rank], *state.everywhere]
         self.generator.shuffle(tables)

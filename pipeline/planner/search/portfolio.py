@@ -1,4 +1,4 @@
-"""Search with several methods, none of which wins everywhere, and say how far from the best possible the result can be.
+"""Search with several methods, none of which wins everywhere, and bound how far from the best possible the result can be.
 
 TorchRec's own proposals come first, so that nothing worse comes out; a linear program bounds from below and its
 shares choose options; local search and, where small enough, an integer program go on from the best.
@@ -222,9 +222,9 @@ class _Search:
         def add(without: tuple[str, ...] = (), allowed: Mask | None = None, unevenness: Floats | None = None) -> None:
             if self._done() or (found and self._used(CHOICES_SHARE)):
                 return
-            left = self.config.seconds - (time.monotonic() - self.started)
+            remaining = self.config.seconds - (time.monotonic() - self.started)
             choice = program.choose(
-                allowed, nodes=self.config.choice_nodes, seconds=left, without=without, unevenness=unevenness
+                allowed, nodes=self.config.choice_nodes, seconds=remaining, without=without, unevenness=unevenness
             )
             if choice is None:
                 return
@@ -290,11 +290,12 @@ class _Search:
         assert relaxation.bound_ms is not None
         ceiling = max(0.0, self.best_value * (1 + 1e-6) - relaxation.bound_ms) * share
         used = [
-            mine[choice] for mine, choice in zip(self.worthwhile, self._within(self.worthwhile, using), strict=True)
+            indices[choice]
+            for indices, choice in zip(self.worthwhile, self._within(self.worthwhile, using), strict=True)
         ]
         return [
-            [index for index, extra in zip(mine, raises, strict=True) if extra <= ceiling or index == own]
-            for mine, raises, own in zip(self.worthwhile, relaxation.raises_ms, used, strict=True)
+            [index for index, extra in zip(indices, raises, strict=True) if extra <= ceiling or index == own]
+            for indices, raises, own in zip(self.worthwhile, relaxation.raises_ms, used, strict=True)
         ]
 
     def _narrow(self, relaxation: Relaxation) -> None:
@@ -341,7 +342,7 @@ class _Search:
             stop=self._out_of_time,
             tolerance=self.config.gap_tolerance,
         )
-        choices = [mine[choice] for mine, choice in zip(kept, found.choices, strict=True)]
+        choices = [indices[choice] for indices, choice in zip(kept, found.choices, strict=True)]
         improved = Assignment(choices, found.ranks)
         self._offer("local search", improved)
         return improved
@@ -349,23 +350,25 @@ class _Search:
     def _within(self, kept: list[list[int]], whole: Assignment) -> list[int]:
         """The choices among options `kept`: one that was left out gives way to one as good."""
         choices = []
-        for options, mine, choice in zip(self.problem.tables, kept, whole.choices, strict=True):
-            if choice not in mine:
-                choice = next(other for other in mine if dominates(options[other], options[choice], self.late))
-            choices.append(mine.index(choice))
+        for options, indices, choice in zip(self.problem.tables, kept, whole.choices, strict=True):
+            if choice not in indices:
+                choice = next(other for other in indices if dominates(options[other], options[choice], self.late))
+            choices.append(indices.index(choice))
         return choices
 
     def _whole(self, small: Assignment) -> Assignment:
-        return Assignment([mine[choice] for mine, choice in zip(self.kept, small.choices, strict=True)], small.ranks)
+        return Assignment(
+            [indices[choice] for indices, choice in zip(self.kept, small.choices, strict=True)], small.ranks
+        )
 
     def _solve_exactly(self, work: int) -> None:
         size = exact.count_variables(self.small)
         if self._done() or size > self.config.exact_variables or (size, work) in self.tried:
             return
         self.tried.add((size, work))
-        left = self.config.seconds - (time.monotonic() - self.started)
+        remaining = self.config.seconds - (time.monotonic() - self.started)
         found = exact.solve(
-            self.small, self.config.objective, bound=self.bound, max_nodes=1 + work // size, seconds=left,
+            self.small, self.config.objective, bound=self.bound, max_nodes=1 + work // size, seconds=remaining,
             tolerance=self.config.gap_tolerance, cutoff=None if self.best is None else self.best_value,
         )  # fmt: skip
         self._out_of_time()

@@ -1,4 +1,4 @@
-"""Say what is to be placed and how a placement is judged: arrays in, arrays out.
+"""Define the placement problem and score an assignment: arrays in, arrays out.
 
 A table has options, an option has shards, a shard has a cost a phase and a size in each memory. Shapes:
 S shards of an option, R ranks, P phases, M kinds of memory in bytes: HBM, host memory, and further ones such as SSD.
@@ -191,12 +191,14 @@ def worth_trying(problem: SearchProblem) -> list[list[int]]:
     late = problem.kind_ms
     for options in problem.tables:
         fitting = [index for index, option in enumerate(options) if _fits_alone(problem, option)]
-        mine: list[int] = []
+        undominated: list[int] = []
         for index in fitting:
-            if any(dominates(options[other], options[index], late) for other in mine):
+            if any(dominates(options[other], options[index], late) for other in undominated):
                 continue
-            mine = [other for other in mine if not dominates(options[index], options[other], late)] + [index]
-        kept.append(sorted(mine))
+            undominated = [other for other in undominated if not dominates(options[index], options[other], late)] + [
+                index
+            ]
+        kept.append(sorted(undominated))
     return kept
 
 
@@ -213,7 +215,7 @@ def _fits_alone(problem: SearchProblem, option: Option) -> bool:
 
 def narrow(problem: SearchProblem, kept: list[list[int]]) -> SearchProblem:
     """The problem with only the options whose indexes are given, per table."""
-    tables = [[options[index] for index in mine] for options, mine in zip(problem.tables, kept, strict=True)]
+    tables = [[options[index] for index in indices] for options, indices in zip(problem.tables, kept, strict=True)]
     return replace(problem, tables=tables)
 
 

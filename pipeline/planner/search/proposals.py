@@ -95,28 +95,28 @@ def _greedy_walk(partitioner: _Partitioner, by_largest: bool) -> Iterator[Propos
     # TorchRec takes the first of the largest, and stops where all that is left takes no memory at all.
     heap = [entry(table) for table in range(len(order)) if len(order[table]) > 1]
     heapq.heapify(heap)
-    yield [mine[0] for mine in order]
+    yield [options[0] for options in order]
     while heap and any(value < 0 for value in heap[0][:4]):
         table = heapq.heappop(heap)[-1]
         position[table] += 1
         if position[table] + 1 < len(order[table]):
             heapq.heappush(heap, entry(table))
-        yield [mine[position[index]] for index, mine in enumerate(order)]
+        yield [options[position[index]] for index, options in enumerate(order)]
 
 
 def _uniform_proposals(partitioner: _Partitioner) -> Iterator[Proposal]:
     """One sharding type for all tables, each with its cheapest kernel."""
     tables = partitioner.problem.tables
     kinds = dict.fromkeys(
-        tables[table][choice].kind for table, mine in enumerate(partitioner.offered) for choice in mine
+        tables[table][choice].kind for table, options in enumerate(partitioner.offered) for choice in options
     )
     order = [partitioner.sorted_options(table, by_largest=True) for table in range(len(tables))]
     for kind in kinds:
         cheapest = [
-            [choice for choice in mine if tables[table][choice].kind == kind] for table, mine in enumerate(order)
+            [choice for choice in options if tables[table][choice].kind == kind] for table, options in enumerate(order)
         ]
         if all(cheapest):
-            yield [mine[0] for mine in cheapest]
+            yield [options[0] for options in cheapest]
 
 
 class _Partitioner:
@@ -127,15 +127,18 @@ class _Partitioner:
         self.offered = [
             [index for index, option in enumerate(options) if option.proposed] for options in problem.tables
         ]
-        self.costs: list[list[Floats]] = [[option.cost_ms.sum(axis=1) for option in mine] for mine in problem.tables]
+        self.costs: list[list[Floats]] = [
+            [option.cost_ms.sum(axis=1) for option in options] for options in problem.tables
+        ]
         # Of a proposal, at most: shards of one table that share their ranks are placed in one go.
         one_by_one = (Rule.ANY_RANK, Rule.WITHIN_HOST)
         self.placements = sum(
-            max(option.num_shards if option.rule in one_by_one else 1 for option in mine) for mine in problem.tables
+            max(option.num_shards if option.rule in one_by_one else 1 for option in options)
+            for options in problem.tables
         )
         self.extent = [
-            [(tuple(option.memory.max(axis=0)), tuple(option.memory.sum(axis=0))) for option in mine]
-            for mine in problem.tables
+            [(tuple(option.memory.max(axis=0)), tuple(option.memory.sum(axis=0))) for option in options]
+            for options in problem.tables
         ]
 
     def sorted_options(self, table: int, by_largest: bool) -> list[int]:
@@ -145,12 +148,12 @@ class _Partitioner:
         )
 
     def place(self, proposal: Proposal) -> tuple[Assignment, float] | None:
-        """The assignment and its slowest rank's cost, or None where TorchRec finds no place."""
+        """The assignment and its slowest rank's cost, or None where TorchRec finds no placement."""
         problem = self.problem
         load, room = np.zeros(problem.world_size), problem.capacity.copy()
         ranks: list[Ranks | None] = [None] * len(proposal)
         every = np.arange(problem.world_size)
-        rest = []
+        others = []
         for table, choice in enumerate(proposal):
             option = problem.tables[table][choice]
             if option.rule is Rule.EVERY_RANK:
@@ -158,12 +161,12 @@ class _Partitioner:
                 room -= option.memory
                 ranks[table] = every
             else:
-                rest.append(table)
+                others.append(table)
         if (room < 0).any():
             return None
-        rest.sort(key=lambda table: self.extent[table][proposal[table]][1], reverse=True)
+        others.sort(key=lambda table: self.extent[table][proposal[table]][1], reverse=True)
         heap: list[tuple[float, int, int]] | None = None
-        for table in rest:
+        for table in others:
             choice = proposal[table]
             option, costs = problem.tables[table][choice], self.costs[table][choice]
             if option.rule is Rule.ANY_RANK:
@@ -174,7 +177,7 @@ class _Partitioner:
                 ranks[table] = self._on_hosts(option, costs, load, room)
             if ranks[table] is None:
                 return None
-        assignment = Assignment(list(proposal), [mine for mine in ranks if mine is not None])
+        assignment = Assignment(list(proposal), [of_table for of_table in ranks if of_table is not None])
         return assignment, float(load.max())
 
     def _on_hosts(self, option: Option, costs: Floats, load: Floats, room: Floats) -> Ranks | None:

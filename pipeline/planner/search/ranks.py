@@ -1,4 +1,4 @@
-"""Keep what lies on each rank, and find the best place for one more table."""
+"""Keep what lies on each rank, and find the best placement of a further table."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 from pipeline.planner.search.problem import Assignment, Floats, Option, Ranks, Rule, SearchProblem
 
-BLUNT = 30.0  # sharpness of the maxima, in units of one over the mean maximum, while tables are placed one by one
+BLUNT = 30.0  # sharpness of the maxima, in units of one over the mean maximum, while tables are placed singly
 LARGEST_EXPONENT = 300.0
 TINY = 1e-12  # of a sum of exponentials: what is left of it beside rounding once its largest part is taken away
 
 
 class RankState:
-    """Loads of all ranks under one objective, for placing tables one by one.
+    """Loads of all ranks under one objective, for placing tables singly.
 
     Under either objective the value is a sum of maxima over ranks: of one whole cost for max_rank, of each
     phase's for critical_path. `load` is [R, maxima]. Steps are judged by a smooth stand-in for the maxima, the
@@ -124,7 +124,7 @@ class RankState:
         for table, (choice, ranks) in enumerate(zip(assignment.choices, assignment.ranks, strict=True)):
             self.put(table, choice, ranks)
 
-    def find_place(self, table: int, choice: int) -> tuple[Ranks, float] | None:
+    def find_placement(self, table: int, choice: int) -> tuple[Ranks, float] | None:
         """Ranks for the shards of an option by its rule, each where it costs least, and the smooth value with them.
 
         None where it does not fit."""
@@ -143,10 +143,10 @@ class RankState:
         return None if ranks is None else (ranks, self._value_with(option, cost, ranks))
 
     def find_best(self, table: int) -> tuple[int, Ranks] | None:
-        """The option and place that raise the smooth value least; None where nothing fits."""
+        """The option and placement that raise the smooth value least; None where nothing fits."""
         best: tuple[float, int, Ranks] | None = None
         for choice, option in enumerate(self.problem.tables[table]):
-            found = self.find_place(table, choice)
+            found = self.find_placement(table, choice)
             if found is None:
                 continue
             ranks, value = found
@@ -219,7 +219,7 @@ class RankState:
         return ranks if self._hosts_hold(option, ranks) else None
 
     def _find_hosts(self, option: Option, cost: Floats) -> tuple[Ranks, float] | None:
-        """Whole hosts, one a block of shards, each on the best of those not yet taken."""
+        """Whole hosts, one a block of shards, each on the best host not yet taken."""
         local, hosts = self.problem.ranks_per_host, self.problem.num_hosts
         blocks = option.num_shards // local
         uses, most = np.zeros(hosts, dtype=int), -(-blocks // hosts)
@@ -227,9 +227,9 @@ class RankState:
         memory = self.memory.reshape(hosts, local, -1).copy()
         room, chosen = self.problem.capacity.reshape(hosts, local, -1), []
         for block in range(blocks):
-            mine = slice(block * local, (block + 1) * local)
+            of_block = slice(block * local, (block + 1) * local)
             by_host = load.reshape(hosts, local, -1)
-            ending, needed = by_host + cost[mine], memory + option.memory[mine]
+            ending, needed = by_host + cost[of_block], memory + option.memory[of_block]
             price = soft.instead(soft.exponentials.reshape(hosts, local, -1).sum(axis=1), ending)
             price[(needed > room).any(axis=(1, 2)) | (uses >= most)] = np.inf
             if self.host_caps is not None:
@@ -267,7 +267,9 @@ class FreeShards:
 
     def __init__(self, problem: SearchProblem, costs: list[list[Floats]]) -> None:
         self._problem, self._costs = problem, costs
-        counts = [max((option.num_shards for option in mine if _is_free(option)), default=0) for mine in problem.tables]
+        counts = [
+            max((option.num_shards for option in options if _is_free(option)), default=0) for options in problem.tables
+        ]
         self.first = np.concatenate([[0], np.cumsum(counts)]).tolist()
         rows, size = self.first[-1], self.first[-1] + problem.world_size
         self.tables = np.repeat(np.arange(len(counts)), counts)
@@ -312,12 +314,12 @@ class Soft:
     def instead(self, gone: Floats, loads: Floats) -> Floats:
         """[...] with `loads` [..., ranks, maxima] in place of those whose exponentials sum to `gone` [..., maxima]."""
         beyond = self._per_ms * (loads - self.highest)
-        left = np.maximum(self.sums - gone, TINY * self.sums)
+        remaining = np.maximum(self.sums - gone, TINY * self.sums)
         if beyond.max() < LARGEST_EXPONENT:
-            total = left + np.exp(beyond).sum(axis=-2)
+            total = remaining + np.exp(beyond).sum(axis=-2)
             return self._constant + np.log(total).sum(axis=-1) / self._per_ms  # type: ignore[no-any-return]
         shift = np.maximum(beyond.max(axis=-2), 0.0)
-        total = left * np.exp(-shift) + np.exp(beyond - shift[..., None, :]).sum(axis=-2)
+        total = remaining * np.exp(-shift) + np.exp(beyond - shift[..., None, :]).sum(axis=-2)
         return self._constant + (shift + np.log(total)).sum(axis=-1) / self._per_ms  # type: ignore[no-any-return]
 
     def exchanged(self, load: Floats, rank: int, there: Ranks, change: Floats) -> Floats:
@@ -325,14 +327,14 @@ class Soft:
         makes it very much worse."""
         lifted = (1,) * (change.ndim - 2)
         gone = self.exponentials[rank][:, None] + self.exponentials[there].T  # [maxima, there]
-        left = np.maximum(self.sums[:, None] - gone, TINY * self.sums[:, None]).reshape(len(gone), *lifted, -1)
+        remaining = np.maximum(self.sums[:, None] - gone, TINY * self.sums[:, None]).reshape(len(gone), *lifted, -1)
         change = change * self._per_ms
-        ours = self._per_ms * (load[rank] - self.highest)
-        theirs = (self._per_ms * (load[there] - self.highest)).T.reshape(len(gone), *lifted, -1)
+        own = self._per_ms * (load[rank] - self.highest)
+        other = (self._per_ms * (load[there] - self.highest)).T.reshape(len(gone), *lifted, -1)
         with np.errstate(over="ignore"):
-            total = np.exp(change + ours.reshape(-1, *lifted, 1))
-            total += np.exp(np.subtract(theirs, change, out=change), out=change)
-            total += left
+            total = np.exp(change + own.reshape(-1, *lifted, 1))
+            total += np.exp(np.subtract(other, change, out=change), out=change)
+            total += remaining
             return self._constant + np.log(total.prod(axis=0)) / self._per_ms  # type: ignore[no-any-return]
 
 
@@ -344,12 +346,12 @@ def project(option: Option, objective: str) -> Floats:
 def fill(state: RankState, choices: list[int] | None, order: list[int]) -> bool:
     """Place all tables in `order`, by `choices` or wherever best; a choice that does not fit gives way. False: no room."""
     for table in order:
-        place: tuple[int, Ranks] | None = None
+        placement: tuple[int, Ranks] | None = None
         if choices is not None:
-            found = state.find_place(table, choices[table])
-            place = None if found is None else (choices[table], found[0])
-        place = place or state.find_best(table)
-        if place is None:
+            found = state.find_placement(table, choices[table])
+            placement = None if found is None else (choices[table], found[0])
+        placement = placement or state.find_best(table)
+        if placement is None:
             return False
-        state.put(table, *place)
+        state.put(table, *placement)
     return True

@@ -1,6 +1,6 @@
 """Bound from below what any plan costs, and choose the options that the bound would have (linear programs by HiGHS).
 
-The relaxation knows no places: each load may be spread evenly over ranks. No maximum over ranks can be below the mean,
+The relaxation places no shard: each load may be spread evenly over ranks. No maximum over ranks can be below the mean,
 nor below the largest shard of what was chosen on top of what every rank has anyway. A kind's latency counts by the
 largest share that any table gives the kind. Where options are chosen whole, the bound is higher still.
 """
@@ -26,7 +26,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """`bound_ms` is None where even the relaxation has no solution: then nothing fits, and the rest is empty.
+    """`bound_ms` is None where even the relaxation has no solution: then nothing fits, and the other fields are empty.
 
     Per option: its share of the table, and by how much at least it raises the bound where it is chosen.
     """
@@ -61,8 +61,8 @@ class LinearProgram:
         self.starts = np.cumsum([0, *self.sizes[:-1]])
         self.late = problem.kind_ms
         self.width = self.num_options + 2 * self.num_maxima + len(self.late)
-        options = [option for mine in problem.tables for option in mine]
-        costs = [cost for mine in self.costs for cost in mine]
+        options = [option for table in problem.tables for option in table]
+        costs = [cost for table in self.costs for cost in table]
         self.kinds = [option.kind for option in options]
         everywhere = np.array([option.rule is Rule.EVERY_RANK for option in options])[:, None]
         self.largest = np.array([cost.max(axis=0) for cost in costs])  # [options, maxima]
@@ -135,7 +135,7 @@ class LinearProgram:
         if found.x is None:
             return None
         shares = np.split(found.x[: self.num_options], np.cumsum(self.sizes)[:-1])
-        choices = tuple(int(mine.argmax()) for mine in shares)
+        choices = tuple(int(of_table.argmax()) for of_table in shares)
         bound = 0.0 if found.mip_dual_bound is None else float(found.mip_dual_bound)
         return Choice(choices, bound * (1 - SAFE), self._maxima(found.x))
 
@@ -184,11 +184,11 @@ class LinearProgram:
         kinds = np.array(self.kinds)
         data, row, column, line = [], [], [], 0
         for position, kind in enumerate(self.late):
-            mine = np.flatnonzero(kinds == kind)
-            owners, lines = np.unique(tables[mine], return_inverse=True)
-            data += [1.0] * len(mine) + [-1.0] * len(owners)
+            of_kind = np.flatnonzero(kinds == kind)
+            owners, lines = np.unique(tables[of_kind], return_inverse=True)
+            data += [1.0] * len(of_kind) + [-1.0] * len(owners)
             row += [*(line + lines).tolist(), *range(line, line + len(owners))]
-            column += [*mine.tolist(), *[self.width - len(self.late) + position] * len(owners)]
+            column += [*of_kind.tolist(), *[self.width - len(self.late) + position] * len(owners)]
             line += len(owners)
         return scipy.sparse.csr_matrix((data, (row, column)), shape=(line, self.width))
 
@@ -219,9 +219,9 @@ class LinearProgram:
         blocks = []
         for maximum in range(self.num_maxima):
             shards = (self.largest - self.least)[:, maximum]
-            mine = np.full(count, self.num_options + maximum)
+            variables = np.full(count, self.num_options + maximum)
             data = np.concatenate([shards, -ones, ones])
             row = np.concatenate([tables, lines, lines])
-            column = np.concatenate([np.arange(self.num_options), mine, mine + self.num_maxima])
+            column = np.concatenate([np.arange(self.num_options), variables, variables + self.num_maxima])
             blocks.append(scipy.sparse.csr_matrix((data, (row, column)), shape=(count, self.width)))
         return scipy.sparse.vstack(blocks, format="csr")

@@ -1,4 +1,4 @@
-"""Find where memory is missing: place all tables with as little over the capacities as can be, and say what is over."""
+"""Find where memory is missing: place all tables with as few bytes over the capacities as possible."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Attempt:
         self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(problem.tables)
         # An option that fits on no empty rank is tried only for a table that has no other.
         self.tried = [
-            mine or list(range(len(problem.tables[table]))) for table, mine in enumerate(worth_trying(problem))
+            choices or list(range(len(problem.tables[table]))) for table, choices in enumerate(worth_trying(problem))
         ]
 
     def host_over(self, memory: Floats) -> Floats:
