@@ -161,7 +161,16 @@ def test_a_plan_is_for_the_ranks_of_one_host(prepared_clicks: str, tmp_path: Pat
     assert (summary.world_size, summary.local_world_size) == (8, 8)
 
 
-def test_tables_whose_rows_change_hands_are_refused_before_torch(prepared_clicks: str, tmp_path: Path) -> None:
-    words = _job(prepared_clicks, tmp_path, "tables.cat_24.compression={kind: managed_collision, num_rows: 64}")
+@pytest.mark.parametrize(
+    "compression",
+    [
+        "{kind: managed_collision, num_rows: 64}",
+        "{kind: frequency_split, head_rows: 20, tail: {kind: managed_collision, num_rows: 64}}",
+    ],
+)
+def test_tables_whose_rows_are_evicted_are_refused_before_torch(
+    compression: str, prepared_clicks: str, tmp_path: Path
+) -> None:
+    words = _job(prepared_clicks, tmp_path, f"tables.cat_24.compression={compression}")
     with pytest.raises(TrainingError, match=names("tables.cat_24")):
         validate_job(load_config(TrainJob, words), 4)

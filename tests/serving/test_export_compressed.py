@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from pipeline.cli.command_line import load_config
+from pipeline.config.compression import CompressionConfig
 from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.training.evaluate_run import evaluate
 from pipeline.training.run import train
+from tests.embeddings.compressed import NUM_IDS, as_features, table_of
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, run_export
 from tests.support.ranks import RankPool
 
@@ -55,3 +60,21 @@ def test_every_kind_of_compressed_table_scores_as_the_trainer_evaluates_it(
     assert any(name.startswith("cat_20__") for name in precisions) and precisions["cat_0"] == "int8"
     source = Path(prepared_clicks).parent / "clicks.tsv"
     assert_raw_rows_are_prepared_rows(summary.artifact, load_config(TrainJob, overrides), str(source))
+
+
+@pytest.mark.parametrize("in_tail", [False, True])
+def test_an_artifact_holds_the_classes_that_a_file_gave(in_tail: bool, tmp_path: Path) -> None:
+    """The file is of the machine that trained, also where the partitions are those of a split table's tail."""
+    path, num_ids = tmp_path / "groups.npy", NUM_IDS - 20 * in_tail
+    np.save(path, np.stack([np.arange(num_ids) % 7, np.arange(num_ids) // 7]))
+    config = CompressionConfig("quotient_remainder", scheme="given", assignments_file=str(path))
+    if in_tail:
+        config = CompressionConfig("frequency_split", head_rows="20", tail=config)
+    table = table_of("t", config)
+    keys, bags = ["t_one", "t_many"], {"t_one": [[7], [40]], "t_many": [[0, 9, 52], []]}
+    content = ComposedTables([table], keys).to_bytes()
+    before = ComposedTables([table], keys).split(as_features(bags, slice(None)))
+    path.unlink()
+    after = ComposedTables.from_bytes(content).split(as_features(bags, slice(None)))
+    assert after.keys() == before.keys()
+    assert torch.equal(after.values(), before.values()) and torch.equal(after.lengths(), before.lengths())
