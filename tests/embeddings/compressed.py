@@ -79,9 +79,9 @@ def draw_bags(tables: list[Table], step: int) -> tuple[dict[str, Bags], torch.Te
     return bags, torch.randint(0, 2, (BATCH_SIZE,), generator=generator).float()
 
 
-def as_features(bags: dict[str, Bags], mine: slice) -> KeyedJaggedTensor:
+def as_features(bags: dict[str, Bags], local: slice) -> KeyedJaggedTensor:
     """As the reader makes them, before ids are split."""
-    chosen = [each[mine] for each in bags.values()]
+    chosen = [each[local] for each in bags.values()]
     values = torch.tensor([id_ for each in chosen for bag in each for id_ in bag])
     lengths = torch.tensor([len(bag) for each in chosen for bag in each])
     return keyed_jagged_tensor(
@@ -93,10 +93,10 @@ def batches(tables: list[Table], steps: range) -> Iterator[tuple[KeyedJaggedTens
     """This rank's part, with ids split."""
     world_size, splitter = dist.get_world_size(), IdSplitter(tables)
     share = BATCH_SIZE // world_size
-    mine = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+    local = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
     for step in steps:
         bags, labels = draw_bags(tables, step)
-        yield splitter(as_features(bags, mine)), labels[mine]
+        yield splitter(as_features(bags, local)), labels[local]
 
 
 def build_sharded(tables: list[Table], sharding_type: str) -> tuple[DistributedModelParallel, TrainingOptimizer]:

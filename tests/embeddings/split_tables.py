@@ -83,8 +83,8 @@ def build(
     plan = construct_module_sharding_plan(
         collection,
         {
-            one.name: makers["data_parallel" if one.name.endswith("__hot") else kind](index)
-            for index, one in enumerate(collection.embedding_bag_configs())
+            config.name: makers["data_parallel" if config.name.endswith("__hot") else kind](index)
+            for index, config in enumerate(collection.embedding_bag_configs())
         },
         sharder=make_sharders(CommsConfig())[0],
         local_size=context.local_world_size,
@@ -98,10 +98,10 @@ def build(
 def split_batches(tables: list[Table], steps: range) -> Any:
     """This rank's part of the global batches, with ids split and empty bags left out."""
     splitter, share = IdSplitter(tables, skip_empty_bags=True), BATCH_SIZE // dist.get_world_size()
-    mine = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+    local = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
     for step in steps:
         bags, labels = draw_bags(tables, step)
-        yield splitter(as_features(bags, mine)), labels[mine]
+        yield splitter(as_features(bags, local)), labels[local]
 
 
 def train(model: Any, optimizer: Any, tables: list[Table], steps: range) -> list[float]:

@@ -70,11 +70,11 @@ def run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.TempPath
 
 def test_the_summary_says_what_was_saved_and_who_shares_rows(run: Path) -> None:
     found = json.loads((run / "summary.json").read_text())["compression"]
-    assert {name: one["kind"] for name, one in found.items()} == {
+    assert {name: table["kind"] for name, table in found.items()} == {
         "cat_19": "quotient_remainder add", "cat_20": "quotient_remainder add", "cat_21": "quotient_remainder multiply",
         "cat_22": "mixed_dimension", "cat_23": "path_based", "cat_24": "tensor_train", "cat_25": "hash",
     }  # fmt: skip
-    assert all(one["table_bytes"] < one["full_bytes"] for one in found.values())
+    assert all(table["table_bytes"] < table["full_bytes"] for table in found.values())
     assert found["cat_25"]["full_bytes"] == pytest.approx(8 * found["cat_25"]["table_bytes"], rel=0.01)
     assert 0 < found["cat_25"]["collisions"]["lookups_of_others"] < found["cat_25"]["collisions"]["lookups"] <= 1
 

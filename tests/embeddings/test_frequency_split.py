@@ -77,11 +77,11 @@ def test_the_rows_are_drawn_as_those_of_the_whole_table(trained: dict[str, Any])
     tables = make_tables()
     unsplit = PooledModel([table_of(table.name, None) for table in tables], torch.device("cpu"))
     initialize_tables(unsplit, SEED)
-    drawn = {name.split(".")[-2]: value for name, value in unsplit.state_dict().items() if "embedding_bags" in name}
+    whole = {name.split(".")[-2]: value for name, value in unsplit.state_dict().items() if "embedding_bags" in name}
     for kind in OPTIMIZER_OF:
         rows = whole_rows(tables, trained[kind][0])
         for table in tables:
-            assert torch.equal(rows[table.name], drawn[table.name][: len(rows[table.name])]), table.name
+            assert torch.equal(rows[table.name], whole[table.name][: len(rows[table.name])]), table.name
 
 
 def test_a_part_has_the_scale_of_the_whole_table() -> None:

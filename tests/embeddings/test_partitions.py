@@ -100,14 +100,14 @@ def test_a_ratio_is_kept_and_used(operation: str, ratio: float) -> None:
 
 def test_a_hash_spreads_ids_evenly_and_by_its_seed() -> None:
     ids = np.arange(100_000)
-    one, same, other = (hashed_to(1000, seed, ids) for seed in (1, 1, 2))
-    assert (one == same).all()
-    assert (one == other).mean() < 0.01
-    counts = np.bincount(one, minlength=1000)
+    first, same, other = (hashed_to(1000, seed, ids) for seed in (1, 1, 2))
+    assert (first == same).all()
+    assert (first == other).mean() < 0.01
+    counts = np.bincount(first, minlength=1000)
     assert ((counts - 100) ** 2 / 100).sum() == pytest.approx(1000, abs=150)  # chi-square of 999 degrees of freedom
     # Neighbours, and ids one table size apart, are not neighbours in the table: what a bare modulo would do.
-    assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 0.02
-    assert (one[:-1000] == one[1000:]).mean() < 0.01
+    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.02
+    assert (first[:-1000] == first[1000:]).mean() < 0.01
 
 
 def test_partitions_are_read_from_a_numpy_file(tmp_path: Path) -> None:

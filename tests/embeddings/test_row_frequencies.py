@@ -34,7 +34,7 @@ def test_features_of_one_table_weigh_by_their_ids_a_sample() -> None:
 
 
 def test_ids_that_multi_hot_draws_are_even() -> None:
-    """Of a bag of 4 one id is the data's; see data/multi_hot.py."""
+    """Of a bag of 4 one id is the data's; see data/read/multi_hot.py."""
     merged = merge_frequencies([feature(CURVE)], [4.0], {"f": 4})
     assert merged is not None
     assert merged.shares == pytest.approx([0.0, (0.5 + 3 * 0.01) / 4, (0.9 + 3 * 0.1) / 4, 1.0])

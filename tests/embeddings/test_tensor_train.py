@@ -1,4 +1,4 @@
-"""A tensor-train table is the product of its cores, drawn with the spread of the table in whose place it stands."""
+"""A tensor-train table is the product of its cores, initialized with the spread of the table in whose place it stands."""
 
 from __future__ import annotations
 

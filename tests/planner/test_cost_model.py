@@ -76,13 +76,13 @@ def test_without_the_corrections_all_is_as_torchrec_estimates(preset: str, world
     # 100 MiB/s, which TorchRec assumes of any SSD.
     hardware = on(preset, world_size)
     asked = requested(tables, hardware if preset == "cpu" else with_ssd(hardware, 0.1048576), precision)
-    theirs, ours = estimates(asked, None), estimates(asked, False)
-    assert theirs.keys() == ours.keys()
-    kernels = {kernel for _, _, kernel in ours}
+    by_torchrec, by_us = estimates(asked, None), estimates(asked, False)
+    assert by_torchrec.keys() == by_us.keys()
+    kernels = {kernel for _, _, kernel in by_us}
     assert kernels == ({"dense", "fused"} if preset == "cpu" else set(KERNELS))
-    assert {kind for _, kind, _ in ours} >= set(SHARDING_TYPES) - {"grid_shard"}
-    for key, expected in theirs.items():
-        np.testing.assert_allclose(ours[key], expected, rtol=1e-6, err_msg=str(key))
+    assert {kind for _, kind, _ in by_us} >= set(SHARDING_TYPES) - {"grid_shard"}
+    for key, expected in by_torchrec.items():
+        np.testing.assert_allclose(by_us[key], expected, rtol=1e-6, err_msg=str(key))
 
 
 ONE = ("t0", "table_wise", "fused")
@@ -199,7 +199,7 @@ def test_a_cache_serves_what_the_frequency_curve_says() -> None:
     assert hit_rates(SKEWED, *whole, 0.01).tolist() == [0.9]
     assert hit_rates(SKEWED, *whole, 0.1).tolist() == [1.0]
     assert hit_rates(None, *whole, 0.1).tolist() == [0.1]
-    # Of the shard of rows 10 to 110 the hottest tenth; all lookups of one without lookups are served.
+    # Of the shard of rows 10 to 110 the hottest tenth; all lookups of a shard without lookups are served.
     assert hit_rates(SKEWED, np.array([10, 500]), np.array([100, 500]), 0.1) == pytest.approx([1 / 9, 1.0])
 
 

@@ -99,10 +99,10 @@ def test_heads_share_the_memory_there_is_for_them() -> None:
     wire = Wire(4, 65_536)
 
     def memory(heads: dict[str, int]) -> float:
-        return sum(one.head_bytes(heads[one.name]) + one.tail_bytes(heads[one.name], 4) for one in tables)
+        return sum(each.head_bytes(heads[each.name]) + each.tail_bytes(heads[each.name], 4) for each in tables)
 
     def sent(heads: dict[str, int]) -> float:
-        return sum(step_bytes(one, heads[one.name], wire).total for one in tables)
+        return sum(step_bytes(each, heads[each.name], wire).total for each in tables)
 
     free = choose_head_rows(tables, lambda _: wire, 1e12)
     none = dict.fromkeys(free, 0)
@@ -111,7 +111,7 @@ def test_heads_share_the_memory_there_is_for_them() -> None:
     assert memory(tight) <= room
     assert sent(free) < sent(tight) < sent(none)
     # No other heads in that memory send less by more than one step of a curve is worth.
-    everything = [{"steep": one, "flat": other} for one in tables[0].candidates() for other in tables[1].candidates()]
+    everything = [{"steep": steep, "flat": flat} for steep in tables[0].candidates() for flat in tables[1].candidates()]
     best = min(sent(heads) for heads in everything if memory(heads) <= room)
     assert sent(tight) <= 1.1 * best
     assert choose_head_rows(tables, lambda _: wire, 0.0) == none

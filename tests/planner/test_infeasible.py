@@ -28,7 +28,7 @@ def explain(asked: PlanRequest, config: PlannerConfig = SEARCH) -> str:
     return str(caught.value)
 
 
-def ways(text: str) -> list[str]:
+def suggested(text: str) -> list[str]:
     return re.findall(r"^  (.*): fits, [\d.,]+ [KMG]iB free on the fullest rank$", text, re.MULTILINE)
 
 
@@ -109,13 +109,15 @@ CASES: list[tuple[Callable[[], PlanRequest], list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "told", "offered"), CASES, ids=[make.__name__ for make, _, _ in CASES])
-def test_ways_out_are_those_that_hold(make: Callable[[], PlanRequest], told: list[str], offered: list[str]) -> None:
+@pytest.mark.parametrize(("make", "missing", "offered"), CASES, ids=[make.__name__ for make, _, _ in CASES])
+def test_suggestions_are_those_that_hold(
+    make: Callable[[], PlanRequest], missing: list[str], offered: list[str]
+) -> None:
     asked = make()
     text = explain(asked)
-    for words in told:
+    for words in missing:
         assert words in text
-    found = ways(text)
+    found = suggested(text)
     assert [line for line in offered if line not in found] == [], text
     for line in found:
         changed, config = changed_as(line, asked, SEARCH)
@@ -128,8 +130,8 @@ def test_only_what_works_is_offered_as_working() -> None:
     """Row-wise state saves a half here, and a quarter of the room would be needed."""
     asked = request(make_tables([40_000_000] * 4, 128), on("a100_40gb", 2, hbm_cap_gb=12.0, ddr_cap_gb=1.0), "adagrad")
     text = explain(asked)
-    assert "optimizer.sparse.name=rowwise_adagrad" not in ways(text)
-    assert any(line.startswith("world_size=") for line in ways(text))
+    assert "optimizer.sparse.name=rowwise_adagrad" not in suggested(text)
+    assert any(line.startswith("world_size=") for line in suggested(text))
 
 
 def test_the_best_attempt_leaves_no_more_missing_than_must_be() -> None:

@@ -70,7 +70,7 @@ def best_by_brute_force(problem: SearchProblem, objective: str) -> float:
     """Over every option of every table and every place of every shard; infinite where nothing fits."""
     ways = []
     for options in problem.tables:
-        mine = []
+        placed = []
         for option in options:
             for ranks in itertools.product(range(problem.world_size), repeat=option.num_shards):
                 if keeps_rule(problem, option, np.array(ranks)):
@@ -78,8 +78,8 @@ def best_by_brute_force(problem: SearchProblem, objective: str) -> float:
                     memory = np.zeros((problem.world_size, 2))
                     np.add.at(cost, list(ranks), option.cost_ms)
                     np.add.at(memory, list(ranks), option.memory)
-                    mine.append((cost, memory, option.kind))
-        ways.append(mine)
+                    placed.append((cost, memory, option.kind))
+        ways.append(placed)
     best = np.inf
     for combination in itertools.product(*ways):
         if (sum(memory for _, memory, _ in combination) <= problem.capacity).all():
@@ -205,9 +205,11 @@ def test_kinds_give_way_to_one_where_starting_another_collective_costs_more_than
         return SearchProblem(tables, np.ones((4, 2)), 4, latency_ms=late)
 
     for latency, kinds in [(1.0, {"table_row_wise"}), (3.0, {"row_wise"})]:
-        posed = problem(latency)
-        result = search(posed, replace(QUICK, objective=objective, exact_variables=0))
-        chosen = {options[choice].kind for options, choice in zip(posed.tables, result.assignment.choices, strict=True)}
+        with_latency = problem(latency)
+        result = search(with_latency, replace(QUICK, objective=objective, exact_variables=0))
+        chosen = {
+            options[choice].kind for options, choice in zip(with_latency.tables, result.assignment.choices, strict=True)
+        }
         assert chosen == kinds and result.gap < 1e-5
 
 

@@ -64,20 +64,20 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("make", [kaggle_request, pytest.param(dlrmv2_request, marks=pytest.mark.campaign)])
 def test_a_searched_plan_is_never_worse_than_torchrecs(make) -> None:  # type: ignore[no-untyped-def]
     asked = make()
-    theirs = make_plan(TORCHREC, asked).objective
+    by_torchrec = make_plan(TORCHREC, asked).objective
     for objective in ("critical_path", "max_rank"):
         record = searched(make, objective)
-        ours = record.objective
+        objective_found = record.objective
         assert_capacity_kept(record, asked)
-        assert ours.minimised == objective
-        assert getattr(ours, f"{objective}_ms") <= getattr(theirs, f"{objective}_ms") * (1 + 1e-9)
-        assert ours.lower_bound_ms is not None and ours.gap is not None
-        assert ours.gap <= 2e-4  # proven the best
-        assert ours.lower_bound_ms <= getattr(ours, f"{objective}_ms")
+        assert objective_found.minimised == objective
+        assert getattr(objective_found, f"{objective}_ms") <= getattr(by_torchrec, f"{objective}_ms") * (1 + 1e-9)
+        assert objective_found.lower_bound_ms is not None and objective_found.gap is not None
+        assert objective_found.gap <= 2e-4  # proven the best
+        assert objective_found.lower_bound_ms <= getattr(objective_found, f"{objective}_ms")
         # The walk over TorchRec's proposals ends where TorchRec itself does.
         assert record.torchrec_objective is not None
-        assert record.torchrec_objective.max_rank_ms == pytest.approx(theirs.max_rank_ms, rel=1e-9)
-        assert record.torchrec_objective.critical_path_ms == pytest.approx(theirs.critical_path_ms, rel=1e-9)
+        assert record.torchrec_objective.max_rank_ms == pytest.approx(by_torchrec.max_rank_ms, rel=1e-9)
+        assert record.torchrec_objective.critical_path_ms == pytest.approx(by_torchrec.critical_path_ms, rel=1e-9)
 
 
 def test_dlrmv2_on_sixteen_h100_is_planned_at_its_proven_optimum() -> None:
@@ -169,10 +169,10 @@ def _losses(rank: int, config: PlannerConfig, kinds: list[str]) -> tuple[list[fl
 def test_training_on_a_searched_plan_gives_the_losses_of_torchrecs(ranks: RankPool) -> None:
     """Left alone both find the same plan for tables so small, so TorchRec's is kept to another sharding type."""
     searched = ranks.run(2, _losses, SEARCH, [])
-    theirs = ranks.run(2, _losses, TORCHREC, ["row_wise"])
-    assert searched[0][1] == searched[1][1] != theirs[0][1]  # one plan on both ranks
+    by_torchrec = ranks.run(2, _losses, TORCHREC, ["row_wise"])
+    assert searched[0][1] == searched[1][1] != by_torchrec[0][1]  # one plan on both ranks
     for rank in range(2):
-        assert searched[rank][0] == pytest.approx(theirs[rank][0], abs=2e-6)
+        assert searched[rank][0] == pytest.approx(by_torchrec[rank][0], abs=2e-6)
         assert searched[rank][0][0] != searched[rank][0][-1]
 
 
@@ -192,7 +192,7 @@ def test_the_size_of_a_cache_follows_the_datas_frequencies() -> None:
     assert cached and {choice.cache_load_factor for choice in cached} <= {0.02, 0.05, 0.1, 0.2, 0.4}
     assert all(mentions(choice.reason, f"{100 * (choice.cache_load_factor or 0):g}") for choice in cached)
     module = next(iter(known.plan.plan.values()))
-    for choice in cached:  # what FBGEMM is told; its own default is 0.2
+    for choice in cached:  # what FBGEMM is given; its own default is 0.2
         params = module[choice.name].cache_params
         assert (params.load_factor if params else 0.2) == choice.cache_load_factor
     even = make_plan(SEARCH, tight_request(known=False))
