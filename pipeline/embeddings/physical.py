@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterable, Sequence
 
 from pipeline.embeddings.compression.kind import compressed
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.table import SHARD_WIDTH, Table
 from pipeline.runtime.errors import ConfigError
 
-DIM_STEP = 4  # columns of FBGEMM's sharded tables
 # Settings that the sizes of the parts say already.
 SIZES = (
     "kind",
@@ -68,10 +67,10 @@ def check_compressed(table: Table) -> None:
         )
     num_numbers(table)  # what lies beside the parts is checked too
     for part in leaves(table):
-        if part.embedding_dim % DIM_STEP and part.sharding.sharding_types != ["data_parallel"]:
+        if part.embedding_dim % SHARD_WIDTH and part.sharding.sharding_types != ["data_parallel"]:
             raise ConfigError(
                 f"tables.{table.name}.compression makes a part {part.name!r} of {part.embedding_dim} columns, and FBGEMM's "
-                f"sharded tables want a multiple of {DIM_STEP}; use a larger embedding_dim or fewer parts, or "
+                f"sharded tables want a multiple of {SHARD_WIDTH}; use a larger embedding_dim or fewer parts, or "
                 f"tables.{table.name}.sharding.sharding_types=[data_parallel]"
             )
 

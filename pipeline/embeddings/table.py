@@ -8,6 +8,8 @@ from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.embeddings.row_frequencies import RowFrequencies
 
+SHARD_WIDTH = 4  # what the columns of a table and of each of its shards are a multiple of, for FBGEMM
+
 
 @dataclass(frozen=True)
 class Block:

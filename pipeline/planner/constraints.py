@@ -9,9 +9,9 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder
 
-from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.embeddings.table import Table
 from pipeline.planner.hardware import Hardware
+from pipeline.planner.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.runtime.errors import PlanError
 
 # Without a limit of the table's own. On cpu only these two exist, and dense serves data_parallel alone.

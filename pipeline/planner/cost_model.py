@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torchrec.distributed.planner.constants import (
     BATCHED_COPY_PERF_FACTOR,
@@ -27,10 +28,10 @@ from torchrec.distributed.planner.constants import (
 from torchrec.distributed.planner.types import Perf, ShardingOption
 from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodecs
 
+from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.planner.collectives import links_of
 from pipeline.planner.hardware import BYTES_PER_MS, Hardware
-from pipeline.planner.lookups import hit_rates, shard_shares
 from pipeline.planner.search.problem import Floats
 
 ID_BYTES, LENGTH_BYTES, WEIGHT_BYTES = 8, 4, 4  # int64 ids, int32 lengths (data/batch.py), fp32 weights
@@ -42,6 +43,8 @@ BY_TABLE = ("table_wise", "column_wise", "table_column_wise")
 BY_HOST = ("table_row_wise", "grid_shard")
 KEY_VALUE = "key_value"
 CACHED_KERNELS = ("fused_uvm_caching", KEY_VALUE)
+
+Rows = NDArray[np.int64]
 
 
 class StepPerf(Perf):
@@ -300,3 +303,36 @@ def _narrowness(num_columns: Floats) -> Floats:
     """FBGEMM's blocks are 128 columns wide; what narrower rows lose by TorchRec's measurements."""
     narrow = np.where(num_columns >= FULL_BLOCK_EMB_DIM // 2, HALF_BLOCK_PENALTY, QUARTER_BLOCK_PENALTY)
     return np.where(num_columns >= FULL_BLOCK_EMB_DIM, 1.0, narrow)
+
+
+def shard_shares(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Rows, table_rows: int) -> Floats:
+    """[S] of a table's lookups, those of rows first_rows .. first_rows + num_rows.
+
+    Even over rows where nothing is known, and where ids are hashed and so scattered.
+    """
+    if frequencies is None or not frequencies.by_row:
+        return num_rows / table_rows
+    return _upto(frequencies, first_rows + num_rows) - _upto(frequencies, first_rows)
+
+
+def hit_rates(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Rows, load_factor: float) -> Floats:
+    """[S]: of each shard's lookups, those of the load_factor x num_rows hottest rows of the shard.
+
+    A cache that keeps what is used most often comes close to it (FBGEMM's LFU, and LRU where the hot rows
+    come in every batch). Where nothing is known, lookups are even and the rate is the load factor.
+    """
+    cached = np.minimum(num_rows, load_factor * num_rows)
+    if frequencies is None:
+        return np.full(len(num_rows), min(1.0, load_factor))
+    if not frequencies.by_row:  # each shard has its part of the hot rows
+        whole = frequencies.rows[-1]
+        return np.full(len(num_rows), float(_upto(frequencies, np.array([load_factor * whole]))[0]))
+    before = _upto(frequencies, first_rows)
+    lookups = _upto(frequencies, first_rows + num_rows) - before
+    hits = _upto(frequencies, first_rows + cached) - before
+    return np.divide(hits, lookups, out=np.ones_like(hits), where=lookups > 0)
+
+
+def _upto(frequencies: RowFrequencies, rows: Rows | Floats) -> Floats:
+    """Lookups of the first `rows` rows; rows beyond the curve have none."""
+    return np.interp(rows, frequencies.rows, frequencies.shares)

@@ -12,10 +12,8 @@ from pipeline.config.tables import DEFAULT, TableConfig
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.compression.frequency_split import FrequencySplit, has_auto_head
 from pipeline.embeddings.compression.kind import compressed, kind_of
-from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
 from pipeline.embeddings.physical import num_numbers
 from pipeline.embeddings.table import Table
-from pipeline.planner.comms_precisions import precisions
 from pipeline.planner.head_size import (
     HeadTable,
     StepBytes,
@@ -24,6 +22,7 @@ from pipeline.planner.head_size import (
     choose_head_rows,
     step_bytes,
 )
+from pipeline.planner.limits import COLUMN_SHARDING_TYPES, precisions
 
 BYTES_A_VALUE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": (32 + 8) / 32}
 ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")

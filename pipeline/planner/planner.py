@@ -19,7 +19,6 @@ from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOpti
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from pipeline.config.planner import HardwareConfig, PlannerConfig
-from pipeline.embeddings.exact_sharding import sharding_types_exact_for
 from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import PlacedTable, TableOptimizer
 from pipeline.planner.cost_model import (
@@ -31,6 +30,7 @@ from pipeline.planner.estimator import SortedEnumerator, shard_state_bytes
 from pipeline.planner.fingerprint import differing_lines
 from pipeline.planner.hardware import build_topology, resolve_hardware
 from pipeline.planner.infeasible import UVM_KERNELS, describe_shortfall, explain_infeasible, table_bytes
+from pipeline.planner.limits import sharding_types_exact_for
 from pipeline.planner.plan_codec import decode_record, encode_record, load_plan
 from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms, show_bytes
 from pipeline.planner.request import PlanRequest, Problem, build_problem, fingerprint_of

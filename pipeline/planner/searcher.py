@@ -10,12 +10,12 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption, Topology
 from torchrec.distributed.types import CacheParams, ModuleSharder
 
-from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.planner.constraints import COLUMN_STEP, PlacedTable, TableOptimizer
 from pipeline.planner.cost_model import KEY_VALUE, CostModel
 from pipeline.planner.estimator import SortedEnumerator
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.infeasible import table_bytes
+from pipeline.planner.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.planner.search.portfolio import SearchConfig, SearchResult, search
 from pipeline.planner.search.problem import Assignment, Floats, Option, Rule, SearchProblem
 

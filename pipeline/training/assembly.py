@@ -17,10 +17,10 @@ from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.models.layers.dlrm import join_lookups_to_products, use_torchrec_layers
 from pipeline.models.tasks.task import TaskModel, make_task
-from pipeline.planner.comms_precisions import check_batch_fits_comms
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware, room_for_tables
 from pipeline.planner.head_rows import choose_heads
+from pipeline.planner.limits import check_batch_fits_comms
 from pipeline.planner.planner import load_or_search_plan
 from pipeline.planner.record import PlanRecord
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job

@@ -16,10 +16,9 @@ from pipeline.embeddings.table import Table
 from pipeline.planner import searcher
 from pipeline.planner.collectives import Links
 from pipeline.planner.constraints import build_constraints, place_tables
-from pipeline.planner.cost_model import CostModel, StepPerf, wire_of
+from pipeline.planner.cost_model import CostModel, StepPerf, hit_rates, shard_shares, wire_of
 from pipeline.planner.estimator import SortedEnumerator
 from pipeline.planner.hardware import Hardware, build_topology
-from pipeline.planner.lookups import hit_rates, shard_shares
 from pipeline.planner.planner import explain_misfit, make_plan
 from pipeline.planner.request import PlanRequest
 from pipeline.planner.search.portfolio import search

@@ -20,10 +20,10 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.data.read.batch import Batch
-from pipeline.embeddings.exact_sharding import allowed_sharding_types, sharding_types_exact_for
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.models.dlrm import DeepFMConfig, DLRMConfig, DLRMDCNConfig
+from pipeline.planner.limits import allowed_sharding_types, sharding_types_exact_for
 from pipeline.sharding.torchrec import sharding_checks
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer

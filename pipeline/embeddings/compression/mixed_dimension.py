@@ -12,14 +12,13 @@ from pipeline.config.compression import CompressionConfig
 from pipeline.config.registry import register
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
 from pipeline.embeddings.row_frequencies import RowFrequencies, frequencies_of_block, share_of_block
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.table import SHARD_WIDTH, Table
 from pipeline.runtime.errors import ConfigError, check_at_least
 
 if TYPE_CHECKING:
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-DIM_STEP = 4  # columns of FBGEMM's sharded tables
 BLOCK_GROWTH = 8  # a block of ids has so many times the rows of all hotter ones
 DEFAULT_BLOCKS = 4
 
@@ -75,7 +74,7 @@ class MixedDimension(CompressionKind):
         assert limit is not None
         if _numbers(least := _sized(table, bounds, popularity, high), table.embedding_dim) > limit:
             raise ConfigError(
-                f"{self.key}.ratio={config.ratio:g} is more than blocks of at least {DIM_STEP} columns can reach, which is "
+                f"{self.key}.ratio={config.ratio:g} is more than blocks of at least {SHARD_WIDTH} columns can reach, which is "
                 f"{table.num_embeddings * table.embedding_dim / _numbers(least, table.embedding_dim):.3g} at "
                 f"embedding_dim={table.embedding_dim}; lower it, or use another kind"
             )
@@ -171,7 +170,7 @@ def _sized(table: Table, bounds: list[tuple[int, int]], popularity: list[float],
     widest = dim
     for (first, end), each in zip(bounds, popularity, strict=True):
         wanted = dim * (each / popularity[0]) ** temperature
-        widest = min(widest, max(DIM_STEP, DIM_STEP * round(wanted / DIM_STEP)))
+        widest = min(widest, max(SHARD_WIDTH, SHARD_WIDTH * round(wanted / SHARD_WIDTH)))
         blocks.append(Block(first, end, widest))
     return blocks
 

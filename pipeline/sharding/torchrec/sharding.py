@@ -11,7 +11,7 @@ from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodec
 
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.table import Table
-from pipeline.planner.comms_precisions import describe_comms, precisions
+from pipeline.planner.limits import describe_comms, precisions
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.collectives.averaging import GradientAverage

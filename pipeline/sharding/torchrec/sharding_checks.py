@@ -11,9 +11,8 @@ from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
 from pipeline.embeddings.table import Table
-from pipeline.planner.comms_precisions import SHARD_WIDTH
+from pipeline.planner.limits import COLUMN_SHARDING_TYPES, SHARD_WIDTH
 from pipeline.runtime.errors import ShardingError, did_you_mean
 from pipeline.runtime.logs import get_logger
 

@@ -1,14 +1,32 @@
-"""Check which widths and precisions shards and collectives can carry (stdlib only, for jobs are checked without torch)."""
+"""Limit the sharding types, widths and precisions of tables and collectives to those that train right (stdlib only).
+
+Row-wise optimizers keep one state a row. Cut by columns, each shard keeps a state of its own for its part of the
+row, which is another optimizer than the unsharded one: after 5 steps of row-wise Adagrad weights differ by
+tenths. SGD, Adagrad and Adam work element by element and do not notice.
+"""
 
 from __future__ import annotations
 
+from pipeline.config.tables import SHARDING_TYPES
 from pipeline.config.training import CommsConfig
-from pipeline.embeddings.exact_sharding import COLUMN_SHARDING_TYPES
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.table import SHARD_WIDTH, Table
 from pipeline.runtime.errors import PlanError
 
+COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+ROW_STATE_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")
 INT8_ROW = 32  # fbgemm's codec quantizes this many neighbouring values with one scale and bias
-SHARD_WIDTH = 4  # what the columns of a table and of each of its shards are a multiple of
+
+
+def sharding_types_exact_for(optimizer_name: str) -> tuple[str, ...]:
+    """The sharding types under which `optimizer_name` updates a table just as without sharding."""
+    if optimizer_name not in ROW_STATE_OPTIMIZERS:
+        return SHARDING_TYPES
+    return tuple(kind for kind in SHARDING_TYPES if kind not in COLUMN_SHARDING_TYPES)
+
+
+def allowed_sharding_types(table: Table, optimizer_name: str) -> tuple[str, ...]:
+    """What a planner may choose from: the types that the table's config names, else those that are exact."""
+    return tuple(table.sharding.sharding_types) or sharding_types_exact_for(optimizer_name)
 
 
 def check_widths(tables: list[Table]) -> None:
