@@ -26,7 +26,7 @@ from pathlib import Path
 
 from pipeline.config.data import SyntheticConfig
 from pipeline.data.generate.synthetic import write_source
-from pipeline.data.raw.criteo import TEACHER_SUFFIX
+from pipeline.data.raw.source import TEACHER_SUFFIX
 
 NUM_DAYS = 24
 MIN_FREQUENCY = 3  # torchrec.datasets.criteo.FREQUENCY_THRESHOLD

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pipeline.config.registry import find
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_given, check_within
 
-FORMATS = ("criteo_tsv", "csv", "tsv", "parquet")
 DENSE_TRANSFORMS = ("log1p", "none")
 ID_KINDS = ("vocabulary", "hash")
 SPLITS = ("train", "validation", "test")
@@ -262,14 +262,14 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_given("data.name", self.name)
         check_given("data.path", self.path)
-        check_choice("data.format", self.format, FORMATS)
+        fixed = find("format", self.format, "data.format").columns
         check_choice("data.dense_transform", self.dense_transform, DENSE_TRANSFORMS)
         check_at_least("data.rows_per_shard", self.rows_per_shard, 1)
         check_at_least("data.rows_per_row_group", self.rows_per_row_group, 1)
         check_within("data.max_quarantined_fraction", self.max_quarantined_fraction, 0.0, 1.0)
-        if self.format == "criteo_tsv" and self.columns != ColumnsConfig():
+        if fixed is not None and self.columns != ColumnsConfig():
             raise ConfigError(
-                "data.format=criteo_tsv fixes its columns: drop data.columns, or name another data.format"
+                f"data.format={self.format} fixes its columns: drop data.columns, or name another data.format"
             )
         if self.synthetic is not None:
             self._check_synthetic(self.synthetic)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.config.data import FORMATS, SPLITS, BaseVocabularyConfig, DataConfig
+from pipeline.config.data import SPLITS, BaseVocabularyConfig, DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.config.registry import find
 from pipeline.config.retraining import (
     REGISTRY_COMMANDS,
     DataChecksConfig,
@@ -302,7 +303,7 @@ class PredictJob(Job):
         check_given("output", self.output)
         check_memory(self.memory)
         if self.format is not None:
-            check_choice("format", self.format, FORMATS)
+            find("format", self.format)
         if not self.output.endswith((".parquet", ".csv")) and self.output != "???":
             raise ConfigError(f"output={self.output} must end in .parquet or .csv")
         check_at_least("batch_rows", self.batch_rows, 1)

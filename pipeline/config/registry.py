@@ -28,6 +28,7 @@ ENTRY_POINTS = "torchrec_pipeline.components"
 BUILT_IN = {
     "model": "pipeline.models",
     "task": "pipeline.models.tasks",
+    "format": "pipeline.data.raw.formats",
     "compression": "pipeline.embeddings.compression",
     "hook": "pipeline.training.hooks",
 }

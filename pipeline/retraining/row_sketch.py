@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.data import DataConfig
 from pipeline.data.prepare.vocabulary import open_engine
+from pipeline.data.raw.layout import find_format
 from pipeline.data.raw.source import Source
 from pipeline.runtime.storage import storage
 
@@ -71,14 +72,7 @@ def count_rows(sources: list[Source], config: DataConfig, threads: int) -> int:
 
 def _hashes(sources: list[Source], config: DataConfig) -> str:
     paths = ", ".join(_text(os.path.abspath(storage.local_path(source.path))) for source in sources)
-    if config.format == "parquet":
-        return f"SELECT md5_number_lower(rows::VARCHAR) AS hash FROM read_parquet([{paths}]) rows"
-    # One column of whole lines: a delimiter that no text file has.
-    skip = 0 if config.format == "criteo_tsv" else 1
-    return (
-        f"SELECT md5_number_lower(line) AS hash FROM read_csv([{paths}], columns={{'line': 'VARCHAR'}}, delim='\\x01', "
-        f"quote='', escape='', header=false, skip={skip}, auto_detect=false, max_line_size=67108864, ignore_errors=true)"
-    )
+    return f"SELECT md5_number_lower(line) AS hash FROM ({find_format(config.format).sql_lines(paths)})"
 
 
 def _text(value: str) -> str:

@@ -172,12 +172,13 @@ def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target
     A file that is there is taken as it is: what comes to a window after it was begun is left out.
     """
     from pipeline.data.prepare.vocabulary import open_engine
+    from pipeline.data.raw.layout import find_format
 
-    path = os.path.join(target, f"rows.{'parquet' if data.format == 'parquet' else data.format}")
+    path = os.path.join(target, f"rows.{data.format}")
     if os.path.exists(path):
         return path
     os.makedirs(target, exist_ok=True)
-    how = "FORMAT parquet" if data.format == "parquet" else f"FORMAT csv, HEADER, DELIMITER '{_delimiter(data)}'"
+    how = find_format(data.format).sql_copy
     begin, end = int(window.begin.timestamp()), int(window.end.timestamp())
     with closing(open_engine(os.path.join(target, "spill"), 1 << 30, 1)) as engine:
         engine.execute("SET preserve_insertion_order = true")
@@ -206,19 +207,14 @@ def outside_share(window: Window, config: WindowsConfig, data: DataConfig) -> fl
 
 def _scan(source: str, data: DataConfig) -> str:
     """A DuckDB table of the source's rows; text files keep every value as it is written."""
-    if data.format == "criteo_tsv":
-        raise RetrainingError("data.format=criteo_tsv has no time column: put each window into a folder of its own")
+    from pipeline.data.raw.layout import find_format
     from pipeline.data.raw.source import find_sources
 
     paths = ", ".join(_text(os.path.abspath(storage.local_path(one.path))) for one in find_sources(source))
-    if data.format == "parquet":
-        return f"read_parquet([{paths}])"
-    quoting = "" if data.format == "csv" else ", quote='', escape=''"
-    return f"read_csv([{paths}], all_varchar=true, header=true, delim='{_delimiter(data)}'{quoting})"
-
-
-def _delimiter(data: DataConfig) -> str:
-    return "," if data.format == "csv" else "\t"
+    table = find_format(data.format).sql_table(paths)
+    if not table:
+        raise RetrainingError(f"data.format={data.format} has no time column: put each window into a folder of its own")
+    return table
 
 
 def _seconds(config: WindowsConfig) -> str:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.data import ColumnsConfig, DataConfig, IdsConfig, SplitConfig
+from pipeline.data.raw import source
 from pipeline.data.raw import source as source_module
 from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.raw.layout import layout_of
@@ -238,6 +239,32 @@ def test_sources_come_in_the_order_of_their_numbers_without_side_files(tmp_path:
     assert [s.name for s in find_sources(f"{tmp_path}/day_*")] == ["day_0", "day_2", "day_10.gz"]
     with pytest.raises(DataError, match=names("other")):
         find_sources(str(tmp_path / "ohter"))
+
+
+def test_a_file_is_taken_by_its_very_name_though_that_looks_like_a_pattern(tmp_path: Path) -> None:
+    for name in ("logs[1].tsv", "logs1.tsv", "what?.tsv"):
+        (tmp_path / name).write_text(name)
+    assert [s.name for s in find_sources(str(tmp_path / "logs[1].tsv"))] == ["logs[1].tsv"]
+    assert [s.name for s in find_sources(str(tmp_path / "what?.tsv"))] == ["what?.tsv"]
+    assert [s.name for s in find_sources(str(tmp_path / "logs[0-9].tsv"))] == ["logs1.tsv"]
+    (tmp_path / "day[1]").mkdir()
+    (tmp_path / "day[1]" / "rows.tsv").write_text("rows")
+    assert [s.name for s in find_sources(str(tmp_path / "day[1]"))] == ["rows.tsv"]
+
+
+def test_two_stars_stand_for_folders_below_folders(tmp_path: Path) -> None:
+    for folder in ("", "a", "a/b", "c"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "rows.tsv").write_text(folder)
+    found = find_sources(f"{tmp_path}/**/*.tsv")
+    assert [s.name for s in found] == ["a/b/rows.tsv", "a/rows.tsv", "c/rows.tsv", "rows.tsv"]
+
+
+@pytest.mark.parametrize("pattern", ["s3://bucket/day_*/rows.tsv", "s3://bucket/logs/**", "s3://b[12]/logs/rows.tsv"])
+def test_a_pattern_that_an_object_store_cannot_answer_is_refused(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source.storage, "is_file", lambda path: False)
+    with pytest.raises(DataError, match="only the last part"):
+        find_sources(pattern)
 
 
 def test_digest_sees_a_changed_byte_and_not_a_new_name(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pipeline.config.jobs import GenerateJob, PrepareJob
 from pipeline.data.generate import synthetic, user_item
 from pipeline.data.generate.synthetic import area_under_curve, hex_strings, power_law, write_source
 from pipeline.data.prepare.run import prepare
-from pipeline.data.raw.criteo import TEACHER_SUFFIX
+from pipeline.data.raw.source import TEACHER_SUFFIX
 from pipeline.runtime.errors import ConfigError, DataError
 from tests.data.criteo_rows import read_split, run_prepare
 from tests.support.messages import names

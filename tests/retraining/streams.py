@@ -11,7 +11,8 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.data import SyntheticConfig
 from pipeline.config.jobs import RetrainJob
 from pipeline.data.generate.synthetic import write_source
-from pipeline.data.raw.criteo import NUM_DENSE, TEACHER_SUFFIX
+from pipeline.data.raw.formats.criteo_tsv import NUM_DENSE
+from pipeline.data.raw.source import TEACHER_SUFFIX
 
 BATCH = 128
 FILE = "clicks.tsv"

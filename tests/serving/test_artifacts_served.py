@@ -20,7 +20,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import ExportJob, PredictJob
 from pipeline.config.server import SsdConfig
 from pipeline.data.dataset import load_dataset
-from pipeline.data.raw.criteo import criteo_columns
+from pipeline.data.raw.formats.criteo_tsv import criteo_columns
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.errors import DamagedError, RetrainingError, ServingError
 from pipeline.serving.artifact.export_run import export

@@ -74,7 +74,7 @@ def test_a_file_of_another_kind_is_given_up_early_with_its_reason(tmp_path: Path
 
 
 def test_criteo_rows_are_scored_with_their_labels_or_without(samples: Path, tmp_path: Path) -> None:
-    from pipeline.data.raw.criteo import criteo_columns
+    from pipeline.data.raw.formats.criteo_tsv import criteo_columns
     from tests.serving.stand_in import Scored
 
     class Criteo(StandIn):

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from pipeline.config.data import ColumnsConfig, SyntheticConfig
 from pipeline.data.generate.drift import renewed, turned_effects, turned_vectors
 from pipeline.data.prepare.parallel import map_ordered
-from pipeline.data.raw.criteo import TEACHER_COLUMN, TEACHER_SUFFIX
+from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX
 from pipeline.runtime.logs import progress
 from pipeline.runtime.storage import storage
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeline.config.data import DataConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, FrequencyCurve, SparseFeature
-from pipeline.data.raw.criteo import criteo_columns
+from pipeline.data.raw.layout import columns_of
 from pipeline.runtime.errors import DataError
 
 
@@ -18,7 +18,7 @@ def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
     Raises:
         DataError: the config leaves open how many ids a feature has, or how many a sample.
     """
-    columns = criteo_columns() if config.format == "criteo_tsv" else config.columns
+    columns = columns_of(config)
     if columns.multi_hot:
         raise DataError(
             f"{_absence(config)}, and how long the lists of {columns.multi_hot[0]!r} are only the data can tell: {_prepare(config)}"

@@ -22,10 +22,9 @@ import pyarrow.parquet as pq
 from pipeline.data.prepare.encode import EncodedBlock, Features, encode_block
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
-from pipeline.data.raw.criteo import TEACHER_COLUMN, TEACHER_SUFFIX
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
-from pipeline.data.raw.source import Block, Source
+from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX, Block, Source
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import atomic, storage
 

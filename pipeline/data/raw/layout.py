@@ -1,12 +1,17 @@
-"""Turn a data config into how its source's rows are written, and say which columns are missing."""
+"""What a raw format is, and how the rows of one source are written in it: its Layout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from pipeline.config.data import ColumnsConfig, DataConfig
-from pipeline.data.raw.criteo import criteo_columns
+from pipeline.config.registry import find
 from pipeline.runtime.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from pipeline.data.raw.rows import ParsedRows
+    from pipeline.data.raw.source import Block, RowReader, Source
 
 
 @dataclass(frozen=True)
@@ -18,10 +23,10 @@ class Layout:
     """
 
     columns: ColumnsConfig
+    format: str = "tsv"
     delimiter: str = "\t"
     quoted: bool = False
     header: tuple[str, ...] | None = None
-    parquet: bool = False
     carried: tuple[str, ...] = ()
 
     @property
@@ -36,22 +41,80 @@ class Layout:
         return [*names, *(name for name in self.carried if name not in names)]
 
 
+class Format:
+    """Base of raw formats: a subclass opens a source and, where its blocks are text, parses a block.
+
+        @register("format", "jsonl")
+        class JsonLines(Format): ...
+
+    suffixes: of files that are taken for this format where nothing names one. columns: those that the format fixes, None
+    where data.columns names them. header_lines: before the first row of a text file.
+    """
+
+    suffixes: tuple[str, ...] = ()
+    columns: ColumnsConfig | None = None
+    delimiter = "\t"
+    quoted = False
+    header_lines = 1
+    sql_copy = ""  # the options by which DuckDB's COPY writes this format; empty: it cannot
+
+    def open(self, source: Source, layout: Layout, block_bytes: int) -> tuple[RowReader, tuple[str, ...]]:
+        """A reader of blocks of about `block_bytes`, and the names of the source's columns."""
+        raise NotImplementedError(f"{type(self).__name__} has no open()")
+
+    def parse(self, layout: Layout, names: tuple[str, ...], block: Block) -> ParsedRows:
+        """The rows of a block of text; a block that is a table is typed, and parsed alike for all formats."""
+        raise NotImplementedError(f"{type(self).__name__} has no parse(), and its blocks are no tables")
+
+    def layout(self, name: str, columns: ColumnsConfig) -> Layout:
+        return Layout(columns, name, self.delimiter, self.quoted)
+
+    def fits(self, columns: ColumnsConfig) -> bool:
+        """Whether files of this format can have these features."""
+        fixed = self.columns
+        return fixed is None or (columns.dense, columns.sparse, columns.multi_hot) == (fixed.dense, fixed.sparse, [])
+
+    def unlabelled_header(self, source: Source, columns: ColumnsConfig) -> tuple[str, ...] | None:
+        """The header of rows to score, where the file's own does not say it.
+
+        Raises:
+            DataError: the file has other columns.
+        """
+        return None
+
+    def sql_table(self, paths: str) -> str:
+        """A DuckDB table with the columns of the quoted `paths`, text as it is written; empty where columns have no names."""
+        return ""
+
+    def sql_lines(self, paths: str) -> str:
+        """A DuckDB query of the rows, each as one text `line`."""
+        # One column of whole lines: a delimiter that no text file has.
+        return (
+            f"SELECT line FROM read_csv([{paths}], columns={{'line': 'VARCHAR'}}, delim='\\x01', quote='', escape='', "
+            f"header=false, skip={self.header_lines}, auto_detect=false, max_line_size=67108864, ignore_errors=true)"
+        )
+
+
+def find_format(name: str) -> Format:
+    """Raises ConfigError where no format has that name."""
+    kind: type[Format] = find("format", name, "data.format")
+    return kind()
+
+
+def columns_of(config: DataConfig) -> ColumnsConfig:
+    """Those that the format fixes, else data.columns."""
+    return find_format(config.format).columns or config.columns
+
+
 def layout_of(config: DataConfig) -> Layout:
     """Raises DataError where a column has two roles, or none is left to learn from."""
-    if config.format == "criteo_tsv":
-        columns = criteo_columns()
-        return Layout(columns, header=(columns.label, *columns.dense, *columns.sparse))
-    timestamp = config.columns.timestamp if config.split.kind == "time" else None
-    layout = Layout(
-        replace(config.columns, timestamp=timestamp),
-        delimiter="," if config.format == "csv" else "\t",
-        quoted=config.format == "csv",
-        parquet=config.format == "parquet",
-    )
+    columns = columns_of(config)
+    timestamp = columns.timestamp if config.split.kind == "time" else None
+    layout = find_format(config.format).layout(config.format, replace(columns, timestamp=timestamp))
     twice = sorted({name for name in layout.needed if layout.needed.count(name) > 1})
     if twice:
         raise DataError(f"data.columns gives {', '.join(map(repr, twice))} two roles: name each column once")
-    if not config.columns.sparse and not config.columns.multi_hot:
+    if not columns.sparse and not columns.multi_hot:
         raise DataError("data.columns names no categorical column: list some under data.columns.sparse or multi_hot")
     return layout
 
@@ -63,7 +126,7 @@ def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
         listed = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in missing[:5])
         raise DataError(
             f"{path} lacks {len(missing)} of {len(layout.needed)} columns: {listed}. "
-            f"It has {', '.join(names[:60])}; mend data.columns"
+            f"It has {', '.join(names[:60])}; correct data.columns"
         )
     doubled = sorted({name for name in layout.needed if names.count(name) > 1})
     if doubled:

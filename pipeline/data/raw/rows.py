@@ -14,24 +14,18 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from pipeline.data.raw.cells import LARGEST_FLOAT32, is_number, is_time, parse_timestamps
-from pipeline.data.raw.layout import Layout, check_columns
-from pipeline.data.raw.parquet_text import not_text, with_text
-from pipeline.data.raw.source import MAX_LINE_BYTES, Block, ParquetReader, Source, TextReader
+from pipeline.data.raw.layout import Layout, check_columns, find_format
+from pipeline.data.raw.parquet_rows import not_text, with_text
+from pipeline.data.raw.source import MAX_LINE_BYTES, Block, RowReader, Source
 from pipeline.runtime.errors import DataError
 
 MAX_TEXT_CHARACTERS = 500
 csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 
 
-def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[TextReader | ParquetReader, tuple[str, ...]]:
+def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[RowReader, tuple[str, ...]]:
     """A reader of the source's blocks, and the names of its columns. Raises DataError where a needed one is missing."""
-    reader: TextReader | ParquetReader
-    if layout.parquet:
-        reader = ParquetReader(source, layout.needed, block_bytes)
-        names = reader.column_names()
-    else:
-        reader = TextReader(source, block_bytes)
-        names = layout.header or tuple(_cells(layout, reader.header().decode(errors="replace").rstrip("\r\n")))
+    reader, names = find_format(layout.format).open(source, layout, block_bytes)
     check_columns(layout, names, source.path)
     return reader, names
 
@@ -60,7 +54,12 @@ class ParsedRows:
 def parse_block(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedRows:
     """len(kept) + len(quarantined) == block.num_rows."""
     if block.table is not None:
-        return _parse_table(layout, block, block.table)
+        return parse_table(layout, block, block.table)
+    return find_format(layout.format).parse(layout, header, block)
+
+
+def parse_text(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedRows:
+    """Lines of cells. Only a block with something wrong in it is looked at line by line."""
     # pyarrow takes a lone carriage return for a line end, and Windows ends lines with both.
     text = block.text.replace(b"\r\n", b"\n") if b"\r" in block.text else block.text
     table = None if b"\r" in text else _read_typed(layout, header, text)
@@ -165,7 +164,7 @@ def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str
         return f"byte {error.start} is not UTF-8"
     if "\r" in text:
         return "a carriage return inside the row"
-    cells = _cells(layout, text)
+    cells = split_cells(layout, text)
     if not cells:
         return "no columns" if not text else "a quote that is not closed in its line"
     if len(cells) != len(header):
@@ -183,7 +182,7 @@ def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str
     return ""
 
 
-def _cells(layout: Layout, text: str) -> list[str]:
+def split_cells(layout: Layout, text: str) -> list[str]:
     """Empty where a quote is not closed in its line: rows over several lines are not read."""
     if not layout.quoted:
         return text.split(layout.delimiter)
@@ -195,8 +194,8 @@ def _cells(layout: Layout, text: str) -> list[str]:
     return cells if reader.line_num == 1 else []
 
 
-def _parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
-    """A Parquet block: types are the file's own, values may still be null or out of range."""
+def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
+    """A block that is typed, by its file or its reader: values may still be null or out of range."""
     for name in layout.numbers:
         table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
     categorical = [*layout.columns.sparse, *layout.columns.multi_hot]

@@ -1,4 +1,4 @@
-"""Turn `source=<file, folder or glob>` into files, and a file into blocks of whole lines or rows.
+"""Find the files that `source=<file, folder or glob>` names, and read text files in blocks of whole lines.
 
 Blocks are small enough to be parsed side by side in bounded memory, and say at which line they start.
 """
@@ -9,26 +9,28 @@ import fnmatch
 import glob
 import gzip
 import hashlib
+import os
 import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import IO, Any
+from dataclasses import dataclass, replace
+from typing import IO, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from pipeline.data.raw.criteo import TEACHER_SUFFIX
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
 MAX_BLOCK_ROWS = 65_535  # codes of a block's values fit 16 bits, 0 being the missing value
 MAX_LINE_BYTES = 64 << 20
-PAGE_BUFFER_BYTES = 1 << 18
+# A generated source carries its true probabilities beside it, one a row.
+TEACHER_SUFFIX = ".teacher.parquet"
+TEACHER_COLUMN = "probability"
 SAMPLE_BYTES = 1 << 16
 NUM_SAMPLES = 64
+GLOB_SIGNS = "*?["
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,36 @@ class Block:
     table: pa.Table | None = None
 
 
+class RowReader(Protocol):
+    """An open source; `position` is how many of its bytes the blocks so far stand for."""
+
+    @property
+    def position(self) -> int: ...
+
+    def __enter__(self) -> RowReader: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def blocks(self) -> Iterator[Block]:
+        """At most MAX_BLOCK_ROWS rows each, in source order."""
+
+    def schema(self) -> pa.Schema | None:
+        """The columns' types; None where a file is text."""
+
+
 def find_sources(source: str) -> list[Source]:
-    """Files in natural order (day_2 before day_10). Raises DataError where there is none."""
-    if any(sign in source for sign in "*?["):
-        folder, pattern = storage.dirname(source), source.rpartition("/")[2]
-        local = storage.is_local(source)
-        paths = glob.glob(source) if local else [storage.join(folder, n) for n in _names(folder, pattern)]
-    elif storage.is_file(source):
+    """The files of `source`: a file, a folder's files, or those that a glob names; in natural order (day_2 before day_10).
+
+    What is there by the very name is taken, whatever signs the name holds. `**` stands for folders below folders, on local
+    paths; of an object store only the last part of a path may be a pattern.
+
+    Raises:
+        DataError: no file is found.
+    """
+    if storage.is_file(source):
         paths = [source]
+    elif any(sign in source for sign in GLOB_SIGNS) and not (storage.is_local(source) and os.path.isdir(source)):
+        paths = _matches(source)
     else:
         paths = [storage.join(source, name) for name in _names(source, "*")]
     paths = [path for path in paths if storage.is_file(path) and not path.endswith((TEACHER_SUFFIX, ".partial"))]
@@ -70,7 +94,23 @@ def find_sources(source: str) -> list[Source]:
         siblings = storage.list_folder(storage.dirname(source))
         hint = did_you_mean(source.rpartition("/")[2], siblings)
         raise DataError(f"source={source!r} names no file{hint}; give a file, a folder or a quoted glob")
-    return [_describe(path) for path in sorted(paths, key=_natural)]
+    found = [_describe(path) for path in sorted(paths, key=_natural)]
+    if len({each.name for each in found}) == len(found):
+        return found
+    top = os.path.commonpath([storage.dirname(path) for path in paths])  # a/rows.csv and b/rows.csv
+    return [replace(each, name=each.path[len(top) :].lstrip("/")) for each in found]
+
+
+def _matches(pattern: str) -> list[str]:
+    if storage.is_local(pattern):
+        return glob.glob(pattern, recursive=True)
+    folder, last = storage.dirname(pattern), pattern.rpartition("/")[2]
+    if "**" in last or any(sign in folder for sign in GLOB_SIGNS):
+        raise DataError(
+            f"source={pattern!r}: of an object store only the last part of a path may be a pattern, of *, ? and [...]; "
+            "give a folder, or a pattern in the last part alone"
+        )
+    return [storage.join(folder, name) for name in _names(folder, last)]
 
 
 def _names(folder: str, pattern: str) -> list[str]:
@@ -110,6 +150,9 @@ class TextReader:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+    def schema(self) -> None:
+        """Text has no types."""
 
     def header(self) -> bytes:
         """The first line, which then is in no block."""
@@ -165,58 +208,3 @@ class TextReader:
     def _block(self, text: bytes, num_lines: int) -> Block:
         self._line, self._row = self._line + num_lines, self._row + num_lines
         return Block(self._line - num_lines, self._row - num_lines, num_lines, text)
-
-
-class ParquetReader:
-    """The rows of a Parquet file; only `columns` are read. `position` is the share of its bytes that its rows stand for."""
-
-    def __init__(self, source: Source, columns: list[str], block_bytes: int) -> None:
-        self._source, self._columns, self._block_bytes = source, columns, block_bytes
-        self._file = storage.open_file(source.path, "rb")
-        self._row = 0
-        try:
-            # Without the buffer size whole column chunks are held.
-            self._parquet = pq.ParquetFile(self._file, buffer_size=PAGE_BUFFER_BYTES, page_checksum_verification=True)
-        except (OSError, pa.ArrowException) as error:
-            self._file.close()
-            raise self._unreadable(error) from error
-
-    @property
-    def position(self) -> int:
-        return self._source.size_bytes * self._row // max(self._parquet.metadata.num_rows, 1)
-
-    def __enter__(self) -> ParquetReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def column_names(self) -> tuple[str, ...]:
-        return tuple(self._parquet.schema_arrow.names)
-
-    def blocks(self) -> Iterator[Block]:
-        metadata = self._parquet.metadata
-        num_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-        rows = self._block_bytes * metadata.num_rows // max(num_bytes, 1)
-        batches = self._parquet.iter_batches(max(1, min(rows, MAX_BLOCK_ROWS)), columns=self._columns)
-        while True:
-            try:
-                batch = next(batches, None)
-            except (OSError, pa.ArrowException) as error:
-                raise self._unreadable(error) from error
-            if batch is None:
-                return
-            yield Block(self._row + 1, self._row, batch.num_rows, table=pa.Table.from_batches([batch]))
-            self._row += batch.num_rows
-
-    def schema(self) -> pa.Schema:
-        return self._parquet.schema_arrow
-
-    def _unreadable(self, error: Exception) -> Exception:
-        """What to raise: a disk's error as it is."""
-        if getattr(error, "errno", None) is not None:
-            return error
-        return DataError(
-            f"{self._source.path} is not a whole Parquet file (after row {self._row}: {' '.join(str(error).split())[:300]}): "
-            "fetch it again, or leave it out of source; data.format says what is expected"
-        )

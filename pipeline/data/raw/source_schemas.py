@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import open_source
-from pipeline.data.raw.source import ParquetReader, Source
+from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import DataError
 
 
@@ -21,7 +21,8 @@ def check_sources(layout: Layout, sources: list[Source]) -> None:
     for source in sources:
         reader, _ = open_source(layout, source, 1 << 16)
         with reader:
-            kinds = _kinds(layout, reader.schema(), source) if isinstance(reader, ParquetReader) else {}
+            schema = reader.schema()
+            kinds = {} if schema is None else _kinds(layout, schema, source)
         first = first or kinds
         for name in kinds:
             if kinds[name] != first[name]:

@@ -54,7 +54,7 @@ class RowEncoder:
         columns = ColumnsConfig(
             label="", dense=schema.dense, sparse=one_hot, multi_hot=multi_hot, list_separator=schema.list_separator
         )
-        self.layout = Layout(columns, parquet=True)
+        self.layout = Layout(columns, "parquet")
         self._features = Features(
             label="", dense=schema.dense, one_hot=one_hot, multi_hot=multi_hot, timestamp=None,
             ids={one.name: IdsConfig() for one in schema.features}, dense_transform=schema.dense_transform,

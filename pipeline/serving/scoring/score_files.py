@@ -13,7 +13,7 @@ from pipeline.config.data import ColumnsConfig
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
-from pipeline.data.raw.source import Block, ParquetReader, Source, TextReader
+from pipeline.data.raw.source import Block, RowReader, Source
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.score_parts import StagedScores
 from pipeline.serving.scoring.scorer import Scorer, refused_rows
@@ -63,9 +63,9 @@ def open_sources(sources: list[Source], layouts: list[Layout], reserved: tuple[s
     return opened
 
 
-def _carried(layout: Layout, reader: TextReader | ParquetReader) -> pa.Schema:
-    if isinstance(reader, ParquetReader):
-        return pa.schema([reader.schema().field(name).with_nullable(True).remove_metadata() for name in layout.carried])
+def _carried(layout: Layout, reader: RowReader) -> pa.Schema:
+    if (schema := reader.schema()) is not None:
+        return pa.schema([schema.field(name).with_nullable(True).remove_metadata() for name in layout.carried])
     return pa.schema([pa.field(name, _text_type(layout.columns, name)) for name in layout.carried])
 
 
@@ -130,7 +130,7 @@ def score_source(
         staged.add(number, next_row, part.tables, part.quarantined)
 
 
-def _from_row(reader: TextReader | ParquetReader, row: int) -> Iterator[Block]:
+def _from_row(reader: RowReader, row: int) -> Iterator[Block]:
     """Parts end where blocks end."""
     return (block for block in reader.blocks() if block.first_row >= row)
 

@@ -1,0 +1,48 @@
+"""`csv` and `tsv`: a row a line, with a header; csv quotes cells by `"`, tsv knows no quotes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.config.registry import register
+from pipeline.data.raw.layout import Format, Layout
+
+if TYPE_CHECKING:
+    from pipeline.data.raw.rows import ParsedRows
+    from pipeline.data.raw.source import Block, Source, TextReader
+
+
+class DelimitedText(Format):
+    """Lines of cells; the first line names the columns where the layout has no header."""
+
+    def open(self, source: Source, layout: Layout, block_bytes: int) -> tuple[TextReader, tuple[str, ...]]:
+        from pipeline.data.raw.rows import split_cells
+        from pipeline.data.raw.source import TextReader
+
+        reader = TextReader(source, block_bytes)
+        if layout.header is not None:
+            return reader, layout.header
+        return reader, tuple(split_cells(layout, reader.header().decode(errors="replace").rstrip("\r\n")))
+
+    def parse(self, layout: Layout, names: tuple[str, ...], block: Block) -> ParsedRows:
+        from pipeline.data.raw.rows import parse_text
+
+        return parse_text(layout, names, block)
+
+    def sql_table(self, paths: str) -> str:
+        quoting = "" if self.quoted else ", quote='', escape=''"
+        return f"read_csv([{paths}], all_varchar=true, header=true, delim='{self.delimiter}'{quoting})"
+
+
+@register("format", "csv")
+class Csv(DelimitedText):
+    suffixes = ("csv",)
+    delimiter = ","
+    quoted = True
+    sql_copy = "FORMAT csv, HEADER, DELIMITER ','"
+
+
+@register("format", "tsv")
+class Tsv(DelimitedText):
+    suffixes = ("tsv",)
+    sql_copy = "FORMAT csv, HEADER, DELIMITER '\t'"
