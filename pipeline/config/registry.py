@@ -24,11 +24,12 @@ from typing import Any, TypeVar
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 ENTRY_POINTS = "torchrec_pipeline.components"
-# Kind -> the package whose modules register this release's own.
+# Kind -> the package, or module, that registers this release's own.
 BUILT_IN = {
     "model": "pipeline.models",
     "task": "pipeline.models.tasks",
     "format": "pipeline.data.raw.formats",
+    "optimizer": "pipeline.config.optimizers",
     "compression": "pipeline.embeddings.compression",
     "hook": "pipeline.training.hooks",
 }
@@ -78,7 +79,7 @@ def find(kind: str, name: str, key: str = "") -> Any:
     if name not in known:
         raise ConfigError(
             f"{key or kind}={name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}; "
-            f"a {kind} of your own is given by plugins=[<its package>]"
+            f"one of your own is given by plugins=[<its package>]"
         )
     return known[name]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from pipeline.config.optimizers import check_layer_optimizer, check_table_optimizer
 from pipeline.runtime.errors import (
     ConfigError,
     check_above,
@@ -16,8 +17,6 @@ from pipeline.runtime.errors import (
 )
 from pipeline.runtime.process.watchdog import Limits
 
-SPARSE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
-DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 SCHEDULES = ("constant", "poly", "cosine", "step")
 COMM_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 PRECISIONS = ("fp32", "bf16")
@@ -41,7 +40,7 @@ class SparseOptimizerConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choice("optimizer.sparse.name", self.name, SPARSE_OPTIMIZERS)
+        check_table_optimizer("optimizer.sparse.name", self.name)
         _check_optimizer("optimizer.sparse", self)
 
 
@@ -56,7 +55,7 @@ class DenseOptimizerConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choice("optimizer.dense.name", self.name, DENSE_OPTIMIZERS)
+        check_layer_optimizer("optimizer.dense.name", self.name)
         _check_optimizer("optimizer.dense", self)
 
 

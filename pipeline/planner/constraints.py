@@ -9,6 +9,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder
 
+from pipeline.config.optimizers import find_optimizer
 from pipeline.embeddings.table import Table
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
@@ -18,7 +19,6 @@ from pipeline.runtime.errors import PlanError
 KERNELS = {"cpu": ("dense", "fused"), "cuda": ("dense", "fused", "fused_uvm", "fused_uvm_caching")}
 COLUMN_STEP = 4  # FBGEMM wants dims divisible by it
 TORCHREC_MIN_PARTITION = 128
-REPLICABLE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")  # of these torch has the same as FBGEMM
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -
     if hardware.num_hosts > 1:
         types += ["table_row_wise"] + (["table_column_wise"] if by_columns else [])
     # A replicated table has a torch optimizer, which decays every row at every step and keeps state in the table's type.
-    if table.data_type == "fp32" and optimizer.name in REPLICABLE_OPTIMIZERS and not optimizer.weight_decay:
+    is_replicable = find_optimizer(optimizer.name).replicated_states is not None
+    if table.data_type == "fp32" and is_replicable and not optimizer.weight_decay:
         types.append("data_parallel")
     return types
 

@@ -26,17 +26,10 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
+from pipeline.config.optimizers import find_optimizer
 from pipeline.planner.cost_model import KEY_VALUE, CostModel, cache_load_factor
 
 STATE_BYTES = 4  # FBGEMM and torch keep optimizer state in fp32 whatever the table's type
-OPTIMIZER_STATES = {  # name -> (fp32 numbers per element of the table, per row)
-    "sgd": (0, 0),
-    "adagrad": (1, 0),
-    "rowwise_adagrad": (0, 1),
-    "adam": (2, 0),
-    "partial_rowwise_adam": (1, 1),
-    "lamb": (2, 0),
-}
 # A data_parallel table's gradient is dense and as large as the table, and DDP reduces a copy of it.
 DATA_PARALLEL_GRADIENT_COPIES = 2
 # Of a dense parameter: itself, gradient, DDP's bucket, two moments of Adam; 6 is TorchRec's own factor.
@@ -45,8 +38,8 @@ DENSE_PARAMETER_COPIES = 6
 
 def shard_state_bytes(optimizer_name: str, num_rows: int, num_columns: int) -> int:
     """Optimizer state of a shard [num_rows, num_columns]; row-wise state is kept once a column shard."""
-    per_element, per_row = OPTIMIZER_STATES[optimizer_name]
-    return STATE_BYTES * num_rows * (per_element * num_columns + per_row)
+    entry = find_optimizer(optimizer_name)
+    return STATE_BYTES * num_rows * (entry.state_per_element * num_columns + entry.state_per_row)
 
 
 class SortedEnumerator(EmbeddingEnumerator):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.config.compression import AUTO
 from pipeline.config.jobs import TrainJob
+from pipeline.config.optimizers import find_optimizer
 from pipeline.config.tables import DEFAULT, TableConfig
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.compression.frequency_split import FrequencySplit, has_auto_head
@@ -138,8 +139,8 @@ def with_notes(tables: list[Table], reports: list[HeadReport]) -> list[Table]:
 
 def head_table(job: TrainJob, table: Table, dataset: Dataset) -> HeadTable:
     features = [dataset.sparse_feature(name) for name in table.feature_names]
-    numbers = {"sgd": 0, "adagrad": table.embedding_dim, "rowwise_adagrad": 1, "partial_rowwise_adam": 1}
-    state = numbers.get(job.optimizer.sparse.name, 2 * table.embedding_dim)
+    entry = find_optimizer(job.optimizer.sparse.name)
+    state = entry.state_per_element * table.embedding_dim + entry.state_per_row
     shapes = bag_shapes(features, job.data.synthetic_multi_hot)
     return HeadTable(table.name, table.num_embeddings, table.embedding_dim, shapes, WEIGHT_BYTES * state)
 

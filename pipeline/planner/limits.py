@@ -7,19 +7,19 @@ tenths. SGD, Adagrad and Adam work element by element and do not notice.
 
 from __future__ import annotations
 
+from pipeline.config.optimizers import find_optimizer
 from pipeline.config.tables import SHARDING_TYPES
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.table import SHARD_WIDTH, Table
 from pipeline.runtime.errors import PlanError
 
 COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
-ROW_STATE_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")
 INT8_ROW = 32  # fbgemm's codec quantizes this many neighbouring values with one scale and bias
 
 
 def sharding_types_exact_for(optimizer_name: str) -> tuple[str, ...]:
     """The sharding types under which `optimizer_name` updates a table just as without sharding."""
-    if optimizer_name not in ROW_STATE_OPTIMIZERS:
+    if not find_optimizer(optimizer_name).whole_rows:
         return SHARDING_TYPES
     return tuple(kind for kind in SHARDING_TYPES if kind not in COLUMN_SHARDING_TYPES)
 

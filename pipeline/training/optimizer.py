@@ -11,10 +11,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from pipeline.config.optimizers import find_optimizer
 from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig
 from pipeline.runtime.errors import TrainingError
 from pipeline.sharding.torchrec.sharder import ShardedTables
-from pipeline.sharding.torchrec.sparse_optimizer import STEP_COUNTING, ReplicatedTablesOptimizer, materialize_state
+from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, materialize_state
 
 
 class DenseOptimizer(KeyedOptimizerWrapper):
@@ -71,7 +72,7 @@ class TrainingOptimizer(CombinedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         # Without the parameters that have none (SGD): an empty dict is saved by rank 0 alone, and only for its tables.
         state: dict[str, Any] = {"state": {name: own for name, own in super().state_dict()["state"].items() if own}}
-        if self._config.sparse.name in STEP_COUNTING:
+        if find_optimizer(self._config.sparse.name).counts_steps:
             steps = self._replicated.num_steps if self._replicated else self.num_steps
             state["num_steps"] = torch.tensor(steps)
         return state
@@ -109,18 +110,7 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) ->
 
 
 def _make_dense(weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
-    # One kernel for all layers; Adagrad's exists on the CPU alone.
-    fused = config.name != "adagrad" or all(weight.device.type == "cpu" for weight in weights)
-    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": fused}
-    betas = (config.beta1, config.beta2)
-    optimizer: torch.optim.Optimizer
-    if config.name == "sgd":
-        optimizer = torch.optim.SGD(weights, momentum=config.momentum, **common)
-    elif config.name == "adagrad":
-        optimizer = torch.optim.Adagrad(weights, eps=config.eps, **common)
-    else:
-        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
-        optimizer = kind(weights, eps=config.eps, betas=betas, **common)
+    optimizer = find_optimizer(config.name).dense(weights, config)
     materialize_state(optimizer)
     return optimizer
 

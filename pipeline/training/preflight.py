@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.config.data import check_batch_geometry
 from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
+from pipeline.config.optimizers import all_optimizers, find_optimizer
 from pipeline.config.tables import rows_of_features
 from pipeline.config.training import SparseOptimizerConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_split, load_dataset
@@ -15,8 +16,6 @@ from pipeline.planner.plan_file import find_plan_file
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage import storage
-
-CPU_FUSED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
 
 def validate_job(job: TrainJob, world_size: int) -> list[Table]:
@@ -100,10 +99,11 @@ def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table]
     if not sharded:
         return
     named = f"{len(sharded)} of {len(tables)} tables, {sharded[0].name!r} first,"
-    if optimizer.name not in CPU_FUSED_OPTIMIZERS:
+    if not find_optimizer(optimizer.name).fused_on_cpu:
+        known = ", ".join(name for name, entry in all_optimizers().items() if entry.fused_on_cpu)
         raise TrainingError(
             f"optimizer.sparse.name={optimizer.name}, but on CPU FBGEMM updates sharded tables by "
-            f"{', '.join(CPU_FUSED_OPTIMIZERS)} only, and {named} may be sharded; use one of these, or set "
+            f"{known} only, and {named} may be sharded; use one of these, or set "
             "tables.default.sharding.sharding_types=[data_parallel], which is exact, or train on a GPU"
         )
     if optimizer.weight_decay:

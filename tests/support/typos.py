@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pipeline.cli.command_line import load_config
 from pipeline.cli.compose import config_folders, group_options
 from pipeline.config.jobs import TrainJob
-from pipeline.config.training import COMM_PRECISIONS, DENSE_OPTIMIZERS, SCHEDULES, SPARSE_OPTIMIZERS, TRAIN_PIPELINES
+from pipeline.config.optimizers import layer_optimizers, table_optimizers
+from pipeline.config.training import COMM_PRECISIONS, SCHEDULES, TRAIN_PIPELINES
 
 KEYS = [
     "trainer.global_batch_size=64", "trainer.max_steps=9", "trainer.gradient_clip_norm=1.0", "trainer.early_stop.patience=3",
@@ -24,7 +25,7 @@ KEYS = [
     "model.over_arch_layer_sizes=[8,1]", "data.synthetic.num_rows=10", "world_size=2",
 ]  # fmt: skip
 CHOICES = {
-    "optimizer.sparse.name": SPARSE_OPTIMIZERS, "optimizer.dense.name": DENSE_OPTIMIZERS, "schedule.sparse.kind": SCHEDULES,
+    "optimizer.sparse.name": table_optimizers(), "optimizer.dense.name": layer_optimizers(), "schedule.sparse.kind": SCHEDULES,
     "comms.backward_precision": COMM_PRECISIONS, "trainer.pipeline": TRAIN_PIPELINES,
 }  # fmt: skip
 

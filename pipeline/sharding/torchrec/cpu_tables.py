@@ -18,10 +18,14 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from pipeline.config.optimizers import all_optimizers
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.kernel_pool import on_all_threads, thread_pool
 
-KINDS = {EmbOptimType.EXACT_SGD: 0, EmbOptimType.EXACT_ADAGRAD: 1, EmbOptimType.EXACT_ROWWISE_ADAGRAD: 2}
+# FBGEMM's optimizer -> its number in our kernels.
+KINDS = {
+    EmbOptimType[entry.fbgemm]: entry.cpu_kernel for entry in all_optimizers().values() if entry.cpu_kernel is not None
+}
 POOLINGS = (PoolingMode.SUM, PoolingMode.MEAN)
 logger = get_logger(__name__)
 

@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torchrec import optim
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-KINDS: dict[type[torch.optim.Optimizer], int] = {torch.optim.SGD: 0, torch.optim.Adagrad: 1, optim.RowWiseAdagrad: 2}
+from pipeline.config.optimizers import all_optimizers
+
+# torch's optimizer of replicated tables -> its number in our kernels.
+KINDS: dict[type[torch.optim.Optimizer], int] = {
+    entry().replicated(): entry.cpu_kernel for entry in all_optimizers().values() if entry.cpu_kernel is not None
+}
 STATE = "sum"  # Adagrad's state, as torch optimizers name it
 PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maximize")  # settings that the kernel lacks
 

@@ -11,13 +11,12 @@ from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from pipeline.config.optimizers import Optimizer, all_optimizers
 from pipeline.embeddings.table import Table
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, SHARD_WIDTH
 from pipeline.runtime.errors import ShardingError, did_you_mean
 from pipeline.runtime.logs import get_logger
 
-CPU_FUSED_OPTIMIZERS = ("SGD", "Adagrad", "RowWiseAdagrad")
-ROW_STATE_CLASSES = ("RowWiseAdagrad", "PartialRowWiseAdam", "LAMB")
 logger = get_logger(__name__)
 
 
@@ -25,6 +24,10 @@ def optimizer_class_of(weight: torch.Tensor) -> type | None:
     """The class that apply_sparse_optimizer attached to an unsharded table."""
     classes = getattr(weight, "_optimizer_classes", [])
     return classes[0] if classes else None
+
+
+def _entry(fused: type) -> type[Optimizer]:
+    return next(entry for entry in all_optimizers().values() if entry.fused == fused.__name__)
 
 
 def check_sharding(
@@ -83,7 +86,7 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType, fa
     optimizer = optimizer_class_of(weight)
     if optimizer is None:
         return
-    if optimizer.__name__ not in CPU_FUSED_OPTIMIZERS:
+    if not _entry(optimizer).fused_on_cpu:
         raise ShardingError(
             f"table {name!r}: FBGEMM has no {optimizer.__name__} for sharded tables on CPU, only SGD, Adagrad and "
             "row-wise Adagrad; use optimizer.sparse.name=rowwise_adagrad, or for Adam set "
@@ -105,7 +108,7 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType, fa
 
 def _warn_of_row_state(name: str, weight: torch.Tensor, sharding_type: str) -> None:
     optimizer = optimizer_class_of(weight)
-    if optimizer is not None and optimizer.__name__ in ROW_STATE_CLASSES and sharding_type in COLUMN_SHARDING_TYPES:
+    if optimizer is not None and _entry(optimizer).whole_rows and sharding_type in COLUMN_SHARDING_TYPES:
         _warn_once(
             "table %r is %s: each column shard keeps a %s state of its own, which is not the optimizer of the "
             "unsharded table; leave that type out of its sharding.sharding_types for exact training",
@@ -148,7 +151,7 @@ def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table
     for path, shardings in plan.plan.items():
         for name, sharding in shardings.items():
             optimizer = optimizer_class_of(model.get_parameter(f"{path}.embedding_bags.{name}.weight".lstrip(".")))
-            if optimizer is None or optimizer.__name__ not in ROW_STATE_CLASSES:
+            if optimizer is None or not _entry(optimizer).whole_rows:
                 continue
             kind = sharding.sharding_type
             if kind in COLUMN_SHARDING_TYPES and kind not in by_name[name].sharding.sharding_types:

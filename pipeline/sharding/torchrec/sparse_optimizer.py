@@ -16,34 +16,13 @@ from torchrec import optim
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 
+from pipeline.config.optimizers import all_optimizers, find_optimizer
 from pipeline.config.training import SparseOptimizerConfig
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.flat_update import flat_update
 
-FUSED_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": optim.SGD,
-    "adagrad": optim.Adagrad,
-    "rowwise_adagrad": optim.RowWiseAdagrad,
-    "adam": optim.Adam,
-    "partial_rowwise_adam": optim.PartialRowWiseAdam,
-    "lamb": optim.LAMB,
-}
-# For replicated tables: the torch optimizer, and fused name of a state -> its name there.
-REPLICATED_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rowwise_adagrad": optim.RowWiseAdagrad,
-    "adam": torch.optim.Adam,
-}
-FUSED_STATES = {
-    "sgd": {},
-    "adagrad": {"momentum1": "sum"},
-    "rowwise_adagrad": {"momentum1": "sum"},
-    "adam": {"momentum1": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
-}
-DECAYING = ("rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
-# Their update depends on the number of steps, which FBGEMM counts itself and leaves out of its state.
-STEP_COUNTING = ("adam", "partial_rowwise_adam", "lamb")
+# What materialize_state knows the state of.
+KNOWN = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, optim.RowWiseAdagrad)
 
 
 def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
@@ -53,12 +32,14 @@ def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
             f"optimizer.sparse.momentum={config.momentum:g}: the tables' {config.name} has no momentum, it would be ignored; "
             "set it to 0"
         )
-    if config.weight_decay and config.name not in DECAYING:
+    entry = find_optimizer(config.name)
+    if config.weight_decay and not entry.decays:
+        decaying = ", ".join(name for name, each in all_optimizers().items() if each.decays)
         raise ShardingError(
             f"optimizer.sparse.weight_decay={config.weight_decay:g}: FBGEMM's {config.name} has no weight decay, it would be "
-            f"ignored; set it to 0, or use one of {', '.join(DECAYING)} on a GPU"
+            f"ignored; set it to 0, or use one of {decaying} on a GPU"
         )
-    if "adagrad" in config.name and not config.eps > 0:
+    if entry.positive_eps and not config.eps > 0:
         raise ShardingError(
             f"optimizer.sparse.eps={config.eps:g} must be above 0: a row without a gradient would become 0/0"
         )
@@ -71,18 +52,20 @@ def apply_sparse_optimizer(model: nn.Module, config: SparseOptimizerConfig) -> N
         ShardingError: a setting that would be ignored.
     """
     check_sparse_optimizer(config)
+    kind = getattr(optim, find_optimizer(config.name).fused)
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection):
             for weight in module.parameters():
                 # A dict of its own for each table: TorchRec writes into it.
-                _apply_optimizer_in_backward(FUSED_CLASSES[config.name], [weight], _fused_kwargs(config))
+                _apply_optimizer_in_backward(kind, [weight], _fused_kwargs(config))
 
 
 def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
+    entry = find_optimizer(config.name)
     kwargs: dict[str, Any] = {"lr": config.lr}
-    if config.name != "sgd":
+    if entry.has_eps:
         kwargs["eps"] = config.eps
-    if config.name in STEP_COUNTING:
+    if entry.counts_steps:
         kwargs |= {"beta1": config.beta1, "beta2": config.beta2}
     if config.weight_decay:
         kwargs["weight_decay"] = config.weight_decay
@@ -104,13 +87,14 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         self._optimizer = _make_replicated(list(params.values()), config)
         materialize_state(self._optimizer)
         self._flat = flat_update(params, self._optimizer) if fast_cpu else None
+        states = find_optimizer(config.name).replicated_states or {}
         state = {}
         for key, weight in params.items():
             table = key.split(".")[-2]
             own = self._optimizer.state[weight]
             state[weight] = {
                 f"{table}.{fused}": own[name].view(-1) if own[name].shape == (len(weight), 1) else own[name]
-                for fused, name in FUSED_STATES[config.name].items()
+                for fused, name in states.items()
             }
         super().__init__(params, state, self._optimizer.param_groups)
 
@@ -137,23 +121,27 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
 
 
 def _make_replicated(params: list[nn.Parameter], config: SparseOptimizerConfig) -> torch.optim.Optimizer:
-    if config.name not in REPLICATED_CLASSES:
+    entry = find_optimizer(config.name)
+    if entry.replicated_states is None:
+        known = ", ".join(name for name, each in all_optimizers().items() if each.replicated_states is not None)
         raise ShardingError(
             f"optimizer.sparse.name={config.name} exists only fused into sharded tables, but {len(params)} tables are "
-            f"data_parallel; leave data_parallel out of their sharding.sharding_types, or use one of "
-            f"{', '.join(REPLICATED_CLASSES)}"
+            f"data_parallel; leave data_parallel out of their sharding.sharding_types, or use one of {known}"
         )
     kwargs: dict[str, Any] = {"lr": config.lr}
-    if config.name != "sgd":
+    if entry.has_eps:
         kwargs["eps"] = config.eps
-    if config.name == "adam":
+    if entry.counts_steps:
         kwargs["betas"] = (config.beta1, config.beta2)
-    return REPLICATED_CLASSES[config.name](params, **kwargs)
+    return entry.replicated()(params, **kwargs)
 
 
 @torch.no_grad()
 def materialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the state that torch makes at the first step, so that a checkpoint can be loaded into it before one."""
+    if not isinstance(optimizer, KNOWN):
+        _step_on_nothing(optimizer)
+        return
     for group in optimizer.param_groups:
         for weight in group["params"]:
             state = optimizer.state[weight]
@@ -163,3 +151,19 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
                 state["exp_avg_sq"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
             elif isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
                 state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+
+
+def _step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of an optimizer that nobody here knows by a step without gradients; weights and count stay."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    for weight, value in zip(weights, before, strict=True):
+        weight.copy_(value)
+        weight.grad = None
+        if torch.is_tensor(step := optimizer.state[weight].get("step")):
+            step.zero_()
+        elif step is not None:
+            optimizer.state[weight]["step"] = 0

@@ -1,0 +1,183 @@
+"""The optimizers by name: what trains tables, what trains dense layers, and what each keeps and needs.
+
+An entry is all that this release knows of an optimizer; torch is imported inside its methods only, for a job is composed
+without it. One of a plugin's own:
+
+    @register("optimizer", "lion")
+    class Lion(Optimizer):
+        def dense(self, weights, config):
+            return lion_pytorch.Lion(weights, lr=config.lr, weight_decay=config.weight_decay)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pipeline.config.registry import components, find, register
+from pipeline.runtime.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.config.training import DenseOptimizerConfig
+
+
+class Optimizer:
+    """Base of the entries. As it stands it trains nothing.
+
+    fused: its class in torchrec.optim, which FBGEMM updates tables by inside backward; empty: it trains dense layers only.
+    fbgemm: FBGEMM's name of it (EmbOptimType). fused_on_cpu: FBGEMM has it on the CPU. cpu_kernel: its number in our own
+    CPU kernels.
+    state_per_element, state_per_row: the fp32 numbers that it keeps for each. whole_rows: its update looks at whole rows, so
+    a table that is cut by columns trains differently. decays: FBGEMM applies its weight_decay. counts_steps: its update
+    depends on the number of steps. positive_eps: eps 0 would divide zero by zero.
+    replicated_states: for data_parallel tables, which have a torch optimizer: FBGEMM's name of a state -> torch's. None:
+    torch has no such optimizer.
+    """
+
+    fused: ClassVar[str] = ""
+    fbgemm: ClassVar[str] = ""
+    fused_on_cpu: ClassVar[bool] = False
+    cpu_kernel: ClassVar[int | None] = None
+    state_per_element: ClassVar[int] = 0
+    state_per_row: ClassVar[int] = 0
+    whole_rows: ClassVar[bool] = False
+    decays: ClassVar[bool] = False
+    counts_steps: ClassVar[bool] = False
+    has_eps: ClassVar[bool] = True
+    positive_eps: ClassVar[bool] = False
+    replicated_states: ClassVar[Mapping[str, str] | None] = None
+
+    def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
+        """Of the dense layers. A subclass that has it trains them."""
+        raise NotImplementedError(f"{type(self).__name__} trains no dense layers")
+
+    def replicated(self) -> type[torch.optim.Optimizer]:
+        """The class that trains data_parallel tables, where replicated_states is not None."""
+        raise NotImplementedError(f"{type(self).__name__} trains no data_parallel tables")
+
+    @classmethod
+    def trains_layers(cls) -> bool:
+        return cls.dense is not Optimizer.dense
+
+
+@register("optimizer", "sgd")
+class Sgd(Optimizer):
+    fused, fbgemm, fused_on_cpu, cpu_kernel = "SGD", "EXACT_SGD", True, 0
+    has_eps = False
+    replicated_states: ClassVar[Mapping[str, str]] = {}
+
+    def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
+        return _classes().SGD(
+            weights, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=True
+        )
+
+    def replicated(self) -> type[torch.optim.Optimizer]:
+        return _classes().SGD  # type: ignore[no-any-return]
+
+
+@register("optimizer", "adagrad")
+class Adagrad(Optimizer):
+    fused, fbgemm, fused_on_cpu, cpu_kernel = "Adagrad", "EXACT_ADAGRAD", True, 1
+    state_per_element, positive_eps = 1, True
+    replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
+
+    def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
+        on_cpu = all(
+            weight.device.type == "cpu" for weight in weights
+        )  # its one kernel for all layers exists there alone
+        return _classes().Adagrad(weights, lr=config.lr, eps=config.eps, weight_decay=config.weight_decay, fused=on_cpu)
+
+    def replicated(self) -> type[torch.optim.Optimizer]:
+        return _classes().Adagrad  # type: ignore[no-any-return]
+
+
+@register("optimizer", "rowwise_adagrad")
+class RowWiseAdagrad(Optimizer):
+    fused, fbgemm, fused_on_cpu, cpu_kernel = "RowWiseAdagrad", "EXACT_ROWWISE_ADAGRAD", True, 2
+    state_per_row, whole_rows, decays, positive_eps = 1, True, True, True
+    replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
+
+    def replicated(self) -> type[torch.optim.Optimizer]:
+        return _classes("torchrec.optim").RowWiseAdagrad  # type: ignore[no-any-return]
+
+
+@register("optimizer", "adam")
+class Adam(Optimizer):
+    fused, fbgemm = "Adam", "ADAM"
+    state_per_element, decays, counts_steps = 2, True, True
+    replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+    def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
+        return _classes().Adam(weights, **_adam_settings(config))
+
+    def replicated(self) -> type[torch.optim.Optimizer]:
+        return _classes().Adam  # type: ignore[no-any-return]
+
+
+@register("optimizer", "adamw")
+class AdamW(Optimizer):
+    def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
+        return _classes().AdamW(weights, **_adam_settings(config))
+
+
+@register("optimizer", "partial_rowwise_adam")
+class PartialRowWiseAdam(Optimizer):
+    fused, fbgemm = "PartialRowWiseAdam", "PARTIAL_ROWWISE_ADAM"
+    state_per_element, state_per_row, whole_rows, decays, counts_steps = 1, 1, True, True, True
+
+
+@register("optimizer", "lamb")
+class Lamb(Optimizer):
+    fused, fbgemm = "LAMB", "LAMB"
+    state_per_element, whole_rows, decays, counts_steps = 2, True, True, True
+
+
+def _classes(module: str = "torch.optim") -> Any:
+    """Imported when asked for: a job is composed where there is no torch."""
+    return importlib.import_module(module)
+
+
+def _adam_settings(config: DenseOptimizerConfig) -> dict[str, Any]:
+    betas = (config.beta1, config.beta2)
+    return {"lr": config.lr, "eps": config.eps, "betas": betas, "weight_decay": config.weight_decay, "fused": True}
+
+
+def all_optimizers() -> Mapping[str, type[Optimizer]]:
+    return components("optimizer")
+
+
+def find_optimizer(name: str) -> Optimizer:
+    """Raises ConfigError where there is none of that name."""
+    kind: type[Optimizer] = find("optimizer", name)
+    return kind()
+
+
+def table_optimizers() -> list[str]:
+    """Names of those that train tables."""
+    return [name for name, entry in all_optimizers().items() if entry.fused]
+
+
+def layer_optimizers() -> list[str]:
+    """Names of those that train dense layers."""
+    return [name for name, entry in all_optimizers().items() if entry.trains_layers()]
+
+
+def check_table_optimizer(key: str, name: str) -> None:
+    """Raises ConfigError unless FBGEMM can update tables by it."""
+    if not find("optimizer", name, key).fused:
+        raise ConfigError(
+            f"{key}={name} trains dense layers only: tables are updated inside FBGEMM's backward, which has "
+            f"{', '.join(table_optimizers())}{did_you_mean(name, table_optimizers())}"
+        )
+
+
+def check_layer_optimizer(key: str, name: str) -> None:
+    """Raises ConfigError unless it trains dense layers."""
+    if not find("optimizer", name, key).trains_layers():
+        raise ConfigError(
+            f"{key}={name} trains tables only: dense layers have {', '.join(layer_optimizers())}"
+            f"{did_you_mean(name, layer_optimizers())}"
+        )
