@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.retraining import GateConfig
+from pipeline.data.quality import log_losses, normalized_entropy
 
 MAX_BLOCKS = 10_000  # rows are resampled in so many blocks of neighbours, which may depend on each other
 SAMPLES_AT_ONCE = 50
@@ -28,13 +29,11 @@ class Scores:
     @property
     def losses(self) -> NDArray[np.float64]:
         """[rows] log losses in nats."""
-        logits = self.logits.astype(np.float64)
-        return np.logaddexp(0.0, logits) - self.labels * logits
+        return log_losses(self.logits, self.labels)
 
     @property
     def ne(self) -> float:
-        rate = float(self.labels.mean())
-        return float(self.losses.mean() / binary_entropy(rate)) if 0.0 < rate < 1.0 else float("nan")
+        return normalized_entropy(self.losses, self.labels)
 
     @property
     def calibration(self) -> float:
@@ -150,8 +149,3 @@ def upper_bound_of_ratio(
         drawn = random.multinomial(num_blocks, share, size=min(SAMPLES_AT_ONCE, num_samples - begin)) @ sums
         ratios.append(drawn[:, 0] / drawn[:, 1])
     return float(np.quantile(np.concatenate(ratios), confidence))
-
-
-def binary_entropy(rate: float) -> float:
-    """In nats."""
-    return float(-rate * np.log(rate) - (1.0 - rate) * np.log1p(-rate))

@@ -15,8 +15,9 @@ from pipeline.cli.generate import generate
 from pipeline.config.data import ColumnsConfig, DataConfig, SyntheticConfig, UserItemConfig
 from pipeline.config.jobs import GenerateJob, PrepareJob
 from pipeline.data.generate import synthetic, user_item
-from pipeline.data.generate.synthetic import area_under_curve, hex_strings, power_law, write_source
+from pipeline.data.generate.synthetic import hex_strings, power_law, write_source
 from pipeline.data.prepare.run import prepare
+from pipeline.data.quality import auc
 from pipeline.data.raw.source import TEACHER_SUFFIX
 from pipeline.runtime.errors import ConfigError, DataError
 from tests.data.criteo_rows import read_split, run_prepare
@@ -84,7 +85,7 @@ def test_prepare_stores_the_best_auc_of_each_split_and_keeps_the_truth_out_of_th
     for split in ("train", "validation", "test"):
         table = read_split(tmp_path / "ds", dataset, split)
         labels = table["label"].to_numpy()
-        expected = area_under_curve(truth[begin : begin + len(labels)], labels)
+        expected = auc(truth[begin : begin + len(labels)], labels)
         assert dataset.bayes_auc[split] == pytest.approx(expected, abs=1e-9) and 0.75 < expected < 0.95
         assert table.num_columns == 40
         begin += len(labels)
@@ -109,7 +110,7 @@ def test_auc_equals_the_share_of_pairs_in_order(rows: list[tuple[int, bool]]) ->
     negatives = [score for score, label in rows if not label]
     wins = sum((p > n) + (p == n) / 2 for p in positives for n in negatives)
     scores, labels = np.array([r[0] for r in rows], float), np.array([r[1] for r in rows], int)
-    assert area_under_curve(scores, labels) == pytest.approx(wins / len(positives) / len(negatives))
+    assert auc(scores, labels) == pytest.approx(wins / len(positives) / len(negatives))
 
 
 @pytest.mark.parametrize("exponent", [0.7, 1.0, 1.2])

@@ -11,8 +11,9 @@ from pipeline.config.data import SyntheticConfig, UserItemConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
-from pipeline.data.generate.synthetic import area_under_curve, draw_features, make_teacher, prepared_dense, sigmoid
+from pipeline.data.generate.synthetic import draw_features, make_teacher, prepared_dense, sigmoid
 from pipeline.data.generate.user_item import draw_pairs, make_taste
+from pipeline.data.quality import auc
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
@@ -127,7 +128,7 @@ def share_of_lift(config: ModelConfig, rows: Rows, **settings: float) -> float:
     task = fit(config, rows.part(slice(cut)), **settings)  # type: ignore[arg-type]
     with torch.no_grad():
         _, prediction = task(held_out.batch(slice(None)))
-    best = area_under_curve(held_out.truth, held_out.labels)
-    share = (area_under_curve(prediction.logits.numpy(), held_out.labels) - 0.5) / (best - 0.5)
+    best = auc(held_out.truth, held_out.labels)
+    share = (auc(prediction.logits.numpy(), held_out.labels) - 0.5) / (best - 0.5)
     print(f"{config.kind} {getattr(config, 'variant', '')}: {share:.3f} of the lift of {best:.4f}")
     return share

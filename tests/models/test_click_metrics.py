@@ -8,10 +8,15 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
+from pipeline.data.quality import auc as numpy_auc
 from pipeline.models.tasks.click import Prediction
-from pipeline.models.tasks.click_metrics import RunningMetrics, ScoreCollector, auc, auprc
+from pipeline.models.tasks.click_metrics import RunningMetrics, ScoreCollector, auprc
 from pipeline.runtime.process.distributed import init_distributed
 from tests.support.ranks import RankPool
+
+
+def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    return numpy_auc(scores.numpy(), labels.numpy())
 
 
 def _draw(num_samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

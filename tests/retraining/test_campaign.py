@@ -18,9 +18,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv
 
+from pipeline.data.quality import binary_entropy
 from pipeline.data.raw.formats.criteo_tsv import NUM_DENSE, NUM_SPARSE
 from pipeline.retraining.find_artifact import find_artifact
-from pipeline.retraining.gate import binary_entropy
 from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.tick import retrain

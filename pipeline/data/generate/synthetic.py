@@ -181,13 +181,3 @@ def write_chunks(
                 bar.advance(len(probabilities))
         storage.move_file(truth_path, output + TEACHER_SUFFIX)
         storage.move_file(text_path, output)  # last: where it lies, it is whole
-
-
-def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Exact AUC: the chance that a positive scores above a negative, ties counting half. 0.5 where one class is absent."""
-    values, place = np.unique(scores, return_inverse=True)
-    positives = np.bincount(place, weights=labels, minlength=len(values))
-    negatives = np.bincount(place, weights=1 - labels, minlength=len(values))
-    below = np.cumsum(negatives) - negatives
-    pairs = positives.sum() * negatives.sum()
-    return float((positives * (below + negatives / 2)).sum() / pairs) if pairs else 0.5

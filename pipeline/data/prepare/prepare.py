@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Iterable
 from contextlib import closing
@@ -22,7 +23,6 @@ import pyarrow as pa
 
 from pipeline.config.data import SPLITS, DataConfig, IdsConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature, Split
-from pipeline.data.generate.synthetic import area_under_curve
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
 from pipeline.data.prepare.encode import Features, features_of
 from pipeline.data.prepare.identity import recipe_of
@@ -46,6 +46,7 @@ from pipeline.data.prepare.vocabulary import (
     vocabulary_file,
 )
 from pipeline.data.prepare.write_shards import ShardWriter, WrittenShard, plan_shards
+from pipeline.data.quality import auc
 from pipeline.data.raw.layout import Layout, layout_of
 from pipeline.data.raw.source import Source
 from pipeline.data.raw.source_schemas import check_sources
@@ -265,7 +266,8 @@ def _bayes_auc(shards: list[WrittenShard]) -> dict[str, float]:
         held = [shard for shard in shards if shard.split == number]
         if held and all(len(shard.truth) for shard in held):
             truth, labels = (np.concatenate(parts) for parts in zip(*((s.truth, s.labels) for s in held), strict=True))
-            aucs[name] = round(area_under_curve(truth, labels), 9)
+            area = auc(truth, labels)
+            aucs[name] = 0.5 if math.isnan(area) else round(area, 9)  # labels of one kind: nothing to rank
     return aucs
 
 

@@ -1,4 +1,4 @@
-"""Turn predictions into NE, logloss, calibration, label rate (TorchRec's metrics) and exact AUC and AUPRC."""
+"""Measure predictions of clicks: NE, logloss, calibration and label rate by TorchRec, AUC and AUPRC exactly."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torchrec.metrics.ctr import CTRMetric
 from torchrec.metrics.metrics_config import RecTaskInfo
 from torchrec.metrics.ne import NEMetric
 
+from pipeline.data.quality import auc, ranked_groups
 from pipeline.runtime.process.distributed import DistributedContext
 
 if TYPE_CHECKING:
     from pipeline.models.tasks.click import Prediction
 
 TASK = RecTaskInfo(name="click", label_name="label", prediction_name="prediction", weight_name="weight")
-# TorchRec's metric keys -> ours. Its logloss is in bits (log2), ours in nats as the field reports it.
+# TorchRec's metric keys -> the field's. Its logloss is in bits (log2), ours in nats as the field reports it.
 NAMES = {"ne-click|{}_ne": "ne", "ne-click|{}_logloss": "logloss", "calibration-click|{}_calibration": "calibration"}
 BATCHES_AT_ONCE = 64
 LABEL_RATE = "ctr-click|{}_ctr"
@@ -45,31 +46,31 @@ class RunningMetrics:
 
         self._metrics = [make(NEMetric, include_logloss=True), make(CalibrationMetric), make(CTRMetric)]
         self._prefix = "window" if window_samples else "lifetime"
-        self._waiting: list[Prediction] = []
+        self._pending: list[Prediction] = []
 
     def update(self, prediction: Prediction) -> None:
         """Cheap: the metrics take many batches at once, for an update costs them as much as a small model's step."""
-        self._waiting.append(prediction)
-        if len(self._waiting) == BATCHES_AT_ONCE:
-            self._take()
+        self._pending.append(prediction)
+        if len(self._pending) == BATCHES_AT_ONCE:
+            self._flush()
 
-    def _take(self) -> None:
-        if not self._waiting:
+    def _flush(self) -> None:
+        if not self._pending:
             return
         logits, labels, weights = (
-            torch.cat([getattr(prediction, name) for prediction in self._waiting]).double()
+            torch.cat([getattr(prediction, name) for prediction in self._pending]).double()
             for name in ("logits", "labels", "sample_weights")
         )
-        self._waiting.clear()
+        self._pending.clear()
         values = {"predictions": torch.sigmoid(logits), "labels": labels, "weights": weights}
         for metric in self._metrics:
             metric.update(**{name: {TASK.name: value} for name, value in values.items()})
 
     def compute(self) -> dict[str, float]:
         """Collective: the same numbers on every rank."""
-        self._take()
+        self._flush()
         raw = {name: float(value) for metric in self._metrics for name, value in metric.compute().items()}
-        values = {ours: raw[theirs.format(self._prefix)] for theirs, ours in NAMES.items()}
+        values = {name: raw[torchrec_name.format(self._prefix)] for torchrec_name, name in NAMES.items()}
         values["logloss"] *= math.log(2.0)
         values["label_rate"] = raw[LABEL_RATE.format(self._prefix)]
         return values
@@ -94,7 +95,9 @@ class ScoreCollector:
         logits, labels = _gather_to_main(logits, context), _gather_to_main(labels, context)
         values = torch.zeros(3, dtype=torch.float64)
         if context.is_main:
-            values = torch.tensor([auc(logits, labels), auprc(logits, labels), len(logits)], dtype=torch.float64)
+            values = torch.tensor(
+                [auc(logits.numpy(), labels.numpy()), auprc(logits, labels), len(logits)], dtype=torch.float64
+            )
         values = values.to(context.device)
         dist.broadcast(values, src=0)
         area, precision_area, num_samples = values.tolist()
@@ -116,31 +119,10 @@ def _gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.T
     return torch.cat([part[: int(length)].cpu() for part, length in zip(gathered, sizes, strict=True)])
 
 
-def _curve(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of positives and of all samples in each group of equal scores, highest score first; float64."""
-    order = torch.argsort(scores, descending=True)
-    _, group_sizes = torch.unique_consecutive(scores[order], return_counts=True)
-    positives_so_far = labels[order].to(torch.int64).cumsum(0)[group_sizes.cumsum(0) - 1]
-    positives = torch.diff(positives_so_far, prepend=torch.zeros(1, dtype=torch.int64))
-    return positives.double(), group_sizes.double()
-
-
-def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Exact area under the ROC curve, ties counted half (Mann-Whitney U / (P N)); NaN with one class only."""
-    if len(scores) == 0:
-        return math.nan
-    positives, sizes = _curve(scores, labels)
-    negatives = sizes - positives
-    num_positives, num_negatives = positives.sum(), negatives.sum()
-    above = positives.cumsum(0) - positives
-    concordant = (negatives * (above + positives / 2)).sum()
-    return float(concordant / (num_positives * num_negatives))
-
-
 def auprc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     """Average precision: the sum over score thresholds of precision times the step in recall."""
     if len(scores) == 0:
         return math.nan
-    positives, sizes = _curve(scores, labels)
+    positives, sizes = (torch.from_numpy(counts) for counts in ranked_groups(scores.numpy(), labels.numpy()))
     precision = positives.cumsum(0) / sizes.cumsum(0)
     return float((precision * positives).sum() / positives.sum())

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pipeline.config.serving import ParityConfig
-from pipeline.models.tasks.click_metrics import auc
+from pipeline.data.quality import auc, log_losses_of_scores, normalized_entropy
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,7 @@ class Parity:
 
 def quality(scores: NDArray[np.float64], labels: NDArray[np.float64]) -> Quality:
     """scores [n] within (0, 1), labels [n]."""
-    rate = float(labels.mean()) if len(labels) else math.nan
-    if not 0.0 < rate < 1.0:
-        return Quality(math.nan, math.nan)
-    clipped = np.clip(scores, 1e-12, 1 - 1e-12)
-    logloss = -np.mean(labels * np.log(clipped) + (1 - labels) * np.log1p(-clipped))
-    entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
-    area = auc(torch.from_numpy(scores), torch.from_numpy(labels.astype(np.uint8)))
-    return Quality(float(logloss / entropy), area)
+    return Quality(normalized_entropy(log_losses_of_scores(scores, labels), labels), auc(scores, labels))
 
 
 def compare(

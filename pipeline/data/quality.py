@@ -1,0 +1,64 @@
+"""How well scores of clicks rank and fit their labels, exactly: AUC, log loss, and normalized entropy (NE).
+
+NE is the log loss over the entropy of the label rate (He et al. 2014, section 3). Training's running NE over ranks is
+TorchRec's, of the same definition.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+LEAST_PROBABILITY = 1e-12
+
+
+def ranked_groups(scores: NDArray[np.floating], labels: NDArray[np.number]) -> tuple[Floats, Floats]:
+    """Counts of positives and of all rows in each group of equal scores, the highest score first."""
+    order = np.argsort(scores)[::-1]
+    ordered = scores[order]
+    ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
+    positives = labels[order].astype(np.int64).cumsum()[ends]
+    return np.diff(positives, prepend=0).astype(np.float64), np.diff(ends + 1, prepend=0).astype(np.float64)
+
+
+def auc(scores: NDArray[np.floating], labels: NDArray[np.number]) -> float:
+    """Area under the ROC curve of scores [n] and labels 0 or 1 [n], ties counted half (Mann-Whitney U / (P N)).
+
+    NaN where all labels are alike. Sums are of whole and half numbers, so the order of rows makes no difference below
+    2**52 pairs.
+    """
+    if not len(scores):
+        return math.nan
+    positives, sizes = ranked_groups(scores, labels)
+    negatives = sizes - positives
+    pairs = positives.sum() * negatives.sum()
+    above = positives.cumsum() - positives
+    return float((negatives * (above + positives / 2)).sum() / pairs) if pairs else math.nan
+
+
+def log_losses(logits: NDArray[np.floating], labels: NDArray[np.floating]) -> Floats:
+    """[n] in nats."""
+    wide: Floats = logits.astype(np.float64)
+    losses: Floats = np.logaddexp(0.0, wide) - labels * wide
+    return losses
+
+
+def log_losses_of_scores(scores: Floats, labels: NDArray[np.floating]) -> Floats:
+    """[n] in nats, of probabilities."""
+    clipped = np.clip(scores, LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
+    losses: Floats = -(labels * np.log(clipped) + (1 - labels) * np.log1p(-clipped))
+    return losses
+
+
+def normalized_entropy(losses: Floats, labels: NDArray[np.number]) -> float:
+    """Of the log losses [n] of rows with these labels; NaN where all labels are alike."""
+    rate = float(labels.mean()) if len(labels) else math.nan
+    return float(losses.mean() / binary_entropy(rate)) if 0.0 < rate < 1.0 else math.nan
+
+
+def binary_entropy(rate: float) -> float:
+    """In nats."""
+    return float(-rate * np.log(rate) - (1.0 - rate) * np.log1p(-rate))
