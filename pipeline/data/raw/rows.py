@@ -1,4 +1,4 @@
-"""Turn a block of raw rows into typed columns, and rows that cannot be read into quarantine entries.
+"""Parse a block of raw rows into typed columns, and list the rows that cannot be read for the quarantine.
 
 The fast path lets pyarrow read the whole block. Only a block with something wrong in it is looked at line by line.
 """
@@ -6,7 +6,9 @@ The fast path lets pyarrow read the whole block. Only a block with something wro
 from __future__ import annotations
 
 import csv
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -209,6 +211,54 @@ def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
         row = (table.select(readable) if i in garbled else table).slice(i, 1).to_pylist()[0]
         quarantined.append(QuarantinedRow(block.first_line + i, reason, str(row)[:MAX_TEXT_CHARACTERS]))
     return ParsedRows(table.take(kept) if reasons else table, kept, quarantined)
+
+
+def parse_objects(layout: Layout, block: Block, read: Callable[[bytes], Any]) -> ParsedRows:
+    """The rows of a block whose lines `read` turns into mappings of columns to values, or refuses by a ValueError.
+
+    For formats of one object a line: an absent column is a missing value, a list is one of a multi-hot column.
+    """
+    schema = _object_schema(layout)
+    rows: list[dict[str, Any]] = []
+    kept: list[int] = []
+    quarantined = []
+    lines = block.text.removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines):
+        try:
+            row = _typed_object(layout, schema, read(line))
+        except (ValueError, TypeError, AttributeError) as error:
+            reason = " ".join(str(error).split())
+            text = line.decode(errors="replace")[:MAX_TEXT_CHARACTERS]
+            quarantined.append(QuarantinedRow(block.first_line + number, reason, text))
+        else:
+            rows.append(row)
+            kept.append(number)
+    numbers = np.array(kept, dtype=np.int64)
+    whole = Block(0, 0, len(rows), table=pa.Table.from_pylist(rows, schema))
+    parsed = parse_table(layout, whole, whole.table)
+    refused = [replace(row, line=block.first_line + kept[row.line]) for row in parsed.quarantined]
+    return ParsedRows(parsed.table, numbers[parsed.kept], sorted([*quarantined, *refused], key=lambda row: row.line))
+
+
+def _object_schema(layout: Layout) -> pa.Schema:
+    kinds = {name: pa.float64() for name in layout.numbers}
+    kinds |= {name: pa.list_(pa.string()) for name in layout.columns.multi_hot}
+    return pa.schema([(name, kinds.get(name, pa.string())) for name in layout.needed])
+
+
+def _typed_object(layout: Layout, schema: pa.Schema, row: Any) -> dict[str, Any]:
+    """Raises ValueError or TypeError for a value of another type than its column's."""
+    values = {}
+    for field in schema:
+        value = row.get(field.name)
+        if value is not None and field.type == pa.float64():
+            value = float(value)
+        elif value is not None and field.type == pa.string():
+            value = str(value)
+        elif value is not None:
+            value = [str(each) for each in value]
+        values[field.name] = value
+    return values
 
 
 def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -1,0 +1,40 @@
+"""A model of your own in one file; from the folder above, from nothing to trained:
+
+python -m pipeline generate data=quickstart
+python -m pipeline prepare data=quickstart source=datasets/raw/quickstart.tsv
+python -m pipeline train data=quickstart plugins=[examples.custom_model] model=gated_mlp model.hidden=64
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.registry import register
+from pipeline.embeddings.collection import build_embeddings
+
+
+@register("model", "gated_mlp")
+@dataclass
+class GatedMlpConfig(ModelConfig):
+    kind: str = "gated_mlp"
+    hidden: int = 32  # model.hidden=64 on the command line
+
+    def build(
+        self, tables, num_dense_features
+    ):  # `tables` of the features, one width each: tables.default.embedding_dim
+        width = num_dense_features + sum(table.embedding_dim * len(table.feature_names) for table in tables)
+        return GatedMlp(build_embeddings(tables), width, self.hidden)
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, embeddings, width, hidden):
+        super().__init__()
+        self.embeddings, self.gate = embeddings, nn.Linear(width, width)
+        self.layers = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, dense_features, sparse_features):  # [batch, num_dense], KeyedJaggedTensor -> logits [batch, 1]
+        pooled = self.embeddings(sparse_features)
+        inputs = torch.cat([dense_features, *(pooled[key] for key in sorted(pooled.keys()))], dim=1)
+        return self.layers(inputs * torch.sigmoid(self.gate(inputs)))

@@ -1,0 +1,58 @@
+"""A package from outside adds one component of each kind, and goes with them from raw rows to scores."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.dataset import load_dataset
+from tests.plugins.whole_way import ROWS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def gone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests.plugins.whole_way prints; a process of its own, for what a plugin registers stays registered."""
+    command = [sys.executable, "-m", "tests.plugins.whole_way", str(tmp_path_factory.mktemp("shop"))]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_its_format_is_prepared_and_bad_lines_are_quarantined(gone: dict[str, Any]) -> None:
+    dataset = load_dataset(gone["prepared"])
+    assert (dataset.source_rows, dataset.quarantined_rows) == (ROWS + 3, 3)
+    lines = (Path(gone["prepared"]) / "quarantine.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in lines] == [9, 73, 704]
+
+
+def test_its_model_trains_with_its_task_and_optimizer_and_resumes(gone: dict[str, Any]) -> None:
+    assert gone["steps"] == [10, 20]
+    logged = [json.loads(line) for line in gone["log"].splitlines()]
+    assert [line["step"] for line in logged if line["kind"] == "train"] == [5, 10, 15, 20]
+    assert 0.5 < gone["metrics"]["auc"] < 1.0
+
+
+def test_its_run_names_it_without_an_import_path(gone: dict[str, Any]) -> None:
+    assert "plugins: [tests.plugins.sample_plugin]" in gone["config"]
+    for kind in ("kind: summed_mlp", "name: signed_momentum", "kind: modulo", "format: jsonl"):
+        assert kind in gone["config"]
+    assert gone["config"].count("sample_plugin") == 1
+
+
+def test_its_model_is_exported_and_scores_its_raw_rows(gone: dict[str, Any]) -> None:
+    scores = [row["score"] for row in csv.DictReader(gone["scores"].splitlines())]
+    assert len(scores) == ROWS + 3
+    assert scores.count("") == 2  # what is no JSON; a label is not asked for
+    assert all(0.0 < float(score) < 1.0 for score in scores if score)
+
+
+def test_its_verb_runs_by_its_name(gone: dict[str, Any]) -> None:
+    assert gone["printed"] == f"{ROWS + 3} lines\n"
