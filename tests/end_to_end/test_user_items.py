@@ -10,8 +10,10 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
 from pipeline.cli.plan import plan
-from pipeline.config.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.config.jobs import EvaluateJob, ExportJob, GenerateJob, PlanJob, PrepareJob, TrainJob
 from pipeline.data.prepare.run import prepare
+from pipeline.runtime.errors import ServingError
+from pipeline.serving.artifact.export_run import export
 from pipeline.training import evaluate_run as evaluate_module
 from pipeline.training import run as train_module
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
@@ -95,6 +97,11 @@ def test_retrieval_trains_alike_on_one_rank_and_two(
 ) -> None:
     alone = ranks.run(1, _train, _job(data, tmp_path, "world_size=1"))[0]
     assert alone.validation == pytest.approx(retriever.validation, abs=1e-2)
+
+
+def test_a_retriever_is_not_exported_and_its_task_says_why(retriever: TrainSummary) -> None:
+    with pytest.raises(ServingError, match="model=two_tower cannot be exported: its two towers"):
+        export(load_config(ExportJob, [f"run={retriever.run_dir}"]))
 
 
 @pytest.mark.parametrize("experiment", ["user_item_mf", "user_item_ncf", "user_item_fm", "user_item_two_tower"])

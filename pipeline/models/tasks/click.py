@@ -30,6 +30,8 @@ class Prediction(NamedTuple):
 class ClickTask(nn.Module):
     """Binary cross-entropy with logits [batch, 1], weighted by the rows' weights."""
 
+    no_export = ""
+
     def __init__(self, config: ModelConfig, tables: list[Table]) -> None:
         super().__init__()
 

@@ -46,6 +46,8 @@ class RetrievalTask(nn.Module):
     A candidate of the same item as the row's own is no negative, nor is one of a row of weight 0.
     """
 
+    no_export = "its two towers give vectors of users and items, and an artifact scores a row by one logit"
+
     def __init__(self, config: TwoTowerConfig, tables: list[Table]) -> None:
         super().__init__()
         self._item_feature, self._temperature = config.item_features[0], config.temperature
@@ -115,7 +117,7 @@ def first_ids(sparse_features: KeyedJaggedTensor, feature: str) -> torch.Tensor:
 
 
 class LogFrequency(nn.Module):
-    """Item ids -> log of each one's share of the training rows, from the curve of its table's frequencies.
+    """Item ids -> log of each item's share of the training rows, from the curve of its table's frequencies.
 
     Ids come by descending frequency from 1; between the curve's points log share is linear in log rank, as it is under a
     power law. The unknown item, 0, counts as the rarest.
@@ -138,34 +140,34 @@ class LogFrequency(nn.Module):
         centres, density = self._centres.to(ids.device), self._density.to(ids.device)
         if len(centres) == 1:
             return density.expand(len(ids))
-        place = ids.clamp(min=1).float().log()
-        place = torch.where(ids == 0, centres[-1], place).clamp(centres[0], centres[-1])
-        right = torch.searchsorted(centres, place).clamp(1, len(centres) - 1)
-        share = (place - centres[right - 1]) / (centres[right] - centres[right - 1])
+        log_rank = ids.clamp(min=1).float().log()
+        log_rank = torch.where(ids == 0, centres[-1], log_rank).clamp(centres[0], centres[-1])
+        right = torch.searchsorted(centres, log_rank).clamp(1, len(centres) - 1)
+        share = (log_rank - centres[right - 1]) / (centres[right] - centres[right - 1])
         return torch.lerp(density[right - 1], density[right], share)
 
 
-def gather_rows(mine: torch.Tensor) -> torch.Tensor:
+def gather_rows(local: torch.Tensor) -> torch.Tensor:
     """Collective: every rank's [B, ...], one after the other; gradients of all ranks come back to whose rows they are."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    return _Gathered.apply(mine)  # type: ignore[no-any-return,no-untyped-call]
+        return local
+    return _Gathered.apply(local)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        everyone = mine.new_empty(dist.get_world_size() * len(mine), *mine.shape[1:])
+    def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        everyone = local.new_empty(dist.get_world_size() * len(local), *local.shape[1:])
         with waiting():
-            dist.all_gather_into_tensor(everyone, mine.contiguous())
+            dist.all_gather_into_tensor(everyone, local.contiguous())
         return everyone
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        mine = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
+        local = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
         with waiting():
-            dist.reduce_scatter_tensor(mine, gradient.contiguous())
-        return mine
+            dist.reduce_scatter_tensor(local, gradient.contiguous())
+        return local
 
 
 def _rank() -> int:

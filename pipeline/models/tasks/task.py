@@ -33,7 +33,12 @@ class Measure(Protocol):
 
 
 class Task(Protocol):
-    """What is registered as a "task": an nn.Module, made from the model's config and its tables."""
+    """What is registered as a "task": an nn.Module, made from the model's config and its tables.
+
+    no_export: why its models cannot be exported; empty where they can, which takes outputs of one logit a row.
+    """
+
+    no_export: str
 
     def forward(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
         """The model's outputs for a batch -> (loss, prediction).

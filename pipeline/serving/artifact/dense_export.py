@@ -72,8 +72,7 @@ class Layers(nn.Module):
         logits = self.model(dense.to(self._dtype), pooled.to(self._dtype))
         if not isinstance(logits, torch.Tensor):
             raise ServingError(
-                f"the model gives a {type(logits).__name__}, not one logit a row: there is nothing to score rows by "
-                "(two towers give vectors of users and items)"
+                f"the model gives a {type(logits).__name__}, not one logit a row: there is nothing to score rows by"
             )
         return logits.float().reshape(-1)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs import ExportJob
+from pipeline.config.registry import find
 from pipeline.runtime.errors import ServingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing
@@ -92,6 +93,9 @@ def _open_source(job: ExportJob) -> Source:
     trained_job = config_of(job.run)
     if trained_job is None:
         raise ServingError(f"{job.run} is no run folder: it has no config.yaml; run=<the run_dir of a training>")
+    task = find("task", trained_job.model.task)
+    if task.no_export:
+        raise ServingError(f"model={trained_job.model.kind} cannot be exported: {task.no_export}")
     step, manifest, tensors = open_step(folder_of(job.run), job.step)
     dataset, where = trained_dataset(manifest, job.data_path or trained_job.data.path)
     if dataset is None:

@@ -21,7 +21,7 @@ from pipeline.data.raw.cells import LARGEST_FLOAT32
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import QuarantinedRow, parse_block
 from pipeline.data.raw.source import Block
-from pipeline.data.read.multi_hot import draw_bags
+from pipeline.data.read.multi_hot import sample_bags
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows
@@ -177,7 +177,7 @@ def _bag(feature: RawFeature, ids: NDArray[np.int64], lengths: NDArray[np.intege
     if feature.bag_size == 1:
         return ids, np.ones(len(ids), np.int64)
     bags = np.empty((len(ids), feature.bag_size), np.int64)
-    draw_bags(ids, feature.name, feature.cardinality, bags)
+    sample_bags(ids, feature.name, feature.cardinality, bags)
     return bags.reshape(-1), np.full(len(ids), feature.bag_size, np.int64)
 
 

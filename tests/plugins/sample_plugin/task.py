@@ -22,6 +22,8 @@ SMOOTHING = 0.02
 class SmoothedClick(nn.Module):
     """Binary cross-entropy to labels of 0.01 and 0.99; the metrics are of the labels as they are."""
 
+    no_export = ""
+
     def __init__(self, config: ModelConfig, tables: list[Table]) -> None:
         super().__init__()
 
