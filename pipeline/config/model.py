@@ -1,4 +1,4 @@
-"""Say what all model configs have in common, and check sizes and features against the tables (stdlib only)."""
+"""Define what all model configs have in common (stdlib only)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class ModelConfig:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What an evaluation measures that early stopping and checkpoints can go by; the first where none is chosen."""
+        """What an evaluation measures that early stopping and checkpoints can go by; the first where none is chosen.
+
+        auc, mrr and recall_at_<k> are the better the higher, all others the lower.
+        """
         return CLICK_METRICS
 
     @property

@@ -1,1 +1,1 @@
-"""Turn raw rows into Parquet shards, and shards into batches."""
+"""Prepare raw rows as Parquet shards, and read shards in batches."""

@@ -1,4 +1,4 @@
-"""Turn dataset.json into a Dataset and back (no torch or pyarrow, so that a job is checked without them).
+"""Read and write dataset.json, the description of a prepared data set (without torch or pyarrow, so that jobs are checked quickly).
 
 dataset.json freezes what `prepare` made: the files of each split with rows, sizes and checksums,
 the features with cardinality, pooling factor and frequency curve.
@@ -74,7 +74,7 @@ class Dataset:
     sources: List[Dict[str, Any]] = field(default_factory=list)
     recipe: Dict[str, Any] = field(default_factory=dict)  # the part of DataConfig that the files depend on
     versions: Dict[str, str] = field(default_factory=dict)
-    bayes_auc: Dict[str, float] = field(default_factory=dict)  # split -> best AUC the draw allows; synthetic data only
+    bayes_auc: Dict[str, float] = field(default_factory=dict)  # split -> best possible AUC; generated data only
     format_version: int = FORMAT_VERSION
 
     @property
@@ -91,7 +91,7 @@ class Dataset:
 
     def schema_hash(self) -> str:
         """SHA-256 of what a model sees of the data: names, kinds and cardinalities of its columns, and transforms."""
-        features = [[one.name, one.cardinality, one.multi_hot] for one in self.sparse_features]
+        features = [[feature.name, feature.cardinality, feature.multi_hot] for feature in self.sparse_features]
         schema = [self.label, self.dense_features, features, self.dense_transform]
         return hashlib.sha256(json.dumps(schema).encode()).hexdigest()
 

@@ -1,1 +1,1 @@
-"""Turn a model config and tables into an nn.Module on the meta device."""
+"""Models, a file each: its config, registration and build; and the layers and tasks that they share."""

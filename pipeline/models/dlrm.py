@@ -1,4 +1,4 @@
-"""Say the sizes of DLRM and its relatives, and check them against the tables (stdlib only)."""
+"""DLRM, DLRM_DCN and DeepFM: their sizes, checked against the tables (stdlib only; layers import torch)."""
 
 from __future__ import annotations
 

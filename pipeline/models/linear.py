@@ -1,4 +1,4 @@
-"""Say the sizes of the models that begin with a linear one: logistic regression, FM, Wide&Deep (stdlib only).
+"""Logistic regression, FM and Wide&Deep, which begin with linear weights (stdlib only; layers import torch).
 
 FM and Wide&Deep keep an id's linear weight in the last column of its row, beside its vector: one table a feature, one lookup.
 """

@@ -1,4 +1,4 @@
-"""Say which features are the user's and which the item's, for models of their affinity (stdlib only)."""
+"""Models of the affinity of users and items: matrix factorization, NCF and two towers (stdlib only; layers import torch)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class UserItemConfig(ModelConfig):
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         roles = [("model.user_feature", self.user_feature), ("model.item_feature", self.item_feature)]
         check_features(roles, tables)
-        mine = [table for table in tables if set(self.used_features) & set(table.feature_names)]
-        check_one_dim(mine)
-        self.check_dim(mine)
+        used = [table for table in tables if set(self.used_features) & set(table.feature_names)]
+        check_one_dim(used)
+        self.check_dim(used)
 
     def check_dim(self, tables: list[Table]) -> None:
         """`tables` share one embedding_dim."""

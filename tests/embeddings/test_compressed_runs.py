@@ -25,7 +25,7 @@ from pipeline.serving.artifact.export_run import export
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate_run import evaluate
 from pipeline.training.run import train
-from tests.embeddings.compressed import PooledModel, as_features, draw_bags, table_of
+from tests.embeddings.compressed import PooledModel, as_features, sample_bags, table_of
 from tests.support.datasets import described_dataset
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
@@ -210,7 +210,7 @@ def test_rows_are_composed_in_fp32_under_bf16() -> None:
     }
     tables = [table_of(name, config) for name, config in configs.items()]
     embeddings = PooledModel(tables, torch.device("cpu")).embeddings
-    features = IdSplitter(tables)(as_features(draw_bags(tables, 0)[0], slice(None)))
+    features = IdSplitter(tables)(as_features(sample_bags(tables, 0)[0], slice(None)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under_bf16 = embeddings(features).values()
     assert under_bf16.dtype == torch.float32

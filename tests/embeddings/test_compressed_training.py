@@ -19,7 +19,7 @@ from tests.embeddings.compressed import (
     NUM_STEPS,
     OPTIMIZERS,
     build_sharded,
-    draw_bags,
+    sample_bags,
     steep_loss,
     table_of,
     train,
@@ -130,7 +130,7 @@ def train_reference(tables: list[Table], start: dict[str, torch.Tensor]) -> tupl
     own = {short_name(name): value for name, value in weights.items()}
     losses = []
     for step in range(NUM_STEPS):
-        bags, labels = draw_bags(tables, step)
+        bags, labels = sample_bags(tables, step)
         columns = [
             references.pool(row_of(table), own, bags[feature], table.pooling, DIM)
             for table in tables

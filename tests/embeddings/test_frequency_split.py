@@ -19,7 +19,7 @@ from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.table_init import initialize_tables
-from tests.embeddings.compressed import NUM_IDS, NUM_STEPS, PooledModel, as_features, draw_bags, table_of
+from tests.embeddings.compressed import NUM_IDS, NUM_STEPS, PooledModel, as_features, sample_bags, table_of
 from tests.embeddings.split_tables import (
     HEAD,
     SEED,
@@ -126,7 +126,7 @@ def test_ids_below_the_head_go_to_it_and_others_to_the_tail() -> None:
 
 def test_bags_without_a_cold_id_are_not_there() -> None:
     tables = [table_of("t", split(HEAD)), table_of("u", split(HEAD, skip_empty_bags=False))]
-    bags, _ = draw_bags(tables, 0)
+    bags, _ = sample_bags(tables, 0)
     features = IdSplitter(tables, skip_empty_bags=True)(as_features(bags, slice(0, 32)))
     counts = dict(zip(features.keys(), features.stride_per_key(), strict=True))
     cold = sum(any(id_ >= HEAD for id_ in bag) for bag in bags["t_many"])

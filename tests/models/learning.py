@@ -11,8 +11,8 @@ from pipeline.config.data import SyntheticConfig, UserItemConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
-from pipeline.data.generate.synthetic import draw_features, make_teacher, prepared_dense, sigmoid
-from pipeline.data.generate.user_item import draw_pairs, make_taste
+from pipeline.data.generate.synthetic import make_teacher, prepared_dense, sample_features, sigmoid
+from pipeline.data.generate.user_item import make_taste, sample_pairs
 from pipeline.data.quality import auc
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.tables import resolve_tables
@@ -73,7 +73,7 @@ def by_frequency(ids: np.ndarray) -> np.ndarray:
 
 def user_item_rows(config: UserItemConfig) -> Rows:
     taste, random = make_taste(config), np.random.default_rng(7)
-    users, items = draw_pairs(config, random, config.num_rows)
+    users, items = sample_pairs(config, random, config.num_rows)
     truth = taste.probabilities(users, items)
     columns = {
         "user_id": users, "user_group": taste.user_groups[users], "item_id": items, "item_genre": taste.item_genres[items]
@@ -84,7 +84,7 @@ def user_item_rows(config: UserItemConfig) -> Rows:
 
 def click_rows(config: SyntheticConfig) -> Rows:
     random = np.random.default_rng(7)
-    counts, missing, ids = draw_features(config, random, config.num_rows)
+    counts, missing, ids = sample_features(config, random, config.num_rows)
     dense = prepared_dense(counts, missing)
     truth = sigmoid(make_teacher(config).logits(dense, ids))
     columns = {f"cat_{index}": by_frequency(column) for index, column in enumerate(ids)}

@@ -1,7 +1,7 @@
-"""Turn a teacher and its values into those of a later window: effects turn, values of large features are replaced.
+"""Move a teacher to a later window: its effects rotate, and values of large features are replaced.
 
-An effect turns from its first draw towards a second one, by the cosine and sine of window * drift, so its spread stays
-the same and windows are the less alike the further apart they are. A place among a feature's values (its popularity) is
+An effect rotates from its first sample towards a second, by the cosine and sine of window * drift, so its spread stays
+the same and windows are the less alike the further apart they are. A rank among a feature's values (its popularity) is
 held by a value for about 1/churn windows; then a new value comes with an effect of its own.
 """
 
@@ -16,23 +16,23 @@ CHURNING_FROM = 300  # values: weekdays do not change, items do
 MAX_PLACES = 1 << 16
 
 
-def turned_effects(config: SyntheticConfig, effects: list[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
+def rotated_effects(config: SyntheticConfig, effects: list[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
     """[feature][effect row] of config.window, where `effects` are those of window 0."""
     return [_turned(config, feature, each) for feature, each in enumerate(effects)]
 
 
-def turned_vectors(config: SyntheticConfig, vectors: dict[int, NDArray[np.float64]]) -> dict[int, NDArray[np.float64]]:
+def rotated_vectors(config: SyntheticConfig, vectors: dict[int, NDArray[np.float64]]) -> dict[int, NDArray[np.float64]]:
     """Likewise [effect row, dim] of the features that interact."""
     return {feature: _turned(config, feature, each) for feature, each in vectors.items()}
 
 
-def renewed(config: SyntheticConfig, feature: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The values that hold these places (1.. by popularity; 0, missing, stays) in config.window."""
+def renewed(config: SyntheticConfig, feature: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The values of these ranks (1.. by popularity; 0, missing, stays) in config.window."""
     size = config.cardinalities[feature]
     if not config.window or not _churns(config, feature):
-        return places
+        return ranks
     generations = _generations(config, feature)
-    return np.where(places > 0, places + size * generations[places - 1], 0)
+    return np.where(ranks > 0, ranks + size * generations[ranks - 1], 0)
 
 
 def _turned(config: SyntheticConfig, feature: int, effects: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -41,16 +41,16 @@ def _turned(config: SyntheticConfig, feature: int, effects: NDArray[np.float64])
     other = np.random.default_rng([config.seed, 3, feature, effects.ndim]).normal(0, 1, effects.shape)
     decay = np.arange(1, len(effects) + 1) ** -0.25 if effects.ndim == 1 else np.ones(len(effects))[:, None]
     other *= decay * spread / np.sqrt(np.mean(np.square(other * decay)))
-    turned = np.cos(angle) * effects + np.sin(angle) * other
+    rotated = np.cos(angle) * effects + np.sin(angle) * other
     if not _churns(config, feature):
-        return turned
+        return rotated
     generations = _generations(config, feature)
     for generation in range(1, int(generations.max(initial=0)) + 1):
         random = np.random.default_rng([config.seed, 4, feature, effects.ndim, generation])
         fresh = random.permutation(effects)
         rows = 1 + np.flatnonzero(generations == generation)
-        turned[rows] = fresh[rows]
-    return turned
+        rotated[rows] = fresh[rows]
+    return rotated
 
 
 def _churns(config: SyntheticConfig, feature: int) -> bool:
@@ -58,6 +58,6 @@ def _churns(config: SyntheticConfig, feature: int) -> bool:
 
 
 def _generations(config: SyntheticConfig, feature: int) -> NDArray[np.int64]:
-    """[cardinality] how often the value of each place has been replaced up to config.window."""
+    """[cardinality] how often the value of each rank has been replaced up to config.window."""
     phase = np.random.default_rng([config.seed, 5, feature]).random(config.cardinalities[feature])
     return np.floor(phase + config.churn * config.window).astype(np.int64)

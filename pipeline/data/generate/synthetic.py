@@ -1,8 +1,8 @@
-"""Turn a seed into clicks in Criteo's TSV format, or with a header above named columns, drawn from a teacher whose probabilities are known.
+"""Generate clicks from a teacher whose probabilities are known: Criteo's TSV format, or named columns with a header.
 
 Ids follow a power law. The teacher is a logistic model: a bent effect of each count, an effect of each id, and dot
 products of latent id vectors for some pairs of features, which is what DLRM, DCN and DeepFM are made to learn.
-The true probability of every row goes to `<output>.teacher.parquet`: from it comes the best AUC the draw allows.
+The true probability of every row goes to `<output>.teacher.parquet`: from it comes the best possible AUC.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from pipeline.config.data import ColumnsConfig, SyntheticConfig
-from pipeline.data.generate.drift import renewed, turned_effects, turned_vectors
+from pipeline.data.generate.drift import renewed, rotated_effects, rotated_vectors
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX
 from pipeline.runtime.logs import progress
@@ -68,7 +68,7 @@ def make_teacher(config: SyntheticConfig) -> Teacher:
         id_vectors={int(f): random.normal(0, 0.7, (rows[f], LATENT_DIM)) for f in learnable},
         pairs=pairs,
     )
-    counts, missing, ids = draw_features(config, np.random.default_rng([config.seed, 1]), ROWS_PER_CHUNK)
+    counts, missing, ids = sample_features(config, np.random.default_rng([config.seed, 1]), ROWS_PER_CHUNK)
     score = teacher.logits(prepared_dense(counts, missing), ids)
     gain = config.teacher_scale / float(score.std())
     return replace(teacher, gain=gain, bias=fit_bias(gain * score, config.positive_rate))
@@ -83,7 +83,7 @@ def fit_bias(logits: np.ndarray, positive_rate: float) -> float:
     return bias
 
 
-def draw_features(
+def sample_features(
     config: SyntheticConfig, random: np.random.Generator, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Counts [num_dense, rows], whether each is missing, and ids [num_sparse, rows], 0 where missing."""
@@ -116,13 +116,13 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-logits))
 
 
-def draw_rows(
+def sample_rows(
     config: SyntheticConfig, teacher: Teacher, chunk: int, names: ColumnsConfig | None = None
 ) -> tuple[bytes, np.ndarray]:
     """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
     random = np.random.default_rng([config.seed, 2, chunk, *([config.window] if config.window else [])])
     num_rows = min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK)
-    counts, missing, ids = draw_features(config, random, num_rows)
+    counts, missing, ids = sample_features(config, random, num_rows)
     probabilities = sigmoid(teacher.logits(prepared_dense(counts, missing), ids))
     columns = [pa.array((random.random(num_rows) < probabilities).astype(np.int8))]
     columns += [pa.array(counts[feature], mask=missing[feature]) for feature in range(config.num_dense)]
@@ -153,15 +153,18 @@ def write_source(
     """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes. `names`: a header of them."""
     teacher = make_teacher(config)
     if config.window:
-        effects = turned_effects(config, teacher.id_effects)
-        teacher = replace(teacher, id_effects=effects, id_vectors=turned_vectors(config, teacher.id_vectors))
+        effects = rotated_effects(config, teacher.id_effects)
+        teacher = replace(teacher, id_effects=effects, id_vectors=rotated_vectors(config, teacher.id_vectors))
     write_chunks(
-        lambda chunk: draw_rows(config, teacher, chunk, names), config.num_rows, output, threads or os.cpu_count() or 1
+        lambda chunk: sample_rows(config, teacher, chunk, names),
+        config.num_rows,
+        output,
+        threads or os.cpu_count() or 1,
     )
 
 
 def write_chunks(
-    draw_chunk: Callable[[int], tuple[bytes, np.ndarray]], num_rows: int, output: str, threads: int
+    sample_chunk: Callable[[int], tuple[bytes, np.ndarray]], num_rows: int, output: str, threads: int
 ) -> None:
     """Write the text of every chunk to `output`, in order, and its rows' true probabilities to the side file."""
     chunks = range(-(-num_rows // ROWS_PER_CHUNK))
@@ -175,7 +178,7 @@ def write_chunks(
             pq.ParquetWriter(truth_path, schema) as truth,
             progress("generating rows", num_rows) as bar,
         ):
-            for rows, probabilities in map_ordered(draw_chunk, chunks, threads):
+            for rows, probabilities in map_ordered(sample_chunk, chunks, threads):
                 text.write(rows)
                 truth.write_table(pa.table([probabilities], schema=schema))
                 bar.advance(len(probabilities))

@@ -1,4 +1,4 @@
-"""Turn a seed into clicks of users on items, drawn from vectors that each has of its own: a TSV with a header.
+"""Generate clicks of users on items from planted vectors of both: a TSV with a header.
 
 Users and items come by power laws. A click's logit is the dot product of the user's and the item's vector, plus a bias of
 each; a third of a vector's variance is its group's or genre's. No sum of effects of single features reaches it, while
@@ -55,28 +55,28 @@ def make_taste(config: UserItemConfig) -> Taste:
         random.normal(0, 0.3 * config.latent_dim**0.5, config.num_users),
         random.normal(0, 0.3 * config.latent_dim**0.5, config.num_items),
     )
-    score = taste.scores(*draw_pairs(config, np.random.default_rng([config.seed, 1]), ROWS_PER_CHUNK))
+    score = taste.scores(*sample_pairs(config, np.random.default_rng([config.seed, 1]), ROWS_PER_CHUNK))
     gain = config.teacher_scale / float(score.std())
     return replace(taste, gain=gain, bias=fit_bias(gain * score, config.positive_rate))
 
 
 def _vectors(random: np.random.Generator, count: int, num_groups: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """(vectors [count, dim], each one's group [count])."""
+    """(vectors [count, dim], each vector's group [count])."""
     groups = random.integers(0, num_groups, count)
     centres = random.normal(0, GROUP_SHARE**0.5, (num_groups, dim))
     return centres[groups] + random.normal(0, (1 - GROUP_SHARE) ** 0.5, (count, dim)), groups
 
 
-def draw_pairs(config: UserItemConfig, random: np.random.Generator, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Users and items of `num_rows` rows, counted from 0, drawn apart from each other."""
+def sample_pairs(config: UserItemConfig, random: np.random.Generator, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Users and items of `num_rows` rows, counted from 0, sampled apart from each other."""
     users = power_law(random.random(num_rows), config.num_users, config.user_exponent) - 1
     return users, power_law(random.random(num_rows), config.num_items, config.item_exponent) - 1
 
 
-def draw_rows(config: UserItemConfig, taste: Taste, chunk: int) -> tuple[bytes, np.ndarray]:
+def sample_rows(config: UserItemConfig, taste: Taste, chunk: int) -> tuple[bytes, np.ndarray]:
     """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
     random = np.random.default_rng([config.seed, 2, chunk])
-    users, items = draw_pairs(config, random, min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK))
+    users, items = sample_pairs(config, random, min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK))
     probabilities = taste.probabilities(users, items)
     values = [
         (random.random(len(users)) < probabilities).astype(np.int8),
@@ -93,4 +93,6 @@ def draw_rows(config: UserItemConfig, taste: Taste, chunk: int) -> tuple[bytes, 
 def write_source(config: UserItemConfig, output: str, threads: int | None = None) -> None:
     """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
     taste = make_taste(config)
-    write_chunks(lambda chunk: draw_rows(config, taste, chunk), config.num_rows, output, threads or os.cpu_count() or 1)
+    write_chunks(
+        lambda chunk: sample_rows(config, taste, chunk), config.num_rows, output, threads or os.cpu_count() or 1
+    )

@@ -1,4 +1,4 @@
-"""Turn the vocabularies of an earlier data set into those of new rows: kept as they are, or counted on.
+"""Begin with the vocabularies of an earlier data set: kept as they are, or counted on with the new rows.
 
 Frozen, they give rows the ids that a trained model knows. Extended, a value's count goes on from what it was, so that a
 table's hot rows stay its first ones while new values come and rare ones go.

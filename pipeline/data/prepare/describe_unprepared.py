@@ -1,4 +1,4 @@
-"""Turn a DataConfig into the Dataset that `prepare` would describe, but for its files, for plans made where no data are.
+"""Describe the data set that `prepare` would write, but for its files: for plans made where there is no data.
 
 A one-hot feature has one id a sample, whatever the rows say. What only rows can tell, the length of lists, is asked
 for; how lookups fall on ids is assumed even, the least that a cache can count on.

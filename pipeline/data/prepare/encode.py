@@ -1,4 +1,4 @@
-"""Turn typed rows into codes: a categorical value becomes its number among the block's own distinct values.
+"""Encode typed rows: a categorical value becomes its number among the distinct values of its block.
 
 A block's distinct values are few beside its rows, so all later work on text (counting, sorting, joining) is on them.
 """
@@ -23,7 +23,7 @@ TRUTH_COLUMN = "\0truth"
 
 @dataclass(frozen=True)
 class Features:
-    """What rows are turned into. The order of `sparse`, one-hot first, numbers the features."""
+    """What rows are encoded to. The order of `sparse`, one-hot first, numbers the features."""
 
     label: str
     dense: list[str]

@@ -1,4 +1,4 @@
-"""Turn a config into what a data set's bytes depend on, and find the data set that was prepared so."""
+"""Name all that a data set's bytes depend on, and find the data set that was prepared so."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
     path = storage.join(config.path, FILE_NAME)
     if not storage.is_file(path):
         return None
-    way_out = f"choose another data.path, or remove {config.path} to prepare it anew"
+    hint = f"choose another data.path, or remove {config.path} to prepare it anew"
     try:
         dataset = load_dataset(config.path)
     except UserError as error:
-        raise DataError(f"{path} is of another release: {way_out}") from error
+        raise DataError(f"{path} is of another release: {hint}") from error
     wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
     differing = [f"{key} was {found.get(key)}, is {wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
-    here = {source.name: (source.size_bytes, source.digest) for source in sources}
-    there = {source["path"]: (source["size_bytes"], source["digest"]) for source in dataset.sources}
-    differing += [f"{name} is another file" for name in here.keys() & there.keys() if here[name] != there[name]]
-    differing += [f"{name} is new" for name in here.keys() - there.keys()]
-    differing += [f"{name} is missing" for name in there.keys() - here.keys()]
+    given = {source.name: (source.size_bytes, source.digest) for source in sources}
+    prepared = {source["path"]: (source["size_bytes"], source["digest"]) for source in dataset.sources}
+    differing += [f"{name} is another file" for name in given.keys() & prepared.keys() if given[name] != prepared[name]]
+    differing += [f"{name} is new" for name in given.keys() - prepared.keys()]
+    differing += [f"{name} is missing" for name in prepared.keys() - given.keys()]
     if differing:
-        raise DataError(f"{config.path} was prepared from other input ({'; '.join(sorted(differing)[:5])}): {way_out}")
+        raise DataError(f"{config.path} was prepared from other input ({'; '.join(sorted(differing)[:5])}): {hint}")
     for shard in (shard for split in dataset.splits.values() for shard in split.files):
         shard_path = storage.join(config.path, shard.path)
         if not storage.is_file(shard_path) or storage.size_bytes(shard_path) != shard.size_bytes:
-            raise DataError(f"{shard_path} is not the {shard.size_bytes:,} bytes that {FILE_NAME} names: {way_out}")
+            raise DataError(f"{shard_path} is not the {shard.size_bytes:,} bytes that {FILE_NAME} names: {hint}")
     return dataset
 
 

@@ -1,4 +1,4 @@
-"""Turn a function over many items into results in the items' order, by threads, with few results in memory."""
+"""Map a function over many items by threads: results in the items' order, few of them in memory."""
 
 from __future__ import annotations
 

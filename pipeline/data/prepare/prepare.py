@@ -1,4 +1,4 @@
-"""Turn raw files into a data set: stage each, split, count values, give ids, write shards, then dataset.json.
+"""Prepare a data set from raw files: stage each, split, count values, assign ids, write shards, then dataset.json.
 
 dataset.json is the commit. Until then everything that can be taken up again lies in the staging folder.
 
@@ -122,7 +122,7 @@ def _refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> No
         raise DataError(
             f"{quarantined:,} of {rows:,} rows ({quarantined / rows:.2%}) cannot be read and "
             f"data.max_quarantined_fraction allows {config.max_quarantined_fraction:.2%}; the first is {example}. "
-            "Check data.format and data.columns, mend the source, or allow more"
+            "Check data.format and data.columns, correct the source, or allow more"
         )
 
 

@@ -1,4 +1,4 @@
-"""Turn a limit of memory and threads into what each part of a preparation may take of them."""
+"""Divide a preparation's limit of memory and threads among its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn raw click logs into a data set:  python -m pipeline.prepare data=criteo_kaggle source=train.txt"""
+"""Prepare raw click logs:  python -m pipeline.prepare data=criteo_kaggle source=train.txt"""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def describe(summary: PrepareSummary) -> str:
     )
     if dataset.bayes_auc:
         best = ", ".join(f"{name} {dataset.bayes_auc[name]:.4f}" for name in SPLITS if name in dataset.bayes_auc)
-        lines.append(f"  best AUC the draw allows: {best}")
+        lines.append(f"  best possible AUC: {best}")
     if summary.already_prepared:
         lines.append(f"already prepared in {summary.path}: nothing to do")
     else:

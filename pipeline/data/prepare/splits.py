@@ -1,4 +1,4 @@
-"""Turn a split config into two boundaries, and staged blocks into rows of train, validation and test.
+"""Divide staged rows into train, validation and test at two boundaries.
 
 Every row has a key, its number in source order or its time: below the first boundary it trains, from the second it tests.
 """
@@ -63,7 +63,7 @@ def find_boundaries(config: SplitConfig, files: list[StagedFile], engine: duckdb
 
 
 def _cuts(total: int, config: SplitConfig) -> tuple[int, int]:
-    """Row numbers where validation and test begin: an odd row goes to validation. 1e-9 mends 2/14 * 14 = 1.9999."""
+    """Row numbers where validation and test begin: an odd row goes to validation. 1e-9 is for 2/14 * 14 = 1.9999."""
     held_out = config.validation_fraction + config.test_fraction
     num_held_out = math.floor(total * held_out + 1e-9)
     num_test = math.floor(num_held_out * config.test_fraction / held_out + 1e-9) if held_out else 0

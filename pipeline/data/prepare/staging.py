@@ -1,4 +1,4 @@
-"""Turn a source file into its staged form: typed rows with codes in place of categorical values, and what codes mean.
+"""Stage a source file: typed rows with codes in place of categorical values, and the value of each code.
 
 It depends on its source alone, and `done.json` is written last: a killed run finds its finished files and goes on.
 

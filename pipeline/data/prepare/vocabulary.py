@@ -1,4 +1,4 @@
-"""Turn categorical values into ids: by descending frequency in the training rows, or by a seeded hash.
+"""Assign ids to categorical values: by descending frequency in the training rows, or by a seeded hash.
 
 Blocks hold codes into their own distinct values ("entries"), so entries, not rows, are counted, sorted and joined.
 DuckDB does that within its memory limit and spills to disk beyond it, so the number of distinct values has no bound.
@@ -54,7 +54,7 @@ def open_engine(folder: str, memory_bytes: int, threads: int) -> duckdb.DuckDBPy
 
 
 def _run(engine: duckdb.DuckDBPyConnection, description: str, statement: str) -> None:
-    """Execute with a progress bar of ours."""
+    """Execute with our progress bar."""
     shown = 0.0
     with ThreadPoolExecutor(1) as pool, progress(description, 100) as bar:
         running = pool.submit(engine.execute, statement)
@@ -143,7 +143,7 @@ class _CurveBuilder:
         self._sum = int(sums[-1])
 
     def finish(self, cardinality: int, num_lookups: int) -> FrequencyCurve:
-        """Id 0 takes what the values did not, and its place among them: the top r hold it where that is more."""
+        """Id 0 takes what the values did not, and its rank among them: the top r hold it where that is more."""
         unknown = num_lookups - self._sum
         top = np.maximum(self._upto, self._before + unknown)
         inside = cardinality > CURVE_RANKS

@@ -1,4 +1,4 @@
-"""Turn staged rows and the ids of their codes into Parquet shards.
+"""Write staged rows, with the ids of their codes, as Parquet shards.
 
 Columns: the label int8, dense features float32, one-hot features int32, multi-hot features list<int32>; none is null.
 """
@@ -49,7 +49,7 @@ class ShardPlan:
 
 @dataclass
 class WrittenShard:
-    """`truth` are the teacher's probabilities and `labels` its draws, empty for a source that was not generated."""
+    """`truth` are the teacher's probabilities and `labels` what was sampled from them, empty for a source that was not generated."""
 
     split: int
     file: ShardFile
@@ -107,11 +107,11 @@ class ShardWriter:
         )
 
     def _read(self, plan: ShardPlan) -> Iterator[pa.Table]:
-        skip, left = plan.first_row, plan.num_rows
+        skip, remaining = plan.first_row, plan.num_rows
         # One thread reads ahead while the caller's compresses and writes.
         for table in map_ordered(lambda block: self._rows_of(block, plan.split), plan.blocks, threads=1):
-            yield table.slice(skip, left)
-            skip, left = 0, left - min(left, len(table) - skip)
+            yield table.slice(skip, remaining)
+            skip, remaining = 0, remaining - min(remaining, len(table) - skip)
 
     def _rows_of(self, block: BlockRows, split: int) -> pa.Table:
         batch = read_block(block.file, block.index)

@@ -1,4 +1,4 @@
-"""Turn the text of a cell into a number or a time, or say that it is none."""
+"""Parse the text of a cell as a number or a time."""
 
 from __future__ import annotations
 

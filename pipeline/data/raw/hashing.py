@@ -1,4 +1,4 @@
-"""Turn text values into 64-bit hashes that are the same on every machine and in every release.
+"""Hash text values to 64 bits, alike on every machine and in every release.
 
 SplitMix64's finalizer (https://prng.di.unimi.it/splitmix64.c) over a value's bytes, eight at a time, little-endian, then
 over their number.

@@ -266,5 +266,5 @@ def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
     if pa.types.is_boolean(kind):
         column = column.cast(pa.int8())
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-        raise DataError(f"column {name!r} has type {kind}: labels and dense features are numbers; mend data.columns")
+        raise DataError(f"column {name!r} has type {kind}: labels and dense features are numbers; correct data.columns")
     return column.cast(pa.float64(), safe=False)

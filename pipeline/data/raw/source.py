@@ -165,21 +165,21 @@ class TextReader:
 
     def blocks(self) -> Iterator[Block]:
         """At most about `block_bytes` and MAX_BLOCK_ROWS lines each."""
-        rest = b""
+        remainder = b""
         while chunk := self._read():
             cut = chunk.rfind(b"\n") + 1
-            if not cut and len(rest) + len(chunk) > MAX_LINE_BYTES:
+            if not cut and len(remainder) + len(chunk) > MAX_LINE_BYTES:
                 raise DataError(
                     f"{self._source.path} has no line end for {MAX_LINE_BYTES >> 20} MiB after line {self._line}: "
                     "is it a text file? data.format says so"
                 )
             if cut:
-                yield from self._cut(rest + chunk[:cut])
-                rest = chunk[cut:]
+                yield from self._cut(remainder + chunk[:cut])
+                remainder = chunk[cut:]
             else:
-                rest += chunk
-        if rest:
-            yield from self._cut(rest)
+                remainder += chunk
+        if remainder:
+            yield from self._cut(remainder)
 
     def _read(self) -> bytes:
         with self._whole_gzip():

@@ -1,4 +1,4 @@
-"""Look at the columns of all source files, so that the last of them does not end a preparation that took hours."""
+"""Check the columns of all source files first, so that the last of them does not end a preparation that took hours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn columns of text into bytes that numpy takes eight at a time, of many texts at once."""
+"""Give numpy the bytes of text columns eight at a time, of many texts at once."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def texts_of(columns: list[pa.Array]) -> Texts:
     """A copy of text or bytes, one column after the other; a missing value is an empty one."""
     columns = [column.cast(pa.large_binary()) for column in columns]
     offsets = [_offsets(column) for column in columns]
-    ends = np.cumsum([0, *(one[-1] - one[0] for one in offsets)])
+    ends = np.cumsum([0, *(bounds[-1] - bounds[0] for bounds in offsets)])
     data = np.zeros(int(ends[-1]) + WORD_BYTES, np.uint8)
-    for column, one, begin, end in zip(columns, offsets, ends, ends[1:], strict=False):
+    for column, bounds, begin, end in zip(columns, offsets, ends, ends[1:], strict=False):
         if begin < end:
-            data[begin:end] = np.frombuffer(column.buffers()[2], np.uint8, int(end - begin), int(one[0]))
-    joined = [one[1:] - (one[0] - begin) for one, begin in zip(offsets, ends, strict=False)]
+            data[begin:end] = np.frombuffer(column.buffers()[2], np.uint8, int(end - begin), int(bounds[0]))
+    joined = [bounds[1:] - (bounds[0] - begin) for bounds, begin in zip(offsets, ends, strict=False)]
     return Texts(data, np.concatenate([np.zeros(1, np.int64), *joined]))
 
 

@@ -1,4 +1,4 @@
-"""Turn pieces of Blocks into Batches, the rows of several steps at a time.
+"""Assemble Batches from pieces of Blocks, the rows of several steps at a time.
 
 All pieces are first copied side by side into one Chunk, from which a Batch is a handful of numpy calls: few and
 large calls, since each lets go of the GIL and takes it back.
@@ -18,16 +18,16 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.data.read.check_rows import Lists
 from pipeline.data.read.decode import Block
-from pipeline.data.read.multi_hot import draw_bags
+from pipeline.data.read.multi_hot import sample_bags
 
 
 class Piece(NamedTuple):
-    """Rows [start, stop) of a block, which become the rows from `place` on of a chunk."""
+    """Rows [start, stop) of a block, which become the rows from `offset` on of a chunk."""
 
     block: Block
     start: int
     stop: int
-    place: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class BatchAssembler:
         self._all_one_hot = not self._num_lists and all(column.size == 1 for column in self._columns)
 
     def assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
-        """Stream i's rows lie from i * num_steps * rows_per_stream on; pieces come in the order of their places."""
+        """Stream i's rows lie from i * num_steps * rows_per_stream on; pieces come in the order of their offsets."""
         rows_of_a_stream = num_steps * self.rows_per_stream
         chunk = self._lay_out(pieces, self.num_streams * rows_of_a_stream)
         streams = np.arange(self.num_streams)[:, None] * rows_of_a_stream + np.arange(self.rows_per_stream)
@@ -78,12 +78,12 @@ class BatchAssembler:
         present = np.zeros(num_rows, np.bool_)
         id_dtype = pieces[0].block.one_hot.dtype if pieces else np.int32
         one_hot = np.zeros((len(self._columns) - self._num_lists, num_rows), id_dtype)
-        for block, start, stop, place in pieces:
-            end = place + stop - start
-            dense[place:end] = block.dense[start:stop]
-            labels[place:end] = block.labels[start:stop]
-            present[place:end] = True if block.present is None else block.present[start:stop]
-            one_hot[:, place:end] = block.one_hot[:, start:stop]
+        for block, start, stop, offset in pieces:
+            end = offset + stop - start
+            dense[offset:end] = block.dense[start:stop]
+            labels[offset:end] = block.labels[start:stop]
+            present[offset:end] = True if block.present is None else block.present[start:stop]
+            one_hot[:, offset:end] = block.one_hot[:, start:stop]
         lists = [_lay_out_lists(pieces, index, num_rows) for index in range(self._num_lists)]
         return Chunk(Block(dense, one_hot, lists, labels), present)
 
@@ -124,7 +124,7 @@ class BatchAssembler:
                 segment[:] = lists[column.position].ids
                 column_lengths[:] = np.diff(lists[column.position].offsets)
             else:
-                draw_bags(ids[column.position], column.name, column.cardinality, segment.reshape(-1, column.size))
+                sample_bags(ids[column.position], column.name, column.cardinality, segment.reshape(-1, column.size))
                 column_lengths[:] = present * np.int32(column.size)
         return values, length_per_key
 
@@ -133,8 +133,8 @@ def _lay_out_lists(pieces: list[Piece], index: int, num_rows: int) -> Lists:
     """The lists of all rows; padding rows have empty ones."""
     lengths = np.zeros(num_rows, np.int64)
     parts: list[NDArray[np.integer]] = [np.empty(0, np.int32)]
-    for block, start, stop, place in pieces:
+    for block, start, stop, offset in pieces:
         offsets = block.lists[index].offsets[start : stop + 1]
-        lengths[place : place + stop - start] = np.diff(offsets)
+        lengths[offset : offset + stop - start] = np.diff(offsets)
         parts.append(block.lists[index].ids[offsets[0] : offsets[-1]])
     return Lists(np.concatenate(parts), np.concatenate(([0], np.cumsum(lengths))))

@@ -1,4 +1,4 @@
-"""Turn decoded columns into the Batch that a model reads: dense features, a KeyedJaggedTensor and labels."""
+"""Define the Batch that a model reads: dense features, a KeyedJaggedTensor and labels."""
 
 from __future__ import annotations
 

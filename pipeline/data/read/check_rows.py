@@ -1,4 +1,4 @@
-"""Turn a decoded row group into its columns as numbers, and the rows that must not be trained on, each with a reason.
+"""Find the rows of a decoded row group that must not be trained on, each with a reason.
 
 Whole columns are checked by their least and greatest values; single rows are looked at only where one is wrong. A value
 in doubt is left as it is, or 0 where it is missing: the caller drops its row or refuses the file.
@@ -31,7 +31,7 @@ class Lists:
         if present is not None:
             lengths = lengths * present
         offsets = np.concatenate(([0], np.cumsum(lengths)))
-        # Id k of the result lies at its list's start plus its place in the list.
+        # Id k of the result lies at its list's start plus its position in the list.
         return Lists(self.ids[np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)], offsets)
 
 
@@ -91,7 +91,7 @@ def _check_finite(dense: NDArray[np.float32], names: list[str], faults: Faults) 
 
 
 def _check_ids(ids: NDArray[np.signedinteger], features: list[SparseFeature], faults: Faults) -> None:
-    """`ids` [features, rows]. In the place of an id outside its table TorchRec would train row 0."""
+    """`ids` [features, rows]. For an id outside its table TorchRec would train row 0."""
     if not ids.size:
         return
     limits = [feature.cardinality for feature in features]
@@ -136,8 +136,8 @@ def _lists(table: pa.Table, feature: SparseFeature, faults: Faults) -> Lists:
     used = ids[offsets[0] : offsets[-1]]
     if wrong.any() or (used.size and (used.min() < 0 or used.max() >= feature.cardinality)):
         wrong = (ids < 0) | (ids >= feature.cardinality) | (wrong if wrong.size else False)
-        places = np.flatnonzero(wrong)
-        places = places[(places >= offsets[0]) & (places < offsets[-1])]
+        positions = np.flatnonzero(wrong)
+        positions = positions[(positions >= offsets[0]) & (positions < offsets[-1])]
         # The last row that begins at or before the id: empty lists begin there too, and end there.
-        faults.note(np.unique(np.searchsorted(offsets, places, side="right") - 1), feature.name, wanted)
+        faults.note(np.unique(np.searchsorted(offsets, positions, side="right") - 1), feature.name, wanted)
     return Lists(ids, offsets)

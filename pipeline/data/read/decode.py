@@ -1,6 +1,6 @@
-"""Turn a row group of a Parquet shard into a Block of checked, shuffled columns.
+"""Decode a row group of a Parquet shard to a Block of checked, shuffled columns.
 
-What would train wrong without an error stops here, or is quarantined (data.guard says which rows): ids outside the
+What would train wrong without an error stops here, or is quarantined (data.read.check_rows says which rows): ids outside the
 table, labels other than 0 and 1, values that are missing or not finite, files that are not the ones dataset.json names.
 """
 
@@ -89,8 +89,8 @@ class Shards:
             return take_rows(columns, chosen)
         if self._quarantine is None:
             self._refuse(segment.row_group, reasons)
-        mine = set(reasons).intersection(chosen.tolist())
-        self._quarantine.add(self.files[index].path, {first + row: reasons[row] for row in mine})
+        bad = set(reasons).intersection(chosen.tolist())
+        self._quarantine.add(self.files[index].path, {first + row: reasons[row] for row in bad})
         present = np.ones(rows, np.bool_)
         present[list(reasons)] = False
         return take_rows(columns, chosen, present[chosen])

@@ -1,7 +1,7 @@
-"""Turn one-hot ids into multi-hot bags, the way the MLPerf DLRMv2 data set was made, without a table of them.
+"""Sample multi-hot bags from one-hot ids, as the MLPerf DLRMv2 data set was made, without a table of them.
 
-MLPerf draws, for each row of a table, a fixed bag: the row's own id and size - 1 ids uniform over the table.
-Here a hash of (feature, id, place in the bag) is the draw, so nothing of cardinality x size is ever held.
+MLPerf samples, for each row of a table, a fixed bag: the row's own id and size - 1 ids uniform over the table.
+Here a hash of (feature, id, position in the bag) is the sample, so nothing of cardinality x size is ever held.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pipeline.data.read.streams import mix
 DRAWS_AT_ONCE = 2**14  # 128 KB of 64-bit words stay in the cache
 
 
-def draw_bags(ids: NDArray[np.int64], feature: str, cardinality: int, bags: NDArray[np.int64]) -> None:
+def sample_bags(ids: NDArray[np.int64], feature: str, cardinality: int, bags: NDArray[np.int64]) -> None:
     """Fill bags [rows, size] for ids [rows]: first the id itself, then ids in [0, cardinality) that it and the feature decide.
 
-    As in MLPerf's tables, draws may repeat. The same id gives the same bag in every run, on every rank.
+    As in MLPerf's tables, ids of a bag may repeat. The same id gives the same bag in every run, on every rank.
     cardinality <= 2**32: the 32 upper bits of a hash are scaled to it.
     """
-    assert bags.flags.c_contiguous, "a copy would be filled in its place"
+    assert bags.flags.c_contiguous, "a copy would be filled instead"
     num_rows, size = bags.shape
     if size > 1 and num_rows:
         # Flat arrays throughout: numpy is slow where the innermost axis is as short as a bag.
@@ -32,11 +32,11 @@ def draw_bags(ids: NDArray[np.int64], feature: str, cardinality: int, bags: NDAr
         multipliers = _multipliers(feature, size, rows_at_once)
         seeds = mix(ids.astype(np.uint64) ^ _feature_key(feature))
         for begin in range(0, num_rows, rows_at_once):
-            draws = np.repeat(seeds[begin : begin + rows_at_once], size)
-            draws *= multipliers[: len(draws)]
-            draws >>= np.uint64(32)
-            draws *= np.uint64(cardinality)
-            np.right_shift(draws, np.uint64(32), out=flat[begin * size : begin * size + len(draws)])
+            samples = np.repeat(seeds[begin : begin + rows_at_once], size)
+            samples *= multipliers[: len(samples)]
+            samples >>= np.uint64(32)
+            samples *= np.uint64(cardinality)
+            np.right_shift(samples, np.uint64(32), out=flat[begin * size : begin * size + len(samples)])
     bags[:, 0] = ids
 
 
@@ -47,6 +47,6 @@ def _feature_key(feature: str) -> np.uint64:
 
 @cache
 def _multipliers(feature: str, size: int, num_rows: int) -> NDArray[np.uint64]:
-    """An odd factor for each place of a bag (multiply-shift hashing on top of `mix`), repeated for all rows."""
+    """An odd factor for each position in a bag (multiply-shift hashing on top of `mix`), repeated for all rows."""
     factors = mix(np.arange(size).astype(np.uint64) + _feature_key(feature)) | np.uint64(1)
     return np.tile(factors, num_rows)

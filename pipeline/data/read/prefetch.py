@@ -1,4 +1,4 @@
-"""Turn an iterator into one that a background thread keeps a few items ahead of its consumer."""
+"""Keep an iterator a few items ahead of its consumer, by a background thread."""
 
 from __future__ import annotations
 

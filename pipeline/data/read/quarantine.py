@@ -1,4 +1,4 @@
-"""Turn bad rows into lines of a quarantine file, each once a rank:  <run>/quarantine/<split>.rank<r>.jsonl
+"""Write bad rows to a quarantine file, each once a rank:  <run>/quarantine/<split>.rank<r>.jsonl
 
 {"file": "train/00000.parquet", "row": 31, "reason": "'cat_3' is 99, not an id within [0, 50)"}; rows count from 0. Of
 a row group that cannot be read there is one line, with the number of its rows.
@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.runtime.logs import get_logger
 
-MAX_LOGGED = 3  # reasons that go to the log; the rest only to the file
+MAX_LOGGED = 3  # reasons that go to the log; the others only to the file
 logger = get_logger(__name__)
 
 

@@ -1,4 +1,4 @@
-"""Turn Parquet shards into this rank's Batches: the same global batches at any world size, from any step on.
+"""Read this rank's Batches from Parquet shards: the same global batches at any world size, from any step on.
 
 data.streams says which rows, data.decode makes Blocks of row groups, data.assemble makes Batches of Blocks, all
 on a background thread (data.prefetch), or on config.decode_threads of them.
@@ -38,7 +38,7 @@ class ShardReader:
     shuffled) are left out of an epoch.
     drop_last=False: every row exactly once; where a stream has run dry, rows of weight 0 without ids fill up,
     so that ranks keep equal steps and equal batch sizes.
-    multi_hot: feature -> ids a sample, drawn from the one-hot id (data.multi_hot).
+    multi_hot: feature -> ids a sample, sampled from the one-hot id (data.read.multi_hot).
     split_ids: what the ids of every batch go through (embeddings.id_splitter), on the prefetch thread.
     pin_memory: hand out batches in pinned memory, copied on the prefetch thread.
     quarantine_path: where the rows go that config.on_bad_rows=quarantine leaves out; None: into the log alone.
@@ -107,18 +107,18 @@ class ShardReader:
         """The shard (as dataset.json names it) and the row in it, from 0, of rows of this rank's batch."""
         per_stream, shuffled = self._assembler.rows_per_stream, self._is_shuffled
         order = EpochOrder(self._shards.row_group_sizes, self.config.num_streams, self._seed, epoch, shuffled)
-        places = []
+        positions = []
         for row in rows:
             stream, within = divmod(row, per_stream)
             segment = next(order.segments(self._streams[stream], step * per_stream + within), None)
             if segment is None:  # padding at the end of an evaluation
                 continue
-            group, place = segment.row_group, segment.start
+            group, row = segment.row_group, segment.start
             if shuffled:
                 size = self._shards.row_group_sizes[group]
-                place = int(row_permutation(self._seed, epoch, group, size)[place])
-            places.append(self._shards.locate(group, place))
-        return places
+                row = int(row_permutation(self._seed, epoch, group, size)[row])
+            positions.append(self._shards.locate(group, row))
+        return positions
 
     @property
     def _is_shuffled(self) -> bool:
@@ -186,8 +186,8 @@ class BlockStream:
         self._used = 0
         self._read_ahead()
 
-    def take(self, num_rows: int, place: int) -> Iterator[Piece]:
-        """The next `num_rows` rows, to lie from `place` on in the chunk; fewer at the end of the stream."""
+    def take(self, num_rows: int, offset: int) -> Iterator[Piece]:
+        """The next `num_rows` rows, to lie from `offset` on in the chunk; fewer at the end of the stream."""
         while num_rows:
             if self._block is None or self._used == len(self._block.labels):
                 if self._next is None:
@@ -195,8 +195,8 @@ class BlockStream:
                 self._block, self._used = self._next(), 0
                 self._read_ahead()
             count = min(num_rows, len(self._block.labels) - self._used)
-            yield Piece(self._block, self._used, self._used + count, place)
-            self._used, place, num_rows = self._used + count, place + count, num_rows - count
+            yield Piece(self._block, self._used, self._used + count, offset)
+            self._used, offset, num_rows = self._used + count, offset + count, num_rows - count
 
     def _read_ahead(self) -> None:
         segment = next(self._segments, None)

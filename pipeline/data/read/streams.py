@@ -1,4 +1,4 @@
-"""Turn (seed, epoch, step) into the rows that each stream reads: arithmetic only, no file is touched.
+"""Compute which rows each stream reads at a step, from seed and epoch alone; no file is touched.
 
 The row groups of a split, in a seeded order, make one long order of N rows, cut into C streams whose lengths
 differ by at most one row. Global batch g takes B/C rows of each stream, in stream order; rank r owns the streams
@@ -76,7 +76,7 @@ class EpochOrder:
     """The order of one epoch's rows.
 
     shuffled: row groups in a seeded permutation; stream c owns rows [c*N//C, (c+1)*N//C) of it, one stretch.
-    in file order: rounds of C stretches as long as the longest row group, one for each stream; what is left is
+    in file order: rounds of C stretches as long as the longest row group, one for each stream; what remains is
     shared out evenly. A step then holds C pieces that lie within one round (C row groups) of the file order,
     and rounds follow the file order.
     """
@@ -93,14 +93,14 @@ class EpochOrder:
         ends = np.cumsum(np.asarray(self.row_group_sizes, dtype=np.int64)[order])
         for start, stop in self._stretches(stream):
             start, skip_rows = start + skip_rows, max(0, skip_rows - (stop - start))
-            place = int(np.searchsorted(ends, start, side="right"))
+            position = int(np.searchsorted(ends, start, side="right"))
             while start < stop:
-                row_group = int(order[place])
-                begins = int(ends[place]) - self.row_group_sizes[row_group]
-                until = min(stop, int(ends[place]))
+                row_group = int(order[position])
+                begins = int(ends[position]) - self.row_group_sizes[row_group]
+                until = min(stop, int(ends[position]))
                 if until > start:
                     yield Segment(row_group, start - begins, until - begins)
-                start, place = until, place + 1
+                start, position = until, position + 1
 
     def _row_group_order(self) -> NDArray[np.int64]:
         if not self.shuffled:
@@ -116,5 +116,5 @@ class EpochOrder:
                 start = round_start + stream * stretch
                 yield start, start + stretch
                 round_start += stretch * streams
-        left = num_rows - round_start
-        yield round_start + stream * left // streams, round_start + (stream + 1) * left // streams
+        remaining = num_rows - round_start
+        yield round_start + stream * remaining // streams, round_start + (stream + 1) * remaining // streams

@@ -1,4 +1,4 @@
-"""Turn categorical values into the ids of prepared vocabularies, many at a time, with no process but ours.
+"""Look up the ids of categorical values in prepared vocabularies, many at a time, within the process.
 
 A vocabulary's values lie in the order of their 64-bit hashes, each with its id. All vocabularies of a data set are searched
 at once: a value's key is the number of its vocabulary, then its hash. It is looked for by its key and then compared, so that
@@ -57,7 +57,7 @@ class ValueIndex:
             if (hashes[-1][1:] < hashes[-1][:-1]).any():
                 raise DataError("a vocabulary's values are in the order of their hashes, these are not")
         self._number_bits = max(1, (len(hashes) - 1).bit_length())
-        numbers = np.repeat(np.arange(len(hashes)), [len(one) for one in hashes])
+        numbers = np.repeat(np.arange(len(hashes)), [len(each) for each in hashes])
         self._keys = self._keys_of(numbers, np.concatenate([np.zeros(0, np.uint64), *hashes]))
         self._ids = np.concatenate(ids)
         del hashes, ids, numbers
@@ -82,10 +82,10 @@ class ValueIndex:
         keys = self._keys_of(vocabularies, hash_texts(texts, HASH_SEED))
         first = np.searchsorted(self._keys, keys)
         for step in range(self._longest_run):
-            places = np.minimum(first + step, len(self) - 1)
-            which = np.flatnonzero(self._keys[places] == keys)
-            same = _are_same(texts, which, self._texts, places[which])
-            found[which[same]] = self._ids[places[which[same]]]
+            slots = np.minimum(first + step, len(self) - 1)
+            which = np.flatnonzero(self._keys[slots] == keys)
+            same = _are_same(texts, which, self._texts, slots[which])
+            found[which[same]] = self._ids[slots[which[same]]]
         return found
 
 

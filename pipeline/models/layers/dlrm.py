@@ -84,7 +84,7 @@ def join_lookups_to_products(model: nn.Module) -> int:
     """Let each DLRM's lookup leave its rows where its dot products want them, in their type; how many do.
 
     Where one lookup holds all tables, in the model's order and of one width: what it leaves is then the dot products' whole
-    input but for the dense layers' row. The numbers are the same: a row is rounded once, at another place.
+    input but for the dense layers' row. The numbers are the same: a row is rounded once, at another point.
     """
     joined = 0
     for dlrm in (module for module in model.modules() if isinstance(module, DotDLRM)):

@@ -1,7 +1,7 @@
-"""Pick numbers out of each sample's row, by one list of places for all samples: compiled by Numba.
+"""Gather numbers of each sample's row, by one list of positions for all samples: compiled by Numba.
 
 torch's own ways (27 slices put together, an index written through) take longer than the products that they follow.
-Numbers are moved, not computed with, so bf16 comes and goes as uint16; places are unsigned, for Numba then leaves out its
+Numbers are moved, not computed with, so bf16 comes and goes as uint16; positions are unsigned, for Numba then leaves out its
 check for negative ones.
 """
 
@@ -14,11 +14,11 @@ U = np.uint64
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def take(source, places, blanks, into, first, begin, end):  # type: ignore[no-untyped-def]
-    """into[b, first + i] = source[b, places[i]], and 0 at the `blanks`, for the samples b in begin..end."""
-    count = U(len(places))
+def take(source, positions, blanks, into, first, begin, end):  # type: ignore[no-untyped-def]
+    """into[b, first + i] = source[b, positions[i]], and 0 at the `blanks`, for the samples b in begin..end."""
+    count = U(len(positions))
     for sample in range(begin, end):
         for i in range(count):
-            into[sample, first + i] = source[sample, places[i]]
+            into[sample, first + i] = source[sample, positions[i]]
         for i in range(U(len(blanks))):
             into[sample, first + blanks[i]] = 0

@@ -98,8 +98,8 @@ class _Dots(torch.autograd.Function):
             products = symmetric(gradient, combined)
         else:
             products = combined.new_empty(len(combined), num_rows, num_rows)
-            places, diagonal = _pairs_both_ways(num_rows, dim)
-            _take(ctx.take, gradient.contiguous(), places, products.flatten(1), 0, diagonal)
+            positions, diagonal = _pairs_both_ways(num_rows, dim)
+            _take(ctx.take, gradient.contiguous(), positions, products.flatten(1), 0, diagonal)
         both = torch.bmm(products, combined)
         first = both[:, 0] + gradient[:, :dim]
         to_rows = both[:, 1:]
@@ -149,10 +149,10 @@ def _pairs(num_rows: int) -> np.ndarray[Any, Any]:
 @cache
 def _pairs_both_ways(num_rows: int, dim: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Where each of a flat [n, n] lies in [D + pairs above the diagonal]; then the diagonal, which lies nowhere."""
-    places = np.zeros((num_rows, num_rows), np.uint64)
+    positions = np.zeros((num_rows, num_rows), np.uint64)
     above = np.triu_indices(num_rows, 1)
-    places[above] = places.T[above] = dim + np.arange(len(above[0]))
-    return places.reshape(-1), np.arange(0, num_rows**2, num_rows + 1, dtype=np.uint64)
+    positions[above] = positions.T[above] = dim + np.arange(len(above[0]))
+    return positions.reshape(-1), np.arange(0, num_rows**2, num_rows + 1, dtype=np.uint64)
 
 
 def _fits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -174,12 +174,12 @@ def _kernel() -> Callable[..., None] | None:
 def _take(
     kernel: Callable[..., None],
     source: torch.Tensor,
-    places: np.ndarray[Any, Any],
+    positions: np.ndarray[Any, Any],
     into: torch.Tensor,
     first: int,
     blanks: np.ndarray[Any, Any] = NOWHERE,
 ) -> None:
-    """into[:, first:][b, i] = source[b, places[i]], and 0 at the blanks, by as many threads as torch has."""
+    """into[:, first:][b, i] = source[b, positions[i]], and 0 at the blanks, by as many threads as torch has."""
     bits = AS_BITS[source.dtype]
-    arguments = source.view(bits).numpy(), places, blanks, into.view(bits).numpy(), np.uint64(first)
+    arguments = source.view(bits).numpy(), positions, blanks, into.view(bits).numpy(), np.uint64(first)
     on_all_threads(kernel, arguments, len(source))

@@ -1,4 +1,4 @@
-"""Turn pooled embeddings and dense features into logits by models that begin with a linear one: LR, FM, Wide&Deep."""
+"""The modules of logistic regression, FM and Wide&Deep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn users' and items' features into vectors whose dot product ranks items for a user (Yi et al., RecSys 2019)."""
+"""Two towers: vectors of users and items whose dot product ranks items for a user (Yi et al., RecSys 2019)."""
 
 from __future__ import annotations
 

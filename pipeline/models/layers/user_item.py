@@ -1,4 +1,4 @@
-"""Turn a user's and an item's embeddings into the logit of a click: matrix factorisation, and NCF's GMF, MLP and NeuMF."""
+"""Compute the logit of a click from a user's and an item's row: matrix factorization, and NCF's GMF, MLP and NeuMF."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn users' and items' vectors into recall@k and MRR against the whole catalogue of the split, exactly.
+"""Measure recall@k and MRR of users' and items' vectors against the whole catalogue of the split, exactly.
 
 The catalogue is every item of the split's rows; each clicked row asks where its own item comes among all of them by
 score. The unknown item (id 0) cannot be retrieved: it is in no catalogue, and a click on it is a miss.
@@ -68,7 +68,7 @@ class RetrievalMetrics:
         self._add_items(ids, items)
 
     def _add_items(self, ids: torch.Tensor, items: torch.Tensor) -> None:
-        distinct, first = _first_places(ids)
+        distinct, first = _first_positions(ids)
         if len(distinct) and int(distinct[-1]) >= len(self._seen):
             longer = torch.zeros(2 * int(distinct[-1]) + 1, dtype=torch.bool)
             longer[: len(self._seen)] = self._seen
@@ -82,13 +82,15 @@ class RetrievalMetrics:
         """Collective: the same numbers on every rank.
 
         recall_at_k: the share of clicked rows whose item is among the k best (ties count half each way); mrr: the mean of
-        1 / place; NaN without a clicked row.
+        1 / position; NaN without a clicked row.
         """
         ids, items = self._catalogue()
-        places = [_places(users, wanted, ids, items) for users, wanted in zip(self._users, self._wanted, strict=True)]
-        mine = torch.cat(places) if places else torch.empty(0, dtype=torch.float64)
-        sums = [(mine <= k).sum() for k in self._recall_at]
-        sums += [(1 / mine).sum(), torch.tensor(len(mine)), torch.tensor(self._num_samples)]
+        positions = [
+            _positions(users, wanted, ids, items) for users, wanted in zip(self._users, self._wanted, strict=True)
+        ]
+        local = torch.cat(positions) if positions else torch.empty(0, dtype=torch.float64)
+        sums = [(local <= k).sum() for k in self._recall_at]
+        sums += [(1 / local).sum(), torch.tensor(len(local)), torch.tensor(self._num_samples)]
         total = torch.stack([value.double() for value in sums]).to(self._context.device)
         if self._context.world_size > 1:
             dist.all_reduce(total)
@@ -107,7 +109,7 @@ class RetrievalMetrics:
         ids = torch.cat(self._item_ids) if self._item_ids else torch.empty(0, dtype=torch.int64)
         items = torch.cat(self._items) if self._items else torch.empty(0, 1)
         ids, items = _gather(ids, self._context), _gather(items, self._context)
-        distinct, first = _first_places(ids)
+        distinct, first = _first_positions(ids)
         return distinct, items[first]
 
 
@@ -115,16 +117,16 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-def _first_places(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _first_positions(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Distinct ids ascending, and where each first stands."""
-    distinct, place = torch.unique(ids, return_inverse=True)
+    distinct, position = torch.unique(ids, return_inverse=True)
     first = torch.full((len(distinct),), len(ids), dtype=torch.int64)
-    return distinct, first.scatter_reduce(0, place, torch.arange(len(ids)), "amin")
+    return distinct, first.scatter_reduce(0, position, torch.arange(len(ids)), "amin")
 
 
-def _places(users: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    """The place, from 1, of each user's wanted item among all items; infinite where the catalogue lacks it. [P] float64"""
-    places = torch.full((len(users),), math.inf, dtype=torch.float64)
+def _positions(users: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """The position, from 1, of each user's wanted item among all items; infinite where the catalogue lacks it. [P] float64"""
+    positions = torch.full((len(users),), math.inf, dtype=torch.float64)
     known = torch.nonzero(wanted > UNKNOWN_ITEM).flatten()
     for rows in known.split(max(1, SCORES_AT_ONCE // max(1, len(ids)))):
         if not len(rows):
@@ -132,24 +134,24 @@ def _places(users: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor, items:
         scores = users[rows] @ items.T
         own = scores.gather(1, torch.searchsorted(ids, wanted[rows])[:, None])
         above, equal = (scores > own).sum(dim=1), (scores == own).sum(dim=1) - 1
-        places[rows] = 1 + above.double() + equal.double() / 2
-    return places
+        positions[rows] = 1 + above.double() + equal.double() / 2
+    return positions
 
 
-def _gather(mine: torch.Tensor, context: DistributedContext) -> torch.Tensor:
+def _gather(local: torch.Tensor, context: DistributedContext) -> torch.Tensor:
     """Collective: all ranks' [n, ...] one after the other, on every rank's host memory."""
     if context.world_size == 1:
-        return mine
-    shape = torch.tensor([len(mine), *mine.shape[1:]], device=context.device)
+        return local
+    shape = torch.tensor([len(local), *local.shape[1:]], device=context.device)
     shapes = [torch.zeros_like(shape) for _ in range(context.world_size)]
     dist.all_gather(shapes, shape)
     longest, width = (
-        max(int(one[0]) for one in shapes),
-        [max(int(one[i]) for one in shapes) for i in range(1, len(shape))],
+        max(int(each[0]) for each in shapes),
+        [max(int(each[i]) for each in shapes) for i in range(1, len(shape))],
     )
-    padded = torch.zeros(longest, *width, dtype=mine.dtype, device=context.device)
-    if len(mine):
-        padded[: len(mine)] = mine.to(context.device)
+    padded = torch.zeros(longest, *width, dtype=local.dtype, device=context.device)
+    if len(local):
+        padded[: len(local)] = local.to(context.device)
     parts = [torch.empty_like(padded) for _ in shapes]
     dist.all_gather(parts, padded)
-    return torch.cat([part[: int(one[0])].cpu() for part, one in zip(parts, shapes, strict=True)])
+    return torch.cat([part[: int(size[0])].cpu() for part, size in zip(parts, shapes, strict=True)])
