@@ -44,8 +44,8 @@ class Layout:
 class Format:
     """Base of raw formats: a subclass opens a source and, where its blocks are text, parses a block.
 
-        @register("format", "jsonl")
-        class JsonLines(Format): ...
+        @register("format", "my_format")
+        class MyFormat(Format): ...
 
     suffixes: of files that are taken for this format where nothing names one. columns: those that the format fixes, None
     where data.columns names them. header_lines: before the first row of a text file.
