@@ -27,27 +27,24 @@ if TYPE_CHECKING:
 class Optimizer:
     """Base of the entries. As it stands it trains nothing.
 
-    fused: its class in torchrec.optim, which FBGEMM updates tables by inside backward; empty: it trains dense layers only.
-    fbgemm: FBGEMM's name of it (EmbOptimType). fused_on_cpu: FBGEMM has it on the CPU. cpu_kernel: its number in our own
-    CPU kernels.
-    state_per_element, state_per_row: the fp32 numbers that it keeps for each. whole_rows: its update looks at whole rows, so
-    a table that is cut by columns trains differently. decays: FBGEMM applies its weight_decay. counts_steps: its update
-    depends on the number of steps. positive_eps: eps 0 would divide zero by zero.
-    replicated_states: for data_parallel tables, which have a torch optimizer: FBGEMM's name of a state -> torch's. None:
-    torch has no such optimizer.
+    One that FBGEMM updates tables by, inside backward, names its class `fused`; one that trains dense layers has `dense`.
     """
 
-    fused: ClassVar[str] = ""
-    fbgemm: ClassVar[str] = ""
-    fused_on_cpu: ClassVar[bool] = False
-    cpu_kernel: ClassVar[int | None] = None
-    state_per_element: ClassVar[int] = 0
+    fused: ClassVar[str] = ""  # the class in torchrec.optim
+    fbgemm: ClassVar[str] = ""  # FBGEMM's name (EmbOptimType)
+    fused_on_cpu: ClassVar[bool] = False  # FBGEMM has it on the CPU
+    cpu_kernel: ClassVar[int | None] = None  # its number in our own CPU kernels
+    state_per_element: ClassVar[int] = 0  # fp32 numbers
     state_per_row: ClassVar[int] = 0
-    whole_rows: ClassVar[bool] = False
-    decays: ClassVar[bool] = False
-    counts_steps: ClassVar[bool] = False
+    whole_rows: ClassVar[bool] = (
+        False  # its update looks at whole rows: a table that is cut by columns trains differently
+    )
+    decays: ClassVar[bool] = False  # FBGEMM applies its weight_decay
+    decay_mode: ClassVar[str] = ""  # by that WeightDecayMode, where it has several
+    counts_steps: ClassVar[bool] = False  # its update depends on the number of steps
     has_eps: ClassVar[bool] = True
-    positive_eps: ClassVar[bool] = False
+    positive_eps: ClassVar[bool] = False  # eps 0 would divide zero by zero
+    # Of data_parallel tables, which have a torch optimizer: FBGEMM's name of a state -> torch's. None: torch has none such.
     replicated_states: ClassVar[Mapping[str, str] | None] = None
 
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
@@ -98,6 +95,7 @@ class Adagrad(Optimizer):
 class RowWiseAdagrad(Optimizer):
     fused, fbgemm, fused_on_cpu, cpu_kernel = "RowWiseAdagrad", "EXACT_ROWWISE_ADAGRAD", True, 2
     state_per_row, whole_rows, decays, positive_eps = 1, True, True, True
+    decay_mode = "L2"  # its default mode ignores weight_decay
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
 
     def replicated(self) -> type[torch.optim.Optimizer]:

@@ -47,6 +47,7 @@ class ShardReader:
     2 * config.prefetch_batches batches, or more with several decode threads and small batches.
     """
 
+    # Many parameters: a reader of a run and one of an evaluation differ in each of them, and no two belong together.
     def __init__(
         self,
         folder: str,

@@ -69,10 +69,10 @@ def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
         kwargs |= {"beta1": config.beta1, "beta2": config.beta2}
     if config.weight_decay:
         kwargs["weight_decay"] = config.weight_decay
-        if config.name == "rowwise_adagrad":
+        if entry.decay_mode:
             from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
-            kwargs["weight_decay_mode"] = WeightDecayMode.L2  # its default mode ignores weight_decay
+            kwargs["weight_decay_mode"] = WeightDecayMode[entry.decay_mode]
     return kwargs
 
 
