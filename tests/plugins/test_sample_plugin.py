@@ -42,7 +42,7 @@ def test_its_model_trains_with_its_task_and_optimizer_and_resumes(gone: dict[str
 
 def test_its_run_names_it_without_an_import_path(gone: dict[str, Any]) -> None:
     assert "plugins: [tests.plugins.sample_plugin]" in gone["config"]
-    for kind in ("kind: summed_mlp", "name: signed_momentum", "kind: modulo_rows", "format: jsonl"):
+    for kind in ("kind: summed_mlp", "name: signed_momentum", "kind: modulo", "format: jsonl"):
         assert kind in gone["config"]
     assert gone["config"].count("sample_plugin") == 1
 
