@@ -42,7 +42,7 @@ def by_slot(bags: Bags, slots: list[int], what: str) -> Iterator[tuple[int, Bags
 
 
 def in_range(bags: Bags, first: int, end: int) -> Bags:
-    """Of each bag the ids first .. end - 1, counted from `first`."""
+    """Keep the ids first .. end - 1 of each bag, counted from `first`."""
     inside = (bags.ids >= first) & (bags.ids < end)
     if len(bags.ids) == len(bags.lengths) and (bags.lengths == 1).all():
         return Bags(bags.ids[inside] - first, inside.astype(np.int32))

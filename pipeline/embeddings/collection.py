@@ -97,7 +97,7 @@ class ComposedEmbeddings(nn.Module):
         self._configs = [_config(table) for table in tables]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Of the logical tables."""
+        """The configs of the logical tables."""
         return self._configs
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -109,7 +109,7 @@ class ComposedEmbeddings(nn.Module):
 def build_embeddings(
     tables: Sequence[Table], device: torch.device | None = None
 ) -> EmbeddingBagCollection | ComposedEmbeddings:
-    """What a model looks its tables up in: forward(features) -> KeyedTensor by logical feature names.
+    """Build the module in which a model looks its tables up: forward(features) -> KeyedTensor by logical feature names.
 
     A plain EmbeddingBagCollection where no table is compressed. `device` None: tables on meta.
     """

@@ -56,7 +56,7 @@ class Savings:
 
 
 def savings_of(tables: Iterable[Table]) -> list[Savings]:
-    """Of the compressed tables. Hashing is counted id by id: a second for a hundred million ids."""
+    """Measure the compressed tables. Shared rows are counted id by id: a second for a hundred million ids."""
     return [_savings(table) for table in tables if table.compression is not None]
 
 
@@ -91,7 +91,7 @@ def _savings(table: Table) -> Savings:
 
 
 def _count(kind: CompressionKind, parts: list[Table]) -> Collisions | None:
-    """None for a kind that gives each id a row of its own."""
+    """Count shared rows; None for a kind that gives each id a row of its own."""
     table = kind.table
     if kind.shared_rows(np.zeros(0, np.int64)) is None:
         return None

@@ -76,7 +76,7 @@ def check_compressed(table: Table) -> None:
 
 
 def signatures(tables: Iterable[Table]) -> dict[str, str]:
-    """What the rows of compressed tables' parts stand for, by name; where it differs, they are another table's."""
+    """Sign what the rows of compressed tables' parts stand for, by table: under another signature they are other rows."""
     return {table.name: signature(table) for table in tables if table.compression is not None}
 
 
@@ -91,7 +91,7 @@ def signature(table: Table) -> str:
 
 
 def describe_parts(table: Table) -> list[str]:
-    """Of each plain table its part's name, rows and columns."""
+    """List each plain table by its part's name, rows and columns."""
     return [
         f"{part.name.removeprefix(table.name + '__')} {part.num_embeddings:,} x {part.embedding_dim}"
         for part in leaves(table)

@@ -30,7 +30,7 @@ class RowFrequencies:
 def merge_frequencies(
     features: list[SparseFeature], pooling_factors: list[float], multi_hot: dict[str, int]
 ) -> RowFrequencies | None:
-    """Of the table that embeds `features`; None where no curve says more than that all lookups fall on some row.
+    """Merge the curves of the features that a table embeds; None where no curve has more than its end.
 
     `multi_hot`: features whose bags are one id of the data and further ids sampled evenly (data/read/multi_hot.py).
     """
@@ -49,7 +49,7 @@ def merge_frequencies(
 
 
 def share_of(curve: FrequencyCurve, rank: int) -> float:
-    """Of all lookups, those of the `rank` most frequent ids; between the curve's points ids are taken as equal."""
+    """The share of all lookups that the `rank` most frequent ids have; between the curve's points ids are taken as equal."""
     after = bisect_right(curve.ranks, rank)
     if after == len(curve.ranks):
         return 1.0
@@ -58,7 +58,7 @@ def share_of(curve: FrequencyCurve, rank: int) -> float:
 
 
 def share_of_first(frequencies: RowFrequencies, num_ids: float) -> float:
-    """Of a table's lookups, those of its `num_ids` most frequent ids."""
+    """The share of a table's lookups that its `num_ids` most frequent ids have."""
     rows, shares = frequencies.rows, frequencies.shares
     after = bisect_right(rows, num_ids)
     if after == 0:
@@ -70,7 +70,7 @@ def share_of_first(frequencies: RowFrequencies, num_ids: float) -> float:
 
 
 def hashed_frequencies(frequencies: RowFrequencies | None, num_rows: int) -> RowFrequencies | None:
-    """Of the rows of a part whose ids are hashed; None where nothing is known of the table."""
+    """Estimate the frequencies of a part's rows whose ids are hashed; None where nothing is known of the table."""
     if frequencies is None:
         return None
     points = _points(num_rows)
@@ -82,7 +82,7 @@ def hashed_frequencies(frequencies: RowFrequencies | None, num_rows: int) -> Row
 def digit_frequencies(
     frequencies: RowFrequencies | None, num_rows: int, stride: int, num_ids: int
 ) -> RowFrequencies | None:
-    """Of the rows of a part where id // stride % num_rows is the row of an id; None where nothing is known."""
+    """Estimate the frequencies of a part's rows, id // stride % num_rows each; None where nothing is known."""
     if frequencies is None or not frequencies.by_row:
         return hashed_frequencies(frequencies, num_rows)
     points = _points(num_rows)
@@ -90,7 +90,7 @@ def digit_frequencies(
 
 
 def frequencies_of_block(frequencies: RowFrequencies | None, first: int, end: int) -> RowFrequencies | None:
-    """Of the ids first .. end - 1, which are rows of a table of their own."""
+    """Cut out the frequencies of ids first .. end - 1, which are rows of a table of their own."""
     if frequencies is None or not frequencies.by_row:
         return None
     before, all_ = share_of_first(frequencies, first), share_of_first(frequencies, end)
@@ -103,7 +103,7 @@ def frequencies_of_block(frequencies: RowFrequencies | None, first: int, end: in
 
 
 def share_of_block(frequencies: RowFrequencies | None, first: int, end: int, num_ids: int) -> float:
-    """Of a table's lookups, those of ids first .. end - 1; even over ids where nothing is known, or ids are hashed."""
+    """The share of a table's lookups that ids first .. end - 1 have; even over ids where nothing is known, or ids are hashed."""
     if frequencies is None or not frequencies.by_row:
         return (end - first) / num_ids
     return share_of_first(frequencies, end) - share_of_first(frequencies, first)

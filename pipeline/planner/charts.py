@@ -25,7 +25,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """What a row of the map has on one rank; `weight` in 0..1 is how strongly it is coloured."""
+    """The part of a map's row on a rank; `weight` in 0..1 is how strongly it is coloured."""
 
     colour: str
     weight: float
@@ -133,7 +133,7 @@ def _value_axis(top: float, unit: str, plot_width: float) -> list[str]:
 
 
 def _rank_axis(num_ranks: int, step: float, y: float, left: float = LEFT) -> list[str]:
-    """As many rank numbers as there is room for, in steps of a power of two."""
+    """Write as many rank numbers as there is room for, in steps of a power of two."""
     every = 1
     while every * step < 26:
         every *= 2

@@ -54,7 +54,7 @@ class Links:
         return num_bytes * (self.world_size - 1) / self.world_size / speed
 
     def host_ring_ms(self, num_bytes: Floats) -> Floats:
-        """The same among the ranks of one host."""
+        """The same collective among the ranks of a host."""
         return num_bytes * (self.local_world_size - 1) / self.local_world_size / self.intra
 
     def across_hosts_ms(self, num_bytes: Floats) -> Floats:

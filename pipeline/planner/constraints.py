@@ -23,7 +23,7 @@ TORCHREC_MIN_PARTITION = 128
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """What a plan depends on of the sparse optimizer."""
+    """The settings of the sparse optimizer that a plan depends on."""
 
     name: str
     weight_decay: float = 0.0
@@ -97,7 +97,7 @@ def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer: TableOpti
 
 
 def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -> list[str]:
-    """Of types that nobody asked for: those that train, and that are no other type once more on this hardware."""
+    """List the types to try where the config names none: those that train and differ from each other on this hardware."""
     if hardware.world_size == 1:
         return ["table_wise"]
     by_columns = table.embedding_dim > (table.sharding.min_partition or TORCHREC_MIN_PARTITION)

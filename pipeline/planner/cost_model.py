@@ -150,7 +150,7 @@ class CostModel:
         return np.stack([np.broadcast_to(column, len(option.shards)) for column in columns], axis=1)
 
     def hit_rate(self, option: ShardingOption) -> float:
-        """Of all lookups of the table's shards."""
+        """The share of all lookups of the table's shards that caches serve."""
         work = self._work(option)
         return float((work.hits * work.lookups).sum() / max(work.lookups.sum(), 1e-30))
 
@@ -295,7 +295,7 @@ class CostModel:
 
 
 def cache_load_factor(option: ShardingOption) -> float:
-    """Of a shard's rows, those that its cache in HBM holds; FBGEMM's and TorchRec's default are the same."""
+    """The share of a shard's rows that its cache in HBM holds; FBGEMM's and TorchRec's default are the same."""
     return UVM_CACHING_RATIO if option.cache_load_factor is None else option.cache_load_factor
 
 

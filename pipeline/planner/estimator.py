@@ -69,7 +69,7 @@ class SortedEnumerator(EmbeddingEnumerator):
     def estimate_again(
         self, options: list[ShardingOption], sharders: list[ModuleSharder[nn.Module]]
     ) -> list[ShardingOption]:
-        """The same options, with their shards' costs and memory filled in."""
+        """Fill in the costs and memory of the options' shards."""
         self._sharder_map = {sharder_name(sharder.module_type): sharder for sharder in sharders}
         if hasattr(torchrec_utils, "build_sharder_data_map"):  # TorchRec 1.6 asks the sharders themselves
             self._sharder_data_map = torchrec_utils.build_sharder_data_map(self._sharder_map)

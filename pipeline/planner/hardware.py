@@ -101,7 +101,7 @@ def room_for_tables(config: PlannerConfig, hardware: Hardware) -> float:
 
 
 def build_topology(hardware: Hardware) -> Topology:
-    """The same numbers as TorchRec's planner takes them (bytes and bytes/ms)."""
+    """Build the topology of TorchRec's planner, in bytes and bytes/ms."""
 
     def speed(gb_per_s: float) -> float:
         return gb_per_s * BYTES_PER_MS

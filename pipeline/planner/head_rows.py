@@ -60,7 +60,7 @@ def has_auto(configs: Mapping[str, TableConfig]) -> bool:
 
 
 def auto_tables(configs: Mapping[str, TableConfig], tables: list[Table]) -> list[Table]:
-    """Those of `tables`, resolved from without_auto(configs), whose head is `auto`."""
+    """List the `tables`, resolved from without_auto(configs), whose head is `auto`."""
     return [table for table in tables if _is_split(table) and _is_auto(_own_or_default(configs, table.name))]
 
 
@@ -116,7 +116,7 @@ def with_head_rows(configs: Mapping[str, TableConfig], heads: Mapping[str, int])
 
 
 def head_reports(job: TrainJob, tables: list[Table], dataset: Dataset, world_size: int) -> list[HeadReport]:
-    """Of the frequency_split tables whose head is replicated."""
+    """Report each frequency_split table whose head is replicated."""
     reports = []
     for table in tables:
         split = compressed(table)
@@ -132,7 +132,7 @@ def head_reports(job: TrainJob, tables: list[Table], dataset: Dataset, world_siz
 
 
 def with_notes(tables: list[Table], reports: list[HeadReport]) -> list[Table]:
-    """What is expected of a head, for the plan to tell."""
+    """Note what each head is expected to save, for the plan's report."""
     notes = {report.table: report.note() for report in reports}
     return [replace(table, note=notes[table.name]) if table.name in notes else table for table in tables]
 
@@ -146,7 +146,7 @@ def head_table(job: TrainJob, table: Table, dataset: Dataset) -> HeadTable:
 
 
 def wire_of(job: TrainJob, table: Table, world_size: int) -> Wire:
-    """What the tail's collectives carry; a tail that may be placed by tables or columns is taken to be."""
+    """Describe the tail's collectives; a tail that may be sharded by tables or columns is assumed to be."""
     allowed = table.sharding.sharding_types
     by_rows = bool(allowed) and set(allowed) <= set(ROW_SHARDING_TYPES)
     forward, backward = precisions(job.comms)["reduce_scatter" if by_rows else "all_to_all"]
@@ -163,7 +163,7 @@ def wire_of(job: TrainJob, table: Table, world_size: int) -> Wire:
 
 
 def _column_shards(table: Table) -> int:
-    """Of a table that must be cut by columns; each of its shards gets all ids."""
+    """Count the shards of a table that must be cut by columns, for each of them gets all ids; 1 for other tables."""
     if not table.sharding.sharding_types or not set(table.sharding.sharding_types) <= set(COLUMN_SHARDING_TYPES):
         return 1
     return -(-table.embedding_dim // (table.sharding.min_partition or table.embedding_dim // 2))

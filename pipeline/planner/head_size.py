@@ -25,7 +25,7 @@ BISECTIONS = 60
 
 @dataclass(frozen=True)
 class BagShape:
-    """Of a feature: `num_ids` a sample that fall on rows by `curve`, and `num_even` more that fall on any row alike.
+    """The bags of a feature: `num_ids` ids a sample that fall on rows by `curve`, and `num_even` more that fall on any row alike.
 
     num_ids is a mean; bags have the two whole numbers beside it.
     """
@@ -72,7 +72,7 @@ def bag_shapes(features: Sequence[SparseFeature], multi_hot: dict[str, int]) -> 
 
 @dataclass(frozen=True)
 class Wire:
-    """Who sends what: `batch_size` is a rank's, bytes are of one number of a pooled row, and of its gradient.
+    """How pooled rows are sent: `batch_size` is a rank's, bytes are of one number of a pooled row, and of its gradient.
 
     by_rows: the tail is cut by rows, so that every rank has a part of every bag. summed_twice: a reduce-scatter is an
     all-reduce of which most is thrown away, as gloo's is; sharding/torchrec/variable_batches.py goes without it. column_shards: each
@@ -90,7 +90,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """That leave a rank in a step, the mean over ranks; `head` is the all-reduce of the replicated rows' gradients."""
+    """Bytes that leave a rank in a step, the mean over ranks; `head` is the all-reduce of the replicated rows' gradients."""
 
     ids: float = 0.0
     forward: float = 0.0
@@ -104,7 +104,7 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class HeadTable:
-    """What the choice depends on of a table. `state_bytes` is the optimizer's, of one row."""
+    """What a table brings to the choice. `state_bytes`: of the optimizer's state of a row."""
 
     name: str
     num_embeddings: int

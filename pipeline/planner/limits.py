@@ -25,7 +25,7 @@ def sharding_types_exact_for(optimizer_name: str) -> tuple[str, ...]:
 
 
 def allowed_sharding_types(table: Table, optimizer_name: str) -> tuple[str, ...]:
-    """What a planner may choose from: the types that the table's config names, else those that are exact."""
+    """List the types that a planner may choose: those that the table's config names, else those that are exact."""
     return tuple(table.sharding.sharding_types) or sharding_types_exact_for(optimizer_name)
 
 

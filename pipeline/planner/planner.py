@@ -105,7 +105,7 @@ def make_plan(config: PlannerConfig, request: PlanRequest) -> PlanRecord:
 
 
 def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanRequest) -> list[str]:
-    """What keeps a plan from being used for `request`: values that differ, ranks that it overfills. Empty: it holds."""
+    """List why a plan cannot be used for `request`: values that differ, ranks that it overfills. Empty: it can."""
     problem = build_problem(config, request)
     expected = fingerprint_of(problem)
     differing = differing_lines(record.fingerprint, expected)
@@ -113,7 +113,7 @@ def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanReque
 
 
 def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
-    """The same plan in every process, unless planner.timeout_s cuts the search short."""
+    """Search a plan: the same in every process, unless planner.timeout_s cuts the search short."""
     record = _build_record(config.kind, problem, SEARCHERS[config.kind](config, problem))
     _check_fits(record, problem.usable, f"{config.kind}'s plan", "raise planner.reserved_memory_fraction")
     return record
@@ -222,7 +222,7 @@ def _enumerate(problem: Problem) -> tuple[list[ShardingOption], int]:
 
 
 def _describe_missing(problem: Problem) -> list[str]:
-    """What the best attempt lacks: the ranks that it overfills. Empty where a table has no option at all."""
+    """Describe the ranks that the best attempt overfills. Empty where a table has no option at all."""
     try:
         options, num_proposed = _enumerate(problem)
     except RuntimeError:
@@ -278,7 +278,7 @@ def _build_record(planner: str, problem: Problem, found: Found) -> PlanRecord:
 
 
 def rank_loads(options: list[ShardingOption], world_size: int, latencies_ms: Mapping[str, Floats]) -> list[RankLoad]:
-    """Of options whose shards have ranks. Every rank waits in every collective, so each has the latency of all."""
+    """Sum the loads of options whose shards have ranks. Every rank waits in every collective, so each has the latency of all."""
     shards: list[list[Shard]] = [[] for _ in range(world_size)]
     for option in options:
         for shard in option.shards:

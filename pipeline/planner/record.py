@@ -42,7 +42,7 @@ class TableChoice:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What the tables take of one rank.
+    """Memory and time that the tables take of a rank.
 
     Times are estimates; the latency of each collective that the plan issues is in the phase it belongs to, on every rank.
     """

@@ -21,7 +21,7 @@ from pipeline.runtime.errors import PlanError
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is made for. `batch_size` is a rank's; the model may be on meta, its tables must be."""
+    """The model, hardware and batch that a plan is made for. `batch_size` is a rank's; tables must be on meta."""
 
     tables: list[Table]
     model: nn.Module

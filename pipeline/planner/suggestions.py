@@ -35,7 +35,7 @@ def working_suggestions(
     free_bytes: Callable[[Suggestion], int | None],
     others: Sequence[Suggestion] = (),
 ) -> list[tuple[Suggestion, int]]:
-    """Of each kind of change the smallest that works, the cheapest kinds first, with the free bytes of the fullest rank.
+    """Find the smallest change of each kind that works, cheapest kinds first, with the free bytes of the fullest rank.
 
     `others` are tried first. `free_bytes`: the free memory of the fullest rank under a plan for the changed request, None
     where there is no plan.
@@ -95,7 +95,7 @@ def _lacks_host_memory(table: Table) -> bool:
 def _relaxed_limits(
     unchanged: Suggestion, tables: list[Table], key: str, allowed: Callable[[Table], list[str]]
 ) -> Iterator[Suggestion]:
-    """For the largest table, the two largest, four ..."""
+    """Lift a limit of the largest table, of the two largest, of four ..."""
     count = 1
     while tables and count < 2 * len(tables):
         relaxed = tables[:count]
@@ -120,7 +120,7 @@ def _allowing(table: Table, key: str, value: list[str] | None) -> Table:
 
 
 def _in_fp16(request: PlanRequest, placed: list[PlacedTable]) -> PlanRequest:
-    """The same on meta with tables of half the size."""
+    """The request on meta with fp16 tables, of half the size."""
     model = copy.deepcopy(request.model)
     for entry in placed:
         bag = model.get_submodule(entry.module).get_submodule(f"embedding_bags.{entry.table.name}")
@@ -130,7 +130,7 @@ def _in_fp16(request: PlanRequest, placed: list[PlacedTable]) -> PlanRequest:
 
 
 def _more_hosts(unchanged: Suggestion, total_bytes: int, usable: tuple[int, int]) -> Iterator[Suggestion]:
-    """From what the sum alone asks for."""
+    """Add hosts, beginning at the number that the sum of bytes alone needs."""
     hardware = unchanged.request.hardware
     local = hardware.local_world_size
     least = max(hardware.num_hosts + 1, math.ceil(total_bytes / max(1, max(usable)) / local))

@@ -71,7 +71,7 @@ class FrequencySplit(CompressionKind):
 
     @cached_property
     def cold_part(self) -> Table | None:
-        """None where the head is all there is."""
+        """The table of the cold rows; None where all rows are hot."""
         table = self.table
         if self.head_rows >= table.num_embeddings:
             return None

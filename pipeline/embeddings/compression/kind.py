@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Bags(NamedTuple):
-    """Of one feature: ids [sum of lengths] int64, one sample after the other, and lengths [batch] int32."""
+    """The bags of a feature: ids [sum of lengths] int64, sample after sample, and lengths [batch] int32."""
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int32]

@@ -102,7 +102,7 @@ class PathBased(CompressionKind):
         return self.paths.num_buckets * network_numbers(self.table.embedding_dim, self.paths.hidden_size)
 
     def initial_parameters(self) -> dict[str, torch.Tensor]:
-        """As wide as the base rows on average, so that rows have the spread that the table's init asks for."""
+        """Networks keep the spread of the base rows, so that rows have the spread that the table's init asks for."""
         import torch
 
         dim, buckets, hidden = self.table.embedding_dim, self.paths.num_buckets, self.paths.hidden_size
@@ -143,5 +143,5 @@ class PathBased(CompressionKind):
 
 
 def network_numbers(dim: int, hidden_size: int) -> int:
-    """Of a small network dim -> hidden -> dim."""
+    """Count the numbers of a small network dim -> hidden -> dim."""
     return 2 * dim * hidden_size + hidden_size + dim

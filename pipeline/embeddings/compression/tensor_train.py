@@ -149,7 +149,7 @@ def _products_of_all(first: torch.Tensor, second: torch.Tensor, pairs: torch.Ten
 
 
 def away_from_zero(*shape: int) -> torch.Tensor:
-    """Of standard deviation 1: a normal distribution without its middle, as TT-Rec's sampled Gaussian (section 4.2).
+    """Sample a normal distribution without its middle, of standard deviation 1, as TT-Rec's sampled Gaussian (section 4.2).
 
     Sums of products of such numbers come nearest to the uniform distribution that embedding tables are initialized with.
     """

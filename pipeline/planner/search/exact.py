@@ -31,7 +31,7 @@ class ExactResult:
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """What a variable stands for: `shards` [S], or [alike blocks, S] of which it counts some, from rank `first_rank` on."""
+    """The shards that a variable lays, [S], or [alike blocks, S] of which it counts some, from rank `first_rank` on."""
 
     table: int
     choice: int
@@ -183,7 +183,7 @@ class _Program:
             self.at_most.add(self.kind_rows[kind], variable, 1.0)
 
     def _ranks(self) -> list[int]:
-        """Those that a shard needs to try: where ranks are alike, none behind a second one not yet used."""
+        """List the ranks that a shard needs to try: of ranks that are alike, those in use and the first unused."""
         local = self.problem.ranks_per_host
         every = range(self.problem.world_size)
         return [rank for rank in every if not self.symmetric or max(rank // local, rank % local) <= self.first]

@@ -93,7 +93,7 @@ class SearchProblem:
 
     @property
     def kind_ms(self) -> dict[str, float]:
-        """What a kind in use costs under either objective: the slowest rank waits for each phase's start too."""
+        """The cost of each kind in use under either objective: the slowest rank waits for each phase's start too."""
         there = dict.fromkeys(option.kind for options in self.tables for option in options)
         sums = {kind: float(self.latency_ms[kind].sum()) for kind in there if kind in self.latency_ms}
         return {kind: total for kind, total in sums.items() if total > 0}
@@ -144,7 +144,7 @@ def kinds_cost(problem: SearchProblem, assignment: Assignment) -> float:
 
 
 def violations(problem: SearchProblem, assignment: Assignment) -> list[str]:
-    """What of the capacities or rules an assignment breaks; nothing for a valid one."""
+    """List the capacities and rules that an assignment breaks; empty for a valid assignment."""
     _, memory = loads(problem, assignment)
     broken = [
         f"rank {rank} holds {memory[rank].tolist()} of {problem.capacity[rank].tolist()} bytes"

@@ -219,7 +219,7 @@ class RankState:
         return ranks if self._hosts_hold(option, ranks) else None
 
     def _find_hosts(self, option: Option, cost: Floats) -> tuple[Ranks, float] | None:
-        """Whole hosts, one a block of shards, each on the best host not yet taken."""
+        """Put each block of shards on a host of its own, the best that is not yet taken."""
         local, hosts = self.problem.ranks_per_host, self.problem.num_hosts
         blocks = option.num_shards // local
         uses, most = np.zeros(hosts, dtype=int), -(-blocks // hosts)

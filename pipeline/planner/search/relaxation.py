@@ -91,8 +91,10 @@ class LinearProgram:
         return summed
 
     def solve(self, allowed: Mask | None = None, without: Collection[str] = (), all_in_use: bool = False) -> Relaxation:
-        """Of the `allowed` options, and no kind of `without`: all others with a latency then count as in use, as with
-        `all_in_use`."""
+        """Bound plans of the `allowed` options and of no kind in `without`.
+
+        Then, as with `all_in_use`, all other kinds with a latency count as in use.
+        """
         goal, bounds = self._goal(), self._bounds(allowed, without, all_in_use)
         found = scipy.optimize.linprog(
             goal, A_ub=self.rows, b_ub=self.limits, A_eq=self.one_each, b_eq=np.ones(len(self.sizes)), bounds=bounds,

@@ -77,7 +77,7 @@ class _Attempt:
         np.add.at(self.memory, best[3], self.problem.tables[table][best[2]].memory)
 
     def _ranks_for(self, option: Option) -> Ranks:
-        """By the option's rule, where most is left."""
+        """Choose the ranks with most free memory that the option's rule permits."""
         problem, local = self.problem, self.problem.ranks_per_host
         room = ((problem.capacity - self.memory) / np.maximum(problem.capacity.max(axis=0), 1.0))[
             :, option.memory.any(axis=0)
