@@ -52,7 +52,7 @@ def is_override(job: type, word: str, options: dict[str, list[str]]) -> bool:
         return issubclass(job, TrainJob) and (value in options["experiment"] or value == "...")
     hint = get_type_hints(job).get(key)
     if key in options and value.isidentifier() and hint is not str:  # evaluate's tables=own is a word, no option
-        return hint is not None and value in options[key]
+        return value in options[key]
     return is_key(job, key)
 
 

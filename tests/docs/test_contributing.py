@@ -1,0 +1,28 @@
+"""CONTRIBUTING.md shows the example as it is, and its table is true: one file registers one component."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.docs.pages import REPOSITORY
+
+PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text()
+ROWS = re.findall(r"(?m)^\| an? .*? \| 1 \| `(\w+)` \| `(\S+)` \|$", PAGE)
+
+
+def test_the_page_shows_the_example_as_it_is() -> None:
+    shown = re.search(r"(?s)<!-- example -->\n```python\n(.*?)```", PAGE)
+    assert shown is not None and shown[1] == (REPOSITORY / "examples" / "custom_model.py").read_text()
+
+
+def test_the_table_names_every_kind_of_component() -> None:
+    assert {kind for kind, _ in ROWS} == {"model", "task", "optimizer", "format", "compression", "verb"}
+
+
+@pytest.mark.parametrize(("kind", "path"), ROWS)
+def test_one_file_registers_it(kind: str, path: str) -> None:
+    text = (REPOSITORY / path).read_text()
+    registered = r'^main = verb\("\w+"' if kind == "verb" else rf'^@register\("{kind}", "\w+"\)'
+    assert re.search(registered, text, re.M), f"{path} registers no {kind}"
