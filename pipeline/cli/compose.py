@@ -139,7 +139,7 @@ def _split_overrides(overrides: list[Override], groups: dict[str, list[str]]) ->
             values.append(override)
             continue
         for option in value if isinstance(value, list) else [value]:
-            if str(option) not in groups[group]:
+            if option is not None and str(option) not in groups[group]:
                 near = did_you_mean(str(option), groups[group])
                 raise ConfigError(f"{group}={option}: there is no such option in {', '.join(groups[group])}{near}")
         # Every group stands in the defaults list, so `+group=option` can only mean `group=option`.
@@ -210,9 +210,9 @@ def _is_optional(kind: Any) -> bool:
 
 
 def _first_words(job_type: type) -> set[str]:
-    """What a verb's overrides may begin with: its fields (most groups are fields), and `experiment`, which is none."""
+    """What a verb's overrides may begin with: its fields (most groups are fields), `experiment` and `debug`, which are none."""
     fields = {field.name for field in dataclasses.fields(job_type)}
-    return fields | {"experiment"} if issubclass(job_type, TrainJob) else fields
+    return fields | {"experiment", "debug"} if issubclass(job_type, TrainJob) else fields
 
 
 def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set[str]) -> NoReturn:

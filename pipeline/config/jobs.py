@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pipeline.config.data import SPLITS, BaseVocabularyConfig, DataConfig
 from pipeline.config.model import ModelConfig
+from pipeline.config.paths import PathsConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.config.registry import find
 from pipeline.config.retraining import (
@@ -22,6 +23,7 @@ from pipeline.config.tables import TableConfig
 from pipeline.config.training import (
     CheckpointConfig,
     CommsConfig,
+    LoggerConfig,
     OptimizerConfig,
     ParallelConfig,
     ScheduleConfig,
@@ -56,6 +58,7 @@ class PrepareJob(Job):
     threads: int | None = None  # None: all cores
     temp_dir: str | None = None  # None: beside data.path
     vocabularies: BaseVocabularyConfig | None = None
+    paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)  # 0.3 go to the libraries alone
@@ -67,8 +70,9 @@ class GenerateJob(Job):
     """data.synthetic or data.user_item says what is drawn; `output` is the text that prepare then takes for its source."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    output: str = "datasets/raw/${data.name}.tsv"
+    output: str = "${paths.raw}/${data.name}.tsv"
     threads: int | None = None  # None: all cores
+    paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:
         check_at_least("threads", self.threads, 1, allow_none=True)
@@ -84,7 +88,7 @@ class TrainJob(Job):
     """`world_size` is set by torchrun; elsewhere it says for how many ranks to validate or plan."""
 
     name: str = "???"
-    run_dir: str = "runs/${name}"
+    run_dir: str = "${paths.runs}/${name}"
     world_size: int = 1
     data: DataConfig = field(default_factory=DataConfig)
     tables: dict[str, TableConfig] = field(default_factory=dict)
@@ -99,6 +103,8 @@ class TrainJob(Job):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: WarmStartConfig | None = None  # first weights from another run
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
     profile: str | None = (
         None  # steps:50-60 writes a trace of those steps, and where their time went, into the run folder
     )
@@ -144,7 +150,7 @@ class RetrainJob(TrainJob):
     to be judged again. strict: a tick that rejects a window ends with exit code 3.
     """
 
-    run_dir: str = "retraining/${name}"
+    run_dir: str = "${paths.retraining}/${name}"
     source: str = "???"
     windows: WindowsConfig = field(default_factory=WindowsConfig)
     growth: GrowthConfig = field(default_factory=GrowthConfig)
@@ -237,6 +243,7 @@ class ExportJob(Job):
     pruning: PruningConfig = field(default_factory=PruningConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
     data_path: str | None = None  # None: the data set that the run was trained on
+    paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:
         check_given("run", self.run)

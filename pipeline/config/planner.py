@@ -59,7 +59,7 @@ class PlannerConfig:
     """
 
     kind: str = "search"
-    plan_file: str = "sharding_plans/${name}.${hardware.name}x${world_size}.json"
+    plan_file: str = "${paths.plans}/${name}.${hardware.name}x${world_size}.json"
     reserved_memory_fraction: float = (
         0.15  # of each capacity, kept free for activations; the dense part comes off beside it
     )

@@ -163,7 +163,7 @@ class GateConfig:
 class RegistryConfig:
     """Where versions are kept, and how many; the champion and the one before it are kept whatever comes."""
 
-    path: str = "registry/${name}"  # a folder or s3://bucket/prefix
+    path: str = "${paths.registry}/${name}"  # a folder or s3://bucket/prefix
     keep: int = 5
     mlflow: str | None = None  # tracking URI of a mirror, which is never read
 

@@ -207,6 +207,13 @@ class CheckpointConfig:
 
 
 @dataclass
+class LoggerConfig:
+    """What becomes of a run's numbers beside its log and metrics.jsonl, which are always written."""
+
+    tensorboard: bool = True  # event files in <run_dir>/tensorboard
+
+
+@dataclass
 class EarlyStopConfig:
     """Stop after `patience` evaluations in a row without an improvement of `min_delta`; patience 0 never stops."""
 

@@ -28,8 +28,9 @@ def find_plan_file(path: str, command: str) -> str:
     if storage.is_file(path):
         return path
     looked = [path]
-    if not path.startswith("/") and "://" not in path:
-        looked.append(str(shipped_folder() / path.removeprefix(FOLDER + "/")))
+    _, in_folder, name = f"/{path}".rpartition(f"/{FOLDER}/")  # wherever paths.root has moved the folder
+    if in_folder or not (path.startswith("/") or "://" in path):
+        looked.append(str(shipped_folder() / (name if in_folder else path)))
         if storage.is_file(looked[-1]):
             return looked[-1]
     raise PlanError(f"no plan file at {' or '.join(looked)}; make one: {command}")

@@ -11,10 +11,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.runtime.masking import mask
 from pipeline.runtime.storage import storage
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 QUIET_AFTER_S = 2.0  # what ends sooner needs no progress bar
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line now and then
@@ -140,20 +143,23 @@ def to_json(values: Any, indent: int | None = None) -> str:
 
 
 class MetricsWriter:
-    """Append one JSON object a line to metrics.jsonl and the same numbers to TensorBoard; only rank 0 writes.
+    """Append one JSON object a line to metrics.jsonl, and the same numbers to TensorBoard if wanted; only rank 0 writes.
 
     A resumed run drops the lines after the step it resumes from, so that every step stands there once.
     """
 
-    def __init__(self, folder: str, resume_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # costs a second to import: only where it writes
-
+    def __init__(self, folder: str, resume_step: int = 0, tensorboard: bool = True) -> None:
         storage.make_folder(folder)
         self.path = storage.join(folder, "metrics.jsonl")
         kept = _lines_up_to(self.path, resume_step) if resume_step else []
         storage.publish_text(self.path, "".join(kept))
         self.tensorboard_folder = storage.join(folder, "tensorboard")
-        self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=resume_step + 1 if resume_step else None)
+        self._tensorboard = self._open_tensorboard(resume_step) if tensorboard else None
+
+    def _open_tensorboard(self, after_step: int) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter  # costs a second to import: only where it writes
+
+        return SummaryWriter(self.tensorboard_folder, purge_step=after_step + 1 if after_step else None)
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
         line = to_json({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
@@ -161,19 +167,20 @@ class MetricsWriter:
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
-        for name, value in values.items():
-            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
 
     def drop_after(self, step: int) -> None:
         """Forget the lines after `step`, for a run that goes on from there."""
-        from torch.utils.tensorboard import SummaryWriter
-
         storage.publish_text(self.path, "".join(_lines_up_to(self.path, step)))
-        self._tensorboard.close()
-        self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=step + 1)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = self._open_tensorboard(step)
 
     def close(self) -> None:
-        self._tensorboard.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
 
 def _lines_up_to(path: str, step: int) -> list[str]:

@@ -198,7 +198,7 @@ def _open_writer(job: TrainJob, assembly: Assembly, restored: dict[str, Any] | N
     from pipeline.planner.plan_codec import write_plan
     from pipeline.runtime.logs import MetricsWriter
 
-    writer = MetricsWriter(job.run_dir, restored["step"] if restored else 0)
+    writer = MetricsWriter(job.run_dir, restored["step"] if restored else 0, job.logger.tensorboard)
     save_job(job, f"{job.run_dir}/config.yaml")
     write_plan(f"{job.run_dir}/plan.json", assembly.plan)
     return writer

@@ -13,7 +13,16 @@ import yaml
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.compose import group_options
-from pipeline.config.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.config.jobs import (
+    EvaluateJob,
+    ExportJob,
+    GenerateJob,
+    PlanJob,
+    PrepareJob,
+    RetrainJob,
+    ServeJob,
+    TrainJob,
+)
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -58,17 +67,29 @@ def test_every_experiment_begins_with_the_command_that_runs_it(experiment: str) 
     assert command == f"# python -m pipeline.train experiment={experiment}"
 
 
+# A job that has a group, with what it wants besides.
+JOB_OF = {
+    **{group: (RetrainJob, ["data=quickstart", "source=x"]) for group in ("windows", "growth", "checks", "gate", "registry")},
+    **{group: (ExportJob, ["run=x"]) for group in ("pruning", "parity")},
+    **{group: (ServeJob, ["artifact=x"]) for group in ("ssd", "server", "batching", "limits")},
+    "vocabularies": (PrepareJob, ["data=quickstart", "source=x", "vocabularies.path=y"]),
+    "warm_start": (TrainJob, ["data=quickstart", "warm_start.run=x"]),
+    "data": (TrainJob, ["data.name=mine"]),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_composes(group: str, option: str) -> None:
-    job = load_config(TrainJob, [*dict.fromkeys(["data=criteo_kaggle"] * (group != "data")), f"{group}={option}"])
-    assert isinstance(job, TrainJob)
+    job_type, words = JOB_OF.get(group, (TrainJob, ["data=criteo_kaggle"]))
+    job = load_config(job_type, [*words, f"{group}={option}"])
+    assert isinstance(job, job_type)
     stated = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
-    part = getattr(job, group)
+    part = job if group == "debug" else getattr(job, group)
     for key in set(stated or {}) - {"defaults"}:
         assert key in part if isinstance(part, dict) else hasattr(part, key)
 
 
-@pytest.mark.parametrize("data", GROUPS["data"])
+@pytest.mark.parametrize("data", [option for option in GROUPS["data"] if option != "default"])
 def test_every_data_set_prepares(data: str) -> None:
     job = load_config(PrepareJob, [f"data={data}", "source=raw/*"])
     assert (job.data.name, job.data.path) == (data, f"datasets/{data}")
@@ -77,6 +98,28 @@ def test_every_data_set_prepares(data: str) -> None:
 def test_the_other_verbs_compose() -> None:
     assert load_config(GenerateJob, ["data=quickstart"]).output == "datasets/raw/quickstart.tsv"
     assert load_config(EvaluateJob, ["run=runs/quickstart"]).split == "test"
+
+
+def test_one_key_moves_every_folder() -> None:
+    trained = load_config(TrainJob, ["experiment=quickstart", "paths.root=/mnt/x/"])
+    assert (trained.run_dir, trained.data.path) == ("/mnt/x/runs/quickstart", "/mnt/x/datasets/quickstart")
+    assert trained.planner.plan_file == "/mnt/x/sharding_plans/quickstart.autox1.json"
+    retrained = load_config(RetrainJob, ["experiment=quickstart", "source=x", "paths.root=/mnt/x"])
+    assert (retrained.run_dir, retrained.registry.path) == (
+        "/mnt/x/retraining/quickstart",
+        "/mnt/x/registry/quickstart",
+    )
+    assert load_config(GenerateJob, ["data=quickstart", "paths.root=.."]).output == "../datasets/raw/quickstart.tsv"
+    assert load_config(GenerateJob, ["data=quickstart", "paths.data=d"]).output == "d/raw/quickstart.tsv"
+    assert load_config(TrainJob, ["experiment=quickstart", "paths.runs=r"]).run_dir == "r/quickstart"
+
+
+@pytest.mark.parametrize("option", GROUPS["debug"])
+def test_debugging_is_short_and_leaves_the_runs_own_folder_alone(option: str) -> None:
+    job = load_config(TrainJob, ["experiment=quickstart", f"debug={option}"])
+    assert job.run_dir == f"runs/quickstart_debug_{option}"
+    assert job.trainer.max_steps is not None and job.trainer.max_steps <= 200
+    assert job.data.reader.overfit_batches == (1 if option == "overfit" else 0)
 
 
 def test_mlperf_dlrmv2_is_the_references_model_data_and_optimizer() -> None:

@@ -42,3 +42,13 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     assert _steps(tmp_path) == [10]
     MetricsWriter(str(tmp_path)).close()
     assert _steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("tensorboard", [True, False])
+def test_event_files_of_tensorboard_are_a_choice(tmp_path: Path, tensorboard: bool) -> None:
+    writer = MetricsWriter(str(tmp_path), tensorboard=tensorboard)
+    writer.write("train", 10, {"loss": 0.5})
+    writer.drop_after(10)
+    writer.close()
+    assert _steps(tmp_path) == [10]
+    assert (tmp_path / "tensorboard").exists() == tensorboard

@@ -68,12 +68,16 @@ def export(job: ExportJob) -> ExportSummary:
 
 
 def default_output(job: ExportJob, step: int) -> str:
-    """<run>/artifacts/step_00000300.int8, with a hash of what else was asked for, where anything was."""
+    """<run>/artifacts/step_00000300.int8, or below paths.artifacts, with a hash of what else was asked for, where anything was."""
     from pipeline.serving.artifact.make_artifact import settings_of
 
     asked, usual = settings_of(job), settings_of(ExportJob(run=job.run, precision=job.precision))
     digest = "" if asked == usual else f".{_hash(asked)[:8]}"
-    return f"{job.run.rstrip('/')}/artifacts/step_{step:08d}.{job.precision}{digest}"
+    run = job.run.rstrip("/")
+    folder = (
+        f"{job.paths.artifacts.rstrip('/')}/{run.rpartition('/')[2]}" if job.paths.artifacts else f"{run}/artifacts"
+    )
+    return f"{folder}/step_{step:08d}.{job.precision}{digest}"
 
 
 def _hash(content: Any) -> str:

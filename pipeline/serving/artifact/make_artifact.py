@@ -33,7 +33,14 @@ from pipeline.serving.artifact.prune import rows_to_keep
 from pipeline.serving.artifact.reference import Reference, make_reference
 from pipeline.serving.artifact.trained_model import TrainedModel
 
-OF_NO_INTEREST = ("plugins", "run", "step", "output", "data_path")  # to whether two exports of a step are the same
+OF_NO_INTEREST = (
+    "plugins",
+    "run",
+    "step",
+    "output",
+    "data_path",
+    "paths",
+)  # to whether two exports of a step are the same
 logger = get_logger("pipeline.export")
 
 
