@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,4 +97,12 @@ def processes_of(run: Run) -> list[int]:
             continue
         if str(run.run_dir).encode() in words:
             found.append(int(pid))
+    return found
+
+
+def left_over(run: Run, within_s: float = 120.0) -> list[int]:
+    """Processes of the run that do not end within that time, though its agent has."""
+    until = time.monotonic() + within_s
+    while (found := processes_of(run)) and time.monotonic() < until:
+        time.sleep(0.05)
     return found

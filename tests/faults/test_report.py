@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.runtime.errors import DataError
 from tests.faults.catalogue import FAULTS
 from tests.faults.report import BEGIN, END, insert, render
 
@@ -23,5 +22,5 @@ def test_a_figure_stands_in_its_row_and_a_fault_without_one_is_said_to_have_none
 def test_the_table_replaces_the_one_before() -> None:
     page = f"intro\n{BEGIN}\nold\n{END}\nafter\n"
     assert insert(page, "new") == f"intro\n{BEGIN}\nnew\n{END}\nafter\n"
-    with pytest.raises(DataError):
+    with pytest.raises(ValueError):
         insert("a page without marks", "new")

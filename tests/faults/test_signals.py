@@ -16,7 +16,7 @@ from pipeline.config.jobs import TrainJob
 from pipeline.runtime.process.exit_codes import DONE, REQUEUE
 from pipeline.training.run import train
 from tests.faults.conftest import FaultRecorder
-from tests.faults.runs import TIMEOUT_S, Run, processes_of
+from tests.faults.runs import TIMEOUT_S, Run, left_over
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 
@@ -84,7 +84,7 @@ def test_sigterm_to_the_agent_reaches_the_scheduler_as_a_requeue_and_a_second_on
     assert (code, output) == (REQUEUE, "")
     (*_, newest) = _steps(run)
     assert newest >= 13
-    assert processes_of(run) == []
+    assert left_over(run) == []
     fault(5, "two SIGTERMs to the agent of two ranks: saved, code 75 from the agent, no rank left", count=1)
 
 

@@ -110,7 +110,9 @@ def main() -> None:
         time.sleep(about.get("load_s", 0.0))
         if about.get("damaged"):
             raise ValueError(f"{found.path}/tables/00000.rows does not match its checksum in bytes 0 to 9")
-        return StandIn(about["version"], delay_s=about.get("delay_s", 0.0), held_by=about.get("held_by", ""))
+        tried = 2  # rows, before the server listens
+        delay_s, held_by = about.get("delay_s", 0.0), about.get("held_by", "")
+        return StandIn(about["version"], delay_s=delay_s, held_by=held_by, free_rows=tried)
 
     Verb(ServeJob, lambda job: serve(job, load), "python -m tests.serving.servers").main()
 
