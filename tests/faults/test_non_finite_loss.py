@@ -150,10 +150,10 @@ def _local(value: Any) -> Any:
 
 
 def _states_around_a_rollback(rank: int, folder: str) -> dict[tuple[str, int], str]:
-    from tests.training import test_trainer
+    from tests.training import tiny_training
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_trainer, "Checkpointer", _Recorded)
+        patch.setattr(tiny_training, "Checkpointer", _Recorded)
         _Recorded.digests = {}
         fit_drawn(rank, 2, folder, ROLLBACK, 4, None, (6, 7, 8))
     return _Recorded.digests
