@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from pipeline.sharding.compat import WRITTEN_FOR  # of the standard library alone, as all this file
+
 # torch -> (torchrec, fbgemm): releases that were made for each other. Another pair shows as `undefined symbol`, or as
 # `operator ... does not exist` (pytorch/torchrec#551, #770, #2857).
 RELEASED_TOGETHER = {"2.13": ("1.8", "1.8"), "2.12": ("1.7", "1.7"), "2.11": ("1.6", "1.6")}
-TESTED = "2.13"  # the one that this release's tests run on; sharding/torchrec/compat.py lists what it needs of it
+TESTED = WRITTEN_FOR["torch"]  # the one that this release's tests run on; training refuses others
 FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 MODULES = {  # import name -> distribution
     "hydra": "hydra-core", "iopath": "iopath", "torchx": "torchx", "yaml": "PyYAML", "numpy": "numpy", "rich": "rich",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import time
 
+from pipeline.sharding.compat import allow_untested_versions
+
 
 def precompile() -> bool:
     """Run every kernel once, on inputs of the kinds that training has; False where there is no Numba."""
@@ -16,6 +18,7 @@ def precompile() -> bool:
         import numba  # noqa: F401
     except ImportError:
         return False
+    allow_untested_versions()  # compiling does no harm; training refuses them
     _tables()
     _replicated_tables()
     _dot_products()
