@@ -173,7 +173,7 @@ PRIVATE_NAMES: list[PrivateName] = [
           "local_shards sharded_tensor_metadata process_group init_rrefs sharding_spec"),
     *_names(f"{SHARDED_TENSOR}:ShardedTensor", SYNC, "_process_group"),
     *_names("torch.distributed._shard.metadata", MANAGED, "ShardMetadata"),
-    *_names("torch.distributed._shard.sharding_spec", "planner/planfile.py", "EnumerableShardingSpec", "ShardMetadata"),
+    *_names("torch.distributed._shard.sharding_spec", "planner/plan_codec.py", "EnumerableShardingSpec", "ShardMetadata"),
     *_names("torch.distributed.remote_device", SYNC, "_remote_device"),
     *_names("torch.distributed.checkpoint.filesystem", "checkpoint/shards.py checkpoint/metadata.py", "_StorageInfo"),
     _call("torch.distributed.checkpoint.filesystem:FileSystemReader", "checkpoint/tensors.py checkpoint/metadata.py", "_slice_file",
