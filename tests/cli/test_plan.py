@@ -126,7 +126,7 @@ def test_the_config_alone_gives_the_tables_that_prepared_data_give(prepared_clic
 SHIPPED = [
     line.split()[3:]
     for line in (Path(__file__).resolve().parents[2] / "sharding_plans" / "README.md").read_text().splitlines()
-    if line.startswith("    python -m pipeline.plan ")
+    if line.startswith("python -m pipeline.plan ")
 ]
 
 

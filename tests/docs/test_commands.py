@@ -30,6 +30,7 @@ from tests.docs.pages import (
     files_of,
     links_of,
     name_of,
+    prose_of,
 )
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -58,6 +59,8 @@ def test_every_block_names_its_language_and_shell_blocks_say_whether_they_run(pa
         elif block.language != "python":  # whose docstrings may show a command
             hidden = re.search(r"(?m)^(\$ |python -m |torchx |make )", block.text)
             assert not hidden, f"{block}: a command in a block of {block.language}: {hidden and hidden[0]}"
+    indented = re.search(r"(?m)^ {4}(\$ |python -m |torchx |make ).*", prose_of(page))
+    assert not indented, f"{name_of(page)}: fence and mark this command: {indented and indented[0]}"
 
 
 @by_page
