@@ -34,7 +34,7 @@ from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import SHARDING_TYPES, ConstraintConfig
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.table import Table
-from pipeline.planner import plan_folder
+from pipeline.planner import plan_file
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.plan_codec import (
     decode_plan,
@@ -267,7 +267,7 @@ def test_a_plan_file_is_looked_for_here_then_in_the_checkout_then_in_the_package
     checkout, package = tmp_path / "checkout", tmp_path / "checkout" / "pipeline"
     for folder in (checkout, package):
         (folder / "sharding_plans").mkdir(parents=True)
-    monkeypatch.setattr(plan_folder, "PACKAGE", package)
+    monkeypatch.setattr(plan_file, "PACKAGE", package)
     with pytest.raises(PlanError, match=names(f"{name} {package}/{name} {COMMAND}")):
         find_plan_file(name, COMMAND)
     (package / name).touch()
