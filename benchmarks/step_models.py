@@ -31,6 +31,8 @@ from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.assembly import Assembly, assemble
 from pipeline.training.compiled import DenseCompiler
+from pipeline.training.hooks.base import TrainingParts
+from pipeline.training.hooks.build import build_hooks
 from pipeline.training.optimizer import build_optimizer
 from pipeline.training.trainer import Trainer
 
@@ -248,12 +250,12 @@ def our_side(
 
     def run(num_steps: int) -> Timed:
         # The trainer's own rate leaves out the first step alone, which builds: the warm-up is a fit of its own.
-        trainer = Trainer(
-            job.trainer, job.schedule, job.checkpoint, model=assembly.model, task=assembly.task, optimizer=optimizer,
-            reader=_InMemory(batches, preset.batch_size, num_steps + 1), validation_reader=None,  # type: ignore[arg-type]
-            checkpointer=_NoCheckpoints(), writer=None, context=context,  # type: ignore[arg-type]
+        parts = TrainingParts(
+            model=assembly.model, task=assembly.task, optimizer=optimizer, context=context,
+            reader=_InMemory(batches, preset.batch_size, num_steps + 1),  # type: ignore[arg-type]
+            checkpointer=_NoCheckpoints(),  # type: ignore[arg-type]
         )  # fmt: skip
-        result = trainer.fit()
+        result = Trainer(job, parts, build_hooks(job, parts)).fit()
         return Timed(preset.batch_size * context.world_size / result.throughput["samples_per_s"], num_steps + 1)
 
     return assembly, run

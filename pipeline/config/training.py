@@ -244,6 +244,8 @@ class TrainerConfig:
     gradient_clip_norm: float | None = None
     gradient_accumulation_steps: int = 1
     log_every_steps: int = 50
+    overfit_batches: int = 0  # train on the first n global batches again and again; 0: on all data
+    hooks: list[str] = field(default_factory=list)  # registered hooks of your own, called in this order
     evaluate_every_steps: int = 0  # 0: at the end of training only
     evaluate_max_batches: int | None = None
     evaluate_batch_size: int | None = None  # global; None: global_batch_size
@@ -286,6 +288,7 @@ class TrainerConfig:
         check_at_least("trainer.lease_ttl_s", self.lease_ttl_s, 1.0)
         check_at_least("trainer.grace_s", self.grace_s, 10.0)  # 5 of them are the launcher's
         check_within("trainer.seed", self.seed, 0, 2**63 - 1)
+        check_at_least("trainer.overfit_batches", self.overfit_batches, 0)
         check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
         if self.global_batch_size % self.gradient_accumulation_steps:
             raise ConfigError(

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HeadReport:
-    """Bytes that leave a rank in a step: without a head, with this one, with nothing but head."""
+    """Bytes that leave a rank in a step: without a head, with the chosen one, with all rows in the head."""
 
     table: str
     head_rows: int

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.config.jobs import RetrainJob
-from pipeline.models.tasks.guard import NonFiniteLossError
 from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Finding, Scores, judge
 from pipeline.retraining.history import accepted_statistics, windows_since
@@ -23,6 +22,7 @@ from pipeline.retraining.windows import Window, file_name
 from pipeline.runtime.errors import DamagedError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.export_run import ExportSummary
+from pipeline.training.agreement import NonFiniteLossError
 
 logger = get_logger("pipeline.retrain")
 History = list[tuple[str, WindowStatistics]]

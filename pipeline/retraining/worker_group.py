@@ -53,7 +53,7 @@ class Crew:
 
     def follow(self) -> None:
         """Raises what the tasks raise, but for a loss that is not finite, of which rank 0 makes a rejection."""
-        from pipeline.models.tasks.guard import NonFiniteLossError
+        from pipeline.training.agreement import NonFiniteLossError
 
         with watchdog.unwatched("waiting for rank 0"):
             while (told := self._hear()) is not None:

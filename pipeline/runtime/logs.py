@@ -1,4 +1,4 @@
-"""Turn events into log lines, progress bars and metric files; keep the libraries' noise out."""
+"""Write log lines, progress bars and metric files, and keep the libraries' noise out of them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Turn a plan and batches into trained weights."""
+"""Training: the run, the trainer and its hooks, optimizers, evaluation."""

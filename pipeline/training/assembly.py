@@ -88,8 +88,6 @@ def build_task(resolved: ResolvedJob) -> TaskModel:
         model,
         resolved.tables,
         precision=trainer.precision,
-        max_non_finite_in_a_row=trainer.max_non_finite_steps if trainer.non_finite_loss != "stop" else 0,
-        loss_scale=1.0 / trainer.gradient_accumulation_steps,
     )
     apply_sparse_optimizer(task, job.optimizer.sparse)
     return task

@@ -1,6 +1,6 @@
-"""Turn a model's dense layers into code that torch.compile makes, each on its first training step.
+"""Compile a model's dense layers by torch.compile, each on its first training step.
 
-What lies beside the tables is compiled a child at a time (DLRM's dense_arch and over_arch): a train pipeline rewrites the
+The layers beside the tables are compiled a child at a time (DLRM's dense_arch and over_arch): a train pipeline rewrites the
 tables' forward, which stays as it is, and so do parameters and their names. DLRM's dot products are no layer, and have
 kernels of their own. Evaluation runs uncompiled: other shapes and no gradients would compile anew.
 """

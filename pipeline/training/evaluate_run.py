@@ -98,7 +98,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
 
 
 def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
-    """A part of a split, or other data, does not take the place of the whole evaluation."""
+    """An evaluation of a part of a split, or of other data, does not overwrite that of the whole split."""
     part = f".first_{job.max_batches}_batches" if job.max_batches is not None else ""
     data = f".data_{other_data[:8]}" if other_data else ""
     tables = ".own_tables" if job.tables == "own" else ""

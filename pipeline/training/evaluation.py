@@ -1,4 +1,4 @@
-"""Turn a model and a stream of batches into metrics over all ranks."""
+"""Evaluate a model on a split, over all ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _note_bad_rows(reader: ShardReader, num_samples: int, description: str) -> N
 
 
 def _waited_for(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches; the watchdog knows on whom it is to wait."""
+    """The same batches; the watchdog is given the phase: waiting for input, or evaluating."""
     while True:
         watchdog.beat(phase=watchdog.WAITING_FOR_INPUT)
         batch = next(batches, None)

@@ -1,6 +1,6 @@
-"""Turn what happens to the readers of single ranks into one answer on all ranks, so that none waits for another in vain.
+"""Watch each rank's reader, and end all ranks with one error where a reader fails.
 
-A rank whose reader fails goes on with empty batches until the next step's loss has told the others.
+A rank whose reader fails goes on with empty batches until the next step's agreement has told the others.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import torch.distributed as dist
 
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
-from pipeline.models.tasks.guard import GuardedLoss
 from pipeline.runtime.errors import TrainingError, UserError
-from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.training.agreement import StepAgreement
 
 FIRST_ROWS = 100_000  # the share of bad rows is taken of these at least: a bad row group comes all at once
-logger = get_logger(__name__)
 
 
 class FailSafe:
@@ -40,33 +38,22 @@ class FailSafe:
 
 
 class InputWatch:
-    """Every rank has one; `loss` carries the news."""
+    """Every rank has one; the agreement of the next step tells the other ranks."""
 
-    def __init__(self, reader: ShardReader, loss: GuardedLoss, context: DistributedContext) -> None:
-        self._reader, self._loss, self._context = reader, loss, context
+    def __init__(self, reader: ShardReader, agreement: StepAgreement, context: DistributedContext) -> None:
+        self._agreement, self._context = agreement, context
         self._fail_safe = FailSafe(reader, self._note_failure)
-        self._num_logged = 0
 
     def batches(self, source: Iterator[Batch]) -> Generator[Batch, None, None]:
         """As FailSafe's."""
         return self._fail_safe.batches(source)
 
     def _note_failure(self) -> None:
-        self._loss.input_failed = True
+        self._agreement.input_failed = True
 
-    def problem(self, num_rows: int) -> Exception | None:
-        """Collective after a failure: what ends the run on every rank, once `num_rows` rows were read by all."""
-        if self._loss.input_failure_agreed:
-            return agreed_failure(self._fail_safe.error, self._context)
-        return too_many_bad(self._reader, self._loss.num_bad_rows, num_rows)
-
-    def log(self, step: int, num_rows: int) -> None:
-        """A line where rows were quarantined since the last."""
-        bad = self._loss.num_bad_rows
-        if bad > self._num_logged and self._context.is_main:
-            logger.warning("step %d  %s of %s rows quarantined (%.3f %%)", step, f"{bad:,}", f"{num_rows:,}",
-                           100 * bad / num_rows)  # fmt: skip
-        self._num_logged = bad
+    def failure(self) -> Exception | None:
+        """Collective after a failure: the error of the first rank whose reader failed; else None."""
+        return agreed_failure(self._fail_safe.error, self._context) if self._agreement.input_failure_agreed else None
 
 
 def too_many_bad(reader: ShardReader, bad: int, num_rows: int) -> TrainingError | None:
@@ -78,7 +65,7 @@ def too_many_bad(reader: ShardReader, bad: int, num_rows: int) -> TrainingError 
     return TrainingError(
         f"{bad:,} of the {num_rows:,} rows read so far by all ranks are quarantined ({bad / num_rows:.2%}), and "
         f"data.reader.max_bad_fraction={fraction:g} allows {int(allowed):,}; the quarantine folder of the run says which "
-        "and why. Mend or prepare the data again, or allow more: the same command then goes on"
+        "and why. Fix or prepare the data again, or allow more: the same command then goes on"
     )
 
 
@@ -86,14 +73,14 @@ def agreed_failure(error: Exception | None, context: DistributedContext) -> Exce
     """Collective: the first failing rank's error, of the same kind and text on every rank; None where none failed."""
     if context.world_size == 1:
         return error
-    found: list[tuple[str, tuple[object, ...]] | None] = [None] * context.world_size
-    dist.all_gather_object(found, None if error is None else _portable(error))
-    rank = next((rank for rank, each in enumerate(found) if each is not None), None)
+    failures: list[tuple[str, tuple[object, ...]] | None] = [None] * context.world_size
+    dist.all_gather_object(failures, None if error is None else _portable(error))
+    rank = next((rank for rank, each in enumerate(failures) if each is not None), None)
     if rank is None:
         return None
     if rank == context.rank:
         return error
-    kind, args = found[rank] or ("", ())
+    kind, args = failures[rank] or ("", ())
     return {"UserError": UserError, "OSError": OSError}.get(kind, RuntimeError)(*args)
 
 

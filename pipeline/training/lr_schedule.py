@@ -1,4 +1,4 @@
-"""Turn an LRSchedule and a step into a factor on the learning rate, and set it: no state, so a resume is exact."""
+"""Set learning rates by schedule: the factor depends on the step alone, so a resume is exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a sharded model into one optimizer: fused tables, replicated tables and dense layers, each parameter once."""
+"""Build one optimizer for a sharded model: fused tables, replicated tables and dense layers, each parameter once."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) ->
     """The optimizer of a model on which apply_sparse_optimizer was called with the same config before sharding.
 
     Raises:
-        TrainingError: a table without an optimizer, or settings that its place in the plan does not allow.
+        TrainingError: a table without an optimizer, or settings that its sharding in the plan does not allow.
     """
     if forgotten := sorted(name for tables in _sharded_tables(model) for name in tables.tables_without_optimizer):
         raise TrainingError(
@@ -121,9 +121,9 @@ def _sharded_tables(model: DistributedModelParallel) -> Iterator[ShardedTables]:
 
 def replicated_tables(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
     """Name -> weights of the data_parallel tables."""
-    mine = {id(bag.weight) for tables in _sharded_tables(model) for bag in tables.embedding_bags.values()}
+    replicated = {id(bag.weight) for tables in _sharded_tables(model) for bag in tables.embedding_bags.values()}
     outside = in_backward_optimizer_filter(model.named_parameters())
-    return {name: weight for name, weight in outside if id(weight) in mine and weight.requires_grad}
+    return {name: weight for name, weight in outside if id(weight) in replicated and weight.requires_grad}
 
 
 def dense_parameters(model: DistributedModelParallel) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Turn a train job and its data set into resolved tables, or an error before torch is imported or memory is allocated."""
+"""Check a train job against its data set, before torch is imported or memory is allocated."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_resolved(resolved: ResolvedJob) -> None:
     plain = resolved.plain_tables
     if not plain:
         raise TrainingError(
-            f"all {len(tables)} tables are tensor trains, and nothing is left to shard; keep one that is none, e.g. "
+            f"all {len(tables)} tables are tensor trains, and nothing remains to be sharded; keep one that is no tensor train, e.g. "
             f"tables.{min(tables, key=lambda table: table.num_embeddings).name}.compression.kind=none"
         )
     check_widths(plain)
@@ -114,7 +114,7 @@ def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table]
 
 
 def validate_evaluation(job: EvaluateJob, trained: TrainJob, world_size: int) -> None:
-    """Raises TrainingError where the run's batches cannot be dealt to `world_size` ranks."""
+    """Raises TrainingError where the run's batches cannot be partitioned over `world_size` ranks."""
     trainer = trained.trainer
     size = job.global_batch_size or trainer.evaluate_batch_size or trainer.global_batch_size
     check_batch_geometry(size, trained.data.reader.num_streams, world_size)

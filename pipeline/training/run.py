@@ -102,18 +102,19 @@ def _train(
     """Collective: train() within a run folder that is held."""
     with none_while_importing():
         from pipeline.checkpoint.random_state import seed_random_state
-        from pipeline.config.training import profiled_steps
         from pipeline.data.dataset import load_dataset
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
         from pipeline.training.allocator import keep_freed_memory
         from pipeline.training.assembly import assemble, open_reader, resolve
         from pipeline.training.compiled import DenseCompiler
+        from pipeline.training.hooks.base import TrainingParts
+        from pipeline.training.hooks.build import build_hooks, hook_names
         from pipeline.training.hooks.memory import MemoryWatch
-        from pipeline.training.hooks.profile import StepProfiler
         from pipeline.training.input_watch import on_all_ranks
         from pipeline.training.optimizer import build_optimizer
         from pipeline.training.trainer import Trainer
 
+    hook_names(job)  # before anything is loaded: a misspelt one is an error
     watchdog.beat(phase="loading")
     seed_random_state(job.trainer.seed, context.rank)
     resolved = resolve(job, load_dataset(job.data.path), context, earlier_tables(job))
@@ -126,41 +127,29 @@ def _train(
         keep_freed_memory()
     memory = MemoryWatch(context)
     assembly = assemble(resolved, context)
-    savings = _tell(assembly, context)
+    savings = _log_plan(assembly, context)
     if job.trainer.compile:
         DenseCompiler().compile(assembly.task.model)
     optimizer = build_optimizer(assembly.model, job.optimizer)
     replicas = TableReplicas(assembly.model, optimizer, job.parallel, context) if assembly.replicated else None
     checkpointer, restored = _resume(job, dataset, assembly, optimizer, context, fence, replicas)
     writer = _open_writer(job, assembly, restored) if context.is_main else None
-    trainer = Trainer(
-        job.trainer,
-        job.schedule,
-        job.checkpoint,
-        model=assembly.model,
-        task=assembly.task,
-        optimizer=optimizer,
-        reader=reader,
-        validation_reader=validation_reader,
-        checkpointer=checkpointer,
-        writer=writer,
-        context=context,
-        after_first_step=lambda: memory.report(assembly.plan),
-        replicas=replicas,
-        profiler=StepProfiler(*profiled_steps(job.profile), f"{job.run_dir}/profile", context) if job.profile else None,
-    )
-    result = trainer.fit(restored)
+    parts = TrainingParts(
+        assembly.model, assembly.task, optimizer, reader, checkpointer, context, validation_reader, writer,
+        assembly.plan, memory, replicas,
+    )  # fmt: skip
+    result = Trainer(job, parts, build_hooks(job, parts)).fit(restored)
     checkpointer.close()
     summary = _summarize(job, checkpointer, result, dataset, savings)
     if writer:
         writer.close()
-        if result.throughput and not result.preempted:  # one that had nothing left to train keeps the earlier summary
+        if result.throughput and not result.preempted:  # a run that had no step to train keeps the earlier summary
             _write_summary(summary)
     return result, summary
 
 
-def _tell(assembly: Assembly, context: DistributedContext) -> list[Savings]:
-    """The plan, and what compressed tables save, into the log."""
+def _log_plan(assembly: Assembly, context: DistributedContext) -> list[Savings]:
+    """Log the plan, and what compressed tables save. The savings are empty on other ranks than 0."""
     from pipeline.embeddings.describe import describe_savings, savings_of
     from pipeline.planner.explain import summarize
     from pipeline.runtime.logs import get_logger
@@ -194,7 +183,7 @@ def _resume(
 
 
 def _open_writer(job: TrainJob, assembly: Assembly, restored: dict[str, Any] | None) -> MetricsWriter:
-    """With config and plan beside it: what the run folder holds from the start."""
+    """Also writes config and plan: what the run folder holds from the start."""
     from pipeline.planner.plan_codec import write_plan
     from pipeline.runtime.logs import MetricsWriter
 
@@ -230,7 +219,7 @@ def _write_summary(summary: TrainSummary) -> None:
 
 
 def describe(summary: TrainSummary) -> str:
-    """What a person wants to know at the end: where things lie, how good, how fast, what next."""
+    """The summary as text for a terminal: files, quality, speed, and the next command."""
     lines = [f"trained to step {summary.step}{' (stopped early)' if summary.stopped_early else ''}"]
     if summary.validation:
         lines.append(f"validation  {describe_quality(summary.validation, summary.bayes_auc)}")

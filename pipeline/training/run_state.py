@@ -1,4 +1,4 @@
-"""Turn a job into the checkpoints of its run folder: where they lie, what they say of the run, what a start takes from them."""
+"""Open the checkpoints of a run folder, resume from them, and start warm from those of another run."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def folder_of(run: str) -> str:
 
 
 def earlier_tables(job: TrainJob) -> dict[str, TableConfig]:
-    """Those of the run that this one goes on with; none for a fresh run folder."""
+    """The tables of the run that this job resumes; none for a fresh run folder."""
     earlier = config_of(job.run_dir) if job.checkpoint.resume else None
     return earlier.tables if earlier else {}
 
 
 def describe_data_order(job: TrainJob, dataset_fingerprint: str) -> dict[str, Any]:
-    """All that decides which rows step g trains on; a resumed run must not change it."""
+    """Everything that decides which rows step g trains on; a resumed run must not change it."""
     return {
         "dataset": dataset_fingerprint,
         "trainer.seed": job.trainer.seed,
@@ -59,11 +59,12 @@ def describe_data_order(job: TrainJob, dataset_fingerprint: str) -> dict[str, An
         "trainer.gradient_accumulation_steps": job.trainer.gradient_accumulation_steps,
         "data.reader.num_streams": job.data.reader.num_streams,
         "data.reader.shuffle": job.data.reader.shuffle,
+        **({"trainer.overfit_batches": job.trainer.overfit_batches} if job.trainer.overfit_batches else {}),
     }
 
 
 def describe_job(job: TrainJob, dataset: Dataset, data_order: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
-    """What every checkpoint says of the run; the hashes tell at a glance whether two steps are of the same one."""
+    """What every checkpoint records of its run; equal hashes mean that two steps are of the same run."""
     config = asdict(job)
     hashes = {
         "config": _hash(config),
@@ -108,7 +109,7 @@ def open_checkpoints(
 
 
 def resume(
-    job: TrainJob, checkpointer: Any, data_order: dict[str, Any], compression: dict[str, str]
+    job: TrainJob, checkpointer: Checkpointer, data_order: dict[str, Any], compression: dict[str, str]
 ) -> dict[str, Any] | None:
     """Collective: the manifest of the step that was restored, None for a fresh run folder.
 
@@ -126,30 +127,35 @@ def resume(
             )
         return None
 
-    def check(found: dict[str, Any]) -> None:
-        for key, now in data_order.items():
-            then = found["data_order"].get(key)
+    def check(manifest: dict[str, Any]) -> None:
+        for key in dict.fromkeys([*data_order, *manifest["data_order"]]):
+            now, then = data_order.get(key), manifest["data_order"].get(key)
             if then != now:
                 raise TrainingError(
-                    f"{job.run_dir} was trained to step {found['step']} with {key}={then}, this job has {now}: step "
-                    f"{found['step']} would not be followed by the rows that come next; keep the value, or choose "
+                    f"{job.run_dir} was trained to step {manifest['step']} with {key}={then}, this job has {now}: step "
+                    f"{manifest['step']} would not be followed by the rows that come next; keep the value, or choose "
                     "another run_dir"
                 )
-        before = found.get("compression", {})
+        before = manifest.get("compression", {})
         for table in sorted(before.keys() | compression.keys()):
             if (then := before.get(table, "whole")) != (now := compression.get(table, "whole")):
                 raise TrainingError(
-                    f"{job.run_dir} was trained to step {found['step']} with table {table!r} as {then}, this job has {now}: "
+                    f"{job.run_dir} was trained to step {manifest['step']} with table {table!r} as {then}, this job has {now}: "
                     "its rows would stand for other ids; keep tables.*.compression, or choose another run_dir"
                 )
 
-    found: dict[str, Any] | None = checkpointer.restore_latest(check)
-    checkpointer.clear_after(found["step"] if found else -1)
-    return found
+    manifest: dict[str, Any] | None = checkpointer.restore_latest(check)
+    checkpointer.clear_after(manifest["step"] if manifest else -1)
+    return manifest
 
 
 def start_warm(
-    job: TrainJob, config: WarmStartConfig, assembly: Assembly, optimizer: Any, context: Any, dataset: Dataset
+    job: TrainJob,
+    config: WarmStartConfig,
+    assembly: Assembly,
+    optimizer: KeyedOptimizer,
+    context: DistributedContext,
+    dataset: Dataset,
 ) -> None:
     """Collective: first weights from another run; what became of each table goes to the log and warm_start.json.
 

@@ -1,4 +1,4 @@
-"""Turn micro-batches into optimizer steps: schedules, accumulation and clipping around a train pipeline's backward."""
+"""Step the optimizers around a train pipeline's backward: schedules, gradient accumulation and clipping."""
 
 from __future__ import annotations
 

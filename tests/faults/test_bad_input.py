@@ -14,16 +14,17 @@ import torch
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
 from pipeline.config.data import ReaderConfig
-from pipeline.config.training import CheckpointConfig, ScheduleConfig, TrainerConfig
+from pipeline.config.training import TrainerConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.training.evaluation import evaluate_model
-from pipeline.training.trainer import FitResult, Trainer
+from pipeline.training.trainer import FitResult
 from tests.faults.conftest import FaultRecorder
 from tests.faults.shards import Change, put, write_shards
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, full_state
+from tests.support.trainers import make_trainer
 
 KINDS = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
 FILES = [[32, 32], [32, 32], [32, 32]]  # 192 rows
@@ -48,9 +49,8 @@ def _train(
         spoil_at(folder)
     torch.distributed.barrier()
     checkpointer = Checkpointer(f"{folder}/run/checkpoints", model, optimizer, context)
-    trainer = Trainer(
-        TrainerConfig(global_batch_size=24, log_every_steps=2), ScheduleConfig(), CheckpointConfig(), model=model, task=task,
-        optimizer=optimizer, reader=reader, writer=None, validation_reader=None, checkpointer=checkpointer, context=context,
+    trainer = make_trainer(
+        TrainerConfig(global_batch_size=24, log_every_steps=2), model=model, task=task, optimizer=optimizer, reader=reader, writer=None, validation_reader=None, checkpointer=checkpointer, context=context,
     )  # fmt: skip
     error, result = "", None
     try:

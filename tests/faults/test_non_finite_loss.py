@@ -16,8 +16,8 @@ import torch
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
 from pipeline.config.training import TrainerConfig
-from pipeline.models.tasks.guard import NonFiniteLossError
-from pipeline.training.hooks import rollback
+from pipeline.training.agreement import NonFiniteLossError
+from pipeline.training.batch_order import BatchOrder
 from pipeline.training.lr_schedule import apply_schedule
 from tests.faults.conftest import FaultRecorder
 from tests.support.messages import mentions
@@ -92,7 +92,7 @@ def test_a_resumed_run_skips_the_same_batches(ranks: RankPool, tmp_path: Path) -
 def _ends_after_rollback(rank: int, folder: str) -> None:
     """One step short of the last."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollback.Rollback, "num_skipped_steps", property(lambda self: 6 if self.ranges else 0))
+        patch.setattr(BatchOrder, "total_steps", property(lambda self: 6 if self.skipped else 12))
         fit_drawn(rank, 2, folder, ROLLBACK, 4, None, (6, 7, 8))
 
 

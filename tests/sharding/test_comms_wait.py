@@ -18,7 +18,7 @@ from pipeline.config.training import CommsConfig, DenseOptimizerConfig, Optimize
 from pipeline.data.read.batch import Batch
 from pipeline.sharding.collectives.comms_wait import CommsWait, waiting, working
 from pipeline.sharding.torchrec.sharder import ClockedSparseDist
-from tests.support.click_loss import click_loss, labelled
+from tests.support.clicks import Clicks, labelled
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyTable, batches, build
 
@@ -96,10 +96,10 @@ def _hold(path: Path) -> str:
 
 
 def _under_ddp(clock: CommsWait, late: Callable[[], object] | None) -> None:
-    loss, layer = click_loss().train(), nn.parallel.DistributedDataParallel(nn.Linear(4, 1), static_graph=True)
+    loss, layer = Clicks().train(), nn.parallel.DistributedDataParallel(nn.Linear(4, 1), static_graph=True)
     batch = labelled(torch.ones(8))
     with clock.clocked(loss):
-        value, _ = loss(layer(torch.ones(8, 4)), batch)
+        value, _ = loss(batch, layer(torch.ones(8, 4)))
         if late:
             layer.module.weight.register_hook(lambda _: late() and None)
         value.backward()

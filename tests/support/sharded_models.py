@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
@@ -40,17 +41,20 @@ PATH = "model.sparse_arch.embedding_bag_collection"
 def build_sharded(
     kinds: dict[str, str],
     optimizers: OptimizerConfig = OPTIMIZERS,
-    max_non_finite: int = 0,
     seed: int = 0,
     comms: CommsConfig | None = None,
+    as_task: Callable[[nn.Module], nn.Module] | None = None,
 ) -> tuple[TaskModel, DistributedModelParallel, TrainingOptimizer, DistributedContext]:
-    """Collective. `kinds` maps each table of CARDINALITIES to a sharding type. Without `comms` it is that of the test's path."""
+    """Collective. `kinds` maps each table of CARDINALITIES to a sharding type. Without `comms` it is that of the test's path.
+
+    `as_task` makes the task of a DLRM that it keeps as its `model`; None: the click task.
+    """
     comms = comms or default_comms()
     context = init_distributed()
     tables = resolve_tables({"default": TableConfig(embedding_dim=8)}, described_dataset(CARDINALITIES))
     config = DLRMConfig(dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1])
     model = build_model(config, tables, 2, seed=seed)
-    task = make_task(config, model, tables, max_non_finite_in_a_row=max_non_finite)
+    task: TaskModel = as_task(model) if as_task else make_task(config, model, tables)  # type: ignore[assignment]
     apply_sparse_optimizer(task, optimizers.sparse)
     sharders = make_sharders(comms, seed)
     makers = {

@@ -12,22 +12,20 @@ import torch
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
 from pipeline.config.training import (
-    CheckpointConfig,
     DenseOptimizerConfig,
     EarlyStopConfig,
     OptimizerConfig,
-    ScheduleConfig,
     SparseOptimizerConfig,
     TrainerConfig,
 )
-from pipeline.models.tasks.guard import NonFiniteLossError
+from pipeline.training.agreement import NonFiniteLossError
 from pipeline.training.hooks.early_stop import EarlyStop
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
-from pipeline.training.trainer import Trainer
 from tests.support.exchange_paths import PATHS, PathPool
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state
+from tests.support.trainers import make_trainer
 from tests.training.tiny_training import CONFIG, KINDS, SCHEDULE, STEPS_PER_EPOCH, DrawnReader, fit_drawn
 
 
@@ -110,10 +108,9 @@ def _accumulated_and_reference(
     rank: int, config: TrainerConfig, optimizers: OptimizerConfig, folder: str
 ) -> list[dict[str, torch.Tensor]]:
     task, model, optimizer, context = build_sharded(KINDS, optimizers=optimizers)
-    task.loss.scale = 0.5
     checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context)
-    Trainer(
-        config, ScheduleConfig(), CheckpointConfig(), model=model, task=task, optimizer=optimizer,
+    make_trainer(
+        config, model=model, task=task, optimizer=optimizer,
         reader=DrawnReader(rank, 2, 16), writer=None, validation_reader=None, checkpointer=checkpointer, context=context,
     ).fit()  # fmt: skip
     accumulated = full_state(model)
@@ -148,7 +145,7 @@ def _stops(rank: int, folder: str) -> str:
 
 
 def _stops_at(config: EarlyStopConfig, values: list[float]) -> list[bool]:
-    stop, answers = EarlyStop(config), []
+    stop, answers = EarlyStop(config, config.metric or "ne"), []
     for value in values:
         stop.update({config.metric or "ne": value})
         answers.append(stop.is_exhausted)

@@ -23,11 +23,11 @@ from pipeline.config.training import (
 from pipeline.data.read.batch import Batch
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.sharding.torchrec.table_init import initialize_tables
-from pipeline.training.hooks.profile import StepProfiler
 from pipeline.training.lr_schedule import apply_schedule, lr_factor
 from pipeline.training.optimizer import clip_dense_gradients
-from pipeline.training.trainer import FitResult, Trainer
+from pipeline.training.trainer import FitResult
 from tests.support.sharded_models import build_sharded, digest, draw_batches
+from tests.support.trainers import make_trainer
 from tests.training.tiny import TinyModel, TinyTable, batches, build, full_weights
 
 SEED = 3
@@ -146,18 +146,17 @@ def fit_drawn(
 ) -> tuple[str, FitResult]:  # fmt: skip
     """Resume from `folder` where it holds a step, train to the end; the model's digest and the result."""
     extra: dict[str, Any] = {"optimizers": optimizers} if optimizers else {}
-    allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
-    task, model, optimizer, context = build_sharded(KINDS, max_non_finite=allowed, **extra)
-    task.loss.scale = 1.0 / config.gradient_accumulation_steps
+    task, model, optimizer, context = build_sharded(KINDS, **extra)
     checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context, keep_last_n=9)
     restored = checkpointer.restore_latest()
     micro_batch = config.global_batch_size // config.gradient_accumulation_steps
     writer = MetricsWriter(folder, restored["step"] if restored else 0) if rank == 0 else None
-    trainer = Trainer(
-        config, SCHEDULE, CheckpointConfig(save_every_steps=save_every), model=model, task=task, optimizer=optimizer,
+    checkpoint = CheckpointConfig(save_every_steps=save_every, save_every_minutes=None)
+    trainer = make_trainer(
+        config, SCHEDULE, checkpoint, f"steps:{profiled[0]}-{profiled[1]}" if profiled else None, folder,
+        model=model, task=task, optimizer=optimizer,
         reader=DrawnReader(rank, world_size, micro_batch, nan_steps), writer=writer,
         validation_reader=DrawnReader(rank, world_size), checkpointer=checkpointer, context=context,
-        profiler=StepProfiler(*profiled, f"{folder}/profile", context) if profiled else None,
     )  # fmt: skip
     result = trainer.fit(restored)
     if writer:

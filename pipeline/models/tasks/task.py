@@ -18,7 +18,6 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.registry import find
 from pipeline.data.read.batch import Batch
 from pipeline.embeddings.table import Table
-from pipeline.models.tasks.guard import GuardedLoss
 from pipeline.runtime.process.distributed import DistributedContext
 
 
@@ -60,22 +59,14 @@ class Task(Protocol):
 class TaskModel(nn.Module):
     """A model and its task: forward(batch) -> (loss, prediction). `bf16` autocasts all but the loss."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: nn.Module,
-        precision: str = "fp32",
-        max_non_finite_in_a_row: int = 0,
-        loss_scale: float = 1.0,
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: nn.Module, precision: str = "fp32") -> None:
         super().__init__()
-        self.model = model
-        self.loss = GuardedLoss(task, max_non_finite_in_a_row, loss_scale)
+        self.model, self.loss = model, loss
         self._bf16 = precision == "bf16"
 
     @property
     def task(self) -> Task:
-        return self.loss.task  # type: ignore[return-value]
+        return self.loss  # type: ignore[return-value]
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Any]:
         # Two branches, not a flag to autocast: TorchRec traces this with torch.fx, where batch has no device yet.
@@ -87,19 +78,18 @@ class TaskModel(nn.Module):
             outputs = self.model(batch.dense_features, batch.sparse_features)
         return self.loss(outputs, batch)  # type: ignore[no-any-return]
 
+    def losses(self, prediction: Any) -> torch.Tensor:
+        """[batch]"""
+        return self.task.losses(prediction)
 
-def make_task(
-    config: ModelConfig,
-    model: nn.Module,
-    tables: list[Table],
-    *,
-    precision: str = "fp32",
-    max_non_finite_in_a_row: int = 0,
-    loss_scale: float = 1.0,
-) -> TaskModel:
+    def training_measure(self, context: DistributedContext, batch_size: int, window_samples: int) -> Measure:
+        return self.task.training_measure(context, batch_size, window_samples)
+
+
+def make_task(config: ModelConfig, model: nn.Module, tables: list[Table], *, precision: str = "fp32") -> TaskModel:
     """`model`, which is build_model's for the same config and tables, with the task that the config names."""
     task = find("task", config.task, f"task of model={config.kind}")
-    return TaskModel(model, task(config, tables), precision, max_non_finite_in_a_row, loss_scale)
+    return TaskModel(model, task(config, tables), precision)
 
 
 def task_in(model: nn.Module) -> Task:

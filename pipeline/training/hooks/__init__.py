@@ -1,1 +1,1 @@
-"""What happens around training steps: saving, logging, profiling, early stopping."""
+"""What happens around training steps, each concern a hook: logging, profiling, evaluation, saving, rollback."""

@@ -1,18 +1,24 @@
-"""Turn one evaluation after another into the decision that training has stopped improving."""
+"""Stop a training that no longer improves on the validation split."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from pipeline.checkpoint.retention import is_higher_better
+from pipeline.config.jobs import TrainJob
+from pipeline.config.registry import register
 from pipeline.config.training import EarlyStopConfig
+from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 
 class EarlyStop:
     """Counts evaluations in a row without an improvement; all ranks see the same metrics, so all agree."""
 
-    def __init__(self, config: EarlyStopConfig, best: float | None = None, num_worse: int = 0) -> None:
-        self._config = config
+    def __init__(
+        self, config: EarlyStopConfig, metric: str = "ne", best: float | None = None, num_worse: int = 0
+    ) -> None:
+        self._config, self._metric = config, metric
         self.best, self.num_worse = best, num_worse
 
     @property
@@ -20,12 +26,31 @@ class EarlyStop:
         return 0 < self._config.patience <= self.num_worse
 
     def update(self, metrics: dict[str, float]) -> None:
-        metric = self._config.metric or "ne"
-        value = metrics[metric]
+        value = metrics[self._metric]
         if math.isnan(value):  # a split of one class has no AUC: it says nothing
             return
-        value = -value if is_higher_better(metric) else value
+        value = -value if is_higher_better(self._metric) else value
         if self.best is None or value < self.best - self._config.min_delta:
             self.best, self.num_worse = value, 0
         else:
             self.num_worse += 1
+
+
+@register("hook", "early_stop")
+class StopEarly(Hook):
+    def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
+        super().__init__(job, parts)
+        self._progress = EarlyStop(job.trainer.early_stop, job.early_stop_metric)
+
+    def on_evaluation_end(self, state: TrainingState, metrics: dict[str, float]) -> None:
+        if state.is_due(self.job.trainer.evaluate_every_steps):
+            self._progress.update(metrics)
+            state.stopped_early = self._progress.is_exhausted
+
+    def saved_values(self, state: TrainingState) -> dict[str, Any]:
+        return {"early_stop": {"best": self._progress.best, "num_worse": self._progress.num_worse}}
+
+    def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
+        earlier = manifest.get("early_stop", {})
+        self._progress = EarlyStop(self.job.trainer.early_stop, self.job.early_stop_metric, **earlier)
+        state.stopped_early = self._progress.is_exhausted

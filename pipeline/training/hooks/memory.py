@@ -1,4 +1,4 @@
-"""Turn the first training step into lines that set each rank's peak memory beside what its plan predicted."""
+"""Compare each rank's peak memory after the first training step with what its plan predicted."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from pipeline.config.registry import register
 from pipeline.planner.record import PlanDescription, RankLoad, show_bytes
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.training.hooks.base import Hook, TrainingState
 
 MAX_RANKS = 16  # that have a line of their own; of more the fullest
 logger = get_logger("pipeline.training")
@@ -35,11 +37,22 @@ class MemoryWatch:
 
     def report(self, plan: PlanDescription) -> None:
         """Collective: rank 0 logs all ranks' figures."""
-        mine = torch.tensor([self.peak_bytes()], dtype=torch.int64, device=self._context.device)
-        measured = [torch.zeros_like(mine) for _ in range(self._context.world_size)]
-        dist.all_gather(measured, mine)
+        local = torch.tensor([self.peak_bytes()], dtype=torch.int64, device=self._context.device)
+        measured = [torch.zeros_like(local) for _ in range(self._context.world_size)]
+        dist.all_gather(measured, local)
         for line in describe_memory(plan, [int(each) for each in measured], self._context.device.type):
             logger.info("%s", line)
+
+
+@register("hook", "memory")
+class MemoryReport(Hook):
+    _is_reported = False
+
+    def on_step_end(self, state: TrainingState) -> None:
+        parts = self.parts
+        if not self._is_reported and parts.memory is not None and parts.plan is not None:
+            parts.memory.report(parts.plan)
+        self._is_reported = True
 
 
 def describe_memory(plan: PlanDescription, measured_bytes: list[int], device_type: str) -> list[str]:

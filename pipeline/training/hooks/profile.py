@@ -1,18 +1,20 @@
-"""Turn some training steps into a trace for Perfetto or TensorBoard, and a table of where their time went."""
+"""Record the training steps that `profile=steps:50-60` names: a trace for Perfetto, and a table of where time went."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from pipeline.config.jobs import TrainJob
+from pipeline.config.registry import register
+from pipeline.config.training import profiled_steps
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 # What an operation counts as, by the first of these that its name holds; "other" is all else, Python's own time included.
 KINDS = {
@@ -47,16 +49,17 @@ class Share:
 
 
 class StepProfiler:
-    """`with profiler.step(number):` around each step; records `first` to `last` and then writes into `folder`."""
+    """begin(number) and end(number) around each step; records `first` to `last` and then writes into `folder`.
+
+    Steps count from 1, as in log lines. A run that starts within the range records the rest of it.
+    """
 
     def __init__(self, first: int, last: int, folder: str, context: DistributedContext) -> None:
         self._first, self._last, self._folder, self._context = first, last, folder, context
         self._profile: profile | None = None
         self._started = 0.0
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """`number` counts from 1, as log lines do. A run that starts within the range records the rest of it."""
+    def begin(self, number: int) -> None:
         if self._profile is None and self._first <= number <= self._last:
             activities = [ProfilerActivity.CPU]
             if self._context.device.type == "cuda":
@@ -64,7 +67,8 @@ class StepProfiler:
             self._profile, self._first = profile(activities=activities), number
             self._profile.start()
             self._started = time.perf_counter()
-        yield
+
+    def end(self, number: int) -> None:
         if self._profile is not None and number == self._last:
             self.close(number)
 
@@ -92,16 +96,40 @@ class StepProfiler:
         self._profile = None
 
 
+@register("hook", "profile")
+class ProfileSteps(Hook):
+    """Does nothing unless the job has a `profile`."""
+
+    def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
+        super().__init__(job, parts)
+        self._profiler: StepProfiler | None = None
+        if job.profile:
+            self._profiler = StepProfiler(*profiled_steps(job.profile), f"{job.run_dir}/profile", parts.context)
+
+    def on_step_start(self, state: TrainingState) -> None:
+        if self._profiler:
+            self._profiler.begin(state.step + 1)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if self._profiler:
+            self._profiler.end(state.step)
+
+    def on_fit_end(self, state: TrainingState) -> None:
+        if self._profiler:
+            self._profiler.close(state.step)
+
+
 def summarize(recorded: profile, num_steps: int, device_type: str) -> list[Share]:
     """Shares, the largest first; own time alone, so that no time is counted twice."""
     times: dict[str, dict[str, float]] = {}
     for event in recorded.key_averages():
         own = event.self_device_time_total if device_type == "cuda" else event.self_cpu_time_total
         if own > 0:
-            mine = times.setdefault(kind_of(event.key), {})
-            mine[event.key] = mine.get(event.key, 0.0) + own / 1e3 / num_steps
+            operations = times.setdefault(kind_of(event.key), {})
+            operations[event.key] = operations.get(event.key, 0.0) + own / 1e3 / num_steps
     shares = [
-        Share(kind, sum(mine.values()), sorted(mine, key=lambda name: -mine[name])[:3]) for kind, mine in times.items()
+        Share(kind, sum(operations.values()), sorted(operations, key=lambda name: -operations[name])[:3])
+        for kind, operations in times.items()
     ]
     return sorted(shares, key=lambda share: -share.ms_a_step)
 

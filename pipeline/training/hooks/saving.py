@@ -1,14 +1,22 @@
-"""Turn steps that are due into checkpoints, and failed saves into what checkpoint.on_failure asks for."""
+"""Save checkpoints by steps, by minutes and at the end; a save that fails does what checkpoint.on_failure says."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.config.jobs import TrainJob
+from pipeline.config.registry import register
 from pipeline.config.training import CheckpointConfig
 from pipeline.runtime.errors import CheckpointError, StepTakenError
 from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process import preemption, watchdog
+from pipeline.runtime.process.distributed import true_on_any_rank
+from pipeline.training.agreement import NonFiniteLossError
+from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 logger = get_logger(__name__)
 
@@ -23,13 +31,15 @@ class Saving:
 
     def check_space(self, step: int, total_steps: int) -> None:
         """Before training. Raises CheckpointError where the checkpoints to be kept do not fit."""
-        every = self._config.save_every_steps
-        self._checkpointer.check_free_space(1 + ((total_steps - 1) // every - step // every if every else 0))
+        every, num_saves = self._config.save_every_steps, None  # as many as minutes pass
+        if self._config.save_every_minutes is None:
+            num_saves = 1 + ((total_steps - 1) // every - step // every if every else 0)
+        self._checkpointer.check_free_space(num_saves)
 
     def save(self, step: int, values: dict[str, Any]) -> None:
         """Raises CheckpointError for a save that failed, where the policy is to stop or has been patient enough."""
         started = time.monotonic()
-        self._settle()
+        self._await_pending()
         try:
             path = self._checkpointer.save(step, values)
         except CheckpointError as error:
@@ -39,15 +49,15 @@ class Saving:
         done = "copied, it goes" if self._checkpointer.asynchronous else "saved"
         logger.info("step %d  %s to %s in %.1f s", step, done, path, time.monotonic() - started)
         if not self._checkpointer.asynchronous:
-            self._settle()
+            self._await_pending()
 
     def finish(self) -> None:
         """Wait for what is in flight. Raises CheckpointError when the last save failed, whatever the policy."""
-        self._settle()
+        self._await_pending()
         if self._failures:
             raise self._failures[-1]
 
-    def _settle(self) -> None:
+    def _await_pending(self) -> None:
         if self._is_pending:
             self._is_pending = False
             try:
@@ -63,3 +73,56 @@ class Saving:
         if self._config.on_failure == "stop" or isinstance(error, StepTakenError) or count >= most:
             raise error
         logger.warning("%s; training goes on (checkpoint.on_failure=continue, failure %d of %d)", error, count, most)
+
+
+@register("hook", "saving")
+class SaveCheckpoints(Hook):
+    """Rank 0's clock says when checkpoint.save_every_minutes have passed, and the ranks agree on the step in their loss."""
+
+    def __init__(self, job: TrainJob, parts: TrainingParts, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(job, parts)
+        self._saving = Saving(job.checkpoint, parts.checkpointer)
+        self._every_s = 60.0 * (job.checkpoint.save_every_minutes or math.inf)
+        self._clock, self._saved_at = clock, clock()
+
+    def on_train_start(self, state: TrainingState) -> None:
+        self._saving.check_space(state.step, state.total_steps)
+        self._saved_at = self._clock()
+
+    def on_step_start(self, state: TrainingState) -> None:
+        state.agreement.save_wanted = self.parts.context.is_main and self._clock() - self._saved_at >= self._every_s
+
+    def on_step_end(self, state: TrainingState) -> None:
+        is_due = state.agreement.save_agreed or state.is_due(self.job.checkpoint.save_every_steps)
+        if state.preempted or not (is_due or state.is_last):  # on_fit_end saves the last step of a run that stops
+            return
+        self._save(state)
+        # A SIGTERM that came meanwhile is not to cost another step and another save.
+        wanted = preemption.wanted() and not state.is_last
+        state.preempted |= true_on_any_rank(wanted, self.parts.context)
+
+    def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> None:
+        self._saving.finish()
+
+    def on_failure(self, state: TrainingState) -> None:
+        """The step is saved if it can be: an error of its own must not hide the one that ends the run."""
+        if state.step > state.saved_step:
+            try:
+                self._save(state)
+                self._saving.finish()
+            except CheckpointError as error:
+                logger.error("%s", error)
+
+    def on_fit_end(self, state: TrainingState) -> None:
+        if state.saved_step < state.step:
+            self._save(state)
+        with watchdog.saving():
+            self._saving.finish()
+
+    def _save(self, state: TrainingState) -> None:
+        order = state.order
+        epoch, within = order.locate(order.position(state.step) * order.accumulation)
+        values = {"reader": {"epoch": epoch, "step": within}, "skipped_steps": order.skipped}
+        with watchdog.saving():
+            self._saving.save(state.step, values | state.hooks.saved_values(state))
+        state.saved_step, self._saved_at = state.step, self._clock()

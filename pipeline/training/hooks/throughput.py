@@ -1,113 +1,126 @@
-"""Turn timed steps into log lines: training metrics, samples/s, shares of time that waited for input and comms, memory."""
+"""Log training metrics, samples/s, shares of time that waited for input and for collectives, and memory."""
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from pipeline.config.training import TrainerConfig
-from pipeline.data.read.reader import ShardReader
+from pipeline.config.jobs import TrainJob
+from pipeline.config.registry import register
 from pipeline.models.tasks.task import Measure
-from pipeline.runtime.logs import MetricsWriter, get_logger
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.collectives.comms_wait import MEASURED_BACKENDS, CommsWait
+from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
+QUALITY = {"ne": "NE", "loss": "loss"}  # the first of these that is measured stands in the log line
 logger = get_logger("pipeline.training")
 
 
-class StepLog:
-    """Counts training steps alone: evaluation and saving are not on its clock."""
+@register("hook", "throughput")
+class StepLog(Hook):
+    """Its clock runs during training steps alone: evaluation and saving are not on it."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        reader: ShardReader,
-        context: DistributedContext,
-        writer: MetricsWriter | None,
-        start_step: int,
-        total_steps: int,
-        measure: Measure,
-    ) -> None:
-        self._reader, self._context, self._writer = reader, context, writer
-        self._samples_a_step = config.global_batch_size
-        self._total_steps = total_steps
-        self._measure = measure
-        self._seconds = 0.0
-        self._num_steps = 0
-        self._logged_step = start_step
-        self._comms = CommsWait() if context.backend in MEASURED_BACKENDS else None
+    def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
+        super().__init__(job, parts)
+        window = job.trainer.global_batch_size * job.trainer.log_every_steps
+        make_measure = getattr(parts.task, "training_measure", None)
+        self._measure: Measure | None = (
+            make_measure(parts.context, parts.reader.batch_size, window) if make_measure else None
+        )
+        self._seconds = self._step_seconds = 0.0
+        self._num_steps = self._num_logged = 0  # timed so far, and at the last line
+        self._started = self._waited_before = 0.0
+        self._comms = CommsWait() if parts.context.backend in MEASURED_BACKENDS else None
         self._comms_seconds = 0.0
         self._logged = self._after_first = (0.0, 0.0, 0.0)  # seconds: all, input stall, comms
+        self._open = ExitStack()
 
-    @contextmanager
-    def clocked_comms(self, loss: nn.Module) -> Iterator[None]:
-        """Steps timed within tell their share of waiting for collectives, where the backend lets it be measured."""
-        with self._comms.clocked(loss) if self._comms else nullcontext():
-            yield
+    def on_train_start(self, state: TrainingState) -> None:
+        if self._comms:  # the share of waiting for collectives, where the backend lets it be measured
+            self._open.enter_context(self._comms.clocked(self.parts.task))
 
-    @contextmanager
-    def timed_step(self) -> Iterator[None]:
-        started, waited = time.perf_counter(), self._waited()
-        yield
-        self._seconds += time.perf_counter() - started
-        self._comms_seconds += self._waited() - waited
+    def on_step_start(self, state: TrainingState) -> None:
+        self._step_seconds, self._waited_before = 0.0, self._waited()
+        self._started = time.perf_counter()
+
+    def on_batch_end(self, state: TrainingState, prediction: Any) -> None:
+        if prediction is not None and self._measure:
+            self._measure.update(prediction)
+        now = time.perf_counter()
+        self._step_seconds += now - self._started
+        self._started = now
+
+    def on_step_end(self, state: TrainingState) -> None:
+        """Collective where a line is due."""
+        self._seconds += self._step_seconds
+        self._comms_seconds += self._waited() - self._waited_before
         self._num_steps += 1
         if self._num_steps == 1:  # the first step also builds: pipeline stages, DDP buckets, threads
             self._after_first = self._now()
+        if not state.preempted and (state.is_due(self.job.trainer.log_every_steps) or state.is_last):
+            self._write(state)
 
     def _waited(self) -> float:
         return self._comms.seconds if self._comms else 0.0
 
     def _now(self) -> tuple[float, float, float]:
-        return self._seconds, self._reader.stall_seconds, self._comms_seconds
+        return self._seconds, self.parts.reader.stall_seconds, self._comms_seconds
 
-    def update(self, prediction: Any) -> None:
-        self._measure.update(prediction)
-
-    def write(self, step: int, extra: dict[str, float]) -> None:
-        """Collective: one line for the window since the last."""
+    def _write(self, state: TrainingState) -> None:
+        """Collective: one line for the steps timed since the last; after a rollback those that it left out included."""
         values = {
-            **self._measure.compute(),
-            **self._rates(step - self._logged_step, self._logged),
-            "peak_memory_gb": peak_memory_gb(self._context),
-            **extra,
+            **(self._measure.compute() if self._measure else {}),
+            **self._rates(self._num_steps - self._num_logged, self._logged),
+            "peak_memory_gb": peak_memory_gb(self.parts.context),
+            **self._learning_rates(),
+            **state.hooks.log_values(state),
         }
-        self._logged, self._logged_step = self._now(), step
+        self._logged, self._num_logged = self._now(), self._num_steps
+        quality = next((f"{text} {values[name]:.4f}  " for name, text in QUALITY.items() if name in values), "")
         logger.info(
-            "step %d/%d  %s %.4f  %s samples/s  input stall %.1f %%  %s  %.2f GiB  %.0f s left",
-            step,
-            self._total_steps,
-            "NE" if "ne" in values else "loss",
-            values["ne"] if "ne" in values else values["loss"],
+            "step %d/%d  %s%s samples/s  input stall %.1f %%  %s  %.2f GiB  %.0f s left",
+            state.step,
+            state.total_steps,
+            quality,
             f"{values['samples_per_s']:,.0f}",
             values["input_stall_percent"],
             describe_comms_wait(values),
             values["peak_memory_gb"],
-            (self._total_steps - step) * self._seconds / self._num_steps,
+            (state.total_steps - state.step) * self._seconds / self._num_steps,
         )
-        if self._writer:
-            self._writer.write("train", step, values)
+        if self.parts.writer:
+            self.parts.writer.write("train", state.step, values)
 
-    def summary(self) -> dict[str, float]:
+    def _learning_rates(self) -> dict[str, float]:
+        groups = self.parts.optimizer.param_groups
+        return {"lr_" + str(group.get("name", index)): float(group["lr"]) for index, group in enumerate(groups)}
+
+    def on_rollback(self, state: TrainingState) -> None:
+        if self.parts.writer:
+            self.parts.writer.drop_after(state.step)
+
+    def on_fit_end(self, state: TrainingState) -> None:
         """Collective: rates over all steps but the first."""
         rates = self._rates(self._num_steps - 1, self._after_first)
-        return {**rates, "peak_memory_gb": peak_memory_gb(self._context)}
+        state.throughput = {**rates, "peak_memory_gb": peak_memory_gb(self.parts.context)}
 
     def _rates(self, num_steps: int, since: tuple[float, float, float]) -> dict[str, float]:
         seconds, stall, comms = (now - then for now, then in zip(self._now(), since, strict=True))
         seconds = max(seconds, 1e-9)
         rates = {
-            "samples_per_s": num_steps * self._samples_a_step / seconds,
+            "samples_per_s": num_steps * self.job.trainer.global_batch_size / seconds,
             "input_stall_percent": 100 * stall / seconds,
         }
         return rates | ({"comms_percent": 100 * comms / seconds} if self._comms else {})
+
+    def close(self) -> None:
+        self._open.close()
 
 
 def describe_comms_wait(rates: dict[str, float]) -> str:

@@ -1,17 +1,29 @@
-"""The guarded loss of clicks alone, for tests that have logits and labels and no model."""
+"""The click task over logits that a test gives, for tests that have labels and no model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.models.tasks.click import ClickTask
-from pipeline.models.tasks.guard import GuardedLoss
 
 
-def click_loss(max_in_a_row: int = 0) -> GuardedLoss:
-    return GuardedLoss(ClickTask(ModelConfig(), []), max_in_a_row)
+class Clicks(nn.Module):
+    """forward(batch, logits) -> (loss, prediction)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task = ClickTask(ModelConfig(), [])
+
+    def forward(self, batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return self.task(logits, batch)  # type: ignore[no-any-return]
+
+    def losses(self, prediction: Any) -> torch.Tensor:
+        return self.task.losses(prediction)
 
 
 def labelled(labels: torch.Tensor, weights: torch.Tensor | None = None) -> Batch:

@@ -1,0 +1,118 @@
+"""Agree between all ranks, once a batch: stop, a failed reader, quarantined rows, a due save, a loss that is not finite.
+
+The tables' optimizer runs inside backward, so a loss that is not finite on any rank must be stopped before it. The other
+messages between ranks travel in the same all-reduce, so that all of them act at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeline.runtime.errors import TrainingError
+from pipeline.sharding.collectives.host_exchange import all_reduce
+
+MAX_SUSPECTS = 5  # rows named on each rank when the loss is not finite
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss of a step is NaN or infinite on at least one rank; no rank has updated anything.
+
+    rows: of this rank's batch, the first of the `num_at_fault` whose loss is not finite; where there is none, those
+    with the largest loss. Empty for a task without `losses`.
+    """
+
+    def __init__(
+        self, message: str, rows: list[int], losses: list[float], num_at_fault: int, num_in_a_row: int
+    ) -> None:
+        super().__init__(message)
+        self.rows, self.losses, self.num_at_fault, self.num_in_a_row = rows, losses, num_at_fault, num_in_a_row
+
+
+class StepAgreement:
+    """One all-reduce in each training batch of a guarded task, between its forward and its backward.
+
+    A rank sets `stop_wanted`, `input_failed` or `save_wanted`; the answers are the same on every rank, and hold for the
+    last batch. `max_in_a_row` losses that are not finite are skipped, the next raises NonFiniteLossError on every rank; 0
+    skips none. A finite loss is multiplied by `loss_scale`.
+    """
+
+    def __init__(self, max_in_a_row: int = 0, loss_scale: float = 1.0) -> None:
+        self.max_in_a_row, self.loss_scale = max_in_a_row, loss_scale
+        self.stop_wanted = self.input_failed = self.save_wanted = False  # this rank's; a signal handler may set them
+        self.stop_agreed = self.input_failure_agreed = self.save_agreed = False
+        self.num_bad_rows = 0  # of all ranks, over all training batches
+        self.num_skipped = self.in_a_row = 0  # batches whose loss was not finite
+
+    @contextmanager
+    def guarding(self, task: nn.Module) -> Iterator[None]:
+        """Guard `task`, any module with forward(batch) -> (loss, prediction), in its training mode.
+
+        A forward hook does it, so that the task's parameters keep their names. A batch that is to update nothing gets a
+        loss of its own, whose backward touches no parameter, and None for its prediction.
+        """
+        handle = task.register_forward_hook(self._guard)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _guard(self, task: nn.Module, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, Any]) -> Any:
+        """Collective in training mode."""
+        if not task.training:
+            return outputs
+        loss, prediction = outputs
+        bad_rows = torch.count_nonzero(inputs[0].sample_weights == 0)  # training batches have no padding
+        flags: list[torch.Tensor | bool] = [
+            ~loss.detach().isfinite(),
+            self.stop_wanted,
+            self.input_failed,
+            self.save_wanted,
+            bad_rows,
+        ]
+        non_finite, stop, failed, save, bad = _summed(flags, loss.device)
+        self.stop_agreed, self.input_failure_agreed, self.save_agreed = stop > 0, failed > 0, save > 0
+        if self.input_failure_agreed:
+            return _nothing(loss)
+        self.num_bad_rows += bad
+        if not non_finite:
+            self.in_a_row = 0
+            return loss * self.loss_scale, prediction
+        self.in_a_row += 1
+        if self.in_a_row > self.max_in_a_row:
+            raise self._error(task, loss, prediction)
+        self.num_skipped += 1
+        return _nothing(loss)
+
+    def _error(self, task: nn.Module, loss: torch.Tensor, prediction: Any) -> NonFiniteLossError:
+        message = (
+            f"the loss is {loss.item()} on this rank and not finite on at least one, {self.in_a_row} time(s) "
+            f"in a row with {self.max_in_a_row} allowed; this batch has updated nothing. Look for NaN labels or dense "
+            "values, lower the learning rates or warm up (schedule=...), or set trainer.non_finite_loss=skip or rollback"
+        )
+        losses_of_rows = getattr(task, "losses", None)
+        if losses_of_rows is None:
+            return NonFiniteLossError(message, [], [], 0, self.in_a_row)
+        losses = losses_of_rows(prediction)
+        at_fault = torch.nonzero(~losses.isfinite()).flatten()
+        rows = at_fault[:MAX_SUSPECTS]
+        if not len(rows):
+            rows = losses.topk(min(MAX_SUSPECTS, len(losses))).indices
+        return NonFiniteLossError(message, rows.tolist(), losses[rows].tolist(), len(at_fault), self.in_a_row)
+
+
+def _nothing(loss: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return torch.zeros_like(loss.detach()).requires_grad_(), None
+
+
+def _summed(flags: list[torch.Tensor | bool], device: torch.device) -> list[int]:
+    """Collective: each flag's, or count's, sum over all ranks."""
+    sums = torch.stack([torch.as_tensor(flag, dtype=torch.int64, device=device) for flag in flags])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        all_reduce(sums)
+    return [int(value) for value in sums.tolist()]

@@ -1,0 +1,38 @@
+"""Build the hooks of a training: this release's own in their order, and those that `trainer.hooks` names."""
+
+from __future__ import annotations
+
+from pipeline.config.jobs import TrainJob
+from pipeline.config.registry import find
+from pipeline.runtime.errors import TrainingError
+from pipeline.training.hooks.base import Hook, TrainingParts
+
+# The profiler's own time must not be on the throughput's clock; replicas are averaged before anything reads the tables.
+BEFORE = ("profile", "replicas", "bad_rows", "progress", "memory", "throughput", "evaluation", "early_stop")
+# A checkpoint holds what all hooks have counted up to its step, and a rollback waits for a save in flight.
+AFTER = ("saving", "rollback")
+
+
+def hook_names(job: TrainJob) -> list[str]:
+    """In the order in which they are called.
+
+    Raises:
+        ConfigError: trainer.hooks names one that is not registered.
+        TrainingError: trainer.hooks names one of this release, or one twice.
+    """
+    own = [*BEFORE, *job.trainer.hooks, *AFTER]
+    for name in job.trainer.hooks:
+        find("hook", name, "trainer.hooks")
+        if own.count(name) > 1:
+            raise TrainingError(f"trainer.hooks: {name!r} is among the hooks already; name each of your own once")
+    return own
+
+
+def build_hooks(job: TrainJob, parts: TrainingParts) -> list[Hook]:
+    """Raises as hook_names."""
+    hooks: list[Hook] = []
+    for name in hook_names(job):
+        hook: Hook = find("hook", name)(job, parts)
+        hook.name = name
+        hooks.append(hook)
+    return hooks

@@ -1,0 +1,64 @@
+"""Measure the model on the validation split every trainer.evaluate_every_steps, and at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config.registry import register
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process import preemption
+from pipeline.training.evaluation import evaluate_model
+from pipeline.training.hooks.base import Hook, TrainingState
+
+logger = get_logger("pipeline.training.trainer")
+
+
+@register("hook", "evaluation")
+class Evaluation(Hook):
+    def on_fit_start(self, state: TrainingState) -> None:
+        """SIGTERM leaves no time for an evaluation: it is made up for here."""
+        is_due = state.is_over or state.is_due(self.job.trainer.evaluate_every_steps)
+        if state.metrics_step != state.step and is_due:
+            self._evaluate(state)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.preempted or not (state.is_due(self.job.trainer.evaluate_every_steps) or state.is_last):
+            return
+        try:
+            self._evaluate(state)
+        except (ValueError, OSError):  # the validation split's; the training is kept
+            state.hooks.call("on_failure", state)
+            raise
+
+    def _evaluate(self, state: TrainingState) -> None:
+        parts = self.parts
+        if parts.validation_reader is None:
+            return
+        state.detach()
+        try:
+            metrics = evaluate_model(
+                parts.model,
+                parts.validation_reader,
+                parts.context,
+                self.job.trainer.evaluate_max_batches,
+                "validation",
+            )
+        except preemption.Preempted:  # the step is saved without; a resumed run makes up for it
+            state.preempted = True
+            return
+        whose = "  (each host's own tables)" if parts.replicas and not parts.replicas.equal else ""
+        logger.info("step %d  validation  %s%s", state.step, _described(metrics), whose)
+        if parts.writer:
+            parts.writer.write("validation", state.step, metrics)
+        state.metrics, state.metrics_step = metrics, state.step
+        state.hooks.call("on_evaluation_end", state, metrics)
+
+    def saved_values(self, state: TrainingState) -> dict[str, Any]:
+        return {"metrics": state.metrics, "metrics_step": state.metrics_step}
+
+    def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
+        state.metrics, state.metrics_step = manifest["metrics"], manifest["metrics_step"]
+
+
+def _described(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:,.4f}".replace(".0000", "") for name, value in metrics.items())

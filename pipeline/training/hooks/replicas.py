@@ -1,0 +1,36 @@
+"""Average the tables that each host trains by itself, when they are due, and log what that took."""
+
+from __future__ import annotations
+
+from pipeline.config.registry import register
+from pipeline.runtime.logs import get_logger
+from pipeline.training.hooks.base import Hook, TrainingState
+
+logger = get_logger("pipeline.training")
+
+
+@register("hook", "replicas")
+class AverageReplicas(Hook):
+    """Does nothing where tables are sharded over all ranks."""
+
+    def on_step_start(self, state: TrainingState) -> None:
+        if self.parts.replicas:
+            self.parts.replicas.equal = False
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if self.parts.replicas:
+            self.parts.replicas.after_step(state.step)
+
+    def log_values(self, state: TrainingState) -> dict[str, float]:
+        """How often, and with how many bytes, tables were averaged over the hosts since the last line."""
+        replicas = self.parts.replicas
+        if replicas is None:
+            return {}
+        values = replicas.report()
+        if values["embedding_syncs"]:
+            logger.info(
+                "step %d  tables averaged %d time(s) over %d hosts, %.1f MiB on the wire a rank, %.2f s",
+                state.step, values["embedding_syncs"], replicas.num_hosts, values["embedding_sync_bytes"] / 2**20,
+                values["embedding_sync_s"],
+            )  # fmt: skip
+        return values
