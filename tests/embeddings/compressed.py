@@ -67,7 +67,7 @@ def steep_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor
     return F.binary_cross_entropy_with_logits(4 * logits, labels), logits
 
 
-def draw_bags(tables: list[Table], step: int) -> tuple[dict[str, Bags], torch.Tensor]:
+def sample_bags(tables: list[Table], step: int) -> tuple[dict[str, Bags], torch.Tensor]:
     """Feature -> the ids of each sample of a global batch, and the labels."""
     generator = torch.Generator().manual_seed(step)
     bags: dict[str, Bags] = {}
@@ -95,7 +95,7 @@ def batches(tables: list[Table], steps: range) -> Iterator[tuple[KeyedJaggedTens
     share = BATCH_SIZE // world_size
     local = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
     for step in steps:
-        bags, labels = draw_bags(tables, step)
+        bags, labels = sample_bags(tables, step)
         yield splitter(as_features(bags, local)), labels[local]
 
 

@@ -33,7 +33,7 @@ from tests.embeddings.compressed import (
     NUM_STEPS,
     PooledModel,
     as_features,
-    draw_bags,
+    sample_bags,
     steep_loss,
     table_of,
 )
@@ -100,7 +100,7 @@ def split_batches(tables: list[Table], steps: range) -> Any:
     splitter, share = IdSplitter(tables, skip_empty_bags=True), BATCH_SIZE // dist.get_world_size()
     local = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
     for step in steps:
-        bags, labels = draw_bags(tables, step)
+        bags, labels = sample_bags(tables, step)
         yield splitter(as_features(bags, local)), labels[local]
 
 
@@ -148,7 +148,7 @@ def train_unsplit(
 
     losses = []
     for step in range(NUM_STEPS):
-        bags, labels = draw_bags(tables, step)
+        bags, labels = sample_bags(tables, step)
         columns = [
             references.pool(row_of(table), weights, bags[feature], table.pooling, DIM)
             for table in tables
