@@ -21,9 +21,7 @@ class GatedMlpConfig(ModelConfig):
     kind: str = "gated_mlp"
     hidden: int = 32  # model.hidden=64 on the command line
 
-    def build(
-        self, tables, num_dense_features
-    ):  # `tables` of the features, one width each: tables.default.embedding_dim
+    def build(self, tables, num_dense_features):  # tables.default.embedding_dim is a table's width
         width = num_dense_features + sum(table.embedding_dim * len(table.feature_names) for table in tables)
         return GatedMlp(build_embeddings(tables), width, self.hidden)
 
