@@ -20,7 +20,7 @@ class ModuloOptions:
     shift: int = 0
 
 
-@register("compression", "modulo_rows")
+@register("compression", "modulo")
 class Modulo(CompressionKind):
     """The row of an id is (id + shift) % num_rows."""
 
