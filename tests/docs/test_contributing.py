@@ -18,7 +18,7 @@ def test_the_page_shows_the_example_as_it_is() -> None:
 
 
 def test_the_table_names_every_kind_of_component() -> None:
-    assert {kind for kind, _ in ROWS} == {"model", "task", "optimizer", "format", "compression", "verb"}
+    assert {kind for kind, _ in ROWS} == {"model", "task", "optimizer", "format", "compression", "hook", "verb"}
 
 
 @pytest.mark.parametrize(("kind", "path"), ROWS)

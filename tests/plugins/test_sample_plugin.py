@@ -40,9 +40,14 @@ def test_its_model_trains_with_its_task_and_optimizer_and_resumes(gone: dict[str
     assert 0.5 < gone["metrics"]["auc"] < 1.0
 
 
+def test_its_hook_counts_steps_and_goes_on_counting_after_a_resume(gone: dict[str, Any]) -> None:
+    logged = [json.loads(line) for line in gone["log"].splitlines()]
+    assert [line["counted_steps"] for line in logged if line["kind"] == "train"] == [5, 10, 15, 20]
+
+
 def test_its_run_names_it_without_an_import_path(gone: dict[str, Any]) -> None:
     assert "plugins: [tests.plugins.sample_plugin]" in gone["config"]
-    for kind in ("kind: summed_mlp", "name: signed_momentum", "kind: modulo", "format: jsonl"):
+    for kind in ("kind: summed_mlp", "name: signed_momentum", "kind: modulo", "format: jsonl", "hooks: [step_counter]"):
         assert kind in gone["config"]
     assert gone["config"].count("sample_plugin") == 1
 

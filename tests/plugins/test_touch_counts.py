@@ -11,7 +11,7 @@ from pipeline.config.registry import BUILT_IN
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).parent / "sample_plugin"
-KINDS = [*sorted(set(BUILT_IN) - {"hook"}), "verb"]
+KINDS = [*sorted(BUILT_IN), "verb"]
 
 
 def _registered(file: Path) -> list[tuple[str, str]]:

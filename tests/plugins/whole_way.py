@@ -33,7 +33,7 @@ columns: {label: click, dense: [price], sparse: [shop, item], multi_hot: [tags]}
 """
 TRAIN = [
     "data=shop", "model=summed_mlp", "model.hidden=8", "tables.default.embedding_dim=8", "hardware=cpu",
-    "optimizer.dense.name=signed_momentum", "tables.item.compression={kind: modulo, num_rows: 7}",
+    "optimizer.dense.name=signed_momentum", "trainer.hooks=[step_counter]", "tables.item.compression={kind: modulo, num_rows: 7}",
     "trainer.global_batch_size=128", "trainer.log_every_steps=5", "checkpoint=at_end",
 ]  # fmt: skip
 
