@@ -42,7 +42,8 @@ def test_its_model_trains_with_its_task_and_optimizer_and_resumes(gone: dict[str
 
 def test_its_hook_counts_steps_and_goes_on_counting_after_a_resume(gone: dict[str, Any]) -> None:
     logged = [json.loads(line) for line in gone["log"].splitlines()]
-    assert [line["counted_steps"] for line in logged if line["kind"] == "train"] == [5, 10, 15, 20]
+    counted = [line["counted_steps"] for line in logged if line["kind"] == "train"]
+    assert counted == [4, 9, 14, 19]  # a step's line is written before a plugin's hooks hear of its end
 
 
 def test_its_run_names_it_without_an_import_path(gone: dict[str, Any]) -> None:
