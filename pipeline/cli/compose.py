@@ -25,6 +25,7 @@ from pipeline.config.saved_jobs import first_line, instantiate, near_field
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 Job = TypeVar("Job")
+STAR = "__star__"  # stands for the * of tables.cat_*.embedding_dim=8 where Hydra reads keys, which may hold none
 
 
 def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str | None = None) -> Job:
@@ -119,7 +120,9 @@ def _parse(argv: Iterable[str]) -> list[Override]:
     overrides = []
     for word in argv:
         try:
-            override = parser.parse_override(word)
+            key, equals, value = word.partition("=")
+            override = parser.parse_override(key.replace("*", STAR) + equals + value)
+            override.key_or_group, override.input_line = override.key_or_group.replace(STAR, "*"), word
         except HydraException as error:
             reason = str(error).splitlines()[0].rstrip(".")
             hint = "overrides look like key=value" if "=" not in word else "quote it as 'key=\"value\"' if it is text"

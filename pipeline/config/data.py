@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pipeline.config.registry import find
+from pipeline.config.tables import is_pattern, matches
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_given, check_within
 
 DENSE_TRANSFORMS = ("log1p", "none")
@@ -16,13 +19,16 @@ BAD_ROW_POLICIES = ("stop", "quarantine")
 VERIFICATIONS = ("size", "checksum")
 
 
+Value = TypeVar("Value")
+
+
 @dataclass
 class ColumnsConfig:
     """Names of the source's columns. Criteo's own (label, int_0..12, cat_0..25) are fixed by the format.
 
     A list-valued categorical column (Parquet list, or text joined by `list_separator`) goes
     into `multi_hot`; every other categorical column into `sparse`. `timestamp` (whole numbers, or ISO 8601) is read
-    where data.split.kind=time. Empty text is a missing value, and for dense columns so is NaN.
+    where data.split.kind=time. `cat_{0..25}` in a list stands for cat_0 to cat_25. Empty text is a missing value, and for dense columns so is NaN.
     """
 
     label: str = "label"
@@ -31,6 +37,21 @@ class ColumnsConfig:
     multi_hot: list[str] = field(default_factory=list)
     timestamp: str | None = None
     list_separator: str = "|"
+
+    def __post_init__(self) -> None:
+        self.dense, self.sparse, self.multi_hot = map(expand_ranges, (self.dense, self.sparse, self.multi_hot))
+
+
+def expand_ranges(names: list[str]) -> list[str]:
+    """`cat_{0..3}` becomes cat_0, cat_1, cat_2 and cat_3; other names stay."""
+    found = []
+    for name in names:
+        match = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", name)
+        first, last = (int(match[2]), int(match[3])) if match else (0, 0)
+        if last < first:
+            raise ConfigError(f"data.columns: {name!r} counts from {first} down to {last}; write the smaller one first")
+        found += [f"{match[1]}{number}{match[4]}" for number in range(first, last + 1)] if match else [name]
+    return found
 
 
 @dataclass
@@ -274,12 +295,28 @@ class DataConfig:
             raise ConfigError(
                 f"data.format={self.format} fixes its columns: drop data.columns, or name another data.format"
             )
+        self.feature_ids = self._expand(self.feature_ids, "data.feature_ids")
+        self.synthetic_multi_hot = self._expand(self.synthetic_multi_hot, "data.synthetic_multi_hot")
         if self.synthetic is not None:
             self._check_synthetic(self.synthetic)
         if self.split.kind == "time" and not self.columns.timestamp:
             raise ConfigError(
                 "data.split.kind=time needs data.columns.timestamp=<column>, and data.format=csv, tsv or parquet"
             )
+
+    def _expand(self, values: dict[str, Value], key: str) -> dict[str, Value]:
+        """With an entry for every feature that a pattern such as cat_* fits; a feature's own entry goes before patterns."""
+        features = self.columns.sparse + self.columns.multi_hot or [f"cat_{index}" for index in range(26)]
+        found: dict[str, Value] = {}
+        givers: dict[str, str] = {}
+        for pattern in filter(is_pattern, values):
+            for feature in matches(pattern, features, key):
+                if feature in found and feature not in values and found[feature] != values[pattern]:
+                    raise ConfigError(
+                        f"{feature!r} fits {key}.{givers[feature]} and {key}.{pattern}, which differ; set {key}.{feature}"
+                    )
+                found[feature], givers[feature] = values[pattern], pattern
+        return {**found, **{name: value for name, value in values.items() if not is_pattern(name)}}
 
     def _check_synthetic(self, synthetic: SyntheticConfig) -> None:
         drawn = (synthetic.num_dense, len(synthetic.cardinalities))

@@ -1,14 +1,16 @@
 """Schemas of embedding tables: `tables.<name>` of a job (stdlib only).
 
-The entry `default` supplies what a table leaves unset. A table without feature_names embeds the feature of its own name.
+The entry `default` supplies what a table leaves unset; an entry `cat_*` does so for tables whose names fit, before it. A table without feature_names embeds the feature of its own name.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 
 from pipeline.config.compression import CompressionConfig
-from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, did_you_mean
 
 POOLINGS = ("sum", "mean")
 DATA_TYPES = ("fp32", "fp16")
@@ -79,6 +81,60 @@ class TableConfig:
             check_choice("pooling", self.pooling, POOLINGS)
         if self.data_type is not None:
             check_choice("data_type", self.data_type, DATA_TYPES)
+
+
+def is_pattern(name: str) -> bool:
+    """Whether an entry's name stands for several tables or features: cat_*, cat_?, cat_[0-4]."""
+    return any(sign in name for sign in "*?[")
+
+
+def matches(pattern: str, names: Iterable[str], key: str) -> list[str]:
+    """The names that `pattern` stands for. Raises ConfigError for none; `key` is the section of the pattern."""
+    names = list(names)
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        raise ConfigError(f"{key}.{pattern} fits no name{did_you_mean(pattern, names) or f': there are {names}'}")
+    return found
+
+
+def expand_patterns(tables: Mapping[str, TableConfig], features: Iterable[str]) -> dict[str, TableConfig]:
+    """`tables` with an entry for every table that a pattern fits, and without the patterns.
+
+    A table's own entry comes first, then patterns, then `default`. `features` are the data set's: a feature that no entry
+    names has a table of its own.
+
+    Raises:
+        ConfigError: a pattern fits no table or sets feature_names, or two patterns give a table different values.
+    """
+    patterns = [name for name in tables if is_pattern(name)]
+    own = {name: config for name, config in tables.items() if name not in patterns}
+    named = {feature for name, config in own.items() if name != DEFAULT for feature in config.feature_names or [name]}
+    names = [*(name for name in own if name != DEFAULT), *(feature for feature in features if feature not in named)]
+    found: dict[str, list[str]] = {}
+    for pattern in patterns:
+        if tables[pattern].feature_names:
+            raise ConfigError(f"tables.{pattern}.feature_names: a pattern stands for several tables, name one of them")
+        for name in matches(pattern, names, "tables"):
+            found.setdefault(name, []).append(pattern)
+    merged = {name: _merge(name, own.get(name, TableConfig()), fitting, tables) for name, fitting in found.items()}
+    return {**own, **merged}
+
+
+def _merge(name: str, own: TableConfig, patterns: list[str], tables: Mapping[str, TableConfig]) -> TableConfig:
+    values: dict[str, object] = {}
+    givers: dict[str, str] = {}
+    for pattern in patterns:
+        for setting in (each.name for each in fields(TableConfig)):
+            value = getattr(tables[pattern], setting)
+            if value in (None, []) or getattr(own, setting) not in (None, []):
+                continue
+            if setting in givers and value != values[setting]:
+                raise ConfigError(
+                    f"table {name!r} fits tables.{givers[setting]} and tables.{pattern}, which set {setting} to "
+                    f"{values[setting]} and {value}; set tables.{name}.{setting}, or make one pattern narrower"
+                )
+            values[setting], givers[setting] = value, pattern
+    return replace(own, **values)  # type: ignore[arg-type]
 
 
 def rows_of_features(tables: dict[str, TableConfig]) -> dict[str, int]:

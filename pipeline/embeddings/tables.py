@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import DEFAULT, ConstraintConfig, InitConfig, TableConfig
+from pipeline.config.tables import DEFAULT, ConstraintConfig, InitConfig, TableConfig, expand_patterns
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.compression.kind import Whole, compressed, kind_of
 from pipeline.embeddings.physical import check_compressed, num_numbers
@@ -34,6 +34,7 @@ def resolve_tables(
         ConfigError: a feature that the data set lacks or that two tables claim, fewer rows than the
             data's cardinality, num_embeddings in `default`.
     """
+    tables = expand_patterns(tables, dataset.sparse_feature_names)
     default = tables.get(DEFAULT, TableConfig())
     if default.num_embeddings is not None or default.feature_names:
         raise ConfigError(

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from pipeline.config.jobs import TrainJob
 from pipeline.config.model import used_tables
+from pipeline.config.tables import expand_patterns
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.physical import check_compressed, physical_tables
 from pipeline.embeddings.table import Table
@@ -60,6 +61,7 @@ def resolve_job(job: TrainJob, dataset: Dataset, world_size: int, choose: HeadCh
     Raises:
         ConfigError: tables, or compression, that do not fit the data set or the model.
     """
+    job = replace(job, tables=expand_patterns(job.tables, dataset.sparse_feature_names))
     resolved = resolve_tables(without_auto(job.tables), dataset, job.data.synthetic_multi_hot)
     if has_auto(job.tables):
         auto = auto_tables(job.tables, resolved)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pipeline.config.data import check_batch_geometry
 from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
 from pipeline.config.optimizers import all_optimizers, find_optimizer
-from pipeline.config.tables import rows_of_features
+from pipeline.config.tables import expand_patterns, rows_of_features
 from pipeline.config.training import SparseOptimizerConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_split, load_dataset
 from pipeline.data.prepare.describe_unprepared import describe_dataset
+from pipeline.data.raw.layout import columns_of
 from pipeline.embeddings.compression.kind import compressed
 from pipeline.embeddings.table import Table
 from pipeline.planner.limits import check_batch_fits_comms, check_widths
@@ -65,7 +66,7 @@ def load_or_describe(job: TrainJob) -> Dataset:
     if storage.is_file(storage.join(path, FILE_NAME)):
         return load_dataset(path)
     if isinstance(job, PlanJob):
-        return describe_dataset(job.data, rows_of_features(job.tables))
+        return describe_dataset(job.data, rows_of_features(expand_patterns(job.tables, columns_of(job.data).sparse)))
     raise TrainingError(
         f"there is no {FILE_NAME} in {path!r}: prepare the data set with "
         f"`python -m pipeline.prepare data={job.data.name} source=<file, folder or glob>`, or set data.path"
