@@ -97,7 +97,7 @@ SHARDER, CPU_TABLES = "sharding/torchrec/sharder.py", "sharding/torchrec/cpu_tab
 HOST_DISTS, MANAGED = "sharding/collectives/host_dists.py", "sharding/torchrec/managed_collision.py"
 ORDER, VARIABLE = "sharding/torchrec/feature_order.py", "sharding/torchrec/variable_batches.py"
 SYNC, ESTIMATOR = "sharding/torchrec/embedding_sync.py", "planner/estimator.py"
-COMMS_WAIT, AVERAGING = "sharding/collectives/comms_wait.py", "sharding/collectives/averaging.py"
+COMMS_WAIT, AVERAGING = "runtime/process/comms_wait.py", "sharding/collectives/averaging.py"
 
 PRIVATE_NAMES: list[PrivateName] = [
     # FBGEMM's lookup on CPU: public attributes by name, its inside by nature.

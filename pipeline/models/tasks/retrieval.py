@@ -21,8 +21,8 @@ from pipeline.embeddings.table import Table
 from pipeline.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics
 from pipeline.models.tasks.task import Measure
 from pipeline.models.user_item import TwoTowerConfig
+from pipeline.runtime.process.comms_wait import waiting
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.collectives.comms_wait import waiting
 
 NO_ITEM = -1  # of padding and quarantined rows
 

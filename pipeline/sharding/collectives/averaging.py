@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.sharding.collectives.comms_wait import working
+from pipeline.runtime.process.comms_wait import working
 from pipeline.sharding.collectives.host_exchange import HostExchange
 
 BROADCAST_BYTES = 25 << 20  # at once

@@ -24,7 +24,7 @@ from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
-from pipeline.sharding.collectives.comms_wait import working
+from pipeline.runtime.process.comms_wait import working
 from pipeline.sharding.collectives.host_exchange import HostExchange
 
 COUNT_DTYPE = torch.int64

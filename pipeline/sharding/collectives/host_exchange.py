@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.comms_wait import waiting
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.collectives.comms_wait import waiting
 
 MOST_RANKS = 8  # every rank reads what every other has written: beyond, a ring moves fewer bytes
 JOIN_S = 30.0

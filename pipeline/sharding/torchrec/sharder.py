@@ -30,7 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.runtime.errors import ShardingError
-from pipeline.sharding.collectives.comms_wait import clock_awaitable, waiting
+from pipeline.runtime.process.comms_wait import clock_awaitable, waiting
 from pipeline.sharding.collectives.host_dists import exchange_on_host, skip_id_exchange
 from pipeline.sharding.collectives.host_exchange import HostExchange
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables

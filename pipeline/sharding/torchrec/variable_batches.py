@@ -25,7 +25,7 @@ from torchrec.distributed.types import Awaitable, NoWait, QuantizedCommCodec, Qu
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.runtime.errors import ShardingError
-from pipeline.sharding.collectives.comms_wait import waiting
+from pipeline.runtime.process.comms_wait import waiting
 
 
 def accept_variable_batches(lookups: Iterable[nn.Module]) -> None:

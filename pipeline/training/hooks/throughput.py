@@ -14,8 +14,8 @@ from pipeline.config.jobs import TrainJob
 from pipeline.config.registry import register
 from pipeline.models.tasks.task import Measure
 from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.comms_wait import MEASURED_BACKENDS, CommsWait
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.collectives.comms_wait import MEASURED_BACKENDS, CommsWait
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 QUALITY = {"ne": "NE", "loss": "loss"}  # the first of these that is measured stands in the log line

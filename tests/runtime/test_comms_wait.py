@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.data.read.batch import Batch
-from pipeline.sharding.collectives.comms_wait import CommsWait, waiting, working
+from pipeline.runtime.process.comms_wait import CommsWait, waiting, working
 from pipeline.sharding.torchrec.sharder import ClockedSparseDist
 from tests.support.clicks import Clicks, labelled
 from tests.support.ranks import RankPool
