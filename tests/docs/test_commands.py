@@ -139,6 +139,8 @@ def compose_all(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> in
         verb, words = verbs()[found[0]], read(*found)
         if any(command.name == words.command and command.run is not None for command in verb.commands):
             continue  # plan show FILE has no job
+        if not words.settings and not words.values:
+            continue  # the prose names a verb
         overrides = words.overrides() if "command" in verb.job.__dataclass_fields__ else words.remaining()
         if (found[0], *overrides) not in composed:
             try:
