@@ -135,7 +135,7 @@ def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
     defaults = _defaults(folders, config_name)
     lines = [doc.strip(), "", "choose an option of a group (* is the default):"]
     for group, options in with_registered_models(group_options(folders)).items():
-        if group in defaults:
+        if group in defaults and options != ["default"]:  # nothing to choose until a --config-dir adds an option
             marked = [f"{option}*" if option == defaults[group] else option for option in options]
             lines.append(f"  {group + '=':14}{' '.join(marked)}")
     lines += ["", "set any value by its key (all of them: --cfg):"]

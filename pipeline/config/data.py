@@ -136,7 +136,6 @@ class ReaderConfig:
     on_bad_rows: stop names the first bad row and ends the run on all ranks; quarantine gives bad rows weight 0, so that
     steps and batches stay what they are, and lists them in <run>/quarantine, until they are more than max_bad_fraction.
     verify: at the start, the size of every shard, or its SHA-256 too (ranks share the work).
-    overfit_batches: train on the first batches alone, again and again: a model that cannot learn them by heart has a bug.
     """
 
     num_streams: int = 16
@@ -146,7 +145,6 @@ class ReaderConfig:
     on_bad_rows: str = "stop"
     max_bad_fraction: float = 0.001
     verify: str = "size"
-    overfit_batches: int = 0  # 0: all batches
 
     def __post_init__(self) -> None:
         check_choice("reader.shuffle", self.shuffle, SHUFFLES)
@@ -156,7 +154,6 @@ class ReaderConfig:
         check_at_least("reader.num_streams", self.num_streams, 1)
         check_at_least("reader.prefetch_batches", self.prefetch_batches, 1)
         check_at_least("reader.decode_threads", self.decode_threads, 1)
-        check_at_least("reader.overfit_batches", self.overfit_batches, 0)
 
 
 def check_batch_geometry(global_batch_size: int, num_streams: int, world_size: int) -> None:

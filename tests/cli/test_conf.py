@@ -129,7 +129,7 @@ def test_debugging_is_short_and_leaves_the_runs_own_folder_alone(option: str) ->
     job = load_config(TrainJob, ["experiment=quickstart", f"debug={option}"])
     assert job.run_dir == f"runs/quickstart_debug_{option}"
     assert job.trainer.max_steps is not None and job.trainer.max_steps <= 200
-    assert job.data.reader.overfit_batches == (1 if option == "overfit" else 0)
+    assert job.trainer.overfit_batches == (1 if option == "overfit" else 0)
 
 
 def test_mlperf_dlrmv2_is_the_references_model_data_and_optimizer() -> None:

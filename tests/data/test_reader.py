@@ -303,12 +303,3 @@ def test_lists_of_every_length_arrive(ragged: tuple[str, Dataset]) -> None:
     lengths = batch.sparse_features["tags"].lengths()
     assert set(lengths.tolist()) == set(range(MAX_TAGS))
     assert lengths.dtype == torch.int32
-
-
-def test_overfitting_repeats_the_first_batches_in_every_epoch_and_from_any_step(ragged: tuple[str, Dataset]) -> None:
-    first = [samples_of(batch) for batch in epoch_of(make_reader(ragged))[:2]]
-    repeating = make_reader(ragged, overfit_batches=2)
-    assert repeating.order_fingerprint != make_reader(ragged).order_fingerprint
-    for epoch, start in ((0, 0), (1, 0), (1, 3)):
-        batches = [samples_of(batch) for batch in epoch_of(repeating, epoch, start)]
-        assert batches == [first[step % 2] for step in range(start, repeating.steps_per_epoch)]

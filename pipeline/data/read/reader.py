@@ -6,16 +6,14 @@ on a background thread (data.prefetch), or on config.decode_threads of them.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -80,11 +78,8 @@ class ShardReader:
         self.steps_per_epoch = num_steps(self.num_rows, global_batch_size, config.num_streams, drop_last)
         self.stall_seconds = 0.0  # time that next() has waited, the first batch of each epoch included
         self._seed = seed
-        self._overfit_batches = config.overfit_batches if split == "train" else 0
         self._pin_memory, self._split_ids = pin_memory, split_ids
         self._identity = [dataset.fingerprint(), split, seed, config.num_streams, config.shuffle, global_batch_size]
-        if self._overfit_batches:
-            self._identity.append(self._overfit_batches)
         streams = config.num_streams // world_size
         self._streams = range(rank * streams, (rank + 1) * streams)
         quarantine = Quarantine(quarantine_path) if config.on_bad_rows == "quarantine" else None
@@ -105,8 +100,9 @@ class ShardReader:
                 f"epoch={epoch}, start_step={start_step}: epochs count from 0, and an epoch has "
                 f"{self.steps_per_epoch} steps; was the checkpoint made with other data or another batch size?"
             )
-        source = self._repeat_first(start_step) if self._overfit_batches else self._read(epoch, start_step)
-        return Prefetcher(source, self.config.prefetch_batches, f"reader-epoch-{epoch}", self._add_stall)
+        return Prefetcher(
+            self._read(epoch, start_step), self.config.prefetch_batches, f"reader-epoch-{epoch}", self._add_stall
+        )
 
     def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
         """The shard (as dataset.json names it) and the row in it, from 0, of rows of this rank's batch."""
@@ -135,13 +131,6 @@ class ShardReader:
 
     def _add_stall(self, seconds: float) -> None:
         self.stall_seconds += seconds
-
-    def _repeat_first(self, start_step: int) -> Generator[Batch, None, None]:
-        """The first batches of epoch 0 in place of the epoch's own; copies, for a train pipeline changes what it gets."""
-        with closing(self._read(0, 0)) as source:
-            first = list(islice(source, self._overfit_batches))
-        for step in range(start_step, self.steps_per_epoch):
-            yield copy.deepcopy(first[step % len(first)])
 
     def _read(self, epoch: int, start_step: int) -> Generator[Batch, None, None]:
         shuffled = self._is_shuffled
