@@ -1,4 +1,4 @@
-"""Say how raw rows look, what becomes of their ids and splits, and how shards are read (stdlib only)."""
+"""Schemas of a data set: its raw rows, their ids and splits, and how shards are read (stdlib only)."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def check_batch_geometry(global_batch_size: int, num_streams: int, world_size: i
     if num_streams % world_size:
         ranks = [n for n in range(1, num_streams + 1) if num_streams % n == 0]
         raise ConfigError(
-            f"data.reader.num_streams={num_streams} cannot be dealt evenly to {world_size} ranks: run on "
+            f"data.reader.num_streams={num_streams} cannot be divided evenly among {world_size} ranks: run on "
             f"{_either(ranks)} ranks, or set data.reader.num_streams={_either(_multiples_near(num_streams, world_size))} "
             "(another number of streams is another order of rows)"
         )
@@ -169,7 +169,7 @@ def check_batch_geometry(global_batch_size: int, num_streams: int, world_size: i
         streams = [n for n in range(world_size, global_batch_size + 1, world_size) if global_batch_size % n == 0]
         nearest = min(streams, key=lambda n: (abs(n - num_streams), n), default=None)
         raise ConfigError(
-            f"a global batch of {global_batch_size} rows cannot be dealt evenly to data.reader.num_streams={num_streams}: "
+            f"a global batch of {global_batch_size} rows cannot be divided evenly among data.reader.num_streams={num_streams}: "
             f"use a global batch size of {_either(_multiples_near(global_batch_size, num_streams))}"
             + (f", or data.reader.num_streams={nearest}" if nearest else "")
         )
@@ -206,7 +206,7 @@ class SyntheticConfig:
     teacher_scale: float = 2.0
     positive_rate: float = 0.25
     seed: int = 0
-    # A series of windows: rows of their own, drawn from a teacher that turns by `drift` radians a window, with a share
+    # A series of windows: rows of their own, sampled from a teacher that turns by `drift` radians a window, with a share
     # `churn` of the values of large features replaced by new ones in each.
     window: int = 0
     drift: float = 0.0
@@ -274,7 +274,7 @@ class DataConfig:
     rows_per_shard: int = 1_000_000
     rows_per_row_group: int = 16_384
     max_quarantined_fraction: float = 0.001
-    # Multi-hot sizes drawn on the fly from one-hot ids, as MLPerf DLRMv2 does; feature name -> ids a sample.
+    # Multi-hot ids sampled on the fly from one-hot ids, as MLPerf DLRMv2 does; feature name -> ids a sample.
     synthetic_multi_hot: dict[str, int] = field(default_factory=dict)
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     synthetic: SyntheticConfig | None = None
@@ -316,7 +316,7 @@ class DataConfig:
         return {**found, **{name: value for name, value in values.items() if not is_pattern(name)}}
 
     def _check_synthetic(self, synthetic: SyntheticConfig) -> None:
-        drawn = (synthetic.num_dense, len(synthetic.cardinalities))
+        sampled = (synthetic.num_dense, len(synthetic.cardinalities))
         if self.format == "criteo_tsv":
             named, what = (13, 26), "Criteo's format has 26 categorical features and 13 dense ones"
         elif self.format == "tsv":
@@ -324,7 +324,7 @@ class DataConfig:
             what = f"data.columns names {named[1]} categorical features and {named[0]} dense ones"
         else:
             raise ConfigError(f"data.synthetic writes data.format=criteo_tsv or tsv, not {self.format}")
-        if drawn != named:
+        if sampled != named:
             raise ConfigError(
-                f"synthetic.cardinalities has {drawn[1]} values and synthetic.num_dense is {drawn[0]}, but {what}"
+                f"synthetic.cardinalities has {sampled[1]} values and synthetic.num_dense is {sampled[0]}, but {what}"
             )

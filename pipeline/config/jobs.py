@@ -1,4 +1,4 @@
-"""Say what each verb needs to know: one dataclass a verb, made of its parts' own configs (stdlib only)."""
+"""Schemas of jobs: one dataclass a verb, made of the schemas of its parts (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PrepareJob(Job):
 
 @dataclass
 class GenerateJob(Job):
-    """data.synthetic or data.user_item says what is drawn; `output` is the text that prepare then takes for its source."""
+    """data.synthetic or data.user_item says what is generated; `output` is the text that prepare then takes for its source."""
 
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "${paths.raw}/${data.name}.tsv"
@@ -78,7 +78,7 @@ class GenerateJob(Job):
         check_at_least("threads", self.threads, 1, allow_none=True)
         if self.data.synthetic is None and self.data.user_item is None:
             raise ConfigError(
-                f"data={self.data.name} has no `synthetic` or `user_item` section to draw from; data=quickstart and "
+                f"data={self.data.name} has no `synthetic` or `user_item` section to generate from; data=quickstart and "
                 "data=user_item have one"
             )
 

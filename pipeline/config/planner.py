@@ -1,4 +1,4 @@
-"""Say what the planner may spend and on which hardware (stdlib only)."""
+"""Schemas of the planner and of the hardware that it plans for (stdlib only)."""
 
 from __future__ import annotations
 

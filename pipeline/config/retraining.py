@@ -1,4 +1,4 @@
-"""Say what a window of new data is, what is asked of it, of a challenger and of the registry (stdlib only)."""
+"""Schemas of retraining: windows of new data, checks on them, the gate for a challenger, the registry (stdlib only)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GrowthConfig:
 
     A value's count is its count in the window plus `count_decay` times what it was. Ids go by descending count; values
     below data.ids.min_frequency, or beyond data.ids.max_size, lose their row. Tables have as many rows as there are ids;
-    rows follow their values, new ones are drawn fresh.
+    rows follow their values, new ones are initialized.
 
     anneal: learning rates that schedule.* leaves constant fall to 0 over each window, for a model is judged as its last
     steps leave it: at a constant rate the last few batches move its calibration by percents.

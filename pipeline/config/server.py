@@ -1,5 +1,4 @@
-"""Say where the server listens, how requests become batches, what a request may be, and what of an artifact stays in memory
-(stdlib only)."""
+"""Schemas of serving: the server, its batches, limits on a request, and what of an artifact stays in memory (stdlib only)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say how small an artifact is made, and how far its scores may lie from the trained model's (stdlib only)."""
+"""Schemas of export: which rows are pruned, and how far scores may lie from the trained model's (stdlib only)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say how a model is trained: optimizers, schedules, collectives' precision, steps, checkpoints (stdlib only)."""
+"""Schemas of training: optimizers, schedules, collectives, checkpoints and the trainer (stdlib only)."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class TrainerConfig:
     hang_timeout_s: float = 180.0  # for a step, and for a batch of an evaluation; 0: never
     startup_timeout_s: float = 900.0  # for each stage of start-up: starting, joining, loading
     save_timeout_s: float = 1800.0  # for a save, and for the metrics of a whole evaluation
-    lease_ttl_s: float = 120.0  # without a sign for so long, a run on another host counts as dead
+    lease_ttl_s: float = 120.0  # without a heartbeat for so long, a run on another host counts as dead
     grace_s: float = 30.0  # between the scheduler's SIGTERM and its SIGKILL
 
     def pipeline_of(self, world_size: int, device_type: str) -> str:

@@ -1,4 +1,4 @@
-"""Say where a new run's first weights come from, and what becomes of what differs (stdlib only)."""
+"""Schema of a warm start: where first weights come from, and what becomes of tables that differ (stdlib only)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WarmStartConfig:
     step: int | None = None
     renames: dict[str, str] = field(default_factory=dict)
     # What becomes of a table that the checkpoint lacks, that the job lacks, that has more or fewer rows, another
-    # dtype, another embedding_dim. `fresh`: drawn as from scratch.
+    # dtype, another embedding_dim. `fresh`: initialized as from scratch.
     new_tables: str = "fresh"
     dropped_tables: str = "drop"
     grown_tables: str = "extend"
