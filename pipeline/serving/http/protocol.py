@@ -1,4 +1,4 @@
-"""Turn bytes on a connection into requests, as uvicorn does, within limits that uvicorn has none for.
+"""Limit the size and time of a request's header and the number of connections, for which uvicorn has no limits.
 
 A header may be so long and take so long; a connection that sends nothing, or a byte now and then, is closed.
 """

@@ -1,4 +1,4 @@
-"""Turn a request's body, JSON or Arrow, into raw rows of one schema, or into an error that says where it is wrong.
+"""Read a request's body, JSON or Arrow, as raw rows of one schema, or name the row and column that is wrong.
 
 JSON    {"rows": [{"<column>": value, ...}, ...]}: a column that a row leaves out is missing in it
 Arrow   an IPC stream of record batches with every column; without compression, whose size nothing bounds beforehand
@@ -24,7 +24,7 @@ ARROW_TYPE = "application/vnd.apache.arrow.stream"
 
 
 class BadRequest(Exception):
-    """What the client has to mend; `status` is 4xx."""
+    """What the client has to fix; `status` is 4xx."""
 
     def __init__(self, status: int, message: str, **more: Any) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class RequestReader:
 
     def read_arrow(self, body: bytes) -> pa.Table:
         try:
-            _refuse_compression(body)
+            refuse_compression(body)
             with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
                 self._check_names(stream.schema.names)
                 kinds = {field.name: field.type for field in stream.schema}
@@ -134,7 +134,7 @@ def _reader_of(kind: pa.DataType) -> Callable[[Sequence[Any]], Sequence[Any]]:
     if pa.types.is_string(kind):
         return lambda column: [str(value) if type(value) is int else value for value in column]
     if pa.types.is_list(kind):
-        return lambda column: [None if value is None else [str(one) for one in value] for value in column]
+        return lambda column: [None if value is None else [str(item) for item in value] for value in column]
     return lambda column: column
 
 
@@ -142,14 +142,14 @@ def _check_type(name: str, kind: pa.DataType, wanted: pa.DataType) -> None:
     """Raises BadRequest before a record batch is read: what is not listed here is not decoded."""
     if pa.types.is_list(wanted):
         fits = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_category(kind.value_type)
-        told = "lists of text or of whole numbers"
+        wanted_types = "lists of text or of whole numbers"
     elif pa.types.is_string(wanted):
-        fits, told = _is_category(kind), "text or whole numbers"
+        fits, wanted_types = _is_category(kind), "text or whole numbers"
     else:
         fits = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
-        told = "numbers"
+        wanted_types = "numbers"
     if not fits:
-        raise BadRequest(422, f"column {name!r} has type {kind}: give {told}")
+        raise BadRequest(422, f"column {name!r} has type {kind}: give {wanted_types}")
 
 
 def _is_category(kind: pa.DataType) -> bool:
@@ -163,7 +163,7 @@ def _is_category(kind: pa.DataType) -> bool:
     )
 
 
-def _refuse_compression(body: bytes) -> None:
+def refuse_compression(body: bytes) -> None:
     """A few bytes of a compressed buffer may stand for gigabytes, and Arrow allocates what they claim."""
     reader = pa.ipc.MessageReader.open_stream(pa.py_buffer(body))
     while True:
@@ -196,8 +196,8 @@ def _field(data: bytes, table: int, number: int) -> int:
 
 
 def _table_at(data: bytes, table: int, number: int) -> int:
-    place = _field(data, table, number)
-    return place + int(struct.unpack_from("<I", data, place)[0]) if place else 0
+    offset = _field(data, table, number)
+    return offset + int(struct.unpack_from("<I", data, offset)[0]) if offset else 0
 
 
 def _plain(error: Exception) -> str:
