@@ -1,1 +1,1 @@
-"""Turn training state into verified step folders and back."""
+"""Save and restore training state as verified step folders."""

@@ -1,4 +1,4 @@
-"""Turn a save into one that goes on while training does: a thread, at most one, whose failure is kept for wait()."""
+"""Run a save in a thread while training goes on: one at most, whose failure wait() raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn training state into an immutable, verified step folder and back.
+"""Save training state as immutable, verified steps, and restore it on any plan and number of ranks.
 
     <folder>/step_00000300/  __0_0.distcp ... .metadata   what torch.distributed.checkpoint writes, resharded on load
                              random_00000.json ...        the random generators of each rank
@@ -304,7 +304,7 @@ class Checkpointer:
                 f"warm_start.run={storage.dirname(self.folder)}"
             )
         keyed = state_to_load(state, self._replicas) if own and self._replicas else state
-        self._say_whose_tables(manifest, own)
+        self._log_replicas(manifest, own)
         try:
             dcp.load(without(keyed, recut), storage_reader=reader, process_group=self._ranks.group)
         except CheckpointException as error:
@@ -324,7 +324,7 @@ class Checkpointer:
             self._replicas.equal = not own
         self._writer.mark_verified(step)
 
-    def _say_whose_tables(self, manifest: dict[str, Any], own: bool) -> None:
+    def _log_replicas(self, manifest: dict[str, Any], own: bool) -> None:
         stored = manifest.get("replicas") or {}
         if not stored.get("apart") or not self._context.is_main:
             return

@@ -1,4 +1,4 @@
-"""Turn one table of a checkpoint into a Parquet file, a block of rows at a time, whatever plan cut the table."""
+"""Export one table of a checkpoint to a Parquet file, a block of rows at a time, under any sharding plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def export_table(
         num_rows = sum(table.rows for table in tables)
         with pq.ParquetWriter(staged, schema, compression="lz4") as writer, progress("exporting", num_rows) as bar:
             done = 0
-            for table, (first, rows) in ((one, block) for one in tables for block in tensors.row_blocks(one.key)):
+            for table, (first, rows) in ((part, block) for part in tables for block in tensors.row_blocks(part.key)):
                 columns: list[pa.Array] = [pa.array(np.arange(done, done + len(rows)))]
                 if values:
                     columns.append(pa.array(values.of_rows(done, len(rows)), pa.string()))

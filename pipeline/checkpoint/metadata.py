@@ -1,4 +1,4 @@
-"""Turn a step's files into tensors without running anything that they name, and without a byte that does not verify.
+"""Load the tensors of a step without running code that its files name, and without a byte that does not verify.
 
 torch.distributed.checkpoint reads .metadata by pickle.load, which calls whatever the file asks for. The metadata of a
 model on TorchRec needs a dozen classes: they are listed, all else is refused. So are entries that DCP would read as
@@ -41,7 +41,7 @@ ALLOWED = {
 class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of this pipeline does")
         return super().find_class(module, name)
 
 

@@ -1,4 +1,4 @@
-"""Turn the state of the random generators of a rank into JSON and back: Python's, NumPy's, torch's on CPU and GPU."""
+"""Save and restore the random generators of a rank (Python's, NumPy's, torch's on CPU and GPU) as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn two vocabularies of a feature into pairs of rows that stand for the same value.
+"""Match the rows of two vocabularies of a feature that hold the same value.
 
 Ids go by descending frequency, so one more day of data gives most values another row: a copy by id would hand
 every value the vector of some other one.

@@ -1,4 +1,4 @@
-"""Turn the state of a model whose hosts train replicas of its tables into what a step holds, and back.
+"""Save and restore the state of a model whose hosts train replicas of its tables.
 
     model.*  optimizer.*               the tables' mean over the hosts, dense layers: what every reader takes for the model
     replica_<host>.model.*  .optimizer.*   each host's own tables, where they differ, for training to go on exactly

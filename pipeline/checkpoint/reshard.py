@@ -31,7 +31,7 @@ def check_fit(
 ) -> list[str]:
     """The keys whose row-wise state must be converted, for the step holds it for other column blocks.
 
-    `wanted` is the merged inventory of all ranks; `run` is where the step is from, for the way out. Without an
+    `wanted` is the merged inventory of all ranks; `run` is where the step is from, for the hint. Without an
     optimizer the step's own is not looked at.
 
     Raises:
@@ -101,7 +101,9 @@ def _layer_lines(stored: Inventory, wanted: Inventory, with_optimizer: bool) -> 
     """Of all that is no table: dense layers, buffers, their optimizer's state."""
 
     def described(inventory: Inventory) -> dict[str, str]:
-        kept = {key: one for key, one in inventory.layers.items() if with_optimizer or not key.startswith("optimizer.")}
+        kept = {
+            key: layer for key, layer in inventory.layers.items() if with_optimizer or not key.startswith("optimizer.")
+        }
         return {key: f"{list(shape)} {describe_dtype(dtype)}" for key, (shape, dtype) in kept.items()}
 
     then, now = described(stored), described(wanted)

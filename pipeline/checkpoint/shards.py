@@ -1,4 +1,4 @@
-"""Turn a sharded state into one file a rank, in the format of torch.distributed.checkpoint, and the .metadata of all.
+"""Write a sharded state in the format of torch.distributed.checkpoint: one file a rank, and one .metadata.
 
 DCP's planner decides which rank writes which shard (replicated tensors once); the plan is made once, and again only
 when the state has changed its shape. Writing needs no collective, so it can go on in a thread while training does.
@@ -98,9 +98,12 @@ class HostCopy:
 
     def fill(self, tensors: Tensors) -> Tensors:
         """Copies of `tensors`; the ones of the last call are overwritten."""
-        if [(one.shape, one.dtype) for one in tensors] != [(one.shape, one.dtype) for one in self.buffers]:
+        if [(tensor.shape, tensor.dtype) for tensor in tensors] != [
+            (tensor.shape, tensor.dtype) for tensor in self.buffers
+        ]:
             self.buffers = [
-                torch.empty(one.shape, dtype=one.dtype, pin_memory=one.device.type == "cuda") for one in tensors
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+                for tensor in tensors
             ]
         for buffer, tensor in zip(self.buffers, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Turn a state that holds still into a committed step: files, checksums, read back, manifest, purge of old steps."""
+"""Write the files of one step, verify what was written, commit it, and purge old steps."""
 
 from __future__ import annotations
 
@@ -123,17 +123,17 @@ class StepWriter:
         """Of the steps up to the one just saved, remove what need not be kept, once two later ones are known to be intact."""
         steps, expendable = self._ranks.from_main(lambda: self._expendable(saved))
         for step in expendable:
-            later = [one for one in reversed(steps) if one > step]
-            if sum(self._is_intact(one) for one in later[:LATER_VERIFIED]) < LATER_VERIFIED:
+            later = [other for other in reversed(steps) if other > step]
+            if sum(self._is_intact(other) for other in later[:LATER_VERIFIED]) < LATER_VERIFIED:
                 logger.warning("step %d stays: the %d steps after it do not all verify", step, LATER_VERIFIED)
                 continue
             if self._ranks.context.is_main:
                 try:
                     self._steps.remove(step_name(step))
-                    logger.info("step %d  purged: %s stay", step, [one for one in steps if one > step])
+                    logger.info("step %d  purged: %s stay", step, [other for other in steps if other > step])
                 except OSError as error:
                     logger.warning("step %d could not be purged: %s", step, error)
-            steps = [one for one in steps if one != step]
+            steps = [other for other in steps if other != step]
 
     def _expendable(self, saved: int) -> tuple[list[int], list[int]]:
         """Steps up to `saved`, and which of them can go."""

@@ -104,8 +104,8 @@ def describe_step(step: int, manifest: dict[str, Any], tensors: StepTensors) -> 
     ]
     for name, table in inventory.tables.items():
         states = ", ".join(
-            f"{state} {'a row' if table.is_row_wise(state) else 'an element'} ({describe_dtype(one.dtype)})"
-            for state, one in sorted(table.states.items())
+            f"{state} {'a row' if table.is_row_wise(state) else 'an element'} ({describe_dtype(stored.dtype)})"
+            for state, stored in sorted(table.states.items())
         )
         lines.append(
             f"  {name:<20} {table.rows:>14,} {table.dim:>5} {describe_dtype(table.dtype):<5} "

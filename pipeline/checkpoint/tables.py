@@ -1,4 +1,4 @@
-"""Turn the keys of a checkpoint, or of a sharded model's state, into tables with rows, columns and optimizer state.
+"""Name the tables, columns and optimizer states behind the keys of a checkpoint or a sharded model's state.
 
 A table's weights are one [rows, dim] tensor under any plan. Its optimizer state is one too where it goes by element
 (Adagrad). Row-wise state ([rows]) is not where a plan cuts columns: TorchRec keeps one state for each column block and
@@ -125,7 +125,7 @@ def _inventory(
 def all_chunks(value: torch.Tensor | ShardedTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offsets, sizes) of every shard on every rank."""
     if isinstance(value, ShardedTensor):
-        return [(tuple(one.shard_offsets), tuple(one.shard_sizes)) for one in value.metadata().shards_metadata]
+        return [(tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in value.metadata().shards_metadata]
     return [((0,) * value.dim(), tuple(value.shape))]
 
 

@@ -108,8 +108,8 @@ class StepTensors:
                 )
                 for done in range(0, len(into), rows_at_once):
                     count = min(rows_at_once, len(into) - done)
-                    place = begin + (within[0] + done) * width * into.element_size()
-                    rows = _read_values(file, place, count * width, into.dtype).view(count, *chunk.sizes[1:])
+                    offset = begin + (within[0] + done) * width * into.element_size()
+                    rows = _read_values(file, offset, count * width, into.dtype).view(count, *chunk.sizes[1:])
                     into[done : done + count] = rows[(slice(None), *columns)]
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.path}: {chunk.index.fqn} cannot be read: {error}") from None

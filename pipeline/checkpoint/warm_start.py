@@ -1,4 +1,4 @@
-"""Turn a step of another run into the first weights of this one: any plan, any number of ranks, a block at a time."""
+"""Initialize a run's weights from a step of another run, under any plan and number of ranks, a block at a time."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class WarmStartReport:
     def lines(self) -> list[str]:
         """A line a table."""
         lines = [
-            f"warm start from {self.checkpoint}: {sum(one.source is not None for one in self.tables)} of {len(self.tables)} tables, "
+            f"warm start from {self.checkpoint}: {sum(report.source is not None for report in self.tables)} of {len(self.tables)} tables, "
             f"{len(self.layers_loaded)} dense layers loaded, {len(self.layers_fresh)} fresh"
         ]
-        for one in self.tables:
-            what = ", ".join(one.changes) or "as it was"
-            state = "with its optimizer state" if one.optimizer_state else "optimizer state reset"
-            kept = f"{one.rows_loaded:,} of {one.rows:,} rows loaded {state}; " if one.source else "fresh; "
-            lines.append(f"  table {one.table}: {kept}{what}")
+        for report in self.tables:
+            what = ", ".join(report.changes) or "as it was"
+            state = "with its optimizer state" if report.optimizer_state else "optimizer state reset"
+            kept = f"{report.rows_loaded:,} of {report.rows:,} rows loaded {state}; " if report.source else "fresh; "
+            lines.append(f"  table {report.table}: {kept}{what}")
         return lines + [f"  table {name}: dropped" for name in self.dropped]
 
 
@@ -87,7 +87,7 @@ def warm_start(
     context: DistributedContext,
     data: NewData,
 ) -> WarmStartReport:
-    """Collective: fill the freshly drawn model and optimizer by `config`. `folder` holds the steps of config.run.
+    """Collective: fill the freshly initialized model and optimizer by `config`. `folder` holds the steps of config.run.
 
     Raises:
         CheckpointError: there is no such step, it is damaged, or a policy refuses what it holds.
@@ -161,10 +161,10 @@ def _fill_table(
     pairs: dict[tuple[int, int], Pairs] = {}
 
     def fill(part: torch.Tensor, row: int, column: int, num_columns: int, state: str | None) -> None:
-        place = (row, len(part))
-        if place not in pairs:
-            pairs[place] = decision.row_map.pairs(row, len(part), stored.rows)
-        _fill_part(part, row, (column, num_columns), tensors, stored, state, pairs[place])
+        span = (row, len(part))
+        if span not in pairs:
+            pairs[span] = decision.row_map.pairs(row, len(part), stored.rows)
+        _fill_part(part, row, (column, num_columns), tensors, stored, state, pairs[span])
 
     for part, (row, column) in local_chunks(flat[table.key]):
         if part.numel():
@@ -177,7 +177,7 @@ def _fill_table(
                 fill(part, piece.row, piece.column, piece.num_columns, name)
             elif part.numel():
                 fill(part, offsets[0], offsets[1], part.shape[1], name)
-    return {place: len(old) for place, (old, _) in pairs.items()}
+    return {span: len(old) for span, (old, _) in pairs.items()}
 
 
 def _fill_part(
@@ -213,13 +213,15 @@ def _fill_part(
 
 def _report(path: str, decisions: Decisions, loaded: list[dict[str, dict[tuple[int, int], int]]]) -> WarmStartReport:
     tables = []
-    for one in decisions.tables:
-        places: dict[tuple[int, int], int] = {}  # column shards and replicas hold the same rows: counted once
+    for decision in decisions.tables:
+        spans: dict[tuple[int, int], int] = {}  # column shards and replicas hold the same rows: counted once
         for part in loaded:
-            places.update(part.get(one.name, {}))
-        changes = list(one.changes) or ([one.reason] if one.reason else [])
-        source = one.source.name if one.source else None
-        tables.append(TableReport(one.name, source, one.rows, sum(places.values()), one.with_state, changes))
+            spans.update(part.get(decision.name, {}))
+        changes = list(decision.changes) or ([decision.reason] if decision.reason else [])
+        source = decision.source.name if decision.source else None
+        tables.append(
+            TableReport(decision.name, source, decision.rows, sum(spans.values()), decision.with_state, changes)
+        )
     layers = [key.removeprefix("model.") for key in decisions.layers if key.startswith("model.")]
     return WarmStartReport(path, tables, decisions.dropped, layers, decisions.fresh_layers)
 

@@ -24,7 +24,7 @@ COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)__parts\.|\bmanaged_row
 
 @dataclass(frozen=True)
 class TableDecision:
-    """`source` None: drawn as from scratch. `changes` are those of grown, shrunk, retyped, renamed, remapped."""
+    """`source` None: initialized as from scratch. `changes` are those of grown, shrunk, retyped, renamed, remapped."""
 
     name: str
     source: StoredTable | None
@@ -193,7 +193,7 @@ def _decide_table(
 
 def _same_state(source: StoredTable, table: StoredTable) -> bool:
     """Whether there is state to keep. Raises CheckpointError where it is that of another optimizer."""
-    then, now = ({state: one.is_row_wise(state) for state in one.states} for one in (source, table))
+    then, now = ({state: stored.is_row_wise(state) for state in stored.states} for stored in (source, table))
     if then != now:
         raise CheckpointError(
             f"{_subject(table.name)}: the checkpoint has optimizer state {_kinds(then)}, the job's optimizer keeps "
@@ -210,7 +210,7 @@ def _kinds(states: dict[str, bool]) -> str:
 def _decide_layers(
     stored: Inventory, wanted: Inventory, config: WarmStartConfig, fresh_tables: dict[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Keys of the dense part to load, and of layers that stay as drawn."""
+    """Keys of the dense part to load, and of layers that stay as initialized."""
     own = [key for key in wanted.layers if key.startswith("model.")]
     if config.dense == "fresh":
         return [], own

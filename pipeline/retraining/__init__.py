@@ -1,1 +1,1 @@
-"""Turn windows of new data into versions of a model, gated against the champion."""
+"""Retrain a model on windows of new data, and promote versions that pass a gate against the champion."""

@@ -1,4 +1,4 @@
-"""Turn a window of data into a challenger, and a challenger into a verdict: the part of a tick that takes long.
+"""Train a challenger on a window and judge it against the champion: the long part of a tick.
 
 Nothing here changes the registry. What comes out is a record, and with it a candidate where the verdict is good.
 """
@@ -12,12 +12,11 @@ from typing import Any
 from pipeline.config.jobs import RetrainJob
 from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Finding, Scores, judge
-from pipeline.retraining.history import accepted_statistics, windows_since
-from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record
+from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, accepted_windows, windows_since
 from pipeline.retraining.promotion import Candidate, FinishedRun, files_of_artifact
 from pipeline.retraining.registry import Pointer, Version
 from pipeline.retraining.statistics import WindowStatistics
-from pipeline.retraining.window_runner import Place, Workshop
+from pipeline.retraining.window_runner import WindowFiles, WindowRunner
 from pipeline.retraining.windows import Window, file_name
 from pipeline.runtime.errors import DamagedError, UserError
 from pipeline.runtime.logs import get_logger
@@ -32,7 +31,7 @@ History = list[tuple[str, WindowStatistics]]
 class Examined:
     """A window whose data have passed; `scores` are the champion's on its rows, None without one."""
 
-    place: Place
+    place: WindowFiles
     statistics: WindowStatistics
     scores: Scores | None
 
@@ -51,7 +50,7 @@ class Challenge:
     """The challenger that `window` makes of the champion, on the rows of `judged_on`, the next window."""
 
     job: RetrainJob
-    shop: Workshop
+    runner: WindowRunner
     ledger: Ledger
     window: Window
     judged_on: Window
@@ -69,7 +68,8 @@ class Challenge:
         Raises:
             RetrainingError: the job does not fit the data, or the first window cannot be prepared.
         """
-        history = accepted_statistics(self.ledger, self.job.checks.remember)
+        accepted = accepted_windows(self.ledger, self.job.checks.remember)
+        history = [(record.window, WindowStatistics.of(record.data["statistics"])) for record in accepted]
         age = windows_since(self.ledger, self.champion.name) if self.champion else 0
         trained_on = self._examine(self.window, history, age)
         if isinstance(trained_on, Outcome):
@@ -78,10 +78,10 @@ class Challenge:
         if isinstance(judged_on, Outcome):
             return judged_on
         try:
-            self.shop.challenger_data(trained_on.place, self.champion)
-            run = self.shop.train(trained_on.place, self.champion)
+            self.runner.challenger_data(trained_on.place, self.champion)
+            run = self.runner.train(trained_on.place, self.champion)
             name = f"challenger-of-{file_name(self.window.name)}-{self.parent or 'scratch'}"
-            scores = self.shop.score_run(run, self.shop.under(judged_on.place, name, run.data))
+            scores = self.runner.score_run(run, self.runner.under(judged_on.place, name, run.data))
         except NonFiniteLossError as error:
             return self._rejected(self.window, [f"its challenger's loss is not finite: {error}"], trained_on)
         return self._decide(trained_on, judged_on, run, scores)
@@ -89,30 +89,30 @@ class Challenge:
     def _examine(self, window: Window, history: History, age: int) -> Examined | Outcome:
         """The window's data, prepared for the champion and checked."""
         try:
-            place = self.shop.place(window)
+            place = self.runner.place(window)
             data = self._champions_view(place)
         except UserError as error:
             if self.champion is None:  # the job's mistake, more likely than the window's
                 raise
             return self._rejected(window, [str(error)])
-        found = replace(self.shop.statistics(place, data, history), age=age)
-        scores = self.shop.score_version(self.champion, data) if self.champion else None
+        found = replace(self.runner.statistics(place, data, history), age=age)
+        scores = self.runner.score_version(self.champion, data) if self.champion else None
         if scores is None:  # the window's own ids: nothing can be said of unknown ones
             found = replace(found, empty_share={}, distance={})
         else:
             found = replace(found, champion_ne=scores.ne, champion_calibration=scores.calibration)
-        findings = check_data(found, [one for _, one in history], self.job.checks)
+        findings = check_data(found, [statistics for _, statistics in history], self.job.checks)
         log_findings(f"data of {window.name}", findings)
         examined = Examined(place, found, scores)
         if reasons := [finding.text for finding in findings if not finding.passed]:
             return self._rejected(window, reasons, examined, accepted=False)
         return examined
 
-    def _champions_view(self, place: Place) -> str:
+    def _champions_view(self, place: WindowFiles) -> str:
         """The folder of the window's rows as the champion reads them, or, without one, as its own challenger does."""
         if self.champion is None:
-            return self.shop.challenger_data(place, None)
-        return self.shop.under(place, self.champion.name, self.champion.data)
+            return self.runner.challenger_data(place, None)
+        return self.runner.under(place, self.champion.name, self.champion.data)
 
     def _decide(self, trained_on: Examined, judged_on: Examined, run: FinishedRun, scores: Scores) -> Outcome:
         verdict = judge(scores, judged_on.scores, self.job.gate)
@@ -123,7 +123,7 @@ class Challenge:
         extra: dict[str, str] = {}
         if self.job.gate.export.enabled:
             try:
-                exported = self.shop.export(run)
+                exported = self.runner.export(run)
             except DamagedError:  # what was trained is not what lies there: no verdict on the window
                 raise
             except UserError as error:
@@ -159,9 +159,9 @@ class Challenge:
 def parity_metrics(exported: ExportSummary) -> dict[str, Any]:
     """The artifact's version, and of each figure the worst of all splits; none where labels are of one kind."""
     found = {
-        "export_ne_delta": max(one["ne_delta"] for one in exported.parity.values()),
-        "export_auc_delta": min(one["auc_delta"] for one in exported.parity.values()),
-        "export_max_score_difference": max(one["max_score_difference"] for one in exported.parity.values()),
+        "export_ne_delta": max(parity["ne_delta"] for parity in exported.parity.values()),
+        "export_auc_delta": min(parity["auc_delta"] for parity in exported.parity.values()),
+        "export_max_score_difference": max(parity["max_score_difference"] for parity in exported.parity.values()),
     }
     return {"artifact": exported.version, **{name: value for name, value in found.items() if math.isfinite(value)}}
 
@@ -169,6 +169,7 @@ def parity_metrics(exported: ExportSummary) -> dict[str, Any]:
 def log_findings(what: str, findings: list[Finding]) -> None:
     """A line: each check with the figure that it looked at and the limit."""
     shown = ", ".join(
-        f"{one.name} {one.value:.4g} ({'within' if one.passed else 'NOT within'} {one.limit:.4g})" for one in findings
+        f"{finding.name} {finding.value:.4g} ({'within' if finding.passed else 'NOT within'} {finding.limit:.4g})"
+        for finding in findings
     )
     logger.info("%s: %s", what, shown)

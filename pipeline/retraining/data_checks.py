@@ -29,7 +29,7 @@ def check_data(now: WindowStatistics, history: list[WindowStatistics], config: D
             # What the champion does not know grows with the windows that it has missed; the distance does not.
             allowed = rise * (1 + now.age) if name == "empty_share" else rise
             findings.append(_rise(name, now, past, allowed, config.min_history))
-    before = [one.champion_ne for one in past if one.champion_ne is not None]
+    before = [earlier.champion_ne for earlier in past if earlier.champion_ne is not None]
     if config.champion_ne_rise is not None and now.champion_ne is not None and len(before) >= config.min_history:
         findings.append(_champion(now.champion_ne, before, config.champion_ne_rise * (1 + now.age)))
     return findings
@@ -41,7 +41,7 @@ def _labels(now: WindowStatistics) -> Finding:
 
 
 def _change(name: str, now: WindowStatistics, past: list[WindowStatistics], limit: float) -> Finding:
-    value, usual = getattr(now, name), median(getattr(one, name) for one in past)
+    value, usual = getattr(now, name), median(getattr(earlier, name) for earlier in past)
     change = value / usual - 1.0
     shown = (f"{value:,}", f"{usual:,.0f}") if name == "rows" else (f"{value:.4f}", f"{usual:.4f}")
     text = f"{name.replace('_', ' ')} {shown[0]} is {change:+.1%} from the median {shown[1]}, {limit:.0%} are allowed"
@@ -53,7 +53,7 @@ def _rise(name: str, now: WindowStatistics, past: list[WindowStatistics], limit:
     values: dict[str, float] = getattr(now, name)
 
     def usual(feature: str) -> list[float]:
-        return [getattr(one, name)[feature] for one in past if feature in getattr(one, name)]
+        return [getattr(earlier, name)[feature] for earlier in past if feature in getattr(earlier, name)]
 
     rises = {
         feature: value - median(usual(feature)) for feature, value in values.items() if len(usual(feature)) >= least
@@ -71,7 +71,7 @@ def _rise(name: str, now: WindowStatistics, past: list[WindowStatistics], limit:
 
 
 def _repeated(now: WindowStatistics, past: list[WindowStatistics], limit: float) -> Finding:
-    usual = median(one.repeated_share for one in past)
+    usual = median(earlier.repeated_share for earlier in past)
     text = (
         f"{now.repeated_share:.1%} of the rows are in window {now.repeated_of} too, median {usual:.1%}, "
         f"{limit:.0%} more are allowed"

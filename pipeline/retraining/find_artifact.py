@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.retraining.registry import POINTER, Registry
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.storage import storage
-from pipeline.serving.scoring.find_artifact import FoundArtifact, find_folder
+from pipeline.serving.scoring.load import FoundArtifact, find_folder
 
 
 def find_artifact(artifact: str) -> FoundArtifact:

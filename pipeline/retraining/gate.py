@@ -124,10 +124,10 @@ def _slices(challenger: Scores, champion: Scores, config: GateConfig) -> list[Fi
         ids = champion.slices[name]
         counts = np.bincount(ids)
         clicks = np.bincount(ids, weights=champion.labels, minlength=len(counts))
-        ours = np.bincount(ids, weights=challenger.losses, minlength=len(counts))
-        theirs = np.bincount(ids, weights=champion.losses, minlength=len(counts))
+        challenger_losses = np.bincount(ids, weights=challenger.losses, minlength=len(counts))
+        champion_losses = np.bincount(ids, weights=champion.losses, minlength=len(counts))
         for value in np.flatnonzero((counts >= config.slice_min_rows) & (clicks > 0) & (clicks < counts)):
-            ratio = float(ours[value] / theirs[value])
+            ratio = float(challenger_losses[value] / champion_losses[value])
             worst, at = (ratio, int(value)) if ratio > worst else (worst, at)
         text = f"slice {name}: NE of id {at} ({int(counts[at]) if at >= 0 else 0:,} rows) is {worst:.4f} times the champion's, {limit:.4f} is allowed"
         findings.append(Finding(f"slice {name}", worst <= limit, worst, limit, text))
@@ -135,17 +135,21 @@ def _slices(challenger: Scores, champion: Scores, config: GateConfig) -> list[Fi
 
 
 def upper_bound_of_ratio(
-    ours: NDArray[np.float64], theirs: NDArray[np.float64], confidence: float, num_samples: int, seed: int
+    challenger_losses: NDArray[np.float64],
+    champion_losses: NDArray[np.float64],
+    confidence: float,
+    num_samples: int,
+    seed: int,
 ) -> float:
     """The one-sided upper bound of sum(ours) / sum(theirs) by a paired percentile bootstrap (Efron & Tibshirani 1993)
     over blocks of neighbouring rows."""
-    num_blocks = min(len(ours), MAX_BLOCKS)
-    edges = np.linspace(0, len(ours), num_blocks + 1).astype(np.int64)[:-1]
-    sums = np.stack([np.add.reduceat(ours, edges), np.add.reduceat(theirs, edges)], axis=1)
+    num_blocks = min(len(challenger_losses), MAX_BLOCKS)
+    edges = np.linspace(0, len(challenger_losses), num_blocks + 1).astype(np.int64)[:-1]
+    sums = np.stack([np.add.reduceat(challenger_losses, edges), np.add.reduceat(champion_losses, edges)], axis=1)
     random = np.random.default_rng(seed)
     share = np.full(num_blocks, 1.0 / num_blocks)
     ratios = []
     for begin in range(0, num_samples, SAMPLES_AT_ONCE):
-        drawn = random.multinomial(num_blocks, share, size=min(SAMPLES_AT_ONCE, num_samples - begin)) @ sums
-        ratios.append(drawn[:, 0] / drawn[:, 1])
+        sampled = random.multinomial(num_blocks, share, size=min(SAMPLES_AT_ONCE, num_samples - begin)) @ sums
+        ratios.append(sampled[:, 0] / sampled[:, 1])
     return float(np.quantile(np.concatenate(ratios), confidence))

@@ -1,8 +1,9 @@
-"""Turn what was done with a window, or with the champion, into a record that is never changed:
-<registry>/ledger/00000042.json.
+"""Record what was done with each window and with the champion, in files that never change.
 
-A file a record: an object store cannot append, and a number can be taken once. What a tick has to know of the past stands
-in the newest records, so it reads no more of them than it needs.
+    <registry>/ledger/00000042.json
+
+A file a record: an object store cannot append, and a number can be taken once. A tick reads no more of the
+newest records than it needs.
 """
 
 from __future__ import annotations
@@ -80,6 +81,27 @@ class Ledger:
 
     def _path(self, number: int) -> str:
         return storage.join(self.folder, f"{number:08d}.json")
+
+
+def accepted_windows(ledger: Ledger, most: int) -> list[Record]:
+    """Of windows whose data were accepted, newest first, whatever came of their challengers."""
+    found: list[Record] = []
+    for record, _ in zip(ledger.newest(), range(MAX_READ), strict=False):
+        if record.state in (PROMOTED, REJECTED) and record.data.get("accepted"):
+            found.append(record)
+            if len(found) == most:
+                break
+    return found
+
+
+def windows_since(ledger: Ledger, version: str) -> int:
+    """How many windows with good data came after the one that made `version`, which it has not been trained on."""
+    count = 0
+    for record, _ in zip(ledger.newest(), range(MAX_READ), strict=False):
+        if record.version == version and record.state in (PROMOTED, ADDED):
+            break
+        count += record.state in (PROMOTED, REJECTED) and bool(record.data.get("accepted"))
+    return count
 
 
 def describe_record(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Turn records of the ledger into runs of an MLflow server, for people who look there. Nothing is read from it.
+"""Mirror the ledger's records as runs of an MLflow server. Nothing is read from it.
 
 The ledger is what counts: a mirror that is away costs a warning.
 """

@@ -1,4 +1,4 @@
-"""Turn a finished run into the champion: publish, move the pointer, write it down, remove what is too old.
+"""Promote a finished run to champion: publish it, move the pointer, record it, and prune old versions.
 
 Each of the four may be the last thing that a killed process did. A version is found again by its candidate key, the
 pointer knows where it points, and a promotion that the ledger lacks is written down from the version's own lineage.
@@ -40,7 +40,10 @@ class FinishedRun:
         names = ["manifest.json", *self.manifest["files"]]
         files = {f"checkpoint/{step}/{name}": storage.join(self.checkpoint, name) for name in names}
         files["config.yaml"] = storage.join(self.folder, "config.yaml")
-        kept = [FILE_NAME, *(one.vocabulary for one in load_dataset(self.data).sparse_features if one.vocabulary)]
+        kept = [
+            FILE_NAME,
+            *(feature.vocabulary for feature in load_dataset(self.data).sparse_features if feature.vocabulary),
+        ]
         return files | {f"data/{name}": storage.join(self.data, name) for name in kept}
 
     def check(self, version: Version) -> None:

@@ -1,4 +1,4 @@
-"""Turn trained models into immutable versions, and one of them into the champion, in a folder or an object store.
+"""Store trained models as immutable versions in a folder or an object store, and point to the champion.
 
     <registry>/versions/v000012/manifest.json    lineage, and size and checksums of every other file: it is the commit
                                 checkpoint/step_00000390/...    data/dataset.json, data/vocabulary/...    artifact/...
@@ -172,8 +172,8 @@ class Registry:
         """
         began, checked = time.monotonic(), 0
 
-        def look(place: str, entry: FileEntry) -> tuple[str, int]:
-            path = storage.join(version.path, place)
+        def check(name: str, entry: FileEntry) -> tuple[str, int]:
+            path = storage.join(version.path, name)
             if budget_s is not None and time.monotonic() - began > budget_s:
                 return "", 0
             return damage(path, entry), int(entry["size_bytes"])
@@ -186,7 +186,7 @@ class Registry:
             )
             if problem:
                 return problem, 0
-            for found, size in pool.map(lambda item: look(*item), files):
+            for found, size in pool.map(lambda item: check(*item), files):
                 problem, checked = problem or found, checked + size
         return problem, checked
 

@@ -1,4 +1,4 @@
-"""Turn a window's raw rows into a sketch by which rows of an earlier window are found again, in any order and any part.
+"""Sketch a window's raw rows, to find rows that it shares with an earlier window, in any order.
 
 The sketch keeps the smallest of the rows' 64-bit hashes (bottom-k; Cohen & Kaplan 2007): below the threshold of two
 sketches both hold all hashes, so the share of common rows there estimates that of the windows.
@@ -43,8 +43,8 @@ class RowSketch:
         if not len(self.hashes) or not len(other.hashes):
             return 0.0
         threshold = min(_reach(self), _reach(other))
-        mine = self.hashes[self.hashes <= threshold]
-        return float(np.isin(mine, other.hashes).mean()) if len(mine) else 0.0
+        local = self.hashes[self.hashes <= threshold]
+        return float(np.isin(local, other.hashes).mean()) if len(local) else 0.0
 
 
 def _reach(sketch: RowSketch) -> np.uint64:

@@ -1,4 +1,4 @@
-"""Turn a trained model and a prepared window into one score a row, in an order that is the same for every model.
+"""Score a prepared window with a trained model, in an order that is the same for every model.
 
 Both models of a comparison read the window under their own vocabularies, in the same files and the same order, so scores
 pair up row by row.
@@ -79,8 +79,8 @@ def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedCont
         batches.close()
     if wanted:
         raise preemption.Preempted
-    mine = {name: np.concatenate(found) if found else np.zeros(0, np.float32) for name, found in parts.items()}
-    gathered = _gather(mine, context)
+    local = {name: np.concatenate(found) if found else np.zeros(0, np.float32) for name, found in parts.items()}
+    gathered = _gather(local, context)
     return Scores(gathered["logits"], gathered["labels"], {name: gathered[name].astype(np.int64) for name in slices})
 
 
@@ -91,10 +91,10 @@ def _first_ids(feature: object) -> NDArray:
     return np.where(lengths > 0, np.append(values, 0)[np.minimum(starts, len(values))], 0)
 
 
-def _gather(mine: dict[str, NDArray], context: DistributedContext) -> dict[str, NDArray]:
+def _gather(local: dict[str, NDArray], context: DistributedContext) -> dict[str, NDArray]:
     """Collective: all ranks' rows on rank 0, rank after rank."""
     if context.world_size == 1:
-        return mine
+        return local
     found: list[dict[str, NDArray]] | None = [{}] * context.world_size if context.is_main else None
-    dist.gather_object(mine, found, dst=0)
-    return {name: np.concatenate([one[name] for one in found]) for name in mine} if found else mine
+    dist.gather_object(local, found, dst=0)
+    return {name: np.concatenate([part[name] for part in found]) for name in local} if found else local

@@ -1,4 +1,4 @@
-"""Turn a window into a few numbers that later windows can be compared with: how many rows, how they are spread, which.
+"""Summarize a window as a few statistics that later windows are compared with.
 
 Taken from the rows as prepared under the champion's vocabularies, and from the raw rows for what does not depend on them.
 """

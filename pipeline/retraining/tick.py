@@ -19,7 +19,7 @@ from pipeline.retraining.ledger import MAX_READ, PROMOTED, REJECTED, SKIPPED, TE
 from pipeline.retraining.promotion import complete, promote
 from pipeline.retraining.registry import PinnedError, Pointer, Registry
 from pipeline.retraining.windows import LATE, READY, Window, find_windows
-from pipeline.retraining.worker_group import Crew
+from pipeline.retraining.worker_group import WorkerGroup
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import REJECTED_WINDOW
@@ -27,7 +27,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import Lease, RunFolderHeldError, take_lease
 
 if TYPE_CHECKING:
-    from pipeline.retraining.window_runner import Workshop
+    from pipeline.retraining.window_runner import WindowRunner
 
 logger = get_logger("pipeline.retrain")
 
@@ -51,19 +51,19 @@ def retrain(job: RetrainJob) -> TickSummary:
     Raises:
         RetrainingError: the job does not fit the source, the data or the registry.
     """
-    crew = Crew(job.world_size, job.comms.backend, job.comms.timeout_s)
-    if not crew.is_leader:
-        crew.follow()
+    group = WorkerGroup(job.world_size, job.comms.backend, job.comms.timeout_s)
+    if not group.is_leader:
+        group.follow()
         return TickSummary("")
     try:
         with ExitStack() as stack:
             stack.enter_context(watchdog.unwatched("working on windows"))
             leases = _take_leases(job, stack)
-            return Tick(job, crew, leases).run()
+            return Tick(job, group, leases).run()
     except RunFolderHeldError as error:
         return TickSummary("", note=f"nothing done: another tick is at work ({error})")
     finally:
-        crew.end()
+        group.end()
 
 
 def _take_leases(job: RetrainJob, stack: ExitStack) -> list[Lease]:
@@ -79,8 +79,8 @@ def _take_leases(job: RetrainJob, stack: ExitStack) -> list[Lease]:
 class Tick:
     """Rank 0's part. What is done stands in the registry alone; all else may be lost or done again."""
 
-    def __init__(self, job: RetrainJob, crew: Crew, leases: list[Lease]) -> None:
-        self.job, self._crew, self._leases = job, crew, leases
+    def __init__(self, job: RetrainJob, group: WorkerGroup, leases: list[Lease]) -> None:
+        self.job, self._group, self._leases = job, group, leases
         self.registry, self.ledger = Registry(job.registry.path), Ledger(job.registry.path)
         self._records: list[Record] = []
         self._began = time.monotonic()
@@ -121,20 +121,20 @@ class Tick:
         records = [record for record, _ in zip(self.ledger.newest(), range(MAX_READ), strict=False) if record.window]
         done = {record.window: record for record in reversed(records) if record.state in TERMINAL}
         for name in self.job.retry:
-            mine = {record.number for record in self._records}
-            if name in done and done[name].state != PROMOTED and done[name].number not in mine:
+            own_numbers = {record.number for record in self._records}
+            if name in done and done[name].state != PROMOTED and done[name].number not in own_numbers:
                 del done[name]
         after = None
-        if len(records) == MAX_READ:  # older ones were dealt with long ago
+        if len(records) == MAX_READ:  # older windows were done long ago
             after = min(datetime.fromisoformat(record.begin) for record in records)
         job = self.job
         return find_windows(job.windows, job.source, job.data, datetime.now(UTC), after, done)
 
     # An idle tick loads no pyarrow: these are imported when there is work.
-    def _workshop(self) -> Workshop:
-        from pipeline.retraining.window_runner import Workshop
+    def _runner(self) -> WindowRunner:
+        from pipeline.retraining.window_runner import WindowRunner
 
-        return Workshop(self.job, self._crew)
+        return WindowRunner(self.job, self._group)
 
     def _about(self) -> dict[str, str]:
         from pipeline.retraining.window_runner import code_version, config_hash
@@ -148,7 +148,7 @@ class Tick:
         champion = self.registry.champion()
         logger.info("window %s: champion %s, judged on %s", window.name, champion and champion.name, judged_on.name)
         outcome = Challenge(
-            self.job, self._workshop(), self.ledger, window, judged_on, champion, pointer, self._about()
+            self.job, self._runner(), self.ledger, window, judged_on, champion, pointer, self._about()
         ).run()
         record = replace(outcome.record, seconds=round(time.monotonic() - self._began, 1))
         if outcome.candidate is None:
@@ -160,14 +160,14 @@ class Tick:
             except PinnedError as error:
                 return f"window {window.name} waits: {error}"
             self._note(promoted)
-        self._workshop().forget(outcome.window)
+        self._runner().forget(outcome.window)
         return ""
 
     def _record(self, record: Record) -> None:
         self._note(self.ledger.append(record))
 
     def _note(self, record: Record) -> None:
-        """Tell of a record that the ledger holds."""
+        """Log a record that the ledger holds."""
         self._records.append(record)
         log = logger.info if record.state == PROMOTED else logger.warning
         log("window %s %s%s", record.window, record.state, "".join(f"; {reason}" for reason in record.reasons))

@@ -1,4 +1,4 @@
-"""Turn a window into prepared data, a challenger and scores, by the verbs as functions. Every step may be done again.
+"""Prepare a window, train a challenger on it and score models, so that every step may be repeated after a kill.
 
     <run_dir>/work/<window>/<digest of its files>/by-v000003/                its rows under a version's vocabularies
                                                   from-v000003-1a2b3c4d/data, run    the challenger that it makes
@@ -28,11 +28,12 @@ from pipeline.retraining.promotion import FinishedRun, finished_run
 from pipeline.retraining.registry import Version
 from pipeline.retraining.statistics import WindowStatistics, measure
 from pipeline.retraining.windows import Window, extract_rows, file_name, outside_share
-from pipeline.retraining.worker_group import Crew
+from pipeline.retraining.worker_group import WorkerGroup
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.storage import storage
-from pipeline.serving.artifact.export_run import ExportSummary, default_output, export
+from pipeline.serving.artifact.export_run import ExportSummary, export
+from pipeline.serving.artifact.source import default_output
 from pipeline.training.run import train
 
 NOT_TRAINING = ("run_dir", "source", "registry", "windows", "checks", "gate", "max_catchup", "retry", "strict",
@@ -43,7 +44,7 @@ logger = get_logger("pipeline.retrain")
 
 
 @dataclass(frozen=True)
-class Place:
+class WindowFiles:
     """A window whose files are known: `source` is what prepare reads, `digest` tells these files from others."""
 
     window: Window
@@ -52,23 +53,23 @@ class Place:
     folder: str
 
 
-class Workshop:
-    """What a tick does with windows, below job.run_dir."""
+class WindowRunner:
+    """Prepares windows, trains challengers and scores, below job.run_dir."""
 
-    def __init__(self, job: RetrainJob, crew: Crew) -> None:
-        self.job, self._crew = job, crew
+    def __init__(self, job: RetrainJob, group: WorkerGroup) -> None:
+        self.job, self._group = job, group
         self._key = hash_of(job, NOT_TRAINING)[:8]
 
-    def place(self, window: Window) -> Place:
+    def place(self, window: Window) -> WindowFiles:
         """Raises RetrainingError where the window has no files."""
         from pipeline.data.raw.source import find_sources
 
         source = window.source
         if self.job.windows.kind == "timestamps":
             source = extract_rows(window, self.job.windows, self.job.data, self.folder(window))
-        files = [[one.name, one.size_bytes, one.digest] for one in find_sources(source)]
+        files = [[file.name, file.size_bytes, file.digest] for file in find_sources(source)]
         digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
-        return Place(window, source, digest, os.path.join(self.folder(window), digest))
+        return WindowFiles(window, source, digest, os.path.join(self.folder(window), digest))
 
     def folder(self, window: Window) -> str:
         return os.path.join(self.job.run_dir, "work", file_name(window.name))
@@ -76,27 +77,27 @@ class Workshop:
     def forget(self, window: Window) -> None:
         storage.remove(self.folder(window))
 
-    def under(self, place: Place, name: str, vocabularies: str) -> str:
+    def under(self, place: WindowFiles, name: str, vocabularies: str) -> str:
         """The window's rows under the frozen vocabularies of a data set: the folder."""
         base = BaseVocabularyConfig(vocabularies, frozen=True)
         return self._prepare(place, os.path.join(place.folder, f"by-{name}"), base, 0.0)
 
-    def challenger_data(self, place: Place, champion: Version | None) -> str:
+    def challenger_data(self, place: WindowFiles, champion: Version | None) -> str:
         """The window's rows for training; vocabularies go on from the champion's."""
         decay = self.job.growth.count_decay
         base = BaseVocabularyConfig(champion.data, count_decay=decay) if champion else None
         target = os.path.join(self.challenger(place, champion), "data")
         return self._prepare(place, target, base, self.job.growth.validation_fraction)
 
-    def challenger(self, place: Place, champion: Version | None) -> str:
+    def challenger(self, place: WindowFiles, champion: Version | None) -> str:
         return os.path.join(place.folder, f"from-{champion.name if champion else 'scratch'}-{self._key}")
 
-    def _prepare(self, place: Place, target: str, base: BaseVocabularyConfig | None, validation: float) -> str:
+    def _prepare(self, place: WindowFiles, target: str, base: BaseVocabularyConfig | None, validation: float) -> str:
         data = replace(self.job.data, path=target, split=SplitConfig("row_range", validation, 0.0))
         job = PrepareJob(data, place.source, self.job.memory_limit_gb, self.job.threads, vocabularies=base)
         return prepare(job).path
 
-    def train(self, place: Place, champion: Version | None) -> FinishedRun:
+    def train(self, place: WindowFiles, champion: Version | None) -> FinishedRun:
         """Collective: the challenger of this window, warm-started from the champion.
 
         Raises:
@@ -104,7 +105,7 @@ class Workshop:
         """
         folder = self.challenger(place, champion)
         job = train_job(self.job, os.path.join(folder, "data"), os.path.join(folder, "run"), champion)
-        self._crew.run(train_challenger, job)
+        self._group.run(train_challenger, job)
         return finished_run(job.run_dir)
 
     def score_version(self, version: Version, data: str) -> Scores:
@@ -115,7 +116,7 @@ class Workshop:
 
     def _score(self, config: str, checkpoint: str, data: str) -> Scores:
         limits = self.job.trainer.limits()
-        return self._crew.run(
+        return self._group.run(
             score_window, config, checkpoint, data, sorted(self.job.gate.slices), self.job.world_size, limits
         )
 
@@ -127,14 +128,16 @@ class Workshop:
         """
         wanted = self.job.gate.export
         options = {
-            one.name: copy.deepcopy(getattr(wanted, one.name)) for one in fields(wanted) if one.name != "enabled"
+            item.name: copy.deepcopy(getattr(wanted, item.name)) for item in fields(wanted) if item.name != "enabled"
         }
         job = ExportJob(run.folder, data_path=run.data, **options)
         # Another release does not take up what this one has left.
         folder, name = os.path.split(default_output(job, run.manifest["step"]))
         return export(replace(job, output=os.path.join(folder, pipeline.__version__, name)))
 
-    def statistics(self, place: Place, data: str, history: list[tuple[str, WindowStatistics]]) -> WindowStatistics:
+    def statistics(
+        self, place: WindowFiles, data: str, history: list[tuple[str, WindowStatistics]]
+    ) -> WindowStatistics:
         """Of the window prepared in `data`; `history` are (name, statistics) of accepted windows, newest first."""
         from pipeline.data.raw.source import find_sources
         from pipeline.retraining.row_sketch import RowSketch, sketch_rows
@@ -180,7 +183,7 @@ def anneal(job: TrainJob) -> None:
 
 
 def train_challenger(job: TrainJob) -> None:
-    """Collective, on every rank of the crew."""
+    """Collective, on every rank of the group."""
     from pipeline.training.preflight import validate_job
 
     validate_job(job, job.world_size)

@@ -1,4 +1,4 @@
-"""Turn a folder of partitions, or one growing source, into windows: which are whole, which are waited for, which are late.
+"""Find the windows of a folder of partitions or of one growing source, and say which are ready, awaited or late.
 
 Windows are named by their path below the source (dt=2026-11-20/hour=03) or by the time at which they begin. A window
 that should be there and is not counts as one that is waited for.
@@ -47,8 +47,8 @@ def find_windows(
     list_them = _partitions if config.kind == "partitions" else _spans
     found = list_them(config, source, data, max(filter(None, (after, first)), default=None))
     skipped = set(done)
-    windows = _with_gaps([one for one in found if first is None or one.begin >= first], config)
-    return [_judged(one, config, data, now) for one in windows if one.name not in skipped]
+    windows = _with_gaps([window for window in found if first is None or window.begin >= first], config)
+    return [_judged(window, config, data, now) for window in windows if window.name not in skipped]
 
 
 def _partitions(config: WindowsConfig, source: str, data: DataConfig, after: datetime | None) -> list[Window]:
@@ -71,9 +71,11 @@ def _partitions(config: WindowsConfig, source: str, data: DataConfig, after: dat
     if not windows and after is None:
         here = ", ".join(storage.list_folder(source)[:5]) or "nothing"
         raise RetrainingError(
-            f"source={source} has no folder like windows.pattern={config.pattern} (it has {here}); mend one of the two"
+            f"source={source} has no folder like windows.pattern={config.pattern} (it has {here}); fix one of the two"
         )
-    return sorted((one for one in windows if after is None or one.begin >= after), key=lambda one: one.begin)
+    return sorted(
+        (window for window in windows if after is None or window.begin >= after), key=lambda window: window.begin
+    )
 
 
 def _parse(text: str, pattern: str) -> datetime | None:
@@ -163,7 +165,7 @@ def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime
         if not why and count < config.min_rows:
             why = f"{count:,} of at least {config.min_rows:,} rows"
         windows.append(Window(time_name(begin), begin, begin + _length(config), source, why=why))
-    return [one for one in windows if after is None or one.begin >= after]
+    return [window for window in windows if after is None or window.begin >= after]
 
 
 def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target: str) -> str:
@@ -210,7 +212,7 @@ def _scan(source: str, data: DataConfig) -> str:
     from pipeline.data.raw.layout import find_format
     from pipeline.data.raw.source import find_sources
 
-    paths = ", ".join(_text(os.path.abspath(storage.local_path(one.path))) for one in find_sources(source))
+    paths = ", ".join(_text(os.path.abspath(storage.local_path(file.path))) for file in find_sources(source))
     table = find_format(data.format).sql_table(paths)
     if not table:
         raise RetrainingError(f"data.format={data.format} has no time column: put each window into a folder of its own")

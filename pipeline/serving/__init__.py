@@ -1,1 +1,1 @@
-"""Turn a checkpoint into an artifact, and an artifact and raw rows into scores."""
+"""Export a checkpoint as an artifact, and score raw rows with it."""

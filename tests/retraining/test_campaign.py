@@ -24,9 +24,9 @@ from pipeline.retraining.find_artifact import find_artifact
 from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.tick import retrain
-from pipeline.retraining.window_runner import Workshop
+from pipeline.retraining.window_runner import WindowRunner
 from pipeline.retraining.windows import find_windows
-from pipeline.retraining.worker_group import Crew
+from pipeline.retraining.worker_group import WorkerGroup
 from pipeline.serving.scoring.predictor import Predictor
 from tests.retraining.streams import FILE, job, plant, window_name, write_window
 from tests.support.messages import mentions
@@ -51,7 +51,7 @@ def records(folder: Path) -> dict[str, Record]:
 def champion_ne_of(folder: Path, version: str) -> dict[str, float]:
     """Window -> NE of this version, whatever became of it."""
     work = job(folder)
-    shop, found = Workshop(work, Crew(1, "auto", 300.0)), Registry(work.registry.path).version(version)
+    shop, found = WindowRunner(work, WorkerGroup(1, "auto", 300.0)), Registry(work.registry.path).version(version)
     windows = find_windows(work.windows, work.source, work.data, datetime.now(UTC), None, ())
     return {
         window.name: shop.score_version(found, shop.under(shop.place(window), version, found.data)).ne

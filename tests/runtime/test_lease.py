@@ -25,7 +25,7 @@ ELSEWHERE = Holder(4, "node7", "another boot", 4711, 99, "", 0, "2026-01-01 00:0
 
 
 def _plant(run_dir: Path, holder: Holder, silent_s: float = 0.0) -> Path:
-    """As if another host's run had taken the folder and given its last sign `silent_s` ago."""
+    """As if another host's run had taken the folder and sent its last heartbeat `silent_s` ago."""
     path = run_dir / ".lease" / f"{holder.token:08d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(holder)))
@@ -35,7 +35,9 @@ def _plant(run_dir: Path, holder: Holder, silent_s: float = 0.0) -> Path:
 
 def test_the_second_is_refused_and_told_by_whom_since_when(tmp_path: Path) -> None:
     lease = take_lease(str(tmp_path), 60)
-    with pytest.raises(RunFolderHeldError, match=rf"process {os.getpid()} on .*, since 2.* UTC, last sign \d s ago"):
+    with pytest.raises(
+        RunFolderHeldError, match=rf"process {os.getpid()} on .*, since 2.* UTC, last heartbeat \d s ago"
+    ):
         take_lease(str(tmp_path), 60)
     lease.check()
     lease.release()

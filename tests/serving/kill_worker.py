@@ -10,7 +10,7 @@ import torch
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import ExportJob
 from pipeline.runtime.storage import atomic, storage
-from pipeline.serving.artifact import certify, make_artifact, package, reference, table_files
+from pipeline.serving.artifact import certificate, make_artifact, package, reference, table_files
 from pipeline.serving.artifact import export_run as verb
 from tests.faults.kill_worker import arm
 
@@ -24,8 +24,8 @@ STAGES: dict[str, tuple[Any, str, str, int]] = {
     "after the tables": (make_artifact, "pack_tables", "after", 1),
     "in the layers": (package, "program_bytes", "before", 1),
     "in the vocabularies": (package, "index_values", "after", 5),
-    "before the check": (certify, "load_parts", "before", 1),
-    "after the check": (certify, "load_parts", "after", 1),
+    "before the check": (certificate, "load_parts", "before", 1),
+    "after the check": (certificate, "load_parts", "after", 1),
     "before the manifest": (storage, "publish_text", "before", 1),
     "after the manifest": (storage, "publish_text", "after", 1),
     "before the rename": (atomic.os.path, "lexists", "after", 1),

@@ -1,4 +1,4 @@
-"""Turn bytes into CRC-32s, block by block, while they are written, and hold bytes to them while they are read.
+"""Compute CRC-32s of blocks while files are written, and verify them while files are read.
 
 A block of 8 MiB has a CRC of its own, so a rank that reads a part of a file verifies that part and no more, and the
 bytes that are verified are the bytes that are used. CRC-32 finds every flip of one, two or 32 neighbouring bits in a

@@ -1,9 +1,9 @@
-"""Turn a run folder into one that a single run at a time writes to, on one host or on many that share it (stdlib only).
+"""Lease a run folder to one run at a time, on one host or on many that share it (stdlib only).
 
     <run_dir>/.lease/00000007.json   who holds it; the highest number is the token of the newest holder
 
 A token is made by os.link, which is atomic on local disks and on NFS; its file's time is the holder's heartbeat, set
-and compared by the file server's own clock. A token whose holder is dead, or gives no sign for the ttl, is followed by
+and compared by the file server's own clock. A token whose holder is dead, or sends no heartbeat for the ttl, is followed by
 a higher one. Before each commit the holder checks that its token is still the highest (fencing).
 """
 
@@ -47,18 +47,18 @@ class Holder:
 
     def describe(self, silent_s: float) -> str:
         job = f", job {self.job}" if self.job else ""
-        sign = f"last sign {max(silent_s, 0.0):.0f} s ago"
-        return f"process {self.pid} on {self.host}{job}, since {self.since}, {sign}, token {self.token}"
+        heartbeat = f"last heartbeat {max(silent_s, 0.0):.0f} s ago"
+        return f"process {self.pid} on {self.host}{job}, since {self.since}, {heartbeat}, token {self.token}"
 
 
 class Lease:
-    """Held from take_lease() to release(); a thread gives the signs."""
+    """Held from take_lease() to release(); a thread sends the heartbeats."""
 
     def __init__(self, folder: str, holder: Holder, ttl_s: float, when_lost: Callable[[], None]) -> None:
         self.token = holder.token
         self._folder, self._holder, self._ttl_s, self._when_lost = folder, holder, ttl_s, when_lost
         self._ended = threading.Event()
-        threading.Thread(target=self._give_signs, name="lease", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="lease", daemon=True).start()
 
     def check(self) -> None:
         """Raises LeaseLostError when another run holds a higher token; call it right before a commit."""
@@ -79,7 +79,7 @@ class Lease:
         if os.path.exists(path):
             _write_aside(path, replace(self._holder, released=True))
 
-    def _give_signs(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._ttl_s / 4):
             try:
                 os.utime(_path(self._folder, self.token))
@@ -87,7 +87,7 @@ class Lease:
             except LeaseLostError:
                 return self._when_lost()
             except OSError:
-                continue  # a file server that hiccups; after the ttl another may take over, and check() will tell
+                continue  # a file server that hiccups; after the ttl another may take over, which check() sees
 
 
 def take_lease(run_dir: str, ttl_s: float, when_lost: Callable[[], None] = lambda: None) -> Lease:
@@ -175,7 +175,7 @@ def _read(folder: str, token: int) -> Holder | None:
 
 
 def _silent_s(folder: str, token: int) -> float:
-    """Seconds since the holder's last sign, both told by the clock of whoever keeps the files."""
+    """Seconds since the holder's last heartbeat, both by the clock of the file server."""
     probe = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
     with open(probe, "w"):
         pass

@@ -1,8 +1,8 @@
-"""Turn iopath's S3 handler into one that fails when it fails: errors with path and bytes, retries, no partial objects.
+"""Fix iopath's S3 handler: errors with path and bytes, retries, and no partial objects.
 
 iopath 0.1.10 logs a failed upload and returns False, says that an object does not exist when the store answers 403 or
 503, uploads what was written when the writing code raises, reads whole objects into memory, and caches by key without
-the bucket. All of that is mended here; what one may ask of it stays PathHandler's interface.
+the bucket. All of that is fixed here; what one may ask of it stays PathHandler's interface.
 """
 
 from __future__ import annotations
@@ -149,16 +149,16 @@ class S3Handler(S3PathHandler):  # type: ignore[misc]
         found, tag = self._read_with_tag(path)
         if found != expected:
             return found == content
-        place: dict[str, Any] = {"Bucket": bucket, "Key": key, "Body": content}
+        target: dict[str, Any] = {"Bucket": bucket, "Key": key, "Body": content}
         with explained(f"upload of {len(content):,} bytes to {path}"):
             try:
-                self._get_client(bucket).put_object(**place, **({"IfMatch": tag} if tag else {}))
+                self._get_client(bucket).put_object(**target, **({"IfMatch": tag} if tag else {}))
             except ParamValidationError:  # boto3 before 1.36
-                self._get_client(bucket).put_object(**place)
+                self._get_client(bucket).put_object(**target)
             except ClientError as error:
                 code = str(error.response["Error"].get("Code"))
                 if code in WITHOUT_CONDITION:
-                    self._get_client(bucket).put_object(**place)
+                    self._get_client(bucket).put_object(**target)
                 elif code in TAKEN:  # perhaps by the first attempt of this very request, whose answer was lost
                     return self._read_with_tag(path)[0] == content
                 else:

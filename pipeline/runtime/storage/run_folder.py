@@ -1,4 +1,4 @@
-"""Turn a path into a run folder that one run at a time writes to, for all of its ranks."""
+"""Lease a run folder for all ranks of one run. Not in lease.py, which loads no torch."""
 
 from __future__ import annotations
 

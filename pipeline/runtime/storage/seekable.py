@@ -1,4 +1,4 @@
-"""Turn a size and a position into the part of a read-only file that every reader of parts needs."""
+"""Define the seekable part of a read-only file for readers of blocks and ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn paths, local or iopath URIs (s3://...), into files: open, list, publish whole or not at all, checksum.
+"""Open, list, publish and remove files by path or URI (s3://...).
 
 Thin over iopath's PathManager. Import stays stdlib + iopath, for configs and the launcher read through it.
 """

@@ -1,15 +1,27 @@
-"""Turn two lists of scores into how far they lie apart, and into a verdict."""
+"""Measure how far an artifact's scores are from the trained model's, and decide whether it may be written.
+
+The artifact's files are loaded as a server loads them, and score the rows that the trained model has scored.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.serving import ParityConfig
+from pipeline.config.serving import PRECISIONS, ParityConfig
 from pipeline.data.quality import auc, log_losses_of_scores, normalized_entropy
+from pipeline.serving.artifact.kept_rows import KeptRows
+from pipeline.serving.artifact.manifest import Manifest
+from pipeline.serving.artifact.quantize import nearest, row_bytes
+from pipeline.serving.scoring.predictor import load_parts
+
+if TYPE_CHECKING:
+    from pipeline.serving.artifact.reference import Reference
+
+SPLIT = "validation"
 
 
 @dataclass(frozen=True)
@@ -46,10 +58,10 @@ def compare(
 ) -> Parity:
     """Scores of the same rows in the same order."""
     difference = np.abs(artifact - model)
-    mine = quality(artifact, labels)
+    measured = quality(artifact, labels)
     largest, mean = (float(difference.max()), float(difference.mean())) if len(difference) else (0.0, 0.0)
     return Parity(
-        len(labels), largest, mean, mine.ne, mine.ne - model_quality.ne, mine.auc, mine.auc - model_quality.auc
+        len(labels), largest, mean, measured.ne, measured.ne - model_quality.ne, measured.auc, measured.auc - model_quality.auc
     )  # fmt: skip
 
 
@@ -68,3 +80,55 @@ def excesses(found: dict[str, Parity], limits: ParityConfig) -> list[str]:
             if value > limit  # NaN, where labels are of one kind, is no excess
         ]
     return lines
+
+
+def costs(reference: Reference, kept: list[KeptRows | None], limits: ParityConfig) -> dict[str, Any]:
+    """What each precision of all tables would cost on the validation split, and what pruning costs, each by itself."""
+    trained, precisions = reference.trained, {}
+    for name in PRECISIONS:
+        mix = [nearest(stored.dim, name) for stored in trained.stored]
+        table_bytes = sum(
+            table.rows * row_bytes(table.dim, kind) for table, kind in zip(trained.stored, mix, strict=True)
+        )
+        parity = reference.parity_of(SPLIT, mix)
+        precisions[name] = {**parity.as_dict(), "table_bytes": table_bytes}
+    return {
+        "model": {split: asdict(found) for split, found in reference.qualities.items()},
+        "model_precision": "bf16" if trained.is_bf16 else "fp32",
+        "precisions": precisions,
+        "pruning": _cost_of_pruning(reference, kept) if any(rows is not None for rows in kept) else None,
+        "limits": asdict(limits),
+    }
+
+
+def _cost_of_pruning(reference: Reference, kept: list[KeptRows | None]) -> dict[str, Any]:
+    stored = reference.trained.stored
+    left = [table.rows if rows is None else rows.num_kept for table, rows in zip(stored, kept, strict=True)]
+    parity = reference.parity_of_pruned(SPLIT, kept)
+    return {**parity.as_dict(), "rows_before": sum(table.rows for table in stored), "rows_after": sum(left)}
+
+
+def check(reference: Reference, manifest: Manifest, path: str) -> dict[str, Parity]:
+    """By split. `path` is where the artifact's files lie; its manifest is not written yet."""
+    lookup, program = load_parts(path, manifest)
+    return {
+        split: reference.compare(split, sample.score(program, lambda batch: lookup.pooled(batch.values, batch.offsets)))
+        for split, sample in reference.samples.items()
+    }
+
+
+def refusal(excesses: list[str], certificate: dict[str, Any], hints: list[str]) -> str:
+    """Why an artifact is not written. The first way out is the smallest precision that would do."""
+    limits = certificate["limits"]
+    fits = [
+        name
+        for name, cost in certificate["precisions"].items()
+        if cost["ne_delta"] <= limits["max_ne_increase"]
+        and -cost["auc_delta"] <= limits["max_auc_decrease"]
+        and cost["max_score_difference"] <= limits["max_score_difference"]
+    ]
+    suggestions = [*(f"precision={name} keeps within the limits on {SPLIT}" for name in fits[-1:]), *hints]
+    return (
+        f"nothing is written, the artifact is too far from the model: {'; '.join(excesses)}. "
+        f"{'; '.join([*suggestions, 'or raise the limit'])}"
+    )

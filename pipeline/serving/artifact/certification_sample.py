@@ -1,4 +1,4 @@
-"""Turn splits of a data set into the prepared rows on which an artifact is compared with its model."""
+"""Read the prepared rows on which an artifact is compared with its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a model's layers into a program with plain tensors in and out: dense.pt2, by torch.export.
+"""Export a model's layers by torch.export as a program of plain tensors (dense.pt2).
 
 forward(dense [batch, num_dense] float32, pooled [batch, sum of dims] float32) -> logits [batch] float32, for any batch.
 The tables stay outside, in files of their own: the collection's place is taken by what was pooled already, so every
@@ -84,7 +84,7 @@ def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
     """
     kind = (
         ComposedEmbeddings
-        if any(isinstance(one, ComposedEmbeddings) for one in model.modules())
+        if any(isinstance(module, ComposedEmbeddings) for module in model.modules())
         else EmbeddingBagCollection
     )
     found = [
@@ -93,10 +93,15 @@ def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
         for name, child in parent.named_children()
         if isinstance(child, kind)
     ]
-    assert len({id(child) for _, _, child in found}) == 1, "pooled rows are those of one collection"
+    if (num_collections := len({id(child) for _, _, child in found})) != 1:
+        raise ServingError(
+            f"the model has {num_collections} collections of embedding tables and an artifact serves one: put all tables "
+            "into one EmbeddingBagCollection"
+        )
     configs = found[0][2].embedding_bag_configs()
     dims = {feature: config.embedding_dim for config in configs for feature in config.feature_names}
-    assert sorted(keys) == sorted(dims), f"the batch has {sorted(keys)}, the model looks up {sorted(dims)}"
+    if sorted(keys) != sorted(dims):
+        raise ServingError(f"the batch has the features {sorted(keys)}, and the model looks up {sorted(dims)}")
     stand_in = PooledInput(keys, [dims[key] for key in keys])
     for parent, name, _ in found:
         setattr(parent, name, stand_in)

@@ -1,4 +1,4 @@
-"""Turn the rows of a trained table into those of a pruned one: a bit a row, and a running count for every 64.
+"""Map the rows of a trained table to those of a pruned one, by a bit a row and a running count for every 64.
 
 A row that is kept lies behind as many others as are kept before it; one that is not is row 0, the unknown row. An
 array of row numbers, as FBGEMM's own remapping has it, would take 32 bits a row and give pruned rows no stand-in.
@@ -39,8 +39,8 @@ class KeptRows:
         words = self.words[index]
         is_kept = words >> bit & np.uint64(1)
         below = words & ((np.uint64(1) << bit) - np.uint64(1))
-        places = self._before[index].astype(np.int64) + np.bitwise_count(below)
-        return np.where(is_kept, places, 0)
+        positions = self._before[index].astype(np.int64) + np.bitwise_count(below)
+        return np.where(is_kept, positions, 0)
 
     def num_kept_below(self, row: int) -> int:
         """How many of rows 0, 1, ..., `row` - 1 are kept; `row` is at most num_rows."""

@@ -1,20 +1,15 @@
-"""Turn an opened step into the files of an artifact, and what the trained model gives into its certificate."""
+"""Write the files of an artifact from an opened step, and certify them against the trained model."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from pipeline import __version__
-from pipeline.config.jobs import ExportJob, TrainJob
+from pipeline.config.jobs import ExportJob
 from pipeline.config.serving import AUTO
-from pipeline.data.dataset import Dataset
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.certificate import excesses
+from pipeline.serving.artifact.certificate import check, costs, excesses, refusal
 from pipeline.serving.artifact.certification_sample import read_sample
-from pipeline.serving.artifact.certify import check, costs, refusal
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import Manifest
 from pipeline.serving.artifact.package import (
@@ -31,34 +26,10 @@ from pipeline.serving.artifact.package import (
 from pipeline.serving.artifact.precisions import choose_precisions
 from pipeline.serving.artifact.prune import rows_to_keep
 from pipeline.serving.artifact.reference import Reference, make_reference
+from pipeline.serving.artifact.source import Source, lineage_of, settings_of
 from pipeline.serving.artifact.trained_model import TrainedModel
 
-OF_NO_INTEREST = (
-    "plugins",
-    "run",
-    "step",
-    "output",
-    "data_path",
-    "paths",
-)  # to whether two exports of a step are the same
 logger = get_logger("pipeline.export")
-
-
-@dataclass(frozen=True)
-class Source:
-    """The step that is exported, and the data set that it was trained on."""
-
-    job: TrainJob
-    step: int
-    manifest: dict[str, Any]
-    trained: TrainedModel
-    dataset: Dataset
-    data_path: str
-
-
-def settings_of(job: ExportJob) -> dict[str, Any]:
-    """What of a job decides on the artifact's bytes."""
-    return {key: value for key, value in asdict(job).items() if key not in OF_NO_INTEREST}
 
 
 def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifest:
@@ -163,18 +134,3 @@ def _certified(
         ways += ["dense=fp32"] if job.dense != "fp32" else []
         raise ServingError(refusal(lines, certificate, ways))
     return replace(manifest, certificate=certificate)
-
-
-def lineage_of(job: ExportJob, source: Source) -> dict[str, Any]:
-    hashes = source.manifest.get("hashes", {})
-    return {
-        "run": job.run,
-        "name": source.job.name,
-        "step": source.step,
-        "config_sha256": hashes.get("config", ""),
-        "schema_sha256": hashes.get("schema", ""),
-        "dataset": source.dataset.name,
-        "dataset_sha256": source.dataset.fingerprint(),
-        "code_version": __version__,
-        "exported_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }

@@ -161,7 +161,7 @@ def _problem(manifest: Manifest) -> str:
         return "a feature looks up a table that there is not"
     if manifest.dense["precision"] not in DENSE_PRECISIONS or DENSE_FILE not in manifest.files:
         return f"layers of {manifest.dense['precision']} in {sorted(manifest.files)[:3]}"
-    if lacking := [one.name for one in manifest.schema.features if one.hash_size is None and manifest.vocabularies.get(one.name) not in manifest.files]:  # fmt: skip
+    if lacking := [feature.name for feature in manifest.schema.features if feature.hash_size is None and manifest.vocabularies.get(feature.name) not in manifest.files]:  # fmt: skip
         return f"feature {lacking[0]!r} has no vocabulary"
     return ""
 

@@ -1,4 +1,4 @@
-"""Turn a trained model into the files of an artifact."""
+"""Write each kind of file of an artifact: tables, vocabularies, layers."""
 
 from __future__ import annotations
 
@@ -161,8 +161,15 @@ def pack_layers(packed: Packed, attempt: ArtifactFolder, trained: TrainedModel, 
 
 def schema_of(dataset: Dataset, keys: list[str], list_separator: str, multi_hot: dict[str, int]) -> RawSchema:
     features = [
-        RawFeature(one.name, one.cardinality, one.multi_hot, multi_hot.get(one.name, 1), one.hash_size, one.hash_seed)
-        for one in map(dataset.sparse_feature, keys)
+        RawFeature(
+            feature.name,
+            feature.cardinality,
+            feature.multi_hot,
+            multi_hot.get(feature.name, 1),
+            feature.hash_size,
+            feature.hash_seed,
+        )
+        for feature in map(dataset.sparse_feature, keys)
     ]
     return RawSchema(list(dataset.dense_features), features, dataset.dense_transform, list_separator)
 
@@ -170,13 +177,13 @@ def schema_of(dataset: Dataset, keys: list[str], list_separator: str, multi_hot:
 def lookups_of(dataset: Dataset, multi_hot: dict[str, int]) -> dict[str, dict[str, Any]]:
     """Feature -> ids that a row looks up, and how they fall on the ids: what the cache of tables on SSD goes by."""
     return {
-        one.name: {
-            "per_row": float(multi_hot.get(one.name, one.mean_pooling_factor)),
-            "ranks": one.frequency_curve.ranks,
-            "shares": one.frequency_curve.shares,
+        feature.name: {
+            "per_row": float(multi_hot.get(feature.name, feature.mean_pooling_factor)),
+            "ranks": feature.frequency_curve.ranks,
+            "shares": feature.frequency_curve.shares,
         }
-        for one in dataset.sparse_features
-        if one.hash_size is None  # hashed ids are in no order of frequency
+        for feature in dataset.sparse_features
+        if feature.hash_size is None  # hashed ids are in no order of frequency
     }
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pipeline.config.serving import AUTO, PRECISIONS
 from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.quantize import row_bytes
-from pipeline.serving.artifact.reference import Reference, nearest
+from pipeline.serving.artifact.quantize import nearest, row_bytes
+from pipeline.serving.artifact.reference import Reference
 from pipeline.serving.artifact.sensitivity import find_mix
 
 logger = get_logger(__name__)
@@ -29,13 +29,13 @@ def choose_precisions(reference: Reference, precision: str, tables: dict[str, st
         found = find_mix(reference, fixed, ne_budget)
     else:
         found = [fixed.get(table.name) or nearest(table.embedding_dim, precision) for table in trained.tables]
-        _say_what_does_not_fit([table.name for table in trained.tables], found, fixed, precision)
+        _log_larger_precisions([table.name for table in trained.tables], found, fixed, precision)
     counts = {name: found.count(name) for name in PRECISIONS if name in found}
     logger.info("precision  %s", ", ".join(f"{count} table(s) {name}" for name, count in counts.items()))
     return found
 
 
-def _say_what_does_not_fit(names: list[str], found: list[str], fixed: dict[str, str], precision: str) -> None:
+def _log_larger_precisions(names: list[str], found: list[str], fixed: dict[str, str], precision: str) -> None:
     missed = [name for name, has in zip(names, found, strict=True) if has != precision and name not in fixed]
     if missed:
         logger.info(

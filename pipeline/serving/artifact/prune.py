@@ -34,17 +34,17 @@ def rows_to_keep(
     Raises:
         ServingError: the optimizer keeps no state that says which rows were trained.
     """
-    whole = [one for one, table in zip(stored, tables, strict=True) if table.part_of is None]
+    whole = [stored_table for stored_table, table in zip(stored, tables, strict=True) if table.part_of is None]
     if config.kind == "untrained":
         limit = config.state_at_most
         if config.fraction is not None:
             limit = max(limit, _limit_of(tensors, whole, config.fraction))
-        chosen = {one.name: _trained(tensors, one, limit) for one in whole}
+        chosen = {stored_table.name: _trained(tensors, stored_table, limit) for stored_table in whole}
     elif config.kind == "frequency":
         chosen = {name: _first_rows(rows, kept) for name, (rows, kept) in _num_frequent(tables, config).items()}
     else:
         chosen = {}
-    kept = [chosen.get(one.name) for one in stored]
+    kept = [chosen.get(stored_table.name) for stored_table in stored]
     return [None if rows is None or rows.num_kept == rows.num_rows else rows for rows in kept]
 
 
@@ -63,8 +63,8 @@ def _limit_of(tensors: StepTensors, stored: Sequence[StoredTable], fraction: flo
     The upper 16 bits of a float32 that is not negative ascend with it.
     """
     counts = np.zeros(BUCKETS, np.int64)
-    for one in stored:
-        for values in _state_blocks(tensors, one):
+    for stored_table in stored:
+        for values in _state_blocks(tensors, stored_table):
             counts += np.bincount(values.numpy().view(np.uint32) >> 16, minlength=BUCKETS)
     upto = int(np.searchsorted(np.cumsum(counts), fraction * counts.sum(), side="right"))
     edge = np.array([max(upto << 16, 1) - 1], np.uint32).view(np.float32)[0]

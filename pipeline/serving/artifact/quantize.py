@@ -1,4 +1,4 @@
-"""Turn float rows into the rows that FBGEMM's inference lookup takes, and back.
+"""Quantize float rows to the format of FBGEMM's inference lookup, and dequantize them.
 
 A quantized row opens with its scale and bias, each fp16, then its numbers, 8, 4 or 2 bits each
 (fbgemm_gpu/docs, IntNBitTableBatchedEmbeddingBagsCodegen; post-training 4-bit rows: arXiv 1911.02079).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from pipeline.config.serving import PRECISIONS
 from pipeline.runtime.errors import ServingError
 
 SCALE_BIAS_BYTES = 4
@@ -26,6 +27,11 @@ def row_bytes(dim: int, precision: str) -> int:
 def fits(dim: int, precision: str) -> bool:
     """FBGEMM packs 4 and 2 bits into pairs of bytes."""
     return BITS[precision] >= 8 or dim * BITS[precision] % 16 == 0
+
+
+def nearest(dim: int, precision: str) -> str:
+    """The precision, or the next larger one that rows of `dim` numbers can have."""
+    return next(name for name in reversed(PRECISIONS[: PRECISIONS.index(precision) + 1]) if fits(dim, name))
 
 
 def quantize_rows(rows: torch.Tensor, precision: str) -> torch.Tensor:
@@ -52,7 +58,7 @@ def dequantize_rows(rows: torch.Tensor, dim: int, precision: str) -> torch.Tenso
         return rows.contiguous().view({"fp32": torch.float32, "fp16": torch.float16}[precision]).float()
     bits = BITS[precision]
     scale, bias = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float().unbind(dim=1)
-    places = torch.arange(8 // bits, dtype=torch.uint8) * bits
+    shifts = torch.arange(8 // bits, dtype=torch.uint8) * bits
     packed = rows[:, SCALE_BIAS_BYTES:]
-    numbers = (packed.unsqueeze(2) >> places & (2**bits - 1)).reshape(len(rows), dim)
+    numbers = (packed.unsqueeze(2) >> shifts & (2**bits - 1)).reshape(len(rows), dim)
     return numbers.float() * scale[:, None] + bias[:, None]

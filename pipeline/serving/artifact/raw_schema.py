@@ -33,4 +33,4 @@ class RawSchema:
     def columns(self) -> dict[str, str]:
         """Column -> dense, sparse or multi_hot."""
         kinds = dict.fromkeys(self.dense, DENSE)
-        return kinds | {one.name: MULTI_HOT if one.multi_hot else SPARSE for one in self.features}
+        return kinds | {feature.name: MULTI_HOT if feature.multi_hot else SPARSE for feature in self.features}

@@ -1,4 +1,4 @@
-"""Turn the rows that samples look up into small tables of any precision, so that an export is judged before it is made.
+"""Score samples with the trained model at any precision, to judge an export before its tables are written.
 
 Only these rows of the checkpoint are read, and they lie in files: memory stays what blocks and samples take. A row is
 quantized by itself, so that a small table's scores are those of the whole table.
@@ -15,11 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.config.serving import PRECISIONS
 from pipeline.serving.artifact.certificate import Parity, Quality, compare, quality
 from pipeline.serving.artifact.certification_sample import Sample, SampleBatch, used_rows
 from pipeline.serving.artifact.kept_rows import KeptRows
-from pipeline.serving.artifact.quantize import fits, row_bytes
 from pipeline.serving.artifact.table_files import checkpoint_rows, file_rows, write_rows
 from pipeline.serving.artifact.trained_model import TrainedModel
 from pipeline.serving.scoring.lookup import MappedLookup, ServedTable
@@ -108,13 +106,3 @@ def quantize_table(table: ServedTable, precision: str, path: str) -> ServedTable
         return table
     write_rows(path, file_rows(table.path, table.stored_rows, table.dim), precision)
     return ServedTable(table.name, table.rows, table.stored_rows, table.dim, precision, table.pooling, path, table.kept)
-
-
-def nearest(dim: int, precision: str) -> str:
-    """The precision, or the next larger one that rows of `dim` numbers can have."""
-    return next(name for name in reversed(PRECISIONS[: PRECISIONS.index(precision) + 1]) if fits(dim, name))
-
-
-def bytes_of(trained: TrainedModel, precisions: list[str]) -> int:
-    """Of all rows at these precisions, one a table."""
-    return sum(one.rows * row_bytes(one.dim, name) for one, name in zip(trained.stored, precisions, strict=True))

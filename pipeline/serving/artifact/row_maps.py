@@ -1,4 +1,4 @@
-"""Turn hashed ids of a table with managed collision into the rows that they had when its training was saved."""
+"""Map hashed ids of a table with managed collision to the rows that they had when its training was saved."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class RowMap:
         shared = (ids // IDS_A_BUCKET + 1) * self.rows_a_bucket - 1
         if not len(self.ids):
             return shared
-        places = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
-        return np.where(self.ids[places] == ids, self.rows[places], shared)
+        positions = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return np.where(self.ids[positions] == ids, self.rows[positions], shared)
 
 
 def row_map(sorted_ids: NDArray[np.int64], rows: NDArray[np.int64], num_buckets: int) -> RowMap:

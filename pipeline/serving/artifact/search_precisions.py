@@ -44,7 +44,10 @@ def _hull(table: int, sizes: dict[str, int], losses: dict[str, float]) -> list[S
         def step(name: str, at: str = at) -> Step:
             return Step(table, name, sizes[at] - sizes[name], max(lost[name] - lost[at], 0.0) + LEAST_LOSS)
 
-        best = min((step(name) for name in below), key=lambda one: (one.loss / one.bytes_saved, -one.bytes_saved))
+        best = min(
+            (step(name) for name in below),
+            key=lambda candidate: (candidate.loss / candidate.bytes_saved, -candidate.bytes_saved),
+        )
         steps.append(best)
         at = best.precision
     return steps
@@ -57,13 +60,13 @@ def smallest_mix(
     budget: float,
 ) -> list[str]:
     """A precision a table. `measure` gives the NE that a whole mix costs; a table's largest precision costs none."""
-    start = [next(name for name in PRECISIONS if name in one) for one in sizes]
+    start = [next(name for name in PRECISIONS if name in of_table) for of_table in sizes]
     steps = steps_down(sizes, losses)
 
     def mix(count: int) -> list[str]:
         precisions = list(start)
-        for one in steps[:count]:
-            precisions[one.table] = one.precision
+        for taken in steps[:count]:
+            precisions[taken.table] = taken.precision
         return precisions
 
     low, high = 0, len(steps)  # `low` steps are known to be within the budget, more than `high` are not

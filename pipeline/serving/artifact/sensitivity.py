@@ -70,18 +70,18 @@ class _Pooled:
     def ne(self, table: int | None = None, precision: str = "fp32") -> float:
         """Of the trained model, with one table at another precision."""
         features = self._reference.trained.features
-        places = [i for i, feature in enumerate(features) if feature.table == table]
+        positions = [i for i, feature in enumerate(features) if feature.table == table]
         ends = np.cumsum([0, *self._reference.trained.dims])
         path = os.path.join(self._reference.scratch, "one.rows")
         lookups = None
         if table is not None:
             quantized = quantize_table(self._reference.lookup.tables[table], precision, path)
-            lookups = [MappedLookup([quantized], [ServedFeature(features[i].name, 0)]) for i in places]
+            lookups = [MappedLookup([quantized], [ServedFeature(features[i].name, 0)]) for i in positions]
         logits = []
         for batch, pooled in self._batches:
             size = len(batch.labels)
             given = pooled.clone() if lookups else pooled
-            for i, lookup in zip(places, lookups or [], strict=True):
+            for i, lookup in zip(positions, lookups or [], strict=True):
                 offsets = batch.offsets[i * size : (i + 1) * size + 1]
                 given[:, ends[i] : ends[i + 1]] = lookup.pooled(
                     batch.values[offsets[0] : offsets[-1]], offsets - offsets[0]

@@ -1,4 +1,4 @@
-"""Turn a table of a checkpoint into a file of quantized rows, a block at a time: the table is never in memory."""
+"""Write a table of a checkpoint as a file of quantized rows, a block at a time, so that memory never holds the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a checkpoint's step into what an export works on: layers in memory, tables where they are."""
+"""Load a checkpoint's step for export: layers in memory, tables left in their files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TrainedModel:
     @property
     def table_bytes(self) -> int:
         """Of the rows, as they were trained."""
-        return sum(one.rows * one.dim * one.dtype.itemsize for one in self.stored)
+        return sum(table.rows * table.dim * table.dtype.itemsize for table in self.stored)
 
     @property
     def layer_bytes(self) -> int:

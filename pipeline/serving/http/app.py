@@ -1,4 +1,4 @@
-"""Turn HTTP requests into scores: routes, errors as JSON, and what /health and /metrics tell.
+"""Route HTTP requests: scores, errors as JSON, /health and /metrics.
 
 POST /score    GET /health, /health/live, /health/ready    GET /metrics    GET /openapi.json, /docs
 """
@@ -50,7 +50,7 @@ class ScoringApp:
             Route("/health", self.health),
             Route("/health/live", self.live),
             Route("/health/ready", self.ready),
-            Route("/metrics", self.tell_metrics),
+            Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi),
             Route("/docs", self.docs),
         ]
@@ -91,7 +91,7 @@ class ScoringApp:
     def _is_ready(self) -> bool:
         return self._slot.is_loaded and not self.draining
 
-    async def tell_metrics(self, request: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         self._count_tables()
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 

@@ -1,4 +1,4 @@
-"""Turn requests that arrive together into batches for one scorer, on a thread of its own, and scores into answers.
+"""Gather requests that arrive together into batches, score them on one thread, and split the scores again.
 
 The event loop never scores. While a batch is under way the next one gathers; what would wait longer than the latency
 budget is refused at the door, where that costs nothing.
@@ -158,12 +158,12 @@ class Batcher:
         begin, refused = 0, deque(scored.refused)
         for item in batch:
             end = begin + item.rows.num_rows
-            mine = []
+            of_item = []
             while refused and refused[0].row < end:
                 row = refused.popleft()
-                mine.append(RefusedRow(row.row - begin, row.reason))
+                of_item.append(RefusedRow(row.row - begin, row.reason))
             if not item.answer.done():
-                item.answer.set_result(Scores(scored.scores[begin:end], mine))
+                item.answer.set_result(Scores(scored.scores[begin:end], of_item))
             begin = end
 
     async def _score(self, rows: Rows) -> Scores:

@@ -1,4 +1,4 @@
-"""Turn the OpenAPI page into one that people read, with nothing fetched from elsewhere."""
+"""Render the OpenAPI description as a page for people, with nothing fetched from elsewhere."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def example_row(scorer: Scorer) -> dict[str, Any]:
 
 def _operation(path: str, method: str, about: dict[str, Any]) -> str:
     answers = "".join(
-        f"<tr><td>{status}<td>{html.escape(one['description'])}" for status, one in about["responses"].items()
+        f"<tr><td>{status}<td>{html.escape(answer['description'])}" for status, answer in about["responses"].items()
     )
     return f"<h2>{method.upper()} {path}</h2><p>{html.escape(about['summary'])}</p><table>{answers}</table>"

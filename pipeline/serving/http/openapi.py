@@ -1,4 +1,4 @@
-"""Turn an artifact's columns and the server's limits into the OpenAPI page: what may be asked, and what is answered."""
+"""Describe requests and answers as OpenAPI, by an artifact's columns and the server's limits."""
 
 from __future__ import annotations
 

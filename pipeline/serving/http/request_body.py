@@ -1,4 +1,4 @@
-"""Turn a request's stream into its body, within bounds of bytes and of time."""
+"""Read a request's body within limits of bytes and time."""
 
 from __future__ import annotations
 

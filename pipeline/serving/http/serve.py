@@ -15,7 +15,7 @@ from pipeline.config.jobs import ServeJob
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing
-from pipeline.serving.scoring.find_artifact import FoundArtifact, find_folder
+from pipeline.serving.scoring.load import FoundArtifact, find_folder
 
 if TYPE_CHECKING:
     from pipeline.serving.scoring.scorer import Scorer
@@ -57,10 +57,10 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        ways_out = {
+        hints = {
             errno.EADDRINUSE: "another program listens there: choose another server.port (0 takes any)",
             errno.EACCES: "ports below 1024 want root: choose another server.port",
         }
-        way_out = ways_out.get(error.errno or 0, "server.host is an address of this machine")
-        raise ServingError(f"cannot listen on {host}:{port} ({error.strerror or error}): {way_out}") from error
+        hint = hints.get(error.errno or 0, "server.host is an address of this machine")
+        raise ServingError(f"cannot listen on {host}:{port} ({error.strerror or error}): {hint}") from error
     return listener

@@ -1,4 +1,4 @@
-"""Turn configs and a bound socket into a running server, and SIGTERM into its quiet end."""
+"""Run the server on a bound socket, and drain it after SIGTERM."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_server(settings: Settings, listener: socket.socket, find: Find, load: Lo
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours to handle; `announce` is called as soon as connections are taken."""
+    """serve() handles the signals; `announce` is called as soon as connections are taken."""
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
         super().__init__(config)

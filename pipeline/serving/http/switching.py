@@ -1,4 +1,4 @@
-"""Turn a pointer that moves into a change of model between two requests: load and try the new one, then hand over.
+"""Switch to a new artifact between two requests: load it, try it, and then replace the model that serves.
 
 Each request holds the model that it began with; the one before is closed when its last request is answered. An artifact
 that cannot be loaded is refused once, and the one before goes on.
@@ -21,7 +21,7 @@ from pipeline.runtime.masking import mask
 from pipeline.serving.http.batching import Batcher
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.http.request_rows import RequestReader
-from pipeline.serving.scoring.find_artifact import FoundArtifact
+from pipeline.serving.scoring.load import FoundArtifact
 from pipeline.serving.scoring.scorer import Scorer
 
 RETRY_S = 30.0  # what failed for want of memory, or of a disk, may come right
@@ -96,14 +96,14 @@ class ModelSlot:
         """Until it is cancelled: look, load and switch."""
         while True:
             await asyncio.sleep(every_s)
-            await self.look()
+            await self.check()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Change to what the pointer names now, where that is another artifact and can be loaded."""
         try:
             found = await asyncio.to_thread(self._find)
         except Exception as error:  # half-way through being replaced, or a store that cannot be reached
-            self._say(f"cannot tell which artifact to serve: {error}")
+            self._warn_once(f"cannot find the artifact to serve: {error}")
             return
         self._said = ""
         refused, when = self._refused
@@ -137,7 +137,7 @@ class ModelSlot:
         self._metrics.artifact.labels(scorer.version).set(1)
         self._metrics.artifact_loaded.set_to_current_time()
 
-    def _say(self, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         if text != self._said:
             logger.warning("%s", mask(text))
         self._said = text

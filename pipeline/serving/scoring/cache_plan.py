@@ -1,4 +1,4 @@
-"""Turn frequency curves and a bound on a request's latency into how many rows of each table are kept in memory.
+"""Plan how many rows of each table to keep in memory, by frequency curves and a bound on a request's latency.
 
 Ids come by descending frequency, so a table's hot rows are its first ones, and how often a lookup misses n of them is
 read off the curve (software-defined memory, arXiv 2110.11489). The rows that save the most reads a byte come first, over
@@ -67,7 +67,7 @@ def _plan(tables: Sequence[TableHeat], cache_bytes: int, misses_per_row: float) 
     left_bytes = cache_bytes - sum(table.row_bytes for table in tables)
     misses = sum(table.lookups_per_row for table in tables)
     segments = [segment for number, table in enumerate(tables) for segment in _segments(number, table)]
-    for segment in sorted(segments, key=lambda one: one.lookups_per_byte, reverse=True):
+    for segment in sorted(segments, key=lambda part: part.lookups_per_byte, reverse=True):
         if left_bytes <= 0 or misses <= misses_per_row or not segment.lookups:
             break
         wanted = math.ceil(segment.num_rows * min(1.0, (misses - misses_per_row) / segment.lookups))

@@ -1,4 +1,4 @@
-"""Turn the bytes of dense.pt2 into a callable, without unpickling anything.
+"""Load dense.pt2 as a callable, without unpickling anything.
 
 torch.export's archive is a zip file of JSON and raw tensors. It may hold pickles too: tensors of other classes, objects,
 example inputs. Ours do not, and one that does is refused before torch looks at it.

@@ -1,4 +1,4 @@
-"""Turn the values of a schema's categorical features into ids, of all features at once.
+"""Map the values of a schema's categorical features to ids, for all features at once.
 
 Most values of a request were in another one a moment ago: what the vocabularies and hashes gave for them is remembered.
 """
@@ -28,11 +28,11 @@ class FeatureIds:
 
     def __init__(self, features: Sequence[RawFeature], vocabularies: Mapping[str, pa.Table]) -> None:
         listed = [feature.hash_size is None for feature in features]
-        self._index = ValueIndex(vocabularies[one.name] for one in features if one.hash_size is None)
+        self._index = ValueIndex(vocabularies[feature.name] for feature in features if feature.hash_size is None)
         self._vocabularies = np.cumsum(listed) - 1  # of a feature, the number of its vocabulary
         self._sizes = np.array([feature.hash_size or 0 for feature in features], np.int64)
         self._seeds = np.array([feature.hash_seed for feature in features], np.int64)
-        self._kinds = {None if one.hash_size is None else one.hash_seed for one in features}
+        self._kinds = {None if feature.hash_size is None else feature.hash_seed for feature in features}
         self._is_listed = np.array(listed, np.bool_)
         self._known: list[dict[str | None, int]] = [_nothing_known() for _ in features]
         self._room = REMEMBERED // max(1, len(features))
@@ -63,16 +63,16 @@ class FeatureIds:
 
     def _fill(self, ids: list[int | None], columns: Sequence[Sequence[str | None]]) -> None:
         """Look up what is not known, and remember it."""
-        places = [place for place, found in enumerate(ids) if found is None]
-        features = np.repeat(np.arange(len(columns)), [len(column) for column in columns])[places]
+        positions = [position for position, found in enumerate(ids) if found is None]
+        features = np.repeat(np.arange(len(columns)), [len(column) for column in columns])[positions]
         values = list(chain.from_iterable(columns))
-        texts = [values[place] for place in places]
+        texts = [values[position] for position in positions]
         found = self.look_up(features, pa.array(texts, pa.large_string())).tolist()
-        for place, feature, text, one in zip(places, features.tolist(), texts, found, strict=True):
-            ids[place] = one
+        for position, feature, text, row_id in zip(positions, features.tolist(), texts, found, strict=True):
+            ids[position] = row_id
             assert text is not None, "a missing value is known"
             if len(text) <= LONGEST_REMEMBERED:
-                self._remember(feature, text, one)
+                self._remember(feature, text, row_id)
 
     def _remember(self, feature: int, text: str, found: int) -> None:
         known = self._known[feature]

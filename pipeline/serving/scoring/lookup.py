@@ -1,4 +1,4 @@
-"""Turn ids into pooled rows of an artifact's tables.
+"""Look up and pool the rows of an artifact's tables.
 
 A TableLookup takes the ids of a batch, feature after feature, and gives one vector a sample and feature. RamLookup
 holds the rows in memory; anything that brings rows into a buffer may pool them by RowPooler, which is FBGEMM's
@@ -80,14 +80,14 @@ class TableLookup(Protocol):
 
 
 def select_features(
-    values: torch.Tensor, offsets: torch.Tensor, num_features: int, places: Sequence[int]
+    values: torch.Tensor, offsets: torch.Tensor, num_features: int, positions: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, offsets) of some of the features, in the order of `places`; those of all as they are."""
-    if list(places) == list(range(num_features)):
+    if list(positions) == list(range(num_features)):
         return values, offsets
     batch = (len(offsets) - 1) // num_features
-    lengths = offsets.diff().view(num_features, batch)[list(places)].reshape(-1)
-    chosen = torch.cat([values[offsets[i * batch] : offsets[(i + 1) * batch]] for i in places])
+    lengths = offsets.diff().view(num_features, batch)[list(positions)].reshape(-1)
+    chosen = torch.cat([values[offsets[i * batch] : offsets[(i + 1) * batch]] for i in positions])
     return chosen, torch.cat([offsets.new_zeros(1), lengths.cumsum(0)])
 
 
@@ -102,10 +102,10 @@ def stored_rows_of(
     # As unsigned numbers, negative ids are past every table's end.
     is_outside = ids.view(np.uint64) >= np.repeat(rows, np.diff(ends))
     if is_outside.any():
-        place = int(np.argmax(is_outside))
-        feature = features[int(np.searchsorted(ends, place, side="right")) - 1]
+        position = int(np.argmax(is_outside))
+        feature = features[int(np.searchsorted(ends, position, side="right")) - 1]
         raise ServingError(
-            f"feature {feature.name!r} has id {ids[place]}, not one within [0, {tables[feature.table].rows})"
+            f"feature {feature.name!r} has id {ids[position]}, not one within [0, {tables[feature.table].rows})"
         )
     result = ids
     for feature, begin, end in zip(features, ends, ends[1:], strict=False):
@@ -129,12 +129,12 @@ class RowPooler:
         self._groups = []  # one a kind of pooling, for FBGEMM has one for all its tables
         self._ends = [0, *accumulate(tables[feature.table].dim for feature in features)]
         for pooling in sorted({tables[feature.table].pooling for feature in features}):
-            places = [i for i, feature in enumerate(features) if tables[feature.table].pooling == pooling]
-            used = sorted({features[i].table for i in places})
+            positions = [i for i, feature in enumerate(features) if tables[feature.table].pooling == pooling]
+            used = sorted({features[i].table for i in positions})
             specs = [("", 1, tables[t].dim, SparseType(tables[t].precision), EmbeddingLocation.HOST) for t in used]
             tbe = IntNBitTableBatchedEmbeddingBagsCodegen(
                 specs,
-                feature_table_map=[used.index(features[i].table) for i in places],
+                feature_table_map=[used.index(features[i].table) for i in positions],
                 pooling_mode=POOLINGS[pooling],
                 device="cpu",
                 bounds_check_mode=BoundsCheckMode.NONE,  # stored_rows_of() has looked at every id
@@ -142,8 +142,8 @@ class RowPooler:
             )
             tbe.initialize_weights()
             tbe.weights_host = buffer
-            tbe.weights_offsets = torch.tensor([begins[features[i].table] for i in places], dtype=torch.int64)
-            self._groups.append((tbe, places))
+            tbe.weights_offsets = torch.tensor([begins[features[i].table] for i in positions], dtype=torch.int64)
+            self._groups.append((tbe, positions))
 
     def pool(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """rows [n] int64, of their tables; offsets [num_features * batch + 1]."""
@@ -152,9 +152,9 @@ class RowPooler:
             pooled: torch.Tensor = self._groups[0][0](rows, offsets)
             return pooled
         result = torch.empty((len(offsets) - 1) // num_features, self._ends[-1])
-        for tbe, places in self._groups:
-            pooled, begin = tbe(*select_features(rows, offsets, num_features, places)), 0
-            for i in places:
+        for tbe, positions in self._groups:
+            pooled, begin = tbe(*select_features(rows, offsets, num_features, positions)), 0
+            for i in positions:
                 width = self._ends[i + 1] - self._ends[i]
                 result[:, self._ends[i] : self._ends[i + 1]] = pooled[:, begin : begin + width]
                 begin += width
@@ -220,7 +220,7 @@ class MappedLookup:
         rows = torch.from_numpy(stored_rows_of(self.tables, self.features, values, offsets))
         batch = (len(offsets) - 1) // len(self.features)
         parts = []
-        for place, pooler in enumerate(self._poolers):
-            ends = offsets[place * batch : (place + 1) * batch + 1]
+        for position, pooler in enumerate(self._poolers):
+            ends = offsets[position * batch : (position + 1) * batch + 1]
             parts.append(pooler.pool(rows[ends[0] : ends[-1]], ends - ends[0]))
         return torch.cat(parts, dim=1)

@@ -19,7 +19,7 @@ from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.process.processes import only_one_run
 from pipeline.runtime.storage import atomic, storage
-from pipeline.serving.scoring.find_artifact import FoundArtifact, find_folder
+from pipeline.serving.scoring.load import FoundArtifact, find_folder
 
 if TYPE_CHECKING:
     from pipeline.data.raw.source import Source
@@ -84,7 +84,7 @@ def predict(
 def check_apart(job: PredictJob) -> None:
     """Raise ServingError where the output would be one of the sources, the next time that they are looked for."""
     folder = storage.dirname(job.output)
-    by_pattern = any(sign in job.source for sign in "*?[") and fnmatch.fnmatch(job.output, job.source)
+    by_pattern = any(character in job.source for character in "*?[") and fnmatch.fnmatch(job.output, job.source)
     local = storage.is_local(job.output) and storage.is_local(job.source)
     if by_pattern or job.output == job.source or (local and os.path.realpath(folder) == os.path.realpath(job.source)):
         raise ServingError(f"output={job.output} is among the files of source={job.source}: write it to another folder")
@@ -119,14 +119,14 @@ def _finished(job: PredictJob, subject: dict[str, Any]) -> PredictSummary | None
     report = job.output + REPORT_SUFFIX
     if not storage.is_file(report) and not storage.is_file(job.output):
         return None
-    way_out = "set overwrite=true, or choose another output"
+    hint = "set overwrite=true, or choose another output"
     values = json.loads(storage.read_text(report)) if storage.is_file(report) else {}
     changed = [name for name, value in subject.items() if values.get("subject", {}).get(name) != value]
     if storage.is_file(job.output) and not changed:
         return PredictSummary(**values["summary"], already_scored=True)
     if storage.is_file(job.output) and not job.overwrite:
         why = f"those of another {' and '.join(changed)}" if values else f"not from predict, for {report} is missing"
-        raise ServingError(f"{job.output} holds other scores, {why}: {way_out}")
+        raise ServingError(f"{job.output} holds other scores, {why}: {hint}")
     storage.remove(report)  # from here on nothing says that the output is whole
     return None
 
@@ -178,7 +178,7 @@ def _check_refused(job: PredictJob, staged: StagedScores) -> None:
         raise ServingError(
             f"{done.num_refused:,} of {done.num_rows:,} rows ({done.num_refused / done.num_rows:.2%}) cannot be scored and "
             f"max_quarantined_fraction allows {job.max_quarantined_fraction:.2%}; the first is {first['file']}, line "
-            f"{first['line']}: {first['reason']}. Check format, mend the source, or allow more: what is scored is kept"
+            f"{first['line']}: {first['reason']}. Check format, fix the source, or allow more: what is scored is kept"
         )
 
 

@@ -1,4 +1,4 @@
-"""Turn an artifact and rows, raw or prepared, into scores.
+"""Load an artifact, and score raw or prepared rows with it.
 
 Nothing of the training is imported: the tables are files, the layers a program of torch.export, and raw rows are read by
 the functions that prepare reads them with. What is loaded was verified first, byte by byte.

@@ -1,4 +1,4 @@
-"""Turn raw rows, as `prepare` reads them, into the dense values and ids that the model was trained on.
+"""Encode raw rows as the dense values and ids that the model was trained on.
 
 Parsing, transforms, codes and hashes are the functions that prepare uses (data.rows, data.encode, data.hashing); only
 the join of values with their ids, which prepare leaves to DuckDB for all rows at once, is another one (data.value_index).
@@ -49,21 +49,21 @@ class RowEncoder:
 
     def __init__(self, schema: RawSchema, vocabularies: Mapping[str, pa.Table]) -> None:
         self.schema = schema
-        one_hot = [one.name for one in schema.features if not one.multi_hot]
-        multi_hot = [one.name for one in schema.features if one.multi_hot]
+        one_hot = [feature.name for feature in schema.features if not feature.multi_hot]
+        multi_hot = [feature.name for feature in schema.features if feature.multi_hot]
         columns = ColumnsConfig(
             label="", dense=schema.dense, sparse=one_hot, multi_hot=multi_hot, list_separator=schema.list_separator
         )
         self.layout = Layout(columns, "parquet")
         self._features = Features(
             label="", dense=schema.dense, one_hot=one_hot, multi_hot=multi_hot, timestamp=None,
-            ids={one.name: IdsConfig() for one in schema.features}, dense_transform=schema.dense_transform,
+            ids={feature.name: IdsConfig() for feature in schema.features}, dense_transform=schema.dense_transform,
             list_separator=schema.list_separator,
         )  # fmt: skip
         self._ids = FeatureIds(schema.features, vocabularies)
         self._names = [*schema.dense, *one_hot, *multi_hot]  # of ColumnLists
-        self._places = [self._names.index(one.name, len(schema.dense)) for one in schema.features]
-        self._has_bags = any(one.multi_hot or one.bag_size > 1 for one in schema.features)
+        self._positions = [self._names.index(feature.name, len(schema.dense)) for feature in schema.features]
+        self._has_bags = any(feature.multi_hot or feature.bag_size > 1 for feature in schema.features)
         self._simple: pa.Schema | None = None  # the last one whose tables may become ColumnLists
 
     def encode(self, rows: Rows) -> EncodedRows:
@@ -109,7 +109,7 @@ class RowEncoder:
         if (np.abs(numbers) > LARGEST_FLOAT32).any():
             return None
         dense = np.ascontiguousarray(transformed(numbers, self.schema.dense_transform).T)
-        columns = [rows.columns[place] for place in self._places]
+        columns = [rows.columns[position] for position in self._positions]
         kept: NDArray[np.int64] = np.arange(num_rows)
         if not self._has_bags:
             ids, ends = self._ids.of_columns(columns), np.arange(len(columns) * num_rows + 1)
@@ -123,7 +123,7 @@ class RowEncoder:
             for counts, column in zip(lengths, columns, strict=True)
         ]
         by_feature = np.split(self._ids.of_columns(columns), np.cumsum([len(column) for column in columns])[:-1])
-        bags = [_bag(*one) for one in zip(self.schema.features, by_feature, lengths, strict=True)]
+        bags = [_bag(*feature) for feature in zip(self.schema.features, by_feature, lengths, strict=True)]
         return _joined(dense, bags, kept, [])
 
     def _encode_table(self, rows: pa.Table) -> EncodedRows:
@@ -131,8 +131,8 @@ class RowEncoder:
         try:
             parsed = parse_block(self.layout, tuple(table.column_names), Block(1, 0, table.num_rows, table=table))
             dense = np.empty((len(parsed.kept), len(self.schema.dense)), np.float32)
-            for place, name in enumerate(self.schema.dense):
-                dense[:, place] = dense_values(parsed.table[name], self.schema.dense_transform)
+            for position, name in enumerate(self.schema.dense):
+                dense[:, position] = dense_values(parsed.table[name], self.schema.dense_transform)
             bags = self._bags(parsed.table)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
             raise ServingError(f"the rows cannot be read: {' '.join(str(error).split())[:300]}") from None
@@ -147,9 +147,9 @@ class RowEncoder:
         if doubled := [name for name in columns if names.count(name) > 1]:
             raise ServingError(f"the rows have {names.count(doubled[0])} columns {doubled[0]!r}")
         table = rows.select(list(columns))
-        for place, (name, kind) in enumerate(columns.items()):
+        for position, (name, kind) in enumerate(columns.items()):
             if wanted := _type_of_nothing(table.schema.field(name).type, kind):
-                table = table.set_column(place, name, table[name].cast(wanted))
+                table = table.set_column(position, name, table[name].cast(wanted))
         return table.combine_chunks()
 
     def _bags(self, table: pa.Table) -> list[Bag]:

@@ -1,4 +1,4 @@
-"""Turn raw files into staged scores, a block at a time: parsed side by side, scored in order."""
+"""Score raw files block by block: blocks are parsed in parallel and scored in order."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _text_type(columns: ColumnsConfig, name: str) -> pa.DataType:
 
 
 def _types(schema: pa.Schema) -> str:
-    return ", ".join(f"{one.name} {one.type}" for one in schema)
+    return ", ".join(f"{column.name} {column.type}" for column in schema)
 
 
 def output_schema(opened: list[OpenedSource]) -> pa.Schema:
@@ -167,7 +167,7 @@ def _feature_names(columns: ColumnsConfig) -> list[str]:
 def _spread(column: pa.ChunkedArray, kept: np.ndarray, num_rows: int, kind: pa.DataType) -> pa.ChunkedArray:
     """The kept rows' values at their places among all rows, null between them."""
     if len(kept) < num_rows:
-        places = np.full(num_rows, -1)
-        places[kept] = np.arange(len(kept))
-        column = column.take(pa.array(places, mask=places < 0))
+        positions = np.full(num_rows, -1)
+        positions[kept] = np.arange(len(kept))
+        column = column.take(pa.array(positions, mask=positions < 0))
     return column if column.type == kind else column.cast(kind)

@@ -1,4 +1,4 @@
-"""Turn scored blocks into parts in a staging folder, which a killed run finds again, and parts into one output file.
+"""Stage the scores of a prediction in parts, which a restarted run resumes, and write them to one output file.
 
 <staging>/progress.json    what is scored (artifact, source, options) and the parts that are finished: the commit of each
 <staging>/00000.arrow      file, row, id columns and score of consecutive source rows

@@ -1,4 +1,4 @@
-"""Turn an artifact into what prediction and serving need of it: a version, raw columns, and rows -> scores."""
+"""Define the interface of a model that predicts and serves: a version, raw columns, and scores of rows."""
 
 from __future__ import annotations
 

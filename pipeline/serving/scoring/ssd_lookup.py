@@ -1,4 +1,4 @@
-"""Turn ids into pooled rows of tables that stay on disk, behind a copy of their most frequent rows in memory.
+"""Look up and pool rows of tables on SSD, with their most frequent rows cached in memory.
 
 Each table has a region of one buffer: its hot rows, then room for the rows that a batch misses. What is missed is read
 from the mapped file into that room by several threads, whose page faults are then under way together, and FBGEMM pools
@@ -115,9 +115,9 @@ class SsdLookup:
             self.counts.hits += len(part) - num_misses
             if not num_misses:
                 continue
-            missed, places = np.unique(part[is_miss], return_inverse=True)
+            missed, positions = np.unique(part[is_miss], return_inverse=True)
             placed = rows.copy() if placed is rows else placed
-            placed[begin:end][is_miss] = used[feature.table] + places
+            placed[begin:end][is_miss] = used[feature.table] + positions
             reads.append((feature.table, used[feature.table], missed))
             used[feature.table] += len(missed)
         return placed, reads
@@ -126,24 +126,24 @@ class SsdLookup:
         total = sum(len(rows) for _, _, rows in reads)
         size = max(LEAST_ROWS_A_THREAD, -(-total // self._num_threads))
         pieces = [
-            (table, place + begin, rows[begin : begin + size])
-            for table, place, rows in reads
+            (table, slot + begin, rows[begin : begin + size])
+            for table, slot, rows in reads
             for begin in range(0, len(rows), size)
         ]
         for _ in self._threads.map(self._read_piece, pieces):
             pass
 
     def _read_piece(self, piece: tuple[int, int, NDArray[np.int64]]) -> None:
-        table, place, rows = piece
-        into = self._regions[table][place : place + len(rows)]
+        table, slot, rows = piece
+        into = self._regions[table][slot : slot + len(rows)]
         torch.index_select(self._files[table], 0, torch.from_numpy(rows), out=into)
 
     def _give_back_room(self, reads: list[tuple[int, int, NDArray[np.int64]]]) -> None:
         """A batch of unusual size must not keep its room for good."""
         if sum(len(rows) * self.tables[table].row_bytes for table, _, rows in reads) <= KEPT_ROOM_BYTES:
             return
-        for table, place, rows in reads:
-            begin = self._begins[table] + place * self.tables[table].row_bytes
+        for table, slot, rows in reads:
+            begin = self._begins[table] + slot * self.tables[table].row_bytes
             end = begin + len(rows) * self.tables[table].row_bytes
             first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
             if end - first >= mmap.PAGESIZE:

@@ -1,4 +1,4 @@
-"""Turn an artifact's tables and what it knows of their lookups into tables on SSD with a cache that is large enough."""
+"""Open an artifact's tables on SSD, with a cache of the size that the latency target needs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def heats_of(
     """Of a feature that nothing is known of, one lookup a row is taken to fall on any id alike."""
     heats = []
     for number, table in enumerate(tables):
-        known = [_curve(lookups.get(one.name), table.rows) for one in features if one.table == number]
+        known = [_curve(lookups.get(feature.name), table.rows) for feature in features if feature.table == number]
         curve = stored_curve(table, joined(known)) if known else FrequencyCurve([], [])
         heats.append(TableHeat(table.stored_rows, table.row_bytes, sum(count for count, _ in known), curve))
     return heats
