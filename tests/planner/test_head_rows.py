@@ -38,10 +38,10 @@ CASES = [
 ]
 
 
-def sent_and_expected(rank: int) -> list[tuple[str, float, float]]:
+def sent_and_expected(rank: int, cases: list[tuple[Workload, str]]) -> list[tuple[str, float, float]]:
     """Collective."""
     context, found = init_distributed(), []
-    for load, head in CASES:
+    for load, head in cases:
         job, dataset, assembly = build(context, load, head)
         run = stepper(assembly, job, draw(load, assembly, context))
         counted = counted_bytes(assembly, run, context, 4)
@@ -50,8 +50,11 @@ def sent_and_expected(rank: int) -> list[tuple[str, float, float]]:
     return found
 
 
-def test_a_step_sends_the_bytes_that_are_expected_of_its_head(ranks: RankPool) -> None:
-    for name, counted, expected in ranks.run(2, sent_and_expected)[0]:
+@pytest.mark.parametrize("cases", [CASES[1:2], pytest.param(CASES, marks=pytest.mark.campaign)], ids=["one", "all"])
+def test_a_step_sends_the_bytes_that_are_expected_of_its_head(
+    ranks: RankPool, cases: list[tuple[Workload, str]]
+) -> None:
+    for name, counted, expected in ranks.run(2, sent_and_expected, cases)[0]:
         print(f"{name:<24}{counted:>12,.0f}{expected:>12,.0f}{counted / expected:>8.3f}")
         assert counted == pytest.approx(expected, rel=0.05), name
 
