@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import sys
@@ -56,15 +57,21 @@ def wrong_key(chance: random.Random) -> tuple[str, str]:
     return f"{'.'.join(parts)}={value}", right
 
 
+def train_groups() -> dict[str, list[str]]:
+    """The groups of a train job; other verbs have some of their own."""
+    fields = {field.name for field in dataclasses.fields(TrainJob)} | {"experiment", "debug"}
+    return {group: options for group, options in group_options(config_folders()).items() if group in fields}
+
+
 def wrong_group(chance: random.Random) -> tuple[str, str]:
-    groups = group_options(config_folders())
+    groups = train_groups()
     group = chance.choice(sorted(groups))
     return f"{misspell(group, chance, set(groups))}={groups[group][0]}", group
 
 
 def wrong_option(chance: random.Random) -> tuple[str, str]:
     """Of two long names: in `fp16` a slip is as near to `bf16`."""
-    groups = group_options(config_folders())
+    groups = train_groups()
     group = chance.choice(sorted(groups))
     options = [option for option in groups[group] if len(option) > 4]
     if not options:
