@@ -11,6 +11,7 @@ from torchx import specs
 from launch import appdef, workload
 
 
+# TorchX reads a component's options from its signature: each is a parameter.
 def train(
     *overrides: str,
     j: str = "1x2",
@@ -48,6 +49,7 @@ def train(
     return appdef.app_of(workload.make_workload("train", doc, overrides, where, check_data))
 
 
+# TorchX reads a component's options from its signature: each is a parameter.
 def evaluate(
     *overrides: str,
     j: str = "1x2",
@@ -173,6 +175,7 @@ def export(
     return appdef.app_of(workload.make_workload("export", doc, overrides, where, check_data))
 
 
+# TorchX reads a component's options from its signature: each is a parameter.
 def retrain(
     *overrides: str,
     j: str = "1x1",

@@ -62,6 +62,7 @@ class Checkpointer:
     commit no more. `replicas`: hosts train tables of their own, of which steps hold the mean and, where they differ, each.
     """
 
+    # What is saved, where, and how: each is a choice of the caller's own, and tests make every combination.
     def __init__(
         self,
         folder: str,

@@ -38,6 +38,7 @@ def _sum(table, begin, indices, first, last, scale, dim, row, sums):  # type: ig
             add_1(sums, k, row, k, scale)
 
 
+# Numba compiles plain arrays and numbers: no object can bundle them.
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def look_up(  # type: ignore[no-untyped-def]
     indices, offsets, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
