@@ -15,8 +15,8 @@ from pipeline.serving.artifact import export_run as verb
 from tests.faults.kill_worker import arm
 
 STAGES: dict[str, tuple[Any, str, str, int]] = {
-    "before the folder": (atomic.os, "mkdir", "before", 1),
-    "after the folder": (atomic.os, "mkdir", "after", 1),
+    "before the folder": (atomic, "remove_abandoned", "before", 1),
+    "after the folder": (package, "ArtifactFolder", "before", 1),
     "before the reference": (make_artifact, "make_reference", "before", 1),
     "in the reference": (reference, "write_rows", "after", 3),
     "before the tables": (make_artifact, "pack_tables", "before", 1),
