@@ -2,13 +2,16 @@
 
     @register("hook", "gradient_norm")
     class GradientNorm(Hook):
+        norm = 0.0
+
         def on_step_end(self, state: TrainingState) -> None:
             self.norm = sum(float(p.grad.norm()) for p in self.parts.task.parameters() if p.grad is not None)
 
         def log_values(self, state: TrainingState) -> dict[str, float]:
             return {"gradient_norm": self.norm}
 
-`plugins=[my_package] trainer.hooks=[gradient_norm]` runs it, after this release's own hooks and before saving. At each moment
+`plugins=[my_package] trainer.hooks=[gradient_norm]` runs it, after this release's own hooks and before saving: a step's log
+line is written before, so it holds the value of the step before it. At each moment
 hooks are called in that order. Every rank has hooks of its own and reaches a collective moment at the same step, so a hook
 may communicate there, as long as it does so on every rank. A local moment comes on each rank at its own time.
 """
