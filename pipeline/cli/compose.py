@@ -25,6 +25,7 @@ from pipeline.config.saved_jobs import first_line, instantiate, near_field
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 Job = TypeVar("Job")
+_stored: dict[tuple[str | None, str], type] = {}  # (group, name) -> schema, of those in Hydra's store
 STAR = "__star__"  # stands for the * of tables.cat_*.embedding_dim=8 where Hydra reads keys, which may hold none
 
 
@@ -152,15 +153,24 @@ def _split_overrides(overrides: list[Override], groups: dict[str, list[str]]) ->
 
 def _register_schemas(job_type: type, folders: list[Path]) -> None:
     """`job` is what the verb's YAML starts from; a model's YAML names the schema that types it."""
-    store = ConfigStore.instance()
-    store.store(name="job", node=job_type)
+    _store(None, "job", job_type)
     if not any((folder / f"{CONFIG_NAMES[job_type]}.yaml").is_file() for folder in folders):
-        store.store(name=CONFIG_NAMES[job_type], node={"defaults": ["job", "_self_"]})  # a plugin's verb
+        # A plugin's verb.
+        ConfigStore.instance().store(name=CONFIG_NAMES[job_type], node={"defaults": ["job", "_self_"]})
     files = group_options(folders).get("model", [])
     for kind, model_config in components("model").items():
-        store.store(group="model", name=f"{kind}_schema", node=model_config)
+        _store("model", f"{kind}_schema", model_config)
         if kind not in files:
-            store.store(group="model", name=kind, node=model_config)
+            _store("model", kind, model_config)
+
+
+def _store(group: str | None, name: str, schema: type) -> None:
+    """Into Hydra's store, unless it is there: a schema takes milliseconds to build, and a process may compose many jobs."""
+    store = ConfigStore.instance()
+    names = store.repo.get(group, {}) if group else store.repo
+    if _stored.get((group, name)) is not schema or f"{name}.yaml" not in names:
+        store.store(group=group, name=name, node=schema)
+        _stored[group, name] = schema
 
 
 def _apply(config: DictConfig, job_type: type, override: Override) -> None:

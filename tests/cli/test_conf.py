@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,14 @@ def _rows(job: TrainJob) -> list[int | None]:
     return [job.tables[f"cat_{index}"].num_embeddings for index in range(26)]
 
 
+@cache
+def _experiment(name: str) -> TrainJob:
+    return load_config(TrainJob, [f"experiment={name}"])
+
+
 @pytest.mark.parametrize("experiment", GROUPS["experiment"])
 def test_every_experiment_trains_under_its_own_name(experiment: str) -> None:
-    job = load_config(TrainJob, [f"experiment={experiment}"])
+    job = _experiment(experiment)
     assert (job.name, job.run_dir) == (experiment, f"runs/{experiment}")
 
 
@@ -117,7 +123,7 @@ def test_one_key_moves_every_folder() -> None:
 
 @pytest.mark.parametrize("experiment", GROUPS["experiment"])
 def test_every_experiment_runs_on_the_ranks_of_its_hardware(experiment: str) -> None:
-    job = load_config(TrainJob, [f"experiment={experiment}"])
+    job = _experiment(experiment)
     most = 128 if experiment in ("criteo_1tb_dlrm", "mlperf_dlrmv2") else 16
     for num_ranks in (1, 2, 4, 8, 16, 32, 64, 128):
         if num_ranks <= most:
