@@ -51,6 +51,9 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
             config = compose(config_name, [*searchpath, *choices])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain_composition(error, job_type, groups)) from None
+    except ValueError as error:  # Hydra's own, for null where a YAML file overrides the group
+        nulls = ", ".join(choice for choice in choices if choice.endswith("=null"))
+        raise ConfigError(f"{nulls or ' '.join(choices)}: {error}; choose an option, or leave the key out") from None
     for override in values:
         if override.key_or_group == "plugins" and "plugins" not in get_type_hints(job_type):
             continue  # of a plugin's verb, whose job need not tell what it came from

@@ -93,7 +93,7 @@ def test_an_optional_section_comes_to_be_when_a_field_of_it_is_set() -> None:
         (["model.kind=deepfm"], "model.kind='deepfm' DLRMConfig"),
         (["trainer.global_batch_size=many"], "many str"),
         (["trainer.max_steps=1e3"], "1e3"),
-        (["trainer=3"], "TrainerConfig"),
+        (["trainer=3"], "trainer=3 default"),
         (["trainer.global_batch_size=0"], "trainer.global_batch_size=0"),
         (["comms.forward_precision=bf61"], "bf16 fp16 fp32 int8"),
         (["trainer.seed"], "key=value"),
@@ -103,7 +103,7 @@ def test_an_optional_section_comes_to_be_when_a_field_of_it_is_set() -> None:
         (["run_dir=${nmae}"], "nmae"),
         (["--experiment=other"], "experiment=other"),
         (["--cgf"], "--cfg"),
-        (["data=null"], "data"),
+        (["data=null"], "data=null"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_in_one_line_with_the_way_out(overrides: list[str], message: str) -> None:

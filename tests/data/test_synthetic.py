@@ -150,13 +150,13 @@ def test_draw_that_is_not_in_criteos_shape_is_refused() -> None:
 
 
 def test_a_draw_with_columns_of_its_own_prepares_as_what_it_names(tmp_path: Path) -> None:
-    names = ["data=rmc1", "data.columns.dense=[a,b]", "data.columns.sparse=[x,y,z]"]
+    names = ["data=rmc1", "data.columns.dense=[a,b]", "data.columns.sparse=[cat_x,cat_y,cat_z]"]
     drawn = ["data.synthetic.num_dense=2", "data.synthetic.cardinalities=[30,40,50]", "data.synthetic.num_rows=2000"]
     drawn += ["data.synthetic.num_interactions=1"]
     generate(load_config(GenerateJob, [*names, *drawn, f"output={tmp_path}/rows.tsv"]))
     path = f"data.path={tmp_path}/prepared"
     dataset = prepare(load_config(PrepareJob, [*names, *drawn, f"source={tmp_path}/rows.tsv", path])).dataset
-    assert (dataset.dense_features, dataset.sparse_feature_names) == (["a", "b"], ["x", "y", "z"])
+    assert (dataset.dense_features, dataset.sparse_feature_names) == (["a", "b"], ["cat_x", "cat_y", "cat_z"])
     assert dataset.accepted_rows == 2000 and 0.6 < dataset.bayes_auc["train"] < 1
 
 

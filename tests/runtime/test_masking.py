@@ -52,6 +52,6 @@ def test_errors_of_the_system_are_one_line_with_path_and_way_out(tmp_path: Path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: Not a directory (") and "file/inside" in done.stderr
     assert describe_os_error(OSError(28, "No space left on device"), "runs/x") == (
-        "No space left on device (runs/x); free some room, or choose a place on another disk"
+        "No space left on device (runs/x); free some space, or choose a folder on another disk"
     )
     assert describe_os_error(ConnectionResetError(104, "reset")) == ""  # no user's fault: it keeps its traceback
