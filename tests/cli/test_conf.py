@@ -85,7 +85,11 @@ JOB_OF = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
+# Every third by default: the test of values (tests/config) reads every file, and composing takes a third of a second.
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [pytest.param(*chosen, marks=[pytest.mark.campaign] if index % 3 else []) for index, chosen in enumerate(OPTIONS)],
+)
 def test_every_option_of_every_group_composes(group: str, option: str) -> None:
     job_type, words = JOB_OF.get(group, (TrainJob, ["data=criteo_kaggle"]))
     job = load_config(job_type, [*words, f"{group}={option}"])

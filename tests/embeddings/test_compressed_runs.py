@@ -127,6 +127,7 @@ def test_a_new_run_takes_the_compressed_tables_that_mean_the_same(
     assert not [name for name in report["layers_fresh"] if "composers" in name]
 
 
+@pytest.mark.campaign
 def test_a_new_run_takes_rows_of_managed_collision_with_the_maps_that_say_whose_they_are(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:

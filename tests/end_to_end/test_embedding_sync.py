@@ -88,6 +88,7 @@ def _cut_and_whole(ranks: RankPool, data: str, folder: Path, world_size: int, lo
     return folder / "cut", folder / "whole"
 
 
+@pytest.mark.campaign
 def test_a_stopped_run_goes_on_with_each_hosts_own_tables_bit_for_bit(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_saving_on_the_way_changes_no_weight(ranks: RankPool, prepared_clicks: s
     assert not _differing(_tensors(tmp_path / "busy", 20), _tensors(run, 20))
 
 
+@pytest.mark.campaign
 def test_evaluate_says_whose_tables_it_used(ranks: RankPool, run: Path) -> None:
     words = [f"run={run}", "split=validation"]
     averaged = ranks.run(1, _evaluate, [*words, "world_size=1"])[0]

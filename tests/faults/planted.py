@@ -64,7 +64,7 @@ def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
     from pipeline.runtime.process import watchdog
     from pipeline.runtime.storage.atomic import LocalFolders
     from pipeline.training import assembly
-    from pipeline.training.trainer import Trainer
+    from pipeline.training.batch_order import BatchOrder
 
     def at_beat(step: int | None = None, phase: str | None = None) -> None:
         if step is not None:
@@ -79,7 +79,7 @@ def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
         LocalFolders.commit, lambda _, attempt, *__: plant(faults, "save", int(attempt.name.removeprefix("step_")))
     )
     ShardReader.batches = _read_with_faults(ShardReader.batches, faults)  # type: ignore[method-assign]
-    Trainer._micro_batches = recorded(Trainer._micro_batches, folder)  # type: ignore[method-assign]
+    BatchOrder.batches = recorded(BatchOrder.batches, folder)  # type: ignore[method-assign]
 
 
 def _read_with_faults(batches: Any, faults: list[dict[str, Any]]) -> Any:
@@ -95,12 +95,12 @@ def _hash(row: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(row, digest_size=8).digest())
 
 
-def recorded(micro_batches: Any, folder: str) -> Any:
+def recorded(batches: Any, folder: str) -> Any:
     """The same batches; each one's rows are written down, by a hash of their values, before it is used."""
 
-    def with_record(trainer: Any, start_step: int) -> Iterator[Any]:
+    def with_record(order: Any, start_step: int) -> Iterator[Any]:
         with open(f"{folder}/rows.{RANK}.jsonl", "a") as file:
-            for step, batch in enumerate(micro_batches(trainer, start_step), start=start_step):
+            for step, batch in enumerate(batches(order, start_step), start=start_step):
                 rows = [_hash(row.tobytes()) for row in batch.dense_features.numpy()]
                 file.write(json.dumps({"attempt": ATTEMPT, "step": step, "rows": rows}) + "\n")
                 file.flush()

@@ -15,7 +15,7 @@ from tests.support.ranks import RankPool
 
 SIGKILLED = -9
 ALL = [(phase, rank) for phase in PHASES for rank in (0, 1)] + [(phase, 0) for phase in PHASES_OF_RANK_0]
-FAST = [("in the first file", 1), ("after the manifest", 0)]
+FAST = [("in the first file", 1), ("after the commit", 0)]
 
 
 def _die(folder: Path, phase: str, victim: int, asynchronous: bool) -> None:

@@ -14,8 +14,8 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import TrainJob
 from pipeline.runtime.process.exit_codes import DONE
+from pipeline.training.batch_order import BatchOrder
 from pipeline.training.run import train
-from pipeline.training.trainer import Trainer
 from tests.faults import planted
 from tests.faults.conftest import FaultRecorder
 from tests.faults.runs import Run, left_over, processes_of
@@ -29,7 +29,7 @@ KILLED = re.compile(r"rank \d \(pid \d+\) was ended by SIGKILL")
 
 def _train_and_record(rank: int, run: Run) -> None:
     with patch.object(planted, "RANK", rank), patch.object(
-        Trainer, "_micro_batches", planted.recorded(Trainer._micro_batches, str(run.folder))
+        BatchOrder, "batches", planted.recorded(BatchOrder.batches, str(run.folder))
     ):  # fmt: skip
         train(load_config(TrainJob, run.words))
 

@@ -116,6 +116,7 @@ def test_training_over_quantized_comms_stays_within_their_precision(ranks: RankP
     assert all(0 < difference < BOUNDS[name] for name, difference in found.items()), found
 
 
+@pytest.mark.campaign
 def test_training_over_quantized_comms_between_and_within_hosts_stays_within_their_precision(ranks: RankPool) -> None:
     tables = [TinyTable(kind, kind, "mean") for kind in ("table_row_wise", "grid_shard", "table_wise")]
     found = ranks.run(4, trained_distance, tables, list(BOUNDS), 2, local_world_size=2)[0]

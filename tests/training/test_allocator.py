@@ -25,6 +25,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of another C library is left alone")
+@pytest.mark.campaign
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     faults = {
         how: int(subprocess.run([sys.executable, "-c", SCRIPT, how], check=True, capture_output=True).stdout)

@@ -104,6 +104,7 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_the_same(
     assert _files(resumed.checkpoint) == _files(trained.checkpoint)
 
 
+@pytest.mark.campaign
 def test_fp16_tables_learn_as_well_and_resume_bit_for_bit(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path
 ) -> None:
