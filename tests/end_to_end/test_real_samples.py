@@ -17,7 +17,7 @@ from tests.support.ranks import RankPool
 
 SMALL_MODEL = [
     "model=dlrm", "tables.default.embedding_dim=8", "model.dense_arch_layer_sizes=[16,8]", "hardware=cpu",
-    "model.over_arch_layer_sizes=[16,1]", "trainer.global_batch_size=64", "optimizer.dense.lr=0.003",
+    "model.over_arch_layer_sizes=[16,1]", "trainer.global_batch_size=64", "data.reader.num_streams=16", "optimizer.dense.lr=0.003",
     "optimizer.sparse.lr=0.05",
 ]  # fmt: skip
 
