@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from pipeline.runtime.errors import ConfigError, check_at_least, check_below_one, check_choice
 
 if TYPE_CHECKING:
     from torch import nn
@@ -11,13 +13,26 @@ if TYPE_CHECKING:
     from pipeline.embeddings.table import Table
 
 CLICK_METRICS = ("ne", "auc", "logloss")
+ACTIVATIONS = ("relu", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "identity")
+INITS = ("torch", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal")
 
 
 @dataclass
 class ModelConfig:
-    """Base of all model configs; a group file under conf/model picks the subclass, `kind` names it in saved files."""
+    """Base of all model configs; a group file under conf/model picks the subclass, `kind` names it in saved files.
+
+    l2: the optimizer adds l2 * weight to the gradient of each weight matrix of a dense layer; biases, norms and tables are
+        left out.
+    init: how the weights of linear layers begin, their biases then at 0; `torch` is nn.Linear's own default.
+    """
 
     kind: str = "???"
+    l2: float = 0.0
+    init: str = "torch"
+
+    def __post_init__(self) -> None:
+        check_at_least("model.l2", self.l2, 0.0)
+        check_choice("model.init", self.init, INITS)
 
     @property
     def task(self) -> str:
@@ -47,6 +62,55 @@ class ModelConfig:
         sparse_features: KeyedJaggedTensor) gives logits [batch, 1].
         """
         raise NotImplementedError(f"{type(self).__name__} has no build()")
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What the hidden layers of an MLP have beside their sizes."""
+
+    activation: str = "relu"
+    dropout: float = 0.0
+    batch_norm: bool = False
+    layer_norm: bool = False
+
+
+@dataclass
+class LayersConfig(ModelConfig):
+    """Of models with MLPs. A layer is linear, then a norm, the activation, dropout.
+
+    dropout: the share of a layer's outputs that a training step sets to 0.
+    batch_norm: by mean and variance of the global batch, over all ranks.
+    """
+
+    activation: str = "relu"
+    dropout: float = 0.0
+    batch_norm: bool = False
+    layer_norm: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("model.activation", self.activation, ACTIVATIONS)
+        check_below_one("model.dropout", self.dropout)
+        if self.batch_norm and self.layer_norm:
+            raise ConfigError("model.batch_norm and model.layer_norm are both true: a layer has one norm; choose one")
+
+    @property
+    def layer_settings(self) -> LayerSettings:
+        return LayerSettings(self.activation, self.dropout, self.batch_norm, self.layer_norm)
+
+
+@dataclass
+class DeepConfig(LayersConfig):
+    """Of models with one MLP over all features; its sizes are the units of the hidden layers."""
+
+    hidden_layer_sizes: list[int] = field(default_factory=lambda: [400, 400, 400])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.hidden_layer_sizes:
+            raise ConfigError("model.hidden_layer_sizes=[] needs at least 1 layer(s)")
+        for size in self.hidden_layer_sizes:
+            check_at_least("each size in model.hidden_layer_sizes", size, 1)
 
 
 def used_tables(config: ModelConfig, tables: list[Table]) -> list[Table]:

@@ -24,7 +24,11 @@ def build_model(config: ModelConfig, tables: list[Table], num_dense_features: in
     """
     import torch  # here, for the models' configs lie beside this file and are composed without torch
 
+    from pipeline.models.layers.mlp import initialize_linear_layers
+
     config.check_tables(tables, num_dense_features)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return config.build(used_tables(config, tables), num_dense_features)
+        model = config.build(used_tables(config, tables), num_dense_features)
+        initialize_linear_layers(model, config.init)
+    return model

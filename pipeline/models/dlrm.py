@@ -25,6 +25,7 @@ class DLRMConfig(ModelConfig):
     over_arch_layer_sizes: list[int] = field(default_factory=lambda: [512, 512, 256, 1])
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_layer_sizes("model.dense_arch_layer_sizes", self.dense_arch_layer_sizes)
         check_layer_sizes("model.over_arch_layer_sizes", self.over_arch_layer_sizes, least=2)
         if self.over_arch_layer_sizes[-1] != 1:
@@ -94,6 +95,7 @@ class DeepFMConfig(ModelConfig):
     deep_fm_dimension: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least("model.hidden_layer_size", self.hidden_layer_size, 1)
         check_at_least("model.deep_fm_dimension", self.deep_fm_dimension, 1)
 

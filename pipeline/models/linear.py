@@ -66,6 +66,7 @@ class WideDeepConfig(ModelConfig):
     hidden_layer_sizes: list[int] = field(default_factory=lambda: [256, 128])
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_layer_sizes("model.hidden_layer_sizes", self.hidden_layer_sizes)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:

@@ -71,6 +71,7 @@ class NCFConfig(UserItemConfig):
     gmf_dim: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("model.variant", self.variant, NCF_VARIANTS)
         check_layer_sizes("model.mlp_layer_sizes", self.mlp_layer_sizes)
         check_at_least("model.gmf_dim", self.gmf_dim, 1, allow_none=True)
@@ -121,6 +122,7 @@ class TwoTowerConfig(ModelConfig):
     recall_at: list[int] = field(default_factory=lambda: [10, 100])
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_layer_sizes("model.user_layer_sizes", self.user_layer_sizes)
         check_layer_sizes("model.item_layer_sizes", self.item_layer_sizes)
         check_above("model.temperature", self.temperature, 0.0)

@@ -1,0 +1,102 @@
+"""Normalize columns by mean and variance of the global batch, over all ranks, on any device.
+
+torch's SyncBatchNorm refuses CPU tensors. With statistics of a rank's own rows, training would depend on the world size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from pipeline.runtime.process.comms_wait import waiting
+
+
+class BatchNorm(nn.Module):
+    """[B, width] -> [B, width], as nn.BatchNorm1d of the rows of all ranks at once (arXiv 1502.03167).
+
+    Collective while training: every rank must call it, with as many rows as it has; forward and backward exchange a message
+    each. The running mean and variance are state, and equal on all ranks. Evaluation uses them, and exchanges nothing.
+    Numbers are float32 whatever the autocast, the output has the input's type.
+    """
+
+    def __init__(self, width: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.momentum, self.eps = momentum, eps
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.running_mean: torch.Tensor
+        self.running_var: torch.Tensor
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training and dist.is_initialized() and dist.get_world_size() > 1:
+            return _over_all_ranks(self, rows)
+        normalized = F.batch_norm(
+            rows.float(),
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum,
+            self.eps,
+        )
+        return normalized.to(rows.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, momentum={self.momentum}, eps={self.eps}"
+
+
+@torch.compiler.disable
+def _over_all_ranks(norm: BatchNorm, rows: torch.Tensor) -> torch.Tensor:
+    values = rows.float()
+    mean, variance, count = _global_statistics(values.detach())
+    with torch.no_grad():
+        norm.running_mean.lerp_(mean, norm.momentum)
+        norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)  # of the population, as torch has it
+    scale = torch.rsqrt(variance + norm.eps)
+    normalized = _Normalize.apply(values, mean, scale, count)  # type: ignore[no-untyped-call]
+    return torch.addcmul(norm.bias, normalized, norm.weight).to(rows.dtype)
+
+
+def _global_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Collective: mean [width], variance [width] and number of the rows of all ranks, the same bits on each.
+
+    Each rank sends its mean and its squares about it, which lose nothing where the mean is large beside the spread.
+    """
+    local_count = rows.new_tensor([rows.shape[0]])
+    local_mean = rows.sum(dim=0) / local_count.clamp(min=1)
+    local = torch.cat([local_count, local_mean, (rows - local_mean).square().sum(dim=0)])
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    with waiting():
+        dist.all_gather(gathered, local)
+    counts, means, squares = torch.stack(gathered).split([1, rows.shape[1], rows.shape[1]], dim=1)
+    count = counts.sum()
+    mean = (counts * means).sum(dim=0) / count
+    variance = (squares + counts * (means - mean).square()).sum(dim=0) / count
+    return mean, variance, count
+
+
+class _Normalize(torch.autograd.Function):
+    """(rows - mean) * scale, whose mean and scale depend on the rows of all ranks."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, rows: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, count: torch.Tensor
+    ) -> torch.Tensor:
+        normalized = (rows - mean) * scale
+        ctx.save_for_backward(normalized, scale, count)
+        return normalized
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        normalized, scale, count = ctx.saved_tensors
+        sums = torch.stack([gradient.sum(dim=0), (gradient * normalized).sum(dim=0)])
+        with waiting():
+            dist.all_reduce(sums)
+        mean, slope = sums / count
+        return (gradient - mean - normalized * slope) * scale, None, None, None

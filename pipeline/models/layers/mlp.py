@@ -1,0 +1,90 @@
+"""The multi-layer perceptron that all models share, and the ways in which linear layers are initialized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipeline.config.model import LayerSettings
+from pipeline.models.layers.batch_norm import BatchNorm
+
+# In place where backward needs the output alone, or nothing: a linear layer's or norm's own output is nobody else's.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu_,
+    "leaky_relu": F.leaky_relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh_,
+    "sigmoid": torch.sigmoid_,
+    "identity": lambda values: values,
+}
+
+
+class MLP(nn.Module):
+    """[B, in_features] -> [B, layer_sizes[-1]], or [B, out_features] where a linear layer without activation ends it.
+
+    The names of parameters are those of torchrec.modules.mlp.MLP, and so are the numbers of plain relu layers.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        layer_sizes: Sequence[int],
+        settings: LayerSettings = LayerSettings(),  # noqa: B008  # frozen
+        out_features: int | None = None,
+    ) -> None:
+        super().__init__()
+        widths = [in_features, *layer_sizes]
+        layers = (Layer(width, size, settings) for width, size in zip(widths, layer_sizes, strict=False))
+        self._mlp = nn.Sequential(*layers)
+        self.last = None if out_features is None else nn.Linear(widths[-1], out_features)
+        self.out_features = widths[-1] if out_features is None else out_features
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self._mlp(features)
+        return hidden if self.last is None else self.last(hidden)
+
+
+class Layer(nn.Module):
+    """[B, in_features] -> [B, out_features]: linear, norm, activation, dropout."""
+
+    def __init__(self, in_features: int, out_features: int, settings: LayerSettings) -> None:
+        super().__init__()
+        self._linear = nn.Linear(in_features, out_features)
+        self.norm: nn.Module | None = None
+        if settings.batch_norm:
+            self.norm = BatchNorm(out_features)
+        elif settings.layer_norm:
+            self.norm = nn.LayerNorm(out_features)
+        self._activation_fn = ACTIVATIONS[settings.activation]
+        self.dropout = nn.Dropout(settings.dropout) if settings.dropout else None
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        values = self._linear(features)
+        if self.norm is not None:
+            values = self.norm(values)
+        values = self._activation_fn(values)
+        return values if self.dropout is None else self.dropout(values)  # type: ignore[no-any-return]
+
+
+def initialize_linear_layers(model: nn.Module, init: str) -> None:
+    """Draw the weights of all linear layers of `model` anew, in their order, and set their biases to 0; `torch`: leave them.
+
+    xavier: Glorot and Bengio 2010; kaiming: arXiv 1502.01852, for relu.
+    """
+    draws: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "xavier_uniform": nn.init.xavier_uniform_,
+        "xavier_normal": nn.init.xavier_normal_,
+        "kaiming_uniform": lambda weight: nn.init.kaiming_uniform_(weight, nonlinearity="relu"),
+        "kaiming_normal": lambda weight: nn.init.kaiming_normal_(weight, nonlinearity="relu"),
+    }
+    if init == "torch":
+        return
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and not layer.weight.is_meta:
+            draws[init](layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
