@@ -13,7 +13,7 @@ from pipeline.runtime.errors import ConfigError, check_above, check_at_least, ch
 DENSE_TRANSFORMS = ("log1p", "none")
 ID_KINDS = ("vocabulary", "hash")
 SPLITS = ("train", "validation", "test")
-SPLIT_KINDS = ("row_range", "time", "files")
+SPLIT_KINDS = ("row_range", "time", "files", "given")
 SHUFFLES = ("row_groups", "none")
 BAD_ROW_POLICIES = ("stop", "quarantine")
 VERIFICATIONS = ("size", "checksum")
@@ -42,14 +42,14 @@ class ColumnsConfig:
         self.dense, self.sparse, self.multi_hot = map(expand_ranges, (self.dense, self.sparse, self.multi_hot))
 
 
-def expand_ranges(names: list[str]) -> list[str]:
+def expand_ranges(names: list[str], key: str = "data.columns") -> list[str]:
     """`cat_{0..3}` becomes cat_0, cat_1, cat_2 and cat_3; other names stay."""
     found = []
     for name in names:
         match = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", name)
         first, last = (int(match[2]), int(match[3])) if match else (0, 0)
         if last < first:
-            raise ConfigError(f"data.columns: {name!r} counts from {first} down to {last}; write the smaller one first")
+            raise ConfigError(f"{key}: {name!r} counts from {first} down to {last}; write the smaller one first")
         found += [f"{match[1]}{number}{match[4]}" for number in range(first, last + 1)] if match else [name]
     return found
 
@@ -110,14 +110,27 @@ class SplitConfig:
     row_range: the last `validation_fraction` + `test_fraction` of the rows, in source order.
     time: the same fractions by the timestamp column (rows of one timestamp stay together).
     files: the last source file (1TB: day 23) is cut in halves, validation then test.
+    given: `train`, `validation` and `test` name their files, each as `source` does, or a range of names (day_{0..22}).
+    A split left out has no rows. Rows that are equal in every column that is read are counted across splits; where they
+    are more than `max_shared_fraction` of a split's rows, the split is refused.
     """
 
     kind: str = "row_range"
     validation_fraction: float = 0.1
     test_fraction: float = 0.1
+    train: str | None = None
+    validation: str | None = None
+    test: str | None = None
+    max_shared_fraction: float = 0.5
 
     def __post_init__(self) -> None:
         check_choice("split.kind", self.kind, SPLIT_KINDS)
+        check_within("split.max_shared_fraction", self.max_shared_fraction, 0.0, 1.0)
+        if self.kind != "given" and (named := [name for name in SPLITS if getattr(self, name) is not None]):
+            raise ConfigError(
+                f"split.{named[0]}={getattr(self, named[0])!r} names a split that exists, and split.kind={self.kind} cuts one "
+                "from `source`: set split.kind=given, or leave it out"
+            )
         check_within("split.validation_fraction", self.validation_fraction, 0.0, 0.9)
         check_within("split.test_fraction", self.test_fraction, 0.0, 0.9)
         if self.validation_fraction + self.test_fraction >= 1.0:

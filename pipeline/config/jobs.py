@@ -49,11 +49,11 @@ class Job:
 class PrepareJob(Job):
     """source: a file, a folder or a glob; the shards and dataset.json go to data.path.
 
-    vocabularies: begin with those of another data set, or keep to them.
+    With data.split.kind=given the splits name their sources, and `source` is left out. vocabularies: begin with those of another data set, or keep to them.
     """
 
     data: DataConfig = field(default_factory=DataConfig)
-    source: str = "???"
+    source: str | None = None
     memory_limit_gb: float = 2.0
     threads: int | None = None  # None: all cores
     temp_dir: str | None = None  # None: beside data.path
@@ -63,6 +63,18 @@ class PrepareJob(Job):
     def __post_init__(self) -> None:
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)  # 0.3 go to the libraries alone
         check_at_least("threads", self.threads, 1, allow_none=True)
+        split = self.data.split
+        if split.kind != "given" and self.source is None:
+            raise ConfigError("source is missing: set source=<file, folder or glob> of the raw rows")
+        if split.kind == "given" and split.train is None:
+            raise ConfigError(
+                "data.split.kind=given needs data.split.train=<file, folder or glob>, and validation and test likewise"
+            )
+        if split.kind == "given" and self.source is not None:
+            raise ConfigError(
+                f"source={self.source} and data.split.train={split.train} both name rows: with data.split.kind=given leave "
+                "source out"
+            )
 
 
 @dataclass
@@ -166,6 +178,11 @@ class RetrainJob(TrainJob):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_given("source", self.source)
+        if self.data.split.kind == "given":
+            raise ConfigError(
+                "data.split.kind=given names the rows of one data set, and retrain prepares one of each window of `source`: "
+                "use data.split.kind=row_range or time"
+            )
         check_at_least("max_catchup", self.max_catchup, 1)
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
         check_at_least("threads", self.threads, 1, allow_none=True)

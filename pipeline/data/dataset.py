@@ -16,6 +16,8 @@ from pipeline.runtime.storage import storage
 
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
+# Later additions: absent from the file while they say nothing, so that the fingerprints of earlier data sets stay.
+ADDED_FIELDS = ("shared_rows",)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Dataset:
     recipe: Dict[str, Any] = field(default_factory=dict)  # the part of DataConfig that the files depend on
     versions: Dict[str, str] = field(default_factory=dict)
     bayes_auc: Dict[str, float] = field(default_factory=dict)  # split -> best possible AUC; generated data only
+    # split -> its rows that are equal to a row of an earlier split in all columns; of splits that were given
+    shared_rows: Dict[str, int] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @property
@@ -96,7 +100,8 @@ class Dataset:
         return hashlib.sha256(json.dumps(schema).encode()).hexdigest()
 
     def to_json(self, indent: Optional[int] = 1) -> str:
-        return json.dumps(asdict(self), indent=indent, sort_keys=True)
+        values = {key: value for key, value in asdict(self).items() if value or key not in ADDED_FIELDS}
+        return json.dumps(values, indent=indent, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Dataset":
@@ -151,7 +156,7 @@ def check_split(dataset: Dataset, split: str, least_rows: int) -> None:
     if num_rows == 0 and split != "train":
         raise DataError(
             f"split {split!r} of data set {dataset.name!r} has 0 rows: "
-            f"prepare it again with data.split.{split}_fraction above 0"
+            f"prepare it again with data.split.{split}_fraction above 0, or data.split.{split} of data.split.kind=given"
         )
     if num_rows < least_rows:
         raise DataError(

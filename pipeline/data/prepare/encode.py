@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.data import DataConfig, IdsConfig
+from pipeline.data.prepare.row_hashes import RowHashes
 from pipeline.data.raw.hashing import hash_ids
 from pipeline.data.raw.layout import Layout
 from pipeline.runtime.errors import DataError, did_you_mean
@@ -19,6 +20,7 @@ from pipeline.runtime.errors import DataError, did_you_mean
 # Staged beside the features; no feature has these names.
 TIMESTAMP_COLUMN = "\0timestamp"
 TRUTH_COLUMN = "\0truth"
+HASH_COLUMN = "\0hash"  # uint64, of the values of all columns that are read; where splits were given
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Features:
     dense_transform: str
     timestamp: str | None
     list_separator: str
+    row_hashes: bool = False
 
     @property
     def sparse(self) -> list[str]:
@@ -55,6 +58,7 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
         dense_transform=config.dense_transform,
         timestamp=columns.timestamp,
         list_separator=columns.list_separator,
+        row_hashes=config.split.kind == "given",
     )
 
 
@@ -78,8 +82,14 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
     arrays = [pa.array(table[features.label].to_numpy().astype(np.int8))]
     arrays += [pa.array(dense_values(table[name], features.dense_transform)) for name in features.dense]
     values, counts, lookups = [], [], []
+    hashes = RowHashes(len(table)) if features.row_hashes else None
+    if hashes:
+        for name in (features.label, *features.dense):
+            hashes.add_numbers(table[name].to_numpy())
     for name in features.sparse:
         codes, distinct, lengths = encode_values(features, name, table[name])
+        if hashes:
+            hashes.add_texts(codes, distinct, lengths)
         ids = features.ids[name]
         if ids.kind == "hash":
             distinct = pa.array(hash_ids(distinct, ids.hash_size or 0, ids.hash_seed)).cast(pa.string())
@@ -98,6 +108,9 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
     if probabilities is not None:
         arrays.append(pa.array(probabilities))
         names.append(TRUTH_COLUMN)
+    if hashes:
+        arrays.append(pa.array(hashes.finish()))
+        names.append(HASH_COLUMN)
     return EncodedBlock(
         rows=pa.RecordBatch.from_arrays(arrays, names=names),
         values=pa.concat_arrays(values),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.config.data import DataConfig
+from pipeline.config.data import SPLITS, DataConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, load_dataset
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import DataError, UserError
 from pipeline.runtime.storage import storage
+
+NOT_IN_RECIPE = (*SPLITS, "max_shared_fraction")
 
 
 def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabulary | None = None) -> Dataset | None:
@@ -25,8 +27,10 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
         raise DataError(f"{path} is of another release: {hint}") from error
     wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
     differing = [f"{key} was {found.get(key)}, is {wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
-    given = {source.name: (source.size_bytes, source.digest) for source in sources}
-    prepared = {source["path"]: (source["size_bytes"], source["digest"]) for source in dataset.sources}
+    given = {source.name: (source.size_bytes, source.digest, source.split) for source in sources}
+    prepared = {
+        source["path"]: (source["size_bytes"], source["digest"], source.get("split")) for source in dataset.sources
+    }
     differing += [f"{name} is another file" for name in given.keys() & prepared.keys() if given[name] != prepared[name]]
     differing += [f"{name} is new" for name in given.keys() - prepared.keys()]
     differing += [f"{name} is missing" for name in prepared.keys() - given.keys()]
@@ -52,6 +56,8 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
         "rows_per_row_group",
     )
     recipe = {key: value for key, value in asdict(config).items() if key in keys}
+    # The files of a split that was given are among the sources, wherever they lie.
+    recipe["split"] = {key: value for key, value in recipe["split"].items() if key not in NOT_IN_RECIPE}
     return recipe if base is None else recipe | {"vocabularies": base.describe()}
 
 

@@ -25,6 +25,7 @@ from pipeline.config.data import SPLITS, DataConfig, IdsConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature, Split
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
 from pipeline.data.prepare.encode import Features, features_of
+from pipeline.data.prepare.given_splits import count_shared_rows
 from pipeline.data.prepare.identity import recipe_of
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.resources import Resources
@@ -136,8 +137,9 @@ def _write_dataset(
 ) -> Dataset:
     spill = os.path.join(resources.staging, "spill")
     with closing(open_engine(spill, resources.engine_bytes, resources.engine_threads)) as engine:
-        boundaries = find_boundaries(config.split, files, engine)
+        boundaries = find_boundaries(config.split, files, engine, [source.split for source in sources])
         blocks = blocks_of(files, boundaries)
+        shared_rows = count_shared_rows(config.split, blocks, engine) if features.row_hashes else {}
         sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging, base)
     shards = write_shards(config, features, blocks, boundaries, ids_path, resources)
     for feature in sparse:
@@ -162,6 +164,7 @@ def _write_dataset(
         recipe=recipe_of(config, base),
         versions={name: version(name) for name in ("duckdb", "numpy", "pyarrow")},
         bayes_auc=_bayes_auc(shards),
+        shared_rows=shared_rows,
     )
 
 
@@ -286,10 +289,11 @@ def _move(staging: str, folder: str, name: str) -> None:
 
 
 def _describe(source: Source, file: StagedFile) -> dict[str, Any]:
-    return {
+    about = {
         "path": source.name,
         "size_bytes": source.size_bytes,
         "digest": source.digest,
         "num_rows": file.num_source_rows,
         "num_quarantined": file.num_quarantined,
     }
+    return about if source.split is None else about | {"split": source.split}

@@ -23,13 +23,14 @@ def prepare(job: PrepareJob) -> PrepareSummary:
     """Raises DataError where the source cannot become a data set, or job.data.path holds another one."""
     # Here, so that a typo in the command fails before pyarrow and DuckDB are imported.
     from pipeline.data.prepare.base_vocabulary import load_base
+    from pipeline.data.prepare.given_splits import find_given
     from pipeline.data.prepare.identity import find_prepared
     from pipeline.data.prepare.prepare import prepare_dataset
     from pipeline.data.prepare.resources import Resources
     from pipeline.data.raw.source import find_sources
 
     started = time.monotonic()
-    sources = find_sources(job.source)
+    sources = find_given(job.data.split) if job.source is None else find_sources(job.source)
     base = None if job.vocabularies is None else load_base(job.vocabularies)
     dataset = find_prepared(job.data, sources, base)
     if dataset is not None:
@@ -55,7 +56,7 @@ def staging_folder(job: PrepareJob) -> str:
 def describe(summary: PrepareSummary) -> str:
     dataset = summary.dataset
     lines = [f"{dataset.name}: {dataset.accepted_rows:,} rows accepted, {dataset.quarantined_rows:,} quarantined"]
-    lines += [f"  {name:12}{dataset.splits[name].num_rows:>15,} rows" for name in SPLITS]
+    lines += [f"  {name:12}{dataset.splits[name].num_rows:>15,} rows{_shared(dataset, name)}" for name in SPLITS]
     ids = sum(feature.cardinality for feature in dataset.sparse_features)
     lines.append(
         f"  {len(dataset.dense_features)} dense features, {len(dataset.sparse_features)} sparse with {ids:,} ids"
@@ -69,3 +70,11 @@ def describe(summary: PrepareSummary) -> str:
         rate = dataset.source_rows / max(summary.seconds, 1e-9)
         lines.append(f"written to {summary.path} in {summary.seconds:.1f} s ({rate:,.0f} rows/s)")
     return "\n".join(lines)
+
+
+def _shared(dataset: Dataset, split: str) -> str:
+    """Of a split that was given: how many of its rows an earlier one has too."""
+    if split not in dataset.shared_rows:
+        return ""
+    rows, shared = dataset.splits[split].num_rows, dataset.shared_rows[split]
+    return f", {shared:,} of them ({shared / rows:.2%}) equal to a row of an earlier split"

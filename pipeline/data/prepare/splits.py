@@ -6,7 +6,7 @@ Every row has a key, its number in source order or its time: below the first bou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import duckdb
@@ -46,8 +46,13 @@ class BlockRows:
     per_split: tuple[int, ...]
 
 
-def find_boundaries(config: SplitConfig, files: list[StagedFile], engine: duckdb.DuckDBPyConnection) -> Boundaries:
+def find_boundaries(
+    config: SplitConfig, files: list[StagedFile], engine: duckdb.DuckDBPyConnection, given: Sequence[str | None] = ()
+) -> Boundaries:
+    """`given` is the split of each file, ordered as SPLITS, where config.kind is given."""
     total = sum(file.num_rows for file in files)
+    if config.kind == "given":
+        return _between_files(files, given)
     if config.kind == "files":
         if len(files) < 2:
             raise DataError(
@@ -60,6 +65,17 @@ def find_boundaries(config: SplitConfig, files: list[StagedFile], engine: duckdb
     if config.kind == "time":
         first, second = _times_at(engine, files, [first, second])
     return Boundaries(first, second, by_time=config.kind == "time")
+
+
+def _between_files(files: list[StagedFile], given: Sequence[str | None]) -> Boundaries:
+    rows = {name: [file.num_rows for file, split in zip(files, given, strict=True) if split == name] for name in SPLITS}
+    for name, held in rows.items():
+        if held and not sum(held):
+            raise DataError(
+                f"none of the rows of data.split.{name} ({len(held)} files) was accepted: name others, or leave it out"
+            )
+    first_validation = sum(rows["train"])
+    return Boundaries(first_validation, first_validation + sum(rows["validation"]))
 
 
 def _cuts(total: int, config: SplitConfig) -> tuple[int, int]:

@@ -121,6 +121,7 @@ def _key(source: Source, layout: Layout, features: Features) -> str:
     # Frequency thresholds and the like come later: only what the staged bytes depend on.
     hashed = {name: (ids.hash_size, ids.hash_seed) for name, ids in features.ids.items() if ids.kind == "hash"}
     parts = [STAGING_VERSION, source.name, source.size_bytes, source.digest, asdict(layout), hashed]
+    parts += ["row hashes"] if features.row_hashes else []
     return hashlib.sha256(json.dumps([*parts, features.dense_transform]).encode()).hexdigest()[:16]
 
 

@@ -36,14 +36,15 @@ def hash_text(values: pa.Array, seed: int) -> NDArray[np.uint64]:
 def hash_texts(texts: Texts, seed: int) -> NDArray[np.uint64]:
     """[len(texts)]"""
     lengths = texts.lengths(np.arange(len(texts)))
-    state: NDArray[np.uint64] = np.full(len(texts), _mix(np.array([seed], dtype=np.uint64))[0])
+    state: NDArray[np.uint64] = np.full(len(texts), mix(np.array([seed], dtype=np.uint64))[0])
     for begin in range(0, int(lengths.max(initial=0)), WORD_BYTES):
         which = np.flatnonzero(lengths > begin)
-        state[which] = _mix(state[which] ^ texts.words(which, begin))
-    return _mix(state ^ lengths.astype(np.uint64))
+        state[which] = mix(state[which] ^ texts.words(which, begin))
+    return mix(state ^ lengths.astype(np.uint64))
 
 
-def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One step of SplitMix64: its increment, then its finalizer."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

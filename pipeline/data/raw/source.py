@@ -35,12 +35,16 @@ GLOB_SIGNS = "*?["
 
 @dataclass(frozen=True)
 class Source:
-    """One raw file. `digest` covers 64 evenly spaced pieces of 64 KiB: all of a file up to 4 MiB."""
+    """One raw file. `digest` covers 64 evenly spaced pieces of 64 KiB: all of a file up to 4 MiB.
+
+    `split` is that of its rows where the splits of a data set name their files.
+    """
 
     path: str
     name: str
     size_bytes: int
     digest: str
+    split: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,18 @@ def find_sources(source: str) -> list[Source]:
     Raises:
         DataError: no file is found.
     """
+    return named_apart([_describe(path) for path in _paths(source)])
+
+
+def named_apart(sources: list[Source]) -> list[Source]:
+    """The same files; where two have one name, names are paths below their common folder."""
+    if len({each.name for each in sources}) == len(sources):
+        return sources
+    top = os.path.commonpath([storage.dirname(each.path) for each in sources])  # a/rows.csv and b/rows.csv
+    return [replace(each, name=each.path[len(top) :].lstrip("/")) for each in sources]
+
+
+def _paths(source: str) -> list[str]:
     if storage.is_file(source):
         paths = [source]
     elif any(sign in source for sign in GLOB_SIGNS) and not (storage.is_local(source) and os.path.isdir(source)):
@@ -94,11 +110,7 @@ def find_sources(source: str) -> list[Source]:
         siblings = storage.list_folder(storage.dirname(source))
         hint = did_you_mean(source.rpartition("/")[2], siblings)
         raise DataError(f"source={source!r} names no file{hint}; give a file, a folder or a quoted glob")
-    found = [_describe(path) for path in sorted(paths, key=_natural)]
-    if len({each.name for each in found}) == len(found):
-        return found
-    top = os.path.commonpath([storage.dirname(path) for path in paths])  # a/rows.csv and b/rows.csv
-    return [replace(each, name=each.path[len(top) :].lstrip("/")) for each in found]
+    return sorted(paths, key=_natural)
 
 
 def _matches(pattern: str) -> list[str]:

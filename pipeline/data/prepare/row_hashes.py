@@ -1,0 +1,40 @@
+"""Hash whole rows to 64 bits, column by column, to find those that are equal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipeline.data.raw.hashing import hash_text, mix
+
+
+class RowHashes:
+    """Columns are added in one order; rows with equal values have equal hashes, others with probability 2^-64."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._state: NDArray[np.uint64] = np.zeros(num_rows, dtype=np.uint64)
+
+    def add_numbers(self, values: NDArray[np.float64]) -> None:
+        """[num_rows]; every NaN is one missing value, and -0.0 is 0.0."""
+        numbers = np.where(np.isnan(values), np.nan, values) + 0.0
+        self._state = mix(self._state ^ numbers.astype(np.float64).view(np.uint64))
+
+    def add_texts(self, codes: np.ndarray, distinct: pa.Array, lengths: np.ndarray | None) -> None:
+        """Code c stands for distinct[c - 1], 0 for a missing value; `lengths` are how many codes each row has."""
+        of_code = np.concatenate([np.zeros(1, np.uint64), hash_text(distinct, 0)])
+        hashes = of_code[codes]
+        if lengths is not None:
+            hashes = _of_lists(hashes, lengths)
+        self._state = mix(self._state ^ hashes)
+
+    def finish(self) -> NDArray[np.uint64]:
+        return self._state
+
+
+def _of_lists(hashes: NDArray[np.uint64], lengths: np.ndarray) -> NDArray[np.uint64]:
+    """[num_rows]: of the values of each list in their order, and their number."""
+    ends = np.cumsum(lengths)
+    offsets = np.arange(len(hashes)) - np.repeat(ends - lengths, lengths)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mix(hashes ^ mix(offsets.astype(np.uint64))))])
+    return sums[ends] - sums[ends - lengths] ^ mix(lengths.astype(np.uint64))
