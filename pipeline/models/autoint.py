@@ -1,0 +1,81 @@
+"""AutoInt: multi-head attention between the features' vectors, beside an MLP over them (stdlib only; layers import torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipeline.config.registry import register
+from pipeline.embeddings.table import Table
+from pipeline.models.checks import check_layer_sizes
+from pipeline.models.vectors import VectorsConfig
+from pipeline.runtime.errors import ConfigError, check_at_least, check_below_one
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeline.models.layers.features import FeatureInputs
+
+
+@register("model", "autoint")
+@dataclass
+class AutoIntConfig(VectorsConfig):
+    """AutoInt and AutoInt+ (arXiv 1810.11921): interacting layers, and with `hidden_layer_sizes` an MLP beside them.
+
+    The defaults are of AutoInt+ as BARS (arXiv 2205.09626) found it best on most of its data sets.
+    `dropout`, `batch_norm` and `layer_norm` are the MLP's.
+    """
+
+    kind: str = "autoint"
+    dropout: float = 0.1
+    batch_norm: bool = True
+    hidden_layer_sizes: list[int] = field(default_factory=lambda: [400, 400, 400])
+    num_attention_layers: int = 3
+    attention_dim: int = 64
+    num_heads: int = 2
+    attention_dropout: float = 0.0
+    attention_norm: bool = True
+    scale_attention: bool = True
+    residual: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_sizes("model.hidden_layer_sizes", self.hidden_layer_sizes, least=0)
+        check_at_least("model.num_attention_layers", self.num_attention_layers, 1)
+        check_at_least("model.attention_dim", self.attention_dim, 1)
+        check_at_least("model.num_heads", self.num_heads, 1)
+        check_below_one("model.attention_dropout", self.attention_dropout)
+        if self.attention_dim % self.num_heads:
+            raise ConfigError(
+                f"model.attention_dim={self.attention_dim} is no multiple of model.num_heads={self.num_heads}, "
+                "and each head takes as many columns; choose another"
+            )
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        super().check_tables(tables, num_dense_features)
+        if self.dense_features == "values" and num_dense_features and not (tables and self.hidden_layer_sizes):
+            lacking = "the data set has 0 sparse features" if not tables else "model.hidden_layer_sizes=[]"
+            raise ConfigError(
+                f"model.dense_features=values hands {num_dense_features} dense features to the MLP alone, "
+                f"and {lacking}; set model.dense_features=vectors"
+            )
+
+    def build_over_arch(self, inputs: FeatureInputs, feature_names: list[str], dim: int) -> nn.Module:
+        from pipeline.models.layers.attention import AttendedFeatures, MultiHeadInteraction
+        from pipeline.models.layers.mlp import MLP
+
+        layers = [
+            MultiHeadInteraction(
+                self.attention_dim if number else dim,
+                self.attention_dim,
+                self.num_heads,
+                dropout=self.attention_dropout,
+                residual=self.residual,
+                scale=self.scale_attention,
+                layer_norm=self.attention_norm,
+            )
+            for number in range(self.num_attention_layers)
+        ]
+        sizes = self.hidden_layer_sizes
+        deep = MLP(inputs.width, sizes, self.layer_settings, out_features=1) if sizes else None
+        return AttendedFeatures(inputs, layers, self.attention_dim, deep)

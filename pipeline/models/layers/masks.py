@@ -1,0 +1,119 @@
+"""Multiply hidden layers by masks that are computed of the sample itself (MaskNet, arXiv 2102.07619)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipeline.config.model import LayerSettings
+from pipeline.models.layers.batch_norm import BatchNorm
+from pipeline.models.layers.features import FeatureInputs
+from pipeline.models.layers.mlp import ACTIVATIONS
+
+
+class FeatureNorm(nn.Module):
+    """[B, F, D] -> [B, F, D]: layer norm of each feature's vector, with weights of its own (section 3.2)."""
+
+    def __init__(self, num_features: int, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_features, dim))
+        self.bias = nn.Parameter(torch.zeros(num_features, dim))
+        self._eps = eps
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        normalized = F.layer_norm(rows, self.weight.shape[1:], eps=self._eps)
+        return torch.addcmul(self.bias, normalized, self.weight)
+
+
+class InstanceGuidedMask(nn.Module):
+    """inputs [B, in_features] -> mask [B, width], by a layer of `reduction` * width units between (section 3.1)."""
+
+    def __init__(self, in_features: int, width: int, reduction: float) -> None:
+        super().__init__()
+        units = max(1, int(width * reduction))
+        self.aggregation, self.projection = nn.Linear(in_features, units), nn.Linear(units, width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        mask: torch.Tensor = self.projection(F.relu(self.aggregation(inputs)))
+        return mask
+
+
+class MaskBlock(nn.Module):
+    """inputs [B, in_features], hidden [B, width] -> [B, out_features]: masked, linear, norm, activation (section 3.3).
+
+    `inputs` are the vectors of the features as they were looked up; `hidden` is what the mask falls on.
+    """
+
+    def __init__(
+        self, in_features: int, width: int, out_features: int, reduction: float, settings: LayerSettings
+    ) -> None:
+        super().__init__()
+        self.mask = InstanceGuidedMask(in_features, width, reduction)
+        self.linear = nn.Linear(width, out_features, bias=False)
+        self.norm: nn.Module | None = None
+        if settings.batch_norm:
+            self.norm = BatchNorm(out_features)
+        elif settings.layer_norm:
+            self.norm = nn.LayerNorm(out_features)
+        self._activation_fn = ACTIVATIONS[settings.activation]
+        self.dropout = nn.Dropout(settings.dropout) if settings.dropout else None
+
+    def forward(self, inputs: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        values = self.linear(self.mask(inputs) * hidden)
+        if self.norm is not None:
+            values = self.norm(values)
+        values = self._activation_fn(values)
+        return values if self.dropout is None else self.dropout(values)  # type: ignore[no-any-return]
+
+
+class SerialMasks(nn.Module):
+    """inputs, hidden [B, in_features] -> [B, layer_sizes[-1]]: a block on the other, each masked by the inputs (figure 3a)."""
+
+    def __init__(self, in_features: int, layer_sizes: list[int], reduction: float, settings: LayerSettings) -> None:
+        super().__init__()
+        widths = [in_features, *layer_sizes]
+        self.blocks = nn.ModuleList(
+            MaskBlock(in_features, width, size, reduction, settings)
+            for width, size in zip(widths, layer_sizes, strict=False)
+        )
+
+    def forward(self, inputs: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(inputs, hidden)
+        return hidden
+
+
+class ParallelMasks(nn.Module):
+    """inputs, hidden [B, in_features] -> [B, num_blocks * block_dim]: blocks side by side (figure 3b)."""
+
+    def __init__(
+        self, in_features: int, num_blocks: int, block_dim: int, reduction: float, settings: LayerSettings
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            MaskBlock(in_features, in_features, block_dim, reduction, settings) for _ in range(num_blocks)
+        )
+
+    def forward(self, inputs: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([block(inputs, hidden) for block in self.blocks], dim=1)
+
+
+class MaskedFeatures(nn.Module):
+    """dense [B, N], rows [B, F, D] -> logits [B, 1]: `over` what the blocks make of the features and masks of them."""
+
+    def __init__(
+        self, inputs: FeatureInputs, dim: int, blocks: nn.Module, over: nn.Module, has_feature_norm: bool
+    ) -> None:
+        super().__init__()
+        self.inputs, self.blocks, self.over = inputs, blocks, over
+        self.norm = FeatureNorm(inputs.num_vectors, dim) if has_feature_norm else None
+
+    def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        vectors, inputs = self.inputs(dense, rows)
+        hidden = inputs
+        if self.norm is not None:
+            normalized = self.norm(vectors).flatten(1)
+            hidden = torch.cat([normalized, inputs[:, normalized.shape[1] :]], dim=1)
+        logits: torch.Tensor = self.over(self.blocks(inputs, hidden))
+        return logits

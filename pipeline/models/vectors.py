@@ -1,0 +1,56 @@
+"""The base of models over one vector a feature, categorical or dense (stdlib only; layers import torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.config.model import LayersConfig
+from pipeline.embeddings.table import Table
+from pipeline.models.checks import check_one_dim, dims_of_features
+from pipeline.runtime.errors import ConfigError, check_choice
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeline.models.layers.features import FeatureInputs
+
+DENSE_FEATURES = ("vectors", "values")
+DIM_WITHOUT_TABLES = 16  # of dense features' vectors; tables say theirs by embedding_dim
+
+
+@dataclass
+class VectorsConfig(LayersConfig):
+    """Of models over one vector a feature, all of one width: [batch, num_features, embedding_dim].
+
+    dense_features: how a dense feature takes part. "vectors": as a learnt vector times its value, a feature as all others;
+        "values": as its value, an input of the layers over all columns alone.
+    """
+
+    init: str = "xavier_normal"
+    dense_features: str = "vectors"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("model.dense_features", self.dense_features, DENSE_FEATURES)
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        if tables:
+            check_one_dim(tables)
+        elif not num_dense_features:
+            raise ConfigError(
+                f"model={self.kind} has no feature to read: the data set has 0 sparse and 0 dense features"
+            )
+
+    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
+        from pipeline.embeddings.collection import build_embeddings
+        from pipeline.models.layers.features import FeatureInputs, RowsModel
+
+        dims = dims_of_features(tables)
+        dim = next(iter(dims.values()), DIM_WITHOUT_TABLES)
+        inputs = FeatureInputs(len(dims), num_dense_features, dim, self.dense_features == "vectors")
+        return RowsModel(build_embeddings(tables), list(dims), dim, self.build_over_arch(inputs, list(dims), dim))
+
+    def build_over_arch(self, inputs: FeatureInputs, feature_names: list[str], dim: int) -> nn.Module:
+        """What makes logits [B, 1] of dense features [B, num_dense] and rows [B, len(feature_names), dim]."""
+        raise NotImplementedError(f"{type(self).__name__} has no build_over_arch()")
