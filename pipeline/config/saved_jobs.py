@@ -43,11 +43,18 @@ def job_from_yaml(job_type: type[Job], text: str) -> Job:
         )
     schema = OmegaConf.structured(job_type)
     if "model" in values:
+        values["model"] = _renamed_kind(values["model"])
         schema.model = OmegaConf.structured(find("model", str(values["model"].get("kind")), "saved model.kind"))
     try:
         return instantiate(OmegaConf.merge(schema, values), job_type)  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
         raise ConfigError(f"saved job: {error.full_key}: {str(error).splitlines()[0]}{near_field(error)}") from None
+
+
+def _renamed_kind(model: dict[str, Any]) -> dict[str, Any]:
+    """What 0.1.0 saved as `deepfm` is `simple_deepfm` now; a key that only it has tells it apart."""
+    is_simple = model.get("kind") == "deepfm" and "deep_fm_dimension" in model
+    return {**model, "kind": "simple_deepfm"} if is_simple else model
 
 
 def _interpolation(value: Any, key: str = "") -> str:

@@ -1,32 +1,40 @@
-"""DLRM, DLRM_DCN and DeepFM: their sizes, checked against the tables (stdlib only; layers import torch)."""
+"""DLRM and DLRM_DCN: their sizes, checked against the tables (stdlib only; layers import torch)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import LayersConfig
 from pipeline.config.registry import register
 from pipeline.embeddings.table import Table
-from pipeline.models.checks import check_layer_sizes, check_one_dim
+from pipeline.models.checks import check_layer_sizes, check_one_dim, dims_of_features
 from pipeline.runtime.errors import ConfigError, check_at_least
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from pipeline.models.layers.dlrm import CrossedRows
+    from pipeline.models.layers.interaction import DotInteraction
+
 
 @register("model", "dlrm")
 @dataclass
-class DLRMConfig(ModelConfig):
-    """DLRM with dot interaction (arXiv 1906.00091); layer sizes as torchrec.models.dlrm.DLRM takes them."""
+class DLRMConfig(LayersConfig):
+    """DLRM with dot interaction (arXiv 1906.00091); layer sizes as torchrec.models.dlrm.DLRM takes them.
+
+    dense_arch_layer_sizes: of the layers over the dense features; the last is the tables' embedding_dim. None: 512, 256 and
+        that. Without dense features there are none, and the interaction is over the tables alone.
+    """
 
     kind: str = "dlrm"
-    dense_arch_layer_sizes: list[int] = field(default_factory=lambda: [512, 256, 64])
+    dense_arch_layer_sizes: list[int] | None = None
     over_arch_layer_sizes: list[int] = field(default_factory=lambda: [512, 512, 256, 1])
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_sizes("model.dense_arch_layer_sizes", self.dense_arch_layer_sizes)
+        if self.dense_arch_layer_sizes is not None:
+            check_layer_sizes("model.dense_arch_layer_sizes", self.dense_arch_layer_sizes)
         check_layer_sizes("model.over_arch_layer_sizes", self.over_arch_layer_sizes, least=2)
         if self.over_arch_layer_sizes[-1] != 1:
             raise ConfigError(
@@ -34,29 +42,44 @@ class DLRMConfig(ModelConfig):
             )
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
-        dim = check_one_dim(tables)
-        if self.dense_arch_layer_sizes[-1] != dim:
+        num_features = len(dims_of_features(tables))
+        if not tables or (num_dense_features == 0 and num_features < 2):
             raise ConfigError(
-                f"model.dense_arch_layer_sizes ends in {self.dense_arch_layer_sizes[-1]} but the tables' embedding_dim "
-                f"is {dim}, and the interaction needs them equal; end the list in {dim}, or set tables.default.embedding_dim"
+                f"model={self.kind} makes pairs of tables' and dense features' vectors, and the data set has {num_features} "
+                f"sparse and {num_dense_features} dense features; use model=wide_deep or logistic_regression"
             )
-        if num_dense_features == 0:
+        dim, sizes = check_one_dim(tables), self.dense_arch_layer_sizes
+        if num_dense_features and sizes is not None and sizes[-1] != dim:
             raise ConfigError(
-                "DLRM needs dense features and the data set has none; use model=wide_deep or fm, or map dense columns"
+                f"model.dense_arch_layer_sizes ends in {sizes[-1]} but the tables' embedding_dim is {dim}, and the "
+                f"interaction needs them equal; end the list in {dim}, set tables.default.embedding_dim, or leave the list out"
             )
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.models.layers.dlrm import DotDLRM
+        from pipeline.models.layers.interaction import DotInteraction
 
+        if num_dense_features == 0:
+            num_features = len(dims_of_features(tables))
+            return self._without_dense(tables, DotInteraction(num_features, has_dense=False))
         return DotDLRM(**self._arguments(tables, num_dense_features))
+
+    def _without_dense(self, tables: list[Table], inter_arch: DotInteraction | CrossedRows) -> nn.Module:
+        from pipeline.embeddings.collection import build_embeddings
+        from pipeline.models.layers.dlrm import SparseDLRM
+
+        names, sizes = list(dims_of_features(tables)), list(self.over_arch_layer_sizes)
+        return SparseDLRM(build_embeddings(tables), names, inter_arch, sizes, self.layer_settings)
 
     def _arguments(self, tables: list[Table], num_dense_features: int) -> dict[str, Any]:
         from pipeline.embeddings.collection import build_embeddings
 
+        sizes = self.dense_arch_layer_sizes
         return {
+            "settings": self.layer_settings,
             "embedding_bag_collection": build_embeddings(tables),
             "dense_in_features": num_dense_features,
-            "dense_arch_layer_sizes": list(self.dense_arch_layer_sizes),
+            "dense_arch_layer_sizes": [512, 256, tables[0].embedding_dim] if sizes is None else list(sizes),
             "over_arch_layer_sizes": list(self.over_arch_layer_sizes),
         }
 
@@ -76,47 +99,10 @@ class DLRMDCNConfig(DLRMConfig):
         check_at_least("model.dcn_low_rank_dim", self.dcn_low_rank_dim, 1)
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
-        from pipeline.models.layers.dlrm import CrossDLRM
+        from pipeline.models.layers.dlrm import CrossDLRM, CrossedRows
 
-        return CrossDLRM(
-            **self._arguments(tables, num_dense_features),
-            dcn_num_layers=self.dcn_num_layers,
-            dcn_low_rank_dim=self.dcn_low_rank_dim,
-        )
-
-
-@register("model", "deepfm")
-@dataclass
-class DeepFMConfig(ModelConfig):
-    """DeepFM (arXiv 1703.04247) as torchrec.models.deepfm.SimpleDeepFMNN."""
-
-    kind: str = "deepfm"
-    hidden_layer_size: int = 128
-    deep_fm_dimension: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("model.hidden_layer_size", self.hidden_layer_size, 1)
-        check_at_least("model.deep_fm_dimension", self.deep_fm_dimension, 1)
-
-    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
-        check_one_dim(tables)
+        layers, rank = self.dcn_num_layers, self.dcn_low_rank_dim
         if num_dense_features == 0:
-            raise ConfigError(
-                "DeepFM needs dense features and the data set has none; map dense columns in data.columns"
-            )
-
-    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
-        from torchrec.models.deepfm import SimpleDeepFMNN
-
-        from pipeline.embeddings.collection import build_embeddings
-
-        model = SimpleDeepFMNN(
-            num_dense_features=num_dense_features,
-            embedding_bag_collection=build_embeddings(tables),
-            hidden_layer_size=self.hidden_layer_size,
-            deep_fm_dimension=self.deep_fm_dimension,
-        )
-        # TorchRec ends the model in a sigmoid; the task wants logits, whose loss is stable in the tails.
-        model.over_arch.model = model.over_arch.model[0]
-        return model
+            width = sum(dims_of_features(tables).values())
+            return self._without_dense(tables, CrossedRows(width, layers, rank))
+        return CrossDLRM(**self._arguments(tables, num_dense_features), dcn_num_layers=layers, dcn_low_rank_dim=rank)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import DeepConfig, ModelConfig
 from pipeline.config.registry import register
 from pipeline.embeddings.table import Table
-from pipeline.models.checks import check_layer_sizes, check_least_dim, check_one_dim, dims_of_features
+from pipeline.models.checks import check_least_dim, check_one_dim, dims_of_features
+from pipeline.models.vectors import DENSE_FEATURES, DIM_WITHOUT_TABLES
+from pipeline.runtime.errors import check_choice
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,26 +39,37 @@ class LogisticRegressionConfig(ModelConfig):
 @register("model", "fm")
 @dataclass
 class FMConfig(ModelConfig):
-    """Factorisation machine of second order (Rendle, ICDM 2010); dense features take part, scaled by their values."""
+    """Factorisation machine of second order (Rendle, ICDM 2010).
+
+    dense_features: "vectors": a dense feature is a learnt vector times its value; "values": a linear term alone.
+    """
 
     kind: str = "fm"
+    dense_features: str = "vectors"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("model.dense_features", self.dense_features, DENSE_FEATURES)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
-        check_one_dim(tables)
+        if tables:
+            check_one_dim(tables)
         check_least_dim(tables, 2, "FM keeps a vector of embedding_dim - 1 and a linear weight in a row")
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings
-        from pipeline.models.layers.linear import FactorizationMachine
+        from pipeline.models.layers.features import RowsModel
+        from pipeline.models.layers.fm import PairTerms
 
         dims = dims_of_features(tables)
-        dim = next(iter(dims.values()))
-        return FactorizationMachine(build_embeddings(tables), list(dims), dim, num_dense_features)
+        dim = next(iter(dims.values()), DIM_WITHOUT_TABLES)
+        over_arch = PairTerms(num_dense_features, dim - 1, self.dense_features == "vectors")
+        return RowsModel(build_embeddings(tables), list(dims), dim, over_arch)
 
 
 @register("model", "wide_deep")
 @dataclass
-class WideDeepConfig(ModelConfig):
+class WideDeepConfig(DeepConfig):
     """Wide&Deep (arXiv 1606.07792): linear weights of ids and dense features beside an MLP over their vectors.
 
     Tables may differ in embedding_dim: the MLP takes the vectors one after the other.
@@ -64,10 +77,6 @@ class WideDeepConfig(ModelConfig):
 
     kind: str = "wide_deep"
     hidden_layer_sizes: list[int] = field(default_factory=lambda: [256, 128])
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_sizes("model.hidden_layer_sizes", self.hidden_layer_sizes)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         check_least_dim(tables, 2, "Wide&Deep keeps a vector of embedding_dim - 1 and a linear weight in a row")
@@ -77,4 +86,5 @@ class WideDeepConfig(ModelConfig):
         from pipeline.models.layers.linear import WideDeep
 
         hidden = list(self.hidden_layer_sizes)
-        return WideDeep(build_embeddings(tables), dims_of_features(tables), num_dense_features, hidden)
+        dims = dims_of_features(tables)
+        return WideDeep(build_embeddings(tables), dims, num_dense_features, hidden, self.layer_settings)

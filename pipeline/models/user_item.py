@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import LayersConfig, ModelConfig
 from pipeline.config.registry import register
 from pipeline.embeddings.table import Table
 from pipeline.models.checks import check_features, check_layer_sizes, check_least_dim, check_one_dim, dims_of_features
@@ -58,7 +58,7 @@ class MatrixFactorizationConfig(UserItemConfig):
 
 @register("model", "ncf")
 @dataclass
-class NCFConfig(UserItemConfig):
+class NCFConfig(UserItemConfig, LayersConfig):
     """Neural collaborative filtering (arXiv 1708.05031).
 
     gmf: a weighted product of the two vectors; mlp: layers over both; neumf: both side by side, each with vectors of its
@@ -97,13 +97,13 @@ class NCFConfig(UserItemConfig):
         from pipeline.models.layers.user_item import NeuralFiltering, UserItemModel
 
         dim = dims_of_features(tables)[self.user_feature]
-        over_arch = NeuralFiltering(dim, self.gmf_columns(dim), list(self.mlp_layer_sizes))
+        over_arch = NeuralFiltering(dim, self.gmf_columns(dim), list(self.mlp_layer_sizes), self.layer_settings)
         return UserItemModel(build_embeddings(tables), self.user_feature, self.item_feature, over_arch)
 
 
 @register("model", "two_tower")
 @dataclass
-class TwoTowerConfig(ModelConfig):
+class TwoTowerConfig(LayersConfig):
     """A user's and an item's tower whose dot product ranks items (Yi et al., RecSys 2019); clicked rows are the positives.
 
     `item_features[0]` names the item. Dense features go to the user's tower: they describe the request. A row's
@@ -180,4 +180,5 @@ class TwoTowerConfig(ModelConfig):
             list(self.item_layer_sizes),
             num_dense_features,
             self.normalize,
+            self.layer_settings,
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.model import LayersConfig
 from pipeline.embeddings.table import Table
-from pipeline.models.checks import check_one_dim, dims_of_features
+from pipeline.models.checks import check_least_dim, check_one_dim, dims_of_features
 from pipeline.runtime.errors import ConfigError, check_choice
 
 if TYPE_CHECKING:
@@ -54,3 +54,27 @@ class VectorsConfig(LayersConfig):
     def build_over_arch(self, inputs: FeatureInputs, feature_names: list[str], dim: int) -> nn.Module:
         """What makes logits [B, 1] of dense features [B, num_dense] and rows [B, len(feature_names), dim]."""
         raise NotImplementedError(f"{type(self).__name__} has no build_over_arch()")
+
+
+@dataclass
+class LinearVectorsConfig(VectorsConfig):
+    """Of models that keep an id's linear weight in the last column of its row, beside its vector: one lookup for both."""
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        super().check_tables(tables, num_dense_features)
+        check_least_dim(
+            tables, 2, f"model={self.kind} keeps a vector of embedding_dim - 1 and a linear weight in a row"
+        )
+
+    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
+        from pipeline.embeddings.collection import build_embeddings
+        from pipeline.models.layers.features import FeatureInputs, RowsModel
+
+        dims = dims_of_features(tables)
+        dim = next(iter(dims.values()), DIM_WITHOUT_TABLES)
+        inputs = FeatureInputs(len(dims), num_dense_features, dim - 1, self.dense_features == "vectors")
+        return RowsModel(build_embeddings(tables), list(dims), dim, self.build_logits(inputs, num_dense_features))
+
+    def build_logits(self, inputs: FeatureInputs, num_dense_features: int) -> nn.Module:
+        """What makes logits [B, 1] of dense features [B, num_dense] and rows [B, F, embedding_dim]."""
+        raise NotImplementedError(f"{type(self).__name__} has no build_logits()")

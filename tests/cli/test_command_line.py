@@ -17,7 +17,8 @@ from pipeline.config.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, 
 from pipeline.config.saved_jobs import load_saved_job, save_job
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
 from pipeline.embeddings.row_frequencies import merge_frequencies
-from pipeline.models.dlrm import DeepFMConfig, DLRMDCNConfig
+from pipeline.models.deepfm import DeepFMConfig
+from pipeline.models.dlrm import DLRMDCNConfig
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.process.exit_codes import FAILED, USER_ERROR
 from pipeline.training.preflight import validate_job
@@ -300,7 +301,7 @@ def test_help_lists_groups_options_and_keys(
     code, out, _ = _run(capsys, monkeypatch, "--help")
     assert code == 0
     assert out.startswith("Train one model:")
-    assert "model=        deepfm dlrm* dlrm_dcn" in out
+    assert "model=        autoint dcn dcnv2 deepfm dlrm* dlrm_dcn" in out
     assert "quickstart_deepfm" in out and "global_batch_size" in out and "--config-dir DIR" in out
 
 

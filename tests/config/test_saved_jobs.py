@@ -38,3 +38,11 @@ def test_a_saved_job_holds_nothing_to_resolve_and_reads_back_the_same() -> None:
     text = job_to_yaml(job)
     assert "${" not in text
     assert job_from_yaml(TrainJob, text) == job
+
+
+def test_what_an_earlier_release_saved_as_deepfm_is_torchrecs_model() -> None:
+    job = load_config(TrainJob, ["data=quickstart", "model=simple_deepfm", "model.deep_fm_dimension=32"])
+    earlier = job_to_yaml(job).replace("kind: simple_deepfm", "kind: deepfm")
+    assert job_from_yaml(TrainJob, earlier) == job
+    own = load_config(TrainJob, ["data=quickstart", "model=deepfm"])
+    assert job_from_yaml(TrainJob, job_to_yaml(own)) == own

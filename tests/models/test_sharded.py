@@ -17,7 +17,7 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
-from pipeline.models.dlrm import DeepFMConfig
+from pipeline.models.deepfm import DeepFMConfig
 from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig

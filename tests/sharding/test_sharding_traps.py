@@ -22,7 +22,8 @@ from pipeline.config.training import CommsConfig, DenseOptimizerConfig, Optimize
 from pipeline.data.read.batch import Batch
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
-from pipeline.models.dlrm import DeepFMConfig, DLRMConfig, DLRMDCNConfig
+from pipeline.models.deepfm import SimpleDeepFMConfig
+from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
 from pipeline.planner.limits import allowed_sharding_types, sharding_types_exact_for
 from pipeline.sharding.torchrec import sharding_checks
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
@@ -141,8 +142,8 @@ def model_logits(rank: int, config: ModelConfig, kinds: list[str]) -> tuple[list
     "config",
     [DLRMConfig(dense_arch_layer_sizes=[8, 8], over_arch_layer_sizes=[8, 1]),
      DLRMDCNConfig(dense_arch_layer_sizes=[8, 8], over_arch_layer_sizes=[8, 1], dcn_num_layers=2, dcn_low_rank_dim=4),
-     DeepFMConfig(hidden_layer_size=8, deep_fm_dimension=4)],
-    ids=["dlrm", "dlrm_dcn", "deepfm"],
+     SimpleDeepFMConfig(hidden_layer_size=8, deep_fm_dimension=4)],
+    ids=["dlrm", "dlrm_dcn", "simple_deepfm"],
 )  # fmt: skip
 def test_model_does_not_read_anothers_features_when_the_plan_reorders_them(
     ranks: RankPool, config: ModelConfig

@@ -14,16 +14,19 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN, InteractionArch
 from torchrec.modules.mlp import Perceptron
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from pipeline.config.model import LayerSettings
+from pipeline.models.layers.cross import CrossNetwork, MatrixCross
 from pipeline.models.layers.interaction import DotInteraction, PooledRows
+from pipeline.models.layers.mlp import MLP, Layer
 
 
 class DotDLRM(DLRM):
     """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, settings: LayerSettings = LayerSettings(), **arguments: Any) -> None:  # noqa: B008  # frozen
         super().__init__(**arguments)
         names = self.sparse_arch.sparse_feature_names
-        _activate_in_place(self)
+        _set_layers(self, settings)
         self.pooled_rows = PooledRows(names)
         self.inter_arch = DotInteraction(len(names))
         self.is_plain = False
@@ -37,9 +40,9 @@ class DotDLRM(DLRM):
 class CrossDLRM(DLRM_DCN):
     """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, settings: LayerSettings = LayerSettings(), **arguments: Any) -> None:  # noqa: B008  # frozen
         super().__init__(**arguments)
-        _activate_in_place(self)
+        _set_layers(self, settings)
         self.pooled_rows = PooledRows(self.sparse_arch.sparse_feature_names)
         self.is_plain = False
 
@@ -47,6 +50,67 @@ class CrossDLRM(DLRM_DCN):
         if self.is_plain:
             return super().forward(dense_features, sparse_features)  # type: ignore[no-any-return]
         return _forward(self, dense_features, sparse_features)
+
+
+class SparseDLRM(nn.Module):
+    """forward(dense_features [B, 0], sparse_features) -> logits [B, 1]: a DLRM over the tables alone, without a dense arch.
+
+    `inter_arch` takes (None, rows [B, F, D]) and gives [B, inter_arch.out_features].
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: nn.Module,
+        feature_names: list[str],
+        inter_arch: DotInteraction | CrossedRows,
+        over_arch_layer_sizes: list[int],
+        settings: LayerSettings,
+    ) -> None:
+        super().__init__()
+        self.embedding_bag_collection = embedding_bag_collection
+        self.pooled_rows = PooledRows(feature_names)
+        self.inter_arch = inter_arch
+        *hidden, last = over_arch_layer_sizes
+        self.over_arch = MLP(inter_arch.out_features, hidden, settings, out_features=last)
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        rows = self.pooled_rows(self.embedding_bag_collection(sparse_features))
+        logits: torch.Tensor = self.over_arch(self.inter_arch(None, rows))
+        return logits
+
+
+class CrossedRows(nn.Module):
+    """None, rows [B, F, D] -> [B, F D]: low-rank crosses of all columns."""
+
+    def __init__(self, width: int, num_layers: int, rank: int) -> None:
+        super().__init__()
+        self.crossnet = CrossNetwork([MatrixCross(width, rank) for _ in range(num_layers)])
+        self.out_features = width
+
+    def forward(self, dense: None, rows: torch.Tensor) -> torch.Tensor:
+        crossed: torch.Tensor = self.crossnet(rows.flatten(1))
+        return crossed
+
+
+def _set_layers(model: DotDLRM | CrossDLRM, settings: LayerSettings) -> None:
+    """Layers with norms, dropout or another activation in the place of TorchRec's, under the same names of weights.
+
+    What the interaction takes of the dense arch has neither norm nor dropout: it is a vector as the tables' are.
+    """
+    if settings == LayerSettings():
+        _activate_in_place(model)
+        return
+    sizes = _sizes(model.dense_arch.model)
+    model.dense_arch.model = MLP(sizes[0], sizes[1:-1], settings)
+    model.dense_arch.model._mlp.append(Layer(sizes[-2], sizes[-1], LayerSettings(settings.activation)))
+    sizes = _sizes(model.over_arch.model[0])
+    model.over_arch.model[0] = MLP(sizes[0], sizes[1:], settings)
+
+
+def _sizes(mlp: nn.Module) -> list[int]:
+    """Columns of the input and of each layer's output."""
+    layers = [layer for layer in mlp.modules() if isinstance(layer, nn.Linear)]
+    return [layers[0].in_features, *(layer.out_features for layer in layers)]
 
 
 def _activate_in_place(model: nn.Module) -> None:
@@ -66,6 +130,8 @@ def use_torchrec_layers(model: nn.Module) -> None:
             dlrm.inter_arch = InteractionArch(len(dlrm.sparse_arch.sparse_feature_names))
         if isinstance(dlrm, (DotDLRM, CrossDLRM)):
             dlrm.is_plain = True
+        if isinstance(dlrm, SparseDLRM) and isinstance(dlrm.inter_arch, DotInteraction):
+            dlrm.inter_arch.uses_kernel = False  # TorchRec has no such model
     for layer in model.modules():
         if isinstance(layer, Perceptron) and layer._activation_fn is torch.relu_:
             layer._activation_fn = torch.relu

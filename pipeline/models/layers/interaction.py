@@ -56,56 +56,71 @@ class DotInteraction(nn.Module):
 
     The same numbers in the same order as torchrec.models.dlrm.InteractionArch. The products' matrix X X^T is symmetric,
     so backward is one product (G + G^T) X where autograd's of the bmm takes two, and neither way is an index scattered.
+    Without dense features dense is None, and what is left are the products of the rows [B, F (F - 1) / 2].
     """
 
-    def __init__(self, num_sparse_features: int) -> None:
+    def __init__(self, num_sparse_features: int, has_dense: bool = True) -> None:
         super().__init__()
-        self.num_sparse_features = num_sparse_features
+        self.num_sparse_features, self.has_dense = num_sparse_features, has_dense
+        self.out_features = num_sparse_features * (num_sparse_features - 1) // 2  # beside those of dense
         self.rows_have_room = False  # for `dense` ahead of each sample's rows, in one block of memory
+        self.uses_kernel = True
 
-    def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        device_type = dense.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dense.dtype
-        return _Dots.apply(dense, rows, dtype, self.rows_have_room)  # type: ignore[no-any-return,no-untyped-call]
+    def forward(self, dense: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        device_type = rows.device.type
+        own = rows.dtype if dense is None else dense.dtype
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else own
+        return _Dots.apply(dense, rows, dtype, self.rows_have_room, self.uses_kernel)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, rows_have_room: bool
+        ctx: Any,
+        dense: torch.Tensor | None,
+        rows: torch.Tensor,
+        dtype: torch.dtype,
+        rows_have_room: bool,
+        uses_kernel: bool,
     ) -> torch.Tensor:
-        ctx.dtypes = dense.dtype, rows.dtype
-        ctx.take = _kernel() if _fits_kernel(rows, dtype) else None
-        combined = _in_place(dense, rows, dtype) if rows_have_room else None
+        ctx.dtypes = None if dense is None else dense.dtype, rows.dtype
+        ctx.take = _kernel() if uses_kernel and _fits_kernel(rows, dtype) else None
+        combined = _in_place(dense, rows, dtype) if dense is not None and rows_have_room else None
         if combined is None:
             combined = _combined(dense, rows, dtype)
         ctx.save_for_backward(combined)
         products = torch.bmm(combined, combined.transpose(1, 2))
         num_rows, dim = combined.shape[1:]
+        first = [] if dense is None else [combined[:, 0]]
         if ctx.take is None:
-            return torch.cat([combined[:, 0], *(products[:, row, row + 1 :] for row in range(num_rows - 1))], dim=1)
-        pairs = _pairs(num_rows)
-        out = combined.new_empty(len(combined), dim + len(pairs))
-        out[:, :dim] = combined[:, 0]
-        _take(ctx.take, products.flatten(1), pairs, out, dim)
+            return torch.cat([*first, *(products[:, row, row + 1 :] for row in range(num_rows - 1))], dim=1)
+        pairs, lead = _pairs(num_rows), len(first) * dim
+        out = combined.new_empty(len(combined), lead + len(pairs))
+        if first:
+            out[:, :lead] = combined[:, 0]
+        _take(ctx.take, products.flatten(1), pairs, out, lead)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
         (combined,) = ctx.saved_tensors
         num_rows, dim = combined.shape[1:]
+        to_dense, to_rows_type = ctx.dtypes
+        lead = 0 if to_dense is None else dim
         if ctx.take is None:
-            products = symmetric(gradient, combined)
+            products = symmetric(gradient[:, lead:], combined)
         else:
             products = combined.new_empty(len(combined), num_rows, num_rows)
-            positions, diagonal = _pairs_both_ways(num_rows, dim)
+            positions, diagonal = _pairs_both_ways(num_rows, lead)
             _take(ctx.take, gradient.contiguous(), positions, products.flatten(1), 0, diagonal)
         both = torch.bmm(products, combined)
-        first = both[:, 0] + gradient[:, :dim]
-        to_rows = both[:, 1:]
-        if to_rows.dtype != ctx.dtypes[1]:
-            to_rows = to_rows.to(ctx.dtypes[1], memory_format=torch.contiguous_format)
-        return first.to(ctx.dtypes[0]), to_rows, None, None
+        first = None if to_dense is None else (both[:, 0] + gradient[:, :dim]).to(to_dense)
+        to_rows = both if to_dense is None else both[:, 1:]
+        if to_rows.dtype != to_rows_type:
+            to_rows = to_rows.to(to_rows_type, memory_format=torch.contiguous_format)
+        return first, to_rows, None, None, None
 
 
 def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -121,8 +136,10 @@ def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> to
     return combined
 
 
-def _combined(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, D] and [B, F, D] -> [B, F + 1, D], cast on the way."""
+def _combined(dense: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, D] and [B, F, D] -> [B, F + 1, D], cast on the way; without dense the rows."""
+    if dense is None:
+        return rows.to(dtype).contiguous()
     if torch.compiler.is_compiling() or dense.is_cuda:
         return torch.cat([dense.to(dtype).unsqueeze(1), rows.to(dtype)], dim=1)
     combined = dense.new_empty(len(dense), rows.shape[1] + 1, rows.shape[2], dtype=dtype)
@@ -131,11 +148,11 @@ def _combined(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def symmetric(gradient: torch.Tensor, combined: torch.Tensor) -> torch.Tensor:
-    """[B, D + P] -> G + G^T [B, n, n], where the upper triangle of G holds the last P columns, row by row."""
-    batch, num_rows, dim = combined.shape
+    """[B, P] -> G + G^T [B, n, n], where the upper triangle of G holds the columns, row by row."""
+    batch, num_rows, _ = combined.shape
     products = combined.new_zeros(batch, num_rows, num_rows)
     first, second = torch.triu_indices(num_rows, num_rows, offset=1, device=combined.device)
-    products[:, first, second] = products[:, second, first] = gradient[:, dim:]
+    products[:, first, second] = products[:, second, first] = gradient
     return products
 
 
@@ -147,11 +164,11 @@ def _pairs(num_rows: int) -> np.ndarray[Any, Any]:
 
 
 @cache
-def _pairs_both_ways(num_rows: int, dim: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where each of a flat [n, n] lies in [D + pairs above the diagonal]; then the diagonal, which lies nowhere."""
+def _pairs_both_ways(num_rows: int, lead: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Where each of a flat [n, n] lies in [lead + pairs above the diagonal]; then the diagonal, which lies nowhere."""
     positions = np.zeros((num_rows, num_rows), np.uint64)
     above = np.triu_indices(num_rows, 1)
-    positions[above] = positions.T[above] = dim + np.arange(len(above[0]))
+    positions[above] = positions.T[above] = lead + np.arange(len(above[0]))
     return positions.reshape(-1), np.arange(0, num_rows**2, num_rows + 1, dtype=np.uint64)
 
 

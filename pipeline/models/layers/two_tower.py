@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from pipeline.config.model import LayerSettings
+from pipeline.models.layers.mlp import MLP
 
 
 class TwoTower(nn.Module):
@@ -22,14 +24,15 @@ class TwoTower(nn.Module):
         item_layer_sizes: list[int],
         num_dense_features: int,
         normalize: bool,
+        settings: LayerSettings = LayerSettings(),  # noqa: B008  # frozen
     ) -> None:
         """`dims` maps each feature to its table's embedding_dim. Dense features go to the user's tower."""
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
         self.user_columns, self.item_columns = Columns(user_features), Columns(item_features)
         user_width = sum(dims[name] for name in user_features) + num_dense_features
-        self.user_tower = Tower(user_width, user_layer_sizes, normalize)
-        self.item_tower = Tower(sum(dims[name] for name in item_features), item_layer_sizes, normalize)
+        self.user_tower = Tower(user_width, user_layer_sizes, normalize, settings)
+        self.item_tower = Tower(sum(dims[name] for name in item_features), item_layer_sizes, normalize, settings)
 
     def forward(
         self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor
@@ -53,10 +56,10 @@ class Columns(nn.Module):
 class Tower(nn.Module):
     """[B, width] -> [B, layer_sizes[-1]]; the last layer is linear. `normalize`: to length 1, so that scores are cosines."""
 
-    def __init__(self, width: int, layer_sizes: list[int], normalize: bool) -> None:
+    def __init__(self, width: int, layer_sizes: list[int], normalize: bool, settings: LayerSettings) -> None:
         super().__init__()
         *hidden, last = layer_sizes
-        layers: list[nn.Module] = [MLP(width, hidden)] if hidden else []
+        layers: list[nn.Module] = [MLP(width, hidden, settings)] if hidden else []
         self.layers = nn.Sequential(*layers, nn.Linear(hidden[-1] if hidden else width, last))
         self._normalize = normalize
 

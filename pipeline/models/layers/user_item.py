@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from pipeline.config.model import LayerSettings
+from pipeline.models.layers.mlp import MLP
 
 
 class UserItemModel(nn.Module):
@@ -58,11 +60,13 @@ class NeuralFiltering(nn.Module):
     arXiv 1708.05031, section 3.4; with all columns or none it is its GMF or its MLP.
     """
 
-    def __init__(self, embedding_dim: int, gmf_columns: int, mlp_layer_sizes: list[int]) -> None:
+    def __init__(
+        self, embedding_dim: int, gmf_columns: int, mlp_layer_sizes: list[int], settings: LayerSettings
+    ) -> None:
         super().__init__()
         self._gmf_columns = gmf_columns
         mlp_columns = embedding_dim - gmf_columns
-        self.mlp = MLP(2 * mlp_columns, mlp_layer_sizes) if mlp_columns else None
+        self.mlp = MLP(2 * mlp_columns, mlp_layer_sizes, settings) if mlp_columns else None
         self.last = nn.Linear(gmf_columns + (mlp_layer_sizes[-1] if mlp_columns else 0), 1)
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:

@@ -41,23 +41,23 @@ class GatheredDots(nn.Module):
 
     pairs: torch.Tensor
 
-    def __init__(self, num_sparse_features: int) -> None:
+    def __init__(self, num_sparse_features: int, has_dense: bool) -> None:
         super().__init__()
-        num_rows = num_sparse_features + 1
+        num_rows = num_sparse_features + has_dense
         first, second = torch.triu_indices(num_rows, num_rows, offset=1)
         self.register_buffer("pairs", first * num_rows + second)
 
-    def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        combined = torch.cat([dense.unsqueeze(1), rows], dim=1)
-        products = torch.bmm(combined, combined.transpose(1, 2)).flatten(1)
-        return torch.cat([dense, products.index_select(1, self.pairs)], dim=1)
+    def forward(self, dense: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        combined = rows if dense is None else torch.cat([dense.unsqueeze(1), rows], dim=1)
+        products = torch.bmm(combined, combined.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
+        return products if dense is None else torch.cat([dense, products], dim=1)
 
 
 def with_gathered_pairs(model: nn.Module) -> nn.Module:
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, DotInteraction):
-                setattr(parent, name, GatheredDots(child.num_sparse_features))
+                setattr(parent, name, GatheredDots(child.num_sparse_features, child.has_dense))
     return model
 
 

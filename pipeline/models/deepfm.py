@@ -1,0 +1,84 @@
+"""DeepFM, and the simpler model of TorchRec that bears its name (stdlib only; layers import torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.registry import register
+from pipeline.embeddings.table import Table
+from pipeline.models.checks import check_layer_sizes, check_one_dim
+from pipeline.models.vectors import LinearVectorsConfig
+from pipeline.runtime.errors import ConfigError, check_at_least
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeline.models.layers.features import FeatureInputs
+
+
+@register("model", "deepfm")
+@dataclass
+class DeepFMConfig(LinearVectorsConfig):
+    """DeepFM (arXiv 1703.04247): linear terms, a factorization machine and an MLP over the same vectors, added up.
+
+    The defaults are those that BARS (arXiv 2205.09626) found best on most of its data sets.
+    """
+
+    kind: str = "deepfm"
+    dropout: float = 0.2
+    batch_norm: bool = True
+    hidden_layer_sizes: list[int] = field(default_factory=lambda: [400, 400, 400])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_sizes("model.hidden_layer_sizes", self.hidden_layer_sizes)
+
+    def build_logits(self, inputs: FeatureInputs, num_dense_features: int) -> nn.Module:
+        from pipeline.models.layers.fm import FMAndDeep
+        from pipeline.models.layers.mlp import MLP
+
+        deep = MLP(inputs.width, self.hidden_layer_sizes, self.layer_settings, out_features=1)
+        return FMAndDeep(inputs, num_dense_features, deep)
+
+
+@register("model", "simple_deepfm")
+@dataclass
+class SimpleDeepFMConfig(ModelConfig):
+    """torchrec.models.deepfm.SimpleDeepFMNN: an MLP over the dense features, whose output is one vector more of an FM.
+
+    Not the model of the paper: that is `deepfm`. A run that was saved with this model as `deepfm` is read as this one.
+    """
+
+    kind: str = "simple_deepfm"
+    hidden_layer_size: int = 128
+    deep_fm_dimension: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("model.hidden_layer_size", self.hidden_layer_size, 1)
+        check_at_least("model.deep_fm_dimension", self.deep_fm_dimension, 1)
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        check_one_dim(tables)
+        if num_dense_features == 0:
+            raise ConfigError(
+                "model=simple_deepfm is an MLP over dense features and the data set has none; use model=deepfm, "
+                "or map dense columns in data.columns"
+            )
+
+    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
+        from torchrec.models.deepfm import SimpleDeepFMNN
+
+        from pipeline.embeddings.collection import build_embeddings
+
+        model = SimpleDeepFMNN(
+            num_dense_features=num_dense_features,
+            embedding_bag_collection=build_embeddings(tables),
+            hidden_layer_size=self.hidden_layer_size,
+            deep_fm_dimension=self.deep_fm_dimension,
+        )
+        # TorchRec ends the model in a sigmoid; the task wants logits, whose loss is stable in the tails.
+        model.over_arch.model = model.over_arch.model[0]
+        return model

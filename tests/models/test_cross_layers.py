@@ -1,0 +1,126 @@
+"""Pairs, crosses and compressed interactions equal the papers' formulas, written out sample by sample."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.models.layers.cin import CompressedInteraction
+from pipeline.models.layers.cross import CrossNetwork, MatrixCross, MixtureCross, VectorCross
+from pipeline.models.layers.features import FeatureInputs
+from pipeline.models.layers.fm import FMAndDeep, pair_products
+from pipeline.models.layers.interaction import DotInteraction
+
+NUM_ROWS, FEATURES, DIM = 3, 4, 5
+WIDTH = FEATURES * DIM
+
+
+@pytest.fixture
+def vectors() -> torch.Tensor:
+    return torch.randn(NUM_ROWS, FEATURES, DIM, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+
+def fill(layer: nn.Module) -> nn.Module:
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    return layer
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, inputs: torch.Tensor) -> None:
+    """Outputs and gradients."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    pull = torch.randn_like(found)
+    gradients = [torch.autograd.grad((value * pull).sum(), inputs, retain_graph=True)[0] for value in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_pair_products_are_the_dot_products_of_all_pairs(vectors: torch.Tensor) -> None:
+    pairs = itertools.combinations(range(FEATURES), 2)
+    expected = torch.stack([(vectors[:, i] * vectors[:, j]).sum(1) for i, j in pairs]).sum(0).unsqueeze(1)
+    same(pair_products(vectors), expected, vectors)
+
+
+@pytest.mark.parametrize("uses_kernel", [True, False])
+def test_dots_without_dense_features_are_those_of_the_rows(vectors: torch.Tensor, uses_kernel: bool) -> None:
+    layer = DotInteraction(FEATURES, has_dense=False)
+    layer.uses_kernel = uses_kernel
+    pairs = itertools.combinations(range(FEATURES), 2)
+    expected = torch.stack([(vectors[:, i] * vectors[:, j]).sum(1) for i, j in pairs], dim=1)
+    same(layer(None, vectors), expected, vectors)
+    assert layer.out_features == expected.shape[1]
+
+
+def test_deepfm_adds_linear_terms_pairs_and_an_mlp() -> None:
+    rows, dense = torch.randn(NUM_ROWS, FEATURES, DIM + 1, requires_grad=True), torch.randn(NUM_ROWS, 2)
+    inputs = FeatureInputs(FEATURES, 2, DIM, dense_as_vectors=True)
+    layer = fill(FMAndDeep(inputs, 2, nn.Linear(inputs.width, 1)))
+    weights = dict(layer.named_parameters())
+    logits = []
+    for row, values in zip(rows, dense, strict=True):
+        found = [weights["inputs.dense_vectors.weight"][i] * values[i] for i in range(2)] + list(row[:, :-1])
+        logit = row[:, -1].sum() + values @ weights["dense_term.weights"][:, 0] + weights["dense_term.bias"][0]
+        logit = logit + sum((one * other).sum() for one, other in itertools.combinations(found, 2))
+        logits.append(logit + torch.cat(found) @ weights["deep.weight"][0] + weights["deep.bias"][0])
+    same(layer(dense, rows), torch.stack(logits).unsqueeze(1), rows)
+
+
+def crosses(kind: str) -> nn.Module:
+    return {
+        "vector": lambda: VectorCross(WIDTH),
+        "matrix": lambda: MatrixCross(WIDTH),
+        "low_rank": lambda: MatrixCross(WIDTH, 3),
+        "mixture": lambda: MixtureCross(WIDTH, 3, 2),
+    }[kind]()
+
+
+def crossed(kind: str, weights: dict[str, torch.Tensor], first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Of one sample, as the papers write it."""
+    if kind == "vector":
+        return first * (last @ weights["weight.weight"][0]) + weights["bias"] + last
+    up, bias = weights["up.weight"], weights["up.bias"]
+    if kind == "matrix":
+        return first * (up @ last + bias) + last
+    if kind == "low_rank":
+        return first * (up @ (weights["down.weight"] @ last) + bias) + last
+    gates = torch.softmax(weights["gates.weight"] @ last, 0)
+    experts = []
+    for number, inner in enumerate(weights["inner"]):
+        mine = slice(number * 3, number * 3 + 3)
+        hidden = torch.tanh(inner @ torch.tanh(weights["down.weight"][mine] @ last))
+        experts.append(first * (up[:, mine] @ hidden + bias))
+    return sum((gate * expert for gate, expert in zip(gates, experts, strict=True)), start=last)
+
+
+@pytest.mark.parametrize("kind", ["vector", "matrix", "low_rank", "mixture"])
+def test_crosses_are_the_papers(kind: str, vectors: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    network = CrossNetwork([fill(crosses(kind)), fill(crosses(kind))])
+    outputs = []
+    for first in vectors.flatten(1):
+        last = first
+        for layer in network.layers:
+            last = crossed(kind, dict(layer.named_parameters()), first, last)
+        outputs.append(last)
+    scale = torch.stack(outputs).detach().abs().max()
+    same(network(vectors.flatten(1)) / scale, torch.stack(outputs) / scale, vectors)
+
+
+def test_a_compressed_interaction_is_the_papers(vectors: torch.Tensor) -> None:
+    sizes = [3, 2]
+    layer = fill(CompressedInteraction(FEATURES, sizes))
+    sums, last = [], vectors
+    for linear, size in zip(layer.layers, sizes, strict=True):
+        weights = linear.weight.view(size, last.shape[1], FEATURES)
+        last = torch.stack(
+            [
+                sum(weights[h, i, j] * last[:, i] * vectors[:, j]
+                    for i in range(last.shape[1]) for j in range(FEATURES)) + linear.bias[h]
+                for h in range(size)
+            ],
+            dim=1,
+        )  # fmt: skip
+        sums.append(last.sum(2))
+    same(layer(vectors), torch.cat(sums, dim=1), vectors)
