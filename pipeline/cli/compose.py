@@ -6,6 +6,8 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -36,7 +38,6 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
         ConfigError: one line that names the key or option and the nearest valid one.
     """
     folders = config_folders(config_dir)
-    config_name = CONFIG_NAMES[job_type]
     parsed = _parse(overrides)
     load_plugins(_given_plugins(parsed))  # first, for what they register are options of groups and types of values
     groups = with_registered_models(group_options(folders))
@@ -46,9 +47,7 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     choices, values = _split_overrides(parsed, own_groups)
     _register_schemas(job_type, folders)
     try:
-        with initialize_config_dir(str(folders[0]), version_base="1.3", job_name=config_name):
-            searchpath = ["hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]"]
-            config = compose(config_name, [*searchpath, *choices])
+        config = _compose_choices(job_type, folders, choices)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain_composition(error, job_type, groups)) from None
     except ValueError as error:  # Hydra's own, for null where a YAML file overrides the group
@@ -64,6 +63,31 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
             f"plugins={missing[0]} comes from a YAML file, too late to load it; give plugins=[...] as an override"
         )
     return job
+
+
+def _compose_choices(job_type: type, folders: list[Path], choices: list[str]) -> DictConfig:
+    """What the YAML files make of the chosen options, interpolations unresolved; the caller's own copy.
+
+    Hydra takes half a second of CPU for it, so a process that composes many jobs (a notebook, a sweep, the tests) does
+    it once for the same choices, until a file of conf/ changes or a model is registered. An overlay is always read anew.
+    """
+    if len(folders) > 1:
+        return _compose_by_hydra(CONFIG_NAMES[job_type], folders, choices)
+    files = [(str(file), file.stat()) for pattern in ("*.yaml", "*/*.yaml") for file in folders[0].glob(pattern)]
+    written = frozenset((file, stat.st_ino, stat.st_mtime_ns, stat.st_size) for file, stat in files)
+    models = frozenset(components("model").items())
+    return deepcopy(_composed(job_type, folders[0], tuple(choices), written, models))
+
+
+@lru_cache(maxsize=64)
+def _composed(job_type: type, folder: Path, choices: tuple[str, ...], *_depends_on: frozenset[Any]) -> DictConfig:
+    return _compose_by_hydra(CONFIG_NAMES[job_type], [folder], list(choices))
+
+
+def _compose_by_hydra(config_name: str, folders: list[Path], choices: list[str]) -> DictConfig:
+    with initialize_config_dir(str(folders[0]), version_base="1.3", job_name=config_name):
+        searchpath = ["hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]"]
+        return compose(config_name, [*searchpath, *choices])
 
 
 def config_folders(config_dir: str | None = None) -> list[Path]:

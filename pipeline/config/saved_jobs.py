@@ -81,14 +81,9 @@ def load_saved_job(job_type: type[Job], path: str) -> Job:
 
 def instantiate(config: DictConfig, job_type: type[Job]) -> Job:
     try:
-        if missing := sorted(OmegaConf.missing_keys(config)):
-            raise ConfigError(_explain_missing(missing, CONFIG_NAMES[job_type]))
         job: Job = OmegaConf.to_object(config)  # type: ignore[assignment]
-    except InterpolationToMissingValueError as error:
-        key = str(error).splitlines()[0].rpartition(" ")[2]  # OmegaConf names the missing key in its text alone
-        raise ConfigError(_explain_missing([key], CONFIG_NAMES[job_type])) from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {first_line(error)}") from None
+        raise ConfigError(_explain_no_object(config, job_type, error)) from None
     model = getattr(job, "model", None)
     models = components("model")
     if model is not None and models.get(model.kind) is not type(model):
@@ -97,6 +92,19 @@ def instantiate(config: DictConfig, job_type: type[Job]) -> Job:
             f"choose it by model=<option>{did_you_mean(model.kind, models)}"
         )
     return job
+
+
+def _explain_no_object(config: DictConfig, job_type: type, error: OmegaConfBaseException) -> str:
+    """All keys that have no value, else what OmegaConf says of the first that has a wrong one."""
+    try:
+        if missing := sorted(OmegaConf.missing_keys(config)):
+            return _explain_missing(missing, CONFIG_NAMES[job_type])
+    except OmegaConfBaseException as first:  # an interpolation that leads nowhere
+        error = first
+    if isinstance(error, InterpolationToMissingValueError):
+        key = str(error).splitlines()[0].rpartition(" ")[2]  # OmegaConf names the missing key in its text alone
+        return _explain_missing([key], CONFIG_NAMES[job_type])
+    return f"{error.full_key}: {first_line(error)}"
 
 
 def _explain_missing(keys: list[str], config_name: str) -> str:

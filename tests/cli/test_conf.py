@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import DictConfig
 
+from pipeline.cli import compose
 from pipeline.cli.command_line import load_config
 from pipeline.cli.compose import group_options
 from pipeline.config.data import check_batch_geometry
@@ -29,7 +32,6 @@ from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = group_options([CONF])
-OPTIONS = [(group, option) for group in GROUPS if group != "experiment" for option in GROUPS[group]]
 
 # mlcommons/training, recommendation_v2/torchrec_dlrm/README.MD
 MLPERF_ROWS = [
@@ -74,30 +76,45 @@ def test_every_experiment_begins_with_the_command_that_runs_it(experiment: str) 
     assert command == f"# python -m pipeline.train experiment={experiment}"
 
 
-# A job that has a group, with what it wants besides.
+# The groups that a train job lacks, or that want more words, with a job that has them.
+WANTED = {
+    RetrainJob: ["data=quickstart", "source=x"],
+    ExportJob: ["run=x"],
+    ServeJob: ["artifact=x"],
+    PrepareJob: ["data=quickstart", "source=x", "vocabularies.path=y"],
+    TrainJob: ["data.name=mine", "warm_start.run=x"],
+}
 JOB_OF = {
-    **{group: (RetrainJob, ["data=quickstart", "source=x"]) for group in ("windows", "growth", "checks", "gate", "registry")},
-    **{group: (ExportJob, ["run=x"]) for group in ("pruning", "parity")},
-    **{group: (ServeJob, ["artifact=x"]) for group in ("ssd", "server", "batching", "limits")},
-    "vocabularies": (PrepareJob, ["data=quickstart", "source=x", "vocabularies.path=y"]),
-    "warm_start": (TrainJob, ["data=quickstart", "warm_start.run=x"]),
-    "data": (TrainJob, ["data.name=mine"]),
+    **dict.fromkeys(("windows", "growth", "checks", "gate", "registry"), RetrainJob),
+    **dict.fromkeys(("pruning", "parity"), ExportJob),
+    **dict.fromkeys(("ssd", "server", "batching", "limits"), ServeJob),
+    "vocabularies": PrepareJob,
 }  # fmt: skip
 
 
-# Every third by default: the test of values (tests/config) reads every file, and composing takes a third of a second.
-@pytest.mark.parametrize(
-    ("group", "option"),
-    [pytest.param(*chosen, marks=[pytest.mark.campaign] if index % 3 else []) for index, chosen in enumerate(OPTIONS)],
-)
-def test_every_option_of_every_group_composes(group: str, option: str) -> None:
-    job_type, words = JOB_OF.get(group, (TrainJob, ["data=criteo_kaggle"]))
-    job = load_config(job_type, [*words, f"{group}={option}"])
+def _choices() -> list[tuple[type, dict[str, str]]]:
+    """Options of all groups of a job at once, for composing takes a third of a second; each option is in one of them."""
+    groups: dict[type, dict[str, list[str]]] = {}
+    for group, options in GROUPS.items():
+        if group != "experiment":  # it chooses options of other groups; each has a test
+            groups.setdefault(JOB_OF.get(group, TrainJob), {})[group] = options
+    return [
+        (job, {group: options[index % len(options)] for group, options in own.items()})
+        for job, own in groups.items()
+        for index in range(max(map(len, own.values())))
+    ]
+
+
+@pytest.mark.parametrize(("job_type", "chosen"), _choices())
+def test_every_option_of_every_group_composes(job_type: type, chosen: dict[str, str]) -> None:
+    words = [f"{group}={option}" for group, option in chosen.items()]
+    job = load_config(job_type, [*WANTED[job_type], *words])
     assert isinstance(job, job_type)
-    stated = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
-    part = job if group == "debug" else getattr(job, group)
-    for key in set(stated or {}) - {"defaults"}:
-        assert key in part if isinstance(part, dict) else hasattr(part, key)
+    for group, option in chosen.items():
+        stated = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
+        part = job if group == "debug" else getattr(job, group)
+        for key in set(stated or {}) - {"defaults"}:
+            assert key in part if isinstance(part, dict) else hasattr(part, key)
 
 
 @pytest.mark.parametrize("data", [option for option in GROUPS["data"] if option != "default"])
@@ -109,6 +126,30 @@ def test_every_data_set_prepares(data: str) -> None:
 def test_the_other_verbs_compose() -> None:
     assert load_config(GenerateJob, ["data=quickstart"]).output == "datasets/raw/quickstart.tsv"
     assert load_config(EvaluateJob, ["run=runs/quickstart"]).split == "test"
+
+
+def test_the_same_choices_are_composed_once_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = Path(shutil.copytree(CONF, tmp_path / "conf"))
+    composed: list[list[str]] = []
+
+    def compose_by_hydra(name: str, folders: list[Path], choices: list[str]) -> DictConfig:
+        composed.append(choices)
+        return by_hydra(name, folders, choices)
+
+    by_hydra = compose._compose_by_hydra
+    monkeypatch.setattr(compose, "_compose_by_hydra", compose_by_hydra)
+    monkeypatch.setattr(compose, "config_folders", lambda config_dir: [conf])
+    first = load_config(TrainJob, ["experiment=quickstart", "trainer.seed=7", "tables.cat_1.embedding_dim=8"])
+    first.tables.clear()
+    second = load_config(TrainJob, ["experiment=quickstart"])
+    assert (second.trainer.seed, list(second.tables)) == (0, ["default"])
+    assert load_config(PlanJob, ["experiment=quickstart"]).name == "quickstart"
+    assert composed == [["experiment=quickstart"]] * 2  # of a train job, and of a plan job
+    file = conf / "experiment" / "quickstart.yaml"
+    file.write_text(file.read_text().replace("name: quickstart", "name: another"))
+    assert load_config(TrainJob, ["experiment=quickstart"]).name == "another"
 
 
 def test_one_key_moves_every_folder() -> None:
