@@ -9,6 +9,7 @@ import ast
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -23,6 +24,7 @@ MOST_LINES_OF_A_FUNCTION = 60
 MOST_PARAMETERS = 10
 
 
+@cache
 def modules() -> dict[str, Path]:
     files = [file for top in ("pipeline", "launch") for file in (REPOSITORY / top).rglob("*.py")]
     return {".".join(file.relative_to(REPOSITORY).with_suffix("").parts): file for file in files}
@@ -40,26 +42,34 @@ def room_of(module: str) -> str | None:
     )
 
 
-def imported(file: Path) -> Iterator[str]:
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """All nodes of a file, the module first; parsed once for all tests."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
+@cache
+def imported(file: Path) -> list[str]:
     """Full names of what a file imports, in functions too; what only a type checker imports does not count."""
-    tree = ast.parse(file.read_text())
     for_types = {
         inner
-        for node in ast.walk(tree)
+        for node in nodes_of(file)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         for statement in node.body
         for inner in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    names: list[str] = []
+    for node in nodes_of(file):
         if node in for_types:
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
+    return names
 
 
+@cache
 def arrows() -> Counter[tuple[str, str]]:
     """(room, room that it imports) -> number of modules that do."""
     counted: Counter[tuple[str, str]] = Counter()
@@ -84,10 +94,10 @@ def floors() -> int:
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, list[str]]]:
     """(place, definition, lines of its file) of every function of the package."""
     for module, file in modules().items():
-        text = file.read_text()
-        for node in ast.walk(ast.parse(text)):
+        lines = file.read_text().splitlines()
+        for node in nodes_of(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{module}:{node.lineno} {node.name}", node, text.splitlines()
+                yield f"{module}:{node.lineno} {node.name}", node, lines
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:
@@ -110,7 +120,7 @@ def test_no_docstring_reads_as_a_riddle() -> None:
     """ "Turn X into Y" stood above 208 of 268 modules and told a newcomer nothing."""
     found = []
     for module, file in modules().items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file):
             documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             if documented and (ast.get_docstring(node) or "").startswith("Turn "):
                 found.append(f"{module}: {getattr(node, 'name', 'module')}")
@@ -183,10 +193,9 @@ def _is_private(place: str) -> bool:
     """Of a class with an underscore, or inside a function: nobody else calls it."""
     module, _, rest = place.partition(":")
     line = int(rest.split()[0])
-    tree = ast.parse(modules()[module].read_text())
     around = [
         node
-        for node in ast.walk(tree)
+        for node in nodes_of(modules()[module])
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and node.lineno < line <= (node.end_lineno or 0)
     ]

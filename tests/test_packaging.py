@@ -130,8 +130,18 @@ def test_an_installed_wheel_finds_the_plans_that_it_ships(python: Path, elsewher
 def test_torchx_finds_our_components_beside_its_own_and_submits_only_what_composes(
     python: Path, elsewhere: Path
 ) -> None:
-    torchx = ("-c", "import sys; from torchx.cli.main import main; main(sys.argv[1:])")
-    listed = _run(python, elsewhere, *torchx, "builtins").stdout
+    run = ["run", "-s", "local_cwd", "--dryrun", "pipeline.train", "-j", "1x2", "--", "experiment=quickstart",
+           "data.path=../data"]  # fmt: skip
+    code = (  # one process for all, for TorchX takes a second to load
+        "import sys\nfrom torchx.cli.main import main\n"
+        f"for words in (['builtins'], {run!r}, {[*run, 'trainer.sed=1']!r}):\n"
+        "    try:\n        main(words)\n"
+        "    except SystemExit as stop:\n        print('ended with', stop.code)\n"
+        "    print('=' * 9, flush=True)\n"
+    )
+    done = _run(python, elsewhere, "-c", code)
+    assert done.returncode == 0, done.stderr
+    listed, shown, refused, _ = done.stdout.split("=" * 9 + "\n")
     for component in (
         "pipeline.train",
         "pipeline.prepare",
@@ -141,13 +151,9 @@ def test_torchx_finds_our_components_beside_its_own_and_submits_only_what_compos
         "utils.sh",
     ):
         assert component in listed
-    run = (*torchx, "run", "-s", "local_cwd", "--dryrun", "pipeline.train", "-j", "1x2", "--", "experiment=quickstart")
-    shown = _run(python, elsewhere, *run, "data.path=../data")
-    assert shown.returncode == 0, shown.stderr
-    assert "pipeline.agent" in shown.stdout and "pipeline.train" in shown.stdout
-    refused = _run(python, elsewhere, *run, "data.path=../data", "trainer.sed=1")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == "error: unknown key 'trainer.sed'; did you mean 'trainer.seed'?\n"
+    assert "pipeline.agent" in shown and "pipeline.train" in shown and "ended with" not in shown
+    assert refused == "ended with 2\n"
+    assert done.stderr == "error: unknown key 'trainer.sed'; did you mean 'trainer.seed'?\n"
 
 
 def test_a_copied_job_folder_uses_its_own_conf(elsewhere: Path) -> None:

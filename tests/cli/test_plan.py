@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.cli.plan import check, describe, diff, main, plan, show, train_command
+from pipeline.cli.plan import PlanSummary, check, describe, diff, main, plan, show, train_command
 from pipeline.config.data import ColumnsConfig, DataConfig, IdsConfig
 from pipeline.config.jobs import PlanJob, TrainJob
 from pipeline.config.planner import PlannerConfig
@@ -26,23 +26,41 @@ from tests.support.datasets import described_dataset
 from tests.support.messages import mentions, names
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> PlanJob:
-    """Criteo Kaggle's shape for 64 ranks of absent hardware, from dataset.json alone."""
+def _job(folder: Path) -> PlanJob:
+    """Criteo Kaggle's shape for 16 ranks of absent hardware, from dataset.json alone."""
     dataset = described_dataset(
         {f"cat_{index}": rows for index, rows in enumerate(KAGGLE_ROWS)}, num_dense=13, num_rows=100_000
     )
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "dataset.json").write_text(dataset.to_json())
+    (folder / "data").mkdir()
+    (folder / "data" / "dataset.json").write_text(dataset.to_json())
     return PlanJob(
         name="kaggle",
         world_size=16,
-        data=DataConfig(name="kaggle", path=str(tmp_path / "data")),
+        data=DataConfig(name="kaggle", path=str(folder / "data")),
         model=DLRMConfig(),
-        planner=PlannerConfig(kind="torchrec", plan_file=str(tmp_path / "plan.json")),
+        planner=PlannerConfig(kind="torchrec", plan_file=str(folder / "plan.json")),
         hardware=preset("h100_80gb"),
         trainer=TrainerConfig(global_batch_size=65536),
     )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> PlanJob:
+    return _job(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> PlanSummary:
+    """What planning the job came to: planning costs seconds. Copy its file before changing it."""
+    return plan(_job(tmp_path_factory.mktemp("planned")))
+
+
+@pytest.fixture(scope="module")
+def plan_files(planned: PlanSummary, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two plans of one job, for 16 and for 8 ranks."""
+    job = _job(tmp_path_factory.mktemp("other"))
+    job.world_size = 8
+    return planned.plan_file, plan(job).plan_file
 
 
 def _run(words: list[str]) -> None:
@@ -51,27 +69,25 @@ def _run(words: list[str]) -> None:
         main()
 
 
-def test_a_laptop_plans_for_absent_gpus(job: PlanJob) -> None:
-    summary = plan(job)
-    record = read_plan(job.planner.plan_file)
-    assert (summary.world_size, summary.local_world_size, len(record.ranks)) == (16, 8, 16)
+def test_a_laptop_plans_for_absent_gpus(planned: PlanSummary) -> None:
+    record = read_plan(planned.plan_file)
+    assert (planned.world_size, planned.local_world_size, len(record.ranks)) == (16, 8, 16)
     assert list(record.plan.plan) == ["model.sparse_arch.embedding_bag_collection"]  # as in training
     assert [choice.num_embeddings for choice in record.tables] == KAGGLE_ROWS
     assert record.fingerprint["batch_size"] == 4096
     assert record.usable_hbm_bytes < 0.85 * 79 * 2**30  # the dense part has its share
-    text = describe(summary)
+    text = describe(planned)
     assert all(f"cat_{index} " in text for index in range(26))
-    assert mentions(text, f"{job.planner.plan_file} 16 h100_80gb")
-    page = job.planner.plan_file.replace(".json", ".html")
+    assert mentions(text, f"{planned.plan_file} 16 h100_80gb")
+    page = planned.plan_file.replace(".json", ".html")
     assert mentions(text, f"{page}") and mentions(Path(page).read_text(), "16 h100_80gb</title>")
 
 
-def test_planning_from_the_file_shows_it_again_and_refuses_another_job(job: PlanJob) -> None:
-    shown = plan(job).explanation
-    job.planner.kind = "file"
+def test_planning_from_the_file_shows_it_again_and_refuses_another_job(job: PlanJob, planned: PlanSummary) -> None:
+    job.planner = PlannerConfig(kind="file", plan_file=planned.plan_file)
     again = plan(job)
-    assert (again.explanation, again.page) == (shown, None)
-    assert shown in show(job.planner.plan_file)
+    assert (again.explanation, again.page) == (planned.explanation, None)
+    assert planned.explanation in show(planned.plan_file)
     job.trainer.global_batch_size = 32768
     with pytest.raises(PlanError, match=names("batch_size 4096 2048")):
         plan(job)
@@ -83,30 +99,27 @@ def test_a_batch_that_does_not_divide_is_refused(job: PlanJob) -> None:
         plan(job)
 
 
-def test_the_next_command_trains_with_the_plan(job: PlanJob) -> None:
-    summary = plan(job)
+def test_the_next_command_trains_with_the_plan(planned: PlanSummary) -> None:
     overrides = ["experiment=kaggle", "hardware=h100_80gb", "world_size=16", "planner=torchrec", "run_dir=a b"]
-    assert train_command(summary, overrides) == (
+    assert train_command(planned, overrides) == (
         "torchx run -s <scheduler> pipeline.train -j 2x8 -- "
         "experiment=kaggle hardware=h100_80gb world_size=16 'run_dir=a b' planner=file"
     )
-    host = replace(summary, world_size=8)
+    host = replace(planned, world_size=8)
     assert train_command(host, []) == "torchx run -s local_cwd pipeline.train -j 1x8 -- planner=file"
-    one = replace(summary, world_size=1, local_world_size=1)
+    one = replace(planned, world_size=1, local_world_size=1)
     assert train_command(one, ["experiment=kaggle"]) == "python -m pipeline.train experiment=kaggle planner=file"
 
 
 def test_a_plan_is_made_without_the_data_where_tables_say_their_rows(
-    job: PlanJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: PlanJob, planned: PlanSummary, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan(job)
-    from_data = read_plan(job.planner.plan_file)
     shutil.rmtree(job.data.path)
     job.tables = {f"cat_{index}": TableConfig(num_embeddings=rows) for index, rows in enumerate(KAGGLE_ROWS)}
     with caplog.at_level(logging.INFO, logger="pipeline"):
         plan(job)
     assert mentions(caplog.text, f"{job.data.path} 26 26")
-    assert read_plan(job.planner.plan_file) == from_data
+    assert read_plan(job.planner.plan_file) == read_plan(planned.plan_file)
     train = TrainJob(**vars(job))
     with pytest.raises(TrainingError, match=names("dataset.json")):
         validate_job(train, 16)
@@ -163,46 +176,35 @@ def test_a_plan_is_checked_against_a_job(job: PlanJob) -> None:
     assert line.startswith("it puts ") and "GiB is left beside the dense part" in line
 
 
-@pytest.fixture
-def plan_files(job: PlanJob, tmp_path: Path) -> tuple[str, str]:
-    """Two plans of one job, for 16 and for 8 ranks."""
-    plan(job)
-    other = str(tmp_path / "other.json")
-    job.world_size, job.planner.plan_file = 8, other
-    plan(job)
-    return str(tmp_path / "plan.json"), other
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "pipeline.plan", *words], capture_output=True, text=True)
-
-
-def test_plan_files_are_shown_and_compared_without_torch(plan_files: tuple[str, str]) -> None:
-    done = run("show", plan_files[0])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert mentions(done.stdout, "26 16 h100_80gb 4096")
-    assert done.stdout == show(plan_files[0]) + "\n"
-    done = run("diff", *plan_files)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "topology.world_size: 16" in done.stdout
-    assert done.stdout == diff(*plan_files) + "\n"
+def test_plan_files_are_shown_and_compared_without_torch(
+    plan_files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run(["show", plan_files[0]])
+    shown = capsys.readouterr().out
+    assert mentions(shown, "26 16 h100_80gb 4096") and shown == show(plan_files[0]) + "\n"
+    _run(["diff", *plan_files])
+    moved = capsys.readouterr().out
+    assert "topology.world_size: 16" in moved and moved == diff(*plan_files) + "\n"
     code = (
-        "import sys\nfrom pipeline.cli.plan import diff, show\n"
-        f"show({plan_files[0]!r}), diff({plan_files[0]!r}, {plan_files[1]!r})\n"
+        "import sys\nfrom pipeline.cli.plan import main\n"
+        f"for words in (['show', {plan_files[0]!r}], ['diff', *{plan_files!r}]):\n    sys.argv = ['plan', *words]\n    main()\n"
         "assert not {'torch', 'torchrec', 'numpy'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", shown + moved)
 
 
-def test_check_exits_with_0_or_1(plan_files: tuple[str, str], tmp_path: Path) -> None:
-    job = ["data=criteo_kaggle", "name=kaggle", f"data.path={tmp_path / 'data'}", "tables.default.embedding_dim=64",
-           "trainer.global_batch_size=65536", "hardware=h100_80gb"]  # fmt: skip
-    done = run("check", plan_files[1], *job, "world_size=8")
-    assert (done.returncode, done.stdout) == (0, f"{plan_files[1]} holds for this job\n"), done.stderr
-    done = run("check", plan_files[0], *job, "world_size=8")
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[0] == f"{plan_files[0]} does not hold for this job:"
-    assert mentions(done.stdout.splitlines(), "topology.world_size 16")
+def test_check_exits_with_0_or_1(plan_files: tuple[str, str], job: PlanJob, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data=criteo_kaggle", "name=kaggle", f"data.path={job.data.path}", "tables.default.embedding_dim=64",
+             "trainer.global_batch_size=65536", "hardware=h100_80gb", "world_size=8"]  # fmt: skip
+    _run(["check", plan_files[1], *words])
+    assert capsys.readouterr().out == f"{plan_files[1]} holds for this job\n"
+    with pytest.raises(SystemExit) as ended:
+        _run(["check", plan_files[0], *words])
+    told = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert told.splitlines()[0] == f"{plan_files[0]} does not hold for this job:"
+    assert mentions(told.splitlines(), "topology.world_size 16")
 
 
 @pytest.mark.parametrize(
@@ -228,9 +230,11 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(
     assert caught.value.code == 2 and mentions(told, error) and len(told.splitlines()) == 1
 
 
-def test_damaged_plan_files_are_one_line_too(plan_files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    content = json.loads(Path(plan_files[0]).read_text())
-    path = Path(plan_files[1])
+def test_damaged_plan_files_are_one_line_too(
+    planned: PlanSummary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(Path(planned.plan_file).read_text())
+    path = tmp_path / "damaged.json"
     for damaged, error in (
         (b"\x80binary", "plan file"),
         (b"[]", "plan file"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,8 +109,8 @@ def test_a_word_too_many_names_what_the_command_takes() -> None:
         read_words(["exprot", "runs/q"], checkpoints.COMMANDS, "list")
 
 
-def test_checkpoints_takes_a_config_dir_in_two_words(tmp_path: Path) -> None:
+def test_checkpoints_takes_a_config_dir_in_two_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Once the folder was taken for a run, and the run for a word too many."""
-    command = [sys.executable, "-m", "pipeline", "checkpoints", "--config-dir", str(tmp_path), "runs/absent"]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2 and "runs/absent/checkpoints" in ended.stderr
+    with pytest.raises(SystemExit) as stop:
+        top.main(["checkpoints", "--config-dir", str(tmp_path), "runs/absent"])
+    assert stop.value.code == 2 and "runs/absent/checkpoints" in capsys.readouterr().err

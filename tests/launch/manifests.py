@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
-import jsonschema
 import kubernetes_validate
 import yaml
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
 
 from tests.launch.crds import JOB_SET, VOLCANO_JOB
 
@@ -46,9 +48,9 @@ def validate(manifest: Manifest) -> None:
     """Raises for what the schemas refuse, or what only a server would."""
     group = manifest["apiVersion"].partition("/")[0]
     if group == "batch.volcano.sh":
-        jsonschema.validate(manifest, VOLCANO_JOB)
+        _validator("volcano").validate(manifest)
     elif group == "jobset.x-k8s.io":
-        jsonschema.validate(manifest, JOB_SET)
+        _validator("jobset").validate(manifest)
         for each in manifest["spec"]["replicatedJobs"]:
             _against_releases(
                 {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **each["template"]}
@@ -58,6 +60,15 @@ def validate(manifest: Manifest) -> None:
     for template in pod_templates(manifest):
         _against_releases(as_pod(template))
     _beyond_schemas(manifest)
+
+
+@cache
+def _validator(kind: str) -> Validator:
+    """Of a kind that is no part of Kubernetes; its schema is checked once."""
+    schema = {"volcano": VOLCANO_JOB, "jobset": JOB_SET}[kind]
+    made = validator_for(schema)
+    made.check_schema(schema)
+    return made(schema)
 
 
 def _against_releases(manifest: Manifest) -> None:

@@ -14,7 +14,8 @@ def test_the_example_trains_by_its_command(prepared_clicks: str, tmp_path: Path)
     lines = EXAMPLE.read_text().splitlines()
     assert len(lines) <= 40
     command = next(line.strip() for line in lines if " train " in line).removeprefix("python -m ").split()
-    small = ["hardware=cpu", "trainer.global_batch_size=256", "trainer.max_steps=30", "tables.default.embedding_dim=8"]
+    small = ["hardware=cpu", "trainer.global_batch_size=256", "trainer.max_steps=3", "tables.default.embedding_dim=8",
+             "trainer.evaluate_batch_size=512", "trainer.evaluate_max_batches=1"]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", *command, *small, f"data.path={prepared_clicks}", f"run_dir={tmp_path}/run"],
         cwd=REPOSITORY, capture_output=True, text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_a_component_is_one_file_of_a_plugin_and_none_of_the_package(kind: str) 
     assert not [file for file in (REPOSITORY / "conf").rglob("*.yaml") if name in file.read_text().split()]
 
 
+@cache
 def _words(file: Path) -> set[str]:
     """The texts in a file's code."""
     return {str(node.value) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
