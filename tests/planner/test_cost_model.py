@@ -67,8 +67,15 @@ def with_ssd(hardware: Hardware, gb_per_s: float) -> Hardware:
     return replace(hardware, ssd_cap_bytes=1000 << 30, ssd_gb_per_s=gb_per_s)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
-@pytest.mark.parametrize(("preset", "world_size"), [("h100_80gb", 16), ("h100_80gb", 64), ("a100_80gb", 8), ("cpu", 4)])
+# Each hardware and each precision by default, all pairs as a campaign.
+DEFAULT = [("h100_80gb", 16, "fp32"), ("h100_80gb", 64, "int8"), ("a100_80gb", 8, "fp16"), ("cpu", 4, "int8")]
+PAIRS = [(name, size, precision) for name, size, _ in DEFAULT for precision in ("fp32", "fp16", "int8")]
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size", "precision"),
+    [pytest.param(*pair, marks=[] if pair in DEFAULT else [pytest.mark.campaign]) for pair in PAIRS],
+)
 def test_without_the_corrections_all_is_as_torchrec_estimates(preset: str, world_size: int, precision: str) -> None:
     tables = make_tables([101, 70_001, 3], 256, [3, 1, 20]) + make_tables([500], 64, [2], data_type="fp16")
     tables[-1] = replace(tables[-1], name="small", feature_names=["small"], pooling_factors=[0.3])

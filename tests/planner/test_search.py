@@ -92,9 +92,16 @@ def best_by_brute_force(problem: SearchProblem, objective: str) -> float:
     return best
 
 
+def seeds(few: int, count: int) -> list[object]:
+    """`few` by default, the others as a campaign."""
+    return [pytest.param(seed, marks=[] if seed < few else [pytest.mark.campaign]) for seed in range(count)]
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize(("num_phases", "latency"), [(4, 0.0), (5, 0.0), (5, 3.0)])
+@pytest.mark.parametrize("seed", seeds(4, 12))  # each tightness once, on hosts of one rank and of two
+@pytest.mark.parametrize(
+    ("num_phases", "latency"), [pytest.param(4, 0.0, marks=pytest.mark.campaign), (5, 0.0), (5, 3.0)]
+)
 def test_four_tables_on_two_ranks_are_placed_as_well_as_brute_force_does(
     num_phases: int, latency: float, seed: int, objective: str
 ) -> None:
@@ -114,14 +121,14 @@ def test_four_tables_on_two_ranks_are_placed_as_well_as_brute_force_does(
 def test_brute_force_meets_both_feasible_and_infeasible_problems() -> None:
     """Else the test above would show one half only."""
     best = [
-        best_by_brute_force(draw_problem(seed, 4, 2, 2 - seed % 2, 1.0 + seed % 4 / 4), "max_rank")
-        for seed in range(12)
+        best_by_brute_force(draw_problem(seed, 4, 2, 2 - seed % 2, 1.0 + seed % 4 / 4, num_phases=5), "max_rank")
+        for seed in range(4)
     ]
-    assert 0 < sum(value == np.inf for value in best) < 12
+    assert 0 < sum(value == np.inf for value in best) < 4
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 @pytest.mark.parametrize("latency", [0.0, 2.0])
 def test_every_method_bounds_or_attains_the_optimum(latency: float, seed: int, objective: str) -> None:
     """Each on its own: the relaxation is below, proposals are above, the integer program is there."""
@@ -138,7 +145,7 @@ def test_every_method_bounds_or_attains_the_optimum(latency: float, seed: int, o
 
 
 def test_options_left_out_never_hold_the_optimum() -> None:
-    for seed in range(12):
+    for seed in range(6):
         problem = draw_problem(seed, 3, 2, 2, tightness=2.0, num_options=5, latency=seed % 3)
         kept = worth_trying(problem)
         for objective in OBJECTIVES:
@@ -245,8 +252,9 @@ def test_a_seed_gives_one_result() -> None:
 
 def test_a_warm_start_is_never_lost() -> None:
     problem = draw_problem(11, 12, 4, 2, tightness=2.0)
-    best = search(problem, replace(QUICK, exact_work=100_000))
+    best = search(problem, replace(QUICK, exact_variables=0))
     lazy = SearchConfig(local_steps=(), exact_variables=0, proposal_placements=1)
+    assert search(problem, lazy).score.critical_path_ms > best.score.critical_path_ms
     result = search(problem, lazy, warm_starts=[best.assignment])
     assert result.score.critical_path_ms <= best.score.critical_path_ms
 

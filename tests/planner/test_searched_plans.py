@@ -73,6 +73,7 @@ def test_a_searched_plan_is_never_worse_than_torchrecs(make) -> None:  # type: i
         assert getattr(objective_found, f"{objective}_ms") <= getattr(by_torchrec, f"{objective}_ms") * (1 + 1e-9)
         assert objective_found.lower_bound_ms is not None and objective_found.gap is not None
         assert objective_found.gap <= 2e-4  # proven the best
+        assert "at most 0.0 % above the best possible" in explain(record)
         assert objective_found.lower_bound_ms <= getattr(objective_found, f"{objective}_ms")
         # The walk over TorchRec's proposals ends where TorchRec itself does.
         assert record.torchrec_objective is not None
@@ -80,6 +81,7 @@ def test_a_searched_plan_is_never_worse_than_torchrecs(make) -> None:  # type: i
         assert record.torchrec_objective.critical_path_ms == pytest.approx(by_torchrec.critical_path_ms, rel=1e-9)
 
 
+@pytest.mark.campaign
 def test_dlrmv2_on_sixteen_h100_is_planned_at_its_proven_optimum() -> None:
     """TorchRec's planner ends at 2.191 by the same costs."""
     record = searched(dlrmv2_request, "max_rank")
@@ -131,11 +133,10 @@ def test_a_tables_own_limits_are_kept_by_the_search() -> None:
 
 
 def test_tables_that_fit_nowhere_are_told_as_by_torchrecs_planner() -> None:
-    largest = sorted(DLRMV2_ROWS, reverse=True)[:8]
-    asked = request(make_tables(largest, 128), on("a100_40gb", 2, ddr_cap_gb=20.0), "adagrad")
+    asked = request(make_tables([40_000_000] * 2, 128), on("a100_40gb", 1, ddr_cap_gb=20.0), "adagrad")
     texts = []
     for config in (SEARCH, TORCHREC):
-        with pytest.raises(PlanError, match=names("8")) as caught:
+        with pytest.raises(PlanError, match=names("2")) as caught:
             make_plan(config, asked)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]

@@ -153,7 +153,7 @@ def loose(rows: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("history", "num_seeds"),
-    [pytest.param(SMALL, 1, id="1 seed"), pytest.param(EQUAL, 20, id="20 seeds", marks=campaign)],
+    [pytest.param(SMALL, 1, id="1 seed", marks=campaign), pytest.param(EQUAL, 20, id="20 seeds", marks=campaign)],
     indirect=["history"],
 )
 def test_a_challenger_of_the_same_data_is_promoted(
