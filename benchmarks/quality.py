@@ -1,0 +1,255 @@
+"""Measure the quality of the models beside FuxiCTR's, on the same files, in the same run:
+
+    python -m benchmarks.quality --data FOLDER [...] --fuxictr PYTHON SOURCE [--models DeepFM ...] [--seeds 3] --output quality.jsonl
+
+A data folder holds train.csv, valid.csv and test.csv with a header, and spec.json: the columns and what both sides share
+(SPEC below has the fields). `--criteo TRAIN_TXT FOLDER` makes such a folder of the first rows of Criteo Kaggle's train.txt.
+PYTHON is an interpreter that FuxiCTR (PyPI fuxictr 2.3) is installed in, SOURCE a checkout of its repository, whose
+model_zoo is not on PyPI.
+
+Both sides get one thread, Adam at the same rate, the same batch size, dimension, layers and L2 of tables; an evaluation an epoch,
+a tenth of the rate when validation AUC does not improve, an end after two such epochs, and the best epoch's weights on
+test. Each side has a process of its own for each model and seed, in turns. The output has a line a run; a run that it
+already holds is not repeated. `samples_per_cpu_s` counts the process's own CPU time, for a machine that others use too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+# FuxiCTR's name, what its constructor is told beside the shared settings -> this package's kind, and its overrides.
+# The layer sizes are FuxiCTR's own defaults: three layers of 64, two attention layers of one head, and so on.
+HIDDEN = [64, 64, 64]
+MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "LR": ({}, "logistic_regression", []),
+    "FM": ({}, "fm", []),
+    "DeepFM": ({"hidden_units": HIDDEN}, "deepfm", ["model.hidden_layer_sizes=[64,64,64]"]),
+    "DCNv2": ({"parallel_dnn_hidden_units": HIDDEN}, "dcnv2", ["model.hidden_layer_sizes=[64,64,64]"]),
+    "DLRM": (
+        {"top_mlp_units": HIDDEN, "bottom_mlp_units": HIDDEN},
+        "dlrm",
+        ["model.over_arch_layer_sizes=[64,64,64,1]"],
+    ),
+    "AutoInt": ({"dnn_hidden_units": HIDDEN}, "autoint", ["model.hidden_layer_sizes=[64,64,64]"]),
+    "xDeepFM": ({"dnn_hidden_units": HIDDEN}, "xdeepfm", ["model.hidden_layer_sizes=[64,64,64]"]),
+    "MaskNet": ({"dnn_hidden_units": HIDDEN}, "masknet", ["model.hidden_layer_sizes=[64,64,64]"]),
+    "FinalMLP": ({"mlp1_hidden_units": HIDDEN, "mlp2_hidden_units": HIDDEN}, "finalmlp", []),
+}
+DEEP = ("DeepFM", "DCNv2", "DLRM", "AutoInt", "xDeepFM", "MaskNet", "FinalMLP")
+SPEC: dict[str, Any] = {
+    "name": "", "label": "click", "categorical": [], "sequences": [], "numeric": [],
+    "sequence_length": 6, "min_count": 1,  # ids seen less often in train share a row
+    "lr": 1e-3, "dim": 16, "l2": 1e-3, "batch_size": 1024, "epochs": 30,
+    "overrides": [],  # of this package alone, for the data set
+}  # fmt: skip
+OURS, THEIRS = "ours", "FuxiCTR"
+
+
+def load_spec(folder: Path) -> dict[str, Any]:
+    spec = {**SPEC, **json.loads((folder / "spec.json").read_text())}
+    spec["name"] = spec["name"] or folder.name
+    return spec
+
+
+def make_criteo(raw: Path, folder: Path, seed: int = 2026) -> None:
+    """Rows of train.txt at random 7:1:2; an integer x > 2 as floor(log(x)^2), as the winners of 2014 and Criteo_x4 have it."""
+    names = [*(f"I{number}" for number in range(1, 14)), *(f"C{number}" for number in range(1, 27))]
+    with raw.open(encoding="utf-8") as file:
+        rows = [line.rstrip("\n").split("\t") for line in file]
+    random.Random(seed).shuffle(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    cuts = {"train.csv": (0, 7), "valid.csv": (7, 8), "test.csv": (8, 10)}
+    for name, (begin, end) in cuts.items():
+        with (folder / name).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["label", *names])
+            for row in rows[len(rows) * begin // 10 : len(rows) * end // 10]:
+                integers = [math.floor(math.log(int(x)) ** 2) if x and int(x) > 2 else x for x in row[1:14]]
+                writer.writerow([row[0], *(value if value != "" else "missing" for value in [*integers, *row[14:]])])
+    spec = {"name": folder.name, "label": "label", "categorical": names, "min_count": 2, "batch_size": 256}
+    (folder / "spec.json").write_text(json.dumps(spec, indent=1) + "\n")
+
+
+def count_rows(path: Path) -> int:
+    with path.open(encoding="utf-8") as file:
+        return sum(1 for _ in file) - 1
+
+
+def run(command: Sequence[str], folder: Path) -> str:
+    """Its standard output. Raises RuntimeError with its last lines where it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if command[0] == sys.executable:
+        environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
+
+
+def run_fuxictr(job: dict[str, Any], python: str, source: str) -> dict[str, Any]:
+    work = Path(job["work"])
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "job.json").write_text(json.dumps(job))
+    script = Path(__file__).with_name("quality_fuxictr.py")
+    out = run([python, str(script), "--source", source, "--job", str(work / "job.json")], work)
+    line = next(line for line in out.splitlines() if line.startswith("RESULT "))
+    result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return result
+
+
+def prepare(job: dict[str, Any]) -> None:
+    spec, work, data = job["spec"], Path(job["work"]), Path(job["data"])
+    if (work / "datasets" / spec["name"] / "dataset.json").exists():
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    columns = [f"data.columns.label={spec['label']}", f"data.columns.sparse=[{','.join(spec['categorical'])}]"]
+    columns += [f"data.columns.multi_hot=[{','.join(spec['sequences'])}]"] if spec["sequences"] else []
+    columns += [f"data.columns.dense=[{','.join(spec['numeric'])}]"] if spec["numeric"] else []
+    files = {"train": "train", "validation": "valid", "test": "test"}
+    splits = [f"data.split.{split}={data / f'{name}.csv'}" for split, name in files.items()]
+    words = [f"data.name={spec['name']}", "data.format=csv", "data.split.kind=given", *splits, *columns]
+    run([sys.executable, "-m", "pipeline.prepare", *words, *prepare_overrides(spec)], work)
+
+
+def prepare_overrides(spec: dict[str, Any]) -> list[str]:
+    return [f"data.vocabularies.min_frequency={spec['min_count']}", *spec.get("prepare_overrides", [])]
+
+
+def run_ours(job: dict[str, Any]) -> dict[str, Any]:
+    prepare(job)
+    spec, work = job["spec"], Path(job["work"])
+    run_dir = work / "runs" / f"{job['model']}_{job['seed']}"
+    words = [
+        f"data.name={spec['name']}", f"data.path={work / 'datasets' / spec['name']}", f"run_dir={run_dir}",
+        f"model={job['kind']}", "optimizer=adam", f"optimizer.sparse.lr={job['lr']}",
+        f"optimizer.dense.lr={job['lr']}", f"tables.default.embedding_dim={job['dim']}",
+        f"+tables.default.l2={job['l2']}", f"trainer.global_batch_size={job['batch_size']}",
+        f"trainer.epochs={job['epochs']}", f"trainer.seed={job['seed']}", *job["overrides"], *spec["overrides"],
+    ]  # fmt: skip
+    run([sys.executable, "-m", "pipeline.train", *words], work)
+    run([sys.executable, "-m", "pipeline.evaluate", f"run={run_dir}", "split=test"], work)
+    return read_run(run_dir, job)
+
+
+def read_run(run_dir: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """The measures of a finished run and its evaluation on test."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if line["kind"] == "validation"]
+    best = max(evaluations, key=lambda line: line["auc"])
+    steps = -(-job["train_rows"] // job["batch_size"])
+    test = json.loads(sorted(run_dir.glob("evaluation*test*.json"))[-1].read_text())
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return {
+        "auc": test["metrics"]["auc"], "logloss": test["metrics"]["logloss"],
+        "best_epoch": round(best["step"] / steps), "epochs": round(evaluations[-1]["step"] / steps),
+        "samples_per_s": summary["throughput"]["samples_per_s"],
+        "samples_per_cpu_s": summary["throughput"].get("samples_per_cpu_s"),
+    }  # fmt: skip
+
+
+def jobs(folders: Sequence[Path], models: Sequence[str], seeds: int, work: Path) -> Iterator[dict[str, Any]]:
+    for folder in folders:
+        spec = load_spec(folder)
+        rows = count_rows(folder / "train.csv")
+        for seed in range(1, seeds + 1):
+            for model in models:
+                theirs, kind, overrides = MODELS[model]
+                shared = {key: spec[key] for key in ("lr", "dim", "l2", "batch_size", "epochs")}
+                for system in (OURS, THEIRS):
+                    yield {
+                        **shared, "system": system, "set": spec["name"], "model": model, "seed": seed, "spec": spec,
+                        "data": str(folder.resolve()), "train_rows": rows, "work": str(work / system / spec["name"]),
+                        "kind": kind, "overrides": overrides, "model_settings": theirs,
+                    }  # fmt: skip
+
+
+def report(results: list[dict[str, Any]]) -> str:
+    """A Markdown table a data set: means over seeds, and ours less theirs."""
+    text = []
+    for name in dict.fromkeys(result["set"] for result in results):
+        text += [
+            f"\n{name}: test AUC, mean of seeds (standard deviation)\n",
+            "| model | FuxiCTR | ours | difference | logloss FuxiCTR | ours | best epoch | samples per CPU-second, ratio |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        differences = {}
+        for model in MODELS:
+            sides = [
+                [r for r in results if (r["set"], r["model"], r["system"]) == (name, model, system)]
+                for system in (THEIRS, OURS)
+            ]
+            if not all(sides):
+                continue
+            text.append(_line(model, *sides))
+            differences[model] = _mean(sides[1], "auc") - _mean(sides[0], "auc")
+        if deep := [differences[model] for model in DEEP if model in differences]:
+            text.append(f"\nmean difference of the {len(deep)} deep models: {statistics.mean(deep):+.4f}")
+    return "\n".join(text)
+
+
+def _mean(side: list[dict[str, Any]], key: str) -> float:
+    return statistics.mean(result[key] for result in side)
+
+
+def _line(model: str, theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
+    def auc(side: list[dict[str, Any]]) -> str:
+        return f"{_mean(side, 'auc'):.4f} ({statistics.pstdev(r['auc'] for r in side):.4f}, {len(side)})"
+
+    difference = _mean(ours, "auc") - _mean(theirs, "auc")
+    epochs = f"{_mean(theirs, 'best_epoch'):.1f}, {_mean(ours, 'best_epoch'):.1f}"
+    ratio = _mean(ours, "samples_per_cpu_s") / _mean(theirs, "samples_per_cpu_s")
+    return (
+        f"| {model} | {auc(theirs)} | {auc(ours)} | {difference:+.4f} | {_mean(theirs, 'logloss'):.4f} | "
+        f"{_mean(ours, 'logloss'):.4f} | {epochs} | {ratio:.2f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="*", type=Path, default=[])
+    parser.add_argument("--criteo", nargs=2, type=Path, metavar=("TRAIN_TXT", "FOLDER"))
+    parser.add_argument("--fuxictr", nargs=2, metavar=("PYTHON", "SOURCE"))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--sides", nargs="+", choices=(OURS, THEIRS), default=[OURS, THEIRS])
+    parser.add_argument("--work", type=Path, help="of the runs; a temporary folder where it is not given")
+    parser.add_argument("--output", type=Path, default=Path("quality.jsonl"))
+    arguments = parser.parse_args()
+    if THEIRS in arguments.sides and arguments.data and not arguments.fuxictr:
+        parser.error("FuxiCTR's side wants --fuxictr PYTHON SOURCE; without it give --sides ours")
+    if arguments.criteo:
+        make_criteo(*arguments.criteo)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (arguments.work or Path(temporary)).resolve()
+        results = (
+            [json.loads(line) for line in arguments.output.read_text().splitlines()]
+            if arguments.output.exists()
+            else []
+        )
+        known = {(r["system"], r["set"], r["model"], r["seed"]) for r in results}
+        for job in jobs(arguments.data, arguments.models, arguments.seeds, work):
+            key = job["system"], job["set"], job["model"], job["seed"]
+            if key in known or job["system"] not in arguments.sides:
+                continue
+            found = run_ours(job) if job["system"] == OURS else run_fuxictr(job, *arguments.fuxictr)
+            results.append({"system": key[0], "set": key[1], "model": key[2], "seed": key[3], **found})
+            with arguments.output.open("a") as file:
+                file.write(json.dumps(results[-1]) + "\n")
+            print(json.dumps(results[-1]), flush=True)
+    print(report(results))
+
+
+if __name__ == "__main__":
+    main()
