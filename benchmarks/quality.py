@@ -30,23 +30,32 @@ from pathlib import Path
 from typing import Any
 
 # FuxiCTR's name, what its constructor is told beside the shared settings -> this package's kind, and its overrides.
-# The layer sizes are FuxiCTR's own defaults: three layers of 64, two attention layers of one head, and so on.
+# Sizes are FuxiCTR's own defaults: three layers of 64, no dropout, no batch norm, two attention layers of one head of 8.
 HIDDEN = [64, 64, 64]
+PLAIN = ["model.dropout=0", "model.batch_norm=false"]
+SIZES = ["model.hidden_layer_sizes=[64,64,64]", *PLAIN]
 MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "LR": ({}, "logistic_regression", []),
     "FM": ({}, "fm", []),
-    "DeepFM": ({"hidden_units": HIDDEN}, "deepfm", ["model.hidden_layer_sizes=[64,64,64]"]),
-    "DCNv2": ({"parallel_dnn_hidden_units": HIDDEN}, "dcnv2", ["model.hidden_layer_sizes=[64,64,64]"]),
+    "DeepFM": ({"hidden_units": HIDDEN}, "deepfm", SIZES),
+    "DCNv2": ({"parallel_dnn_hidden_units": HIDDEN}, "dcnv2", SIZES),
     "DLRM": (
-        {"top_mlp_units": HIDDEN, "bottom_mlp_units": HIDDEN},
-        "dlrm",
-        ["model.over_arch_layer_sizes=[64,64,64,1]"],
+        {"top_mlp_units": HIDDEN, "bottom_mlp_units": HIDDEN}, "dlrm",
+        ["model.over_arch_layer_sizes=[64,64,64,1]", *PLAIN],
     ),
-    "AutoInt": ({"dnn_hidden_units": HIDDEN}, "autoint", ["model.hidden_layer_sizes=[64,64,64]"]),
-    "xDeepFM": ({"dnn_hidden_units": HIDDEN}, "xdeepfm", ["model.hidden_layer_sizes=[64,64,64]"]),
-    "MaskNet": ({"dnn_hidden_units": HIDDEN}, "masknet", ["model.hidden_layer_sizes=[64,64,64]"]),
-    "FinalMLP": ({"mlp1_hidden_units": HIDDEN, "mlp2_hidden_units": HIDDEN}, "finalmlp", []),
-}
+    "AutoInt": (
+        {"dnn_hidden_units": HIDDEN}, "autoint",
+        [*SIZES, "model.num_attention_layers=2", "model.attention_dim=8", "model.num_heads=1", "model.attention_norm=false",
+         "model.scale_attention=false"],
+    ),
+    "xDeepFM": ({"dnn_hidden_units": HIDDEN}, "xdeepfm", [*SIZES, "model.cin_layer_sizes=[16,16,16]"]),
+    "MaskNet": ({"dnn_hidden_units": HIDDEN}, "masknet", [*SIZES, "model.feature_norm=true"]),
+    "FinalMLP": (
+        {"mlp1_hidden_units": HIDDEN, "mlp2_hidden_units": HIDDEN}, "finalmlp",
+        [*PLAIN, "model.first_layer_sizes=[64,64,64]", "model.second_layer_sizes=[64,64,64]",
+         "model.gate_layer_sizes=[64]", "model.num_heads=1"],
+    ),
+}  # fmt: skip
 DEEP = ("DeepFM", "DCNv2", "DLRM", "AutoInt", "xDeepFM", "MaskNet", "FinalMLP")
 SPEC: dict[str, Any] = {
     "name": "", "label": "click", "categorical": [], "sequences": [], "numeric": [],

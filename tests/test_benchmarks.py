@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
+
 import pytest
 
+from benchmarks import quality
 from benchmarks.comms import promised
 from benchmarks.compression import Row, report
 from benchmarks.startup import show, timed
@@ -36,3 +40,39 @@ def test_compressed_tables_are_compared_to_the_hash_of_their_own_seed() -> None:
     assert "| tensor_train | 0.25 | 0.7650 | -0.0350 | +0.0100 (+0.0100 .. +0.0100) | 0.7000 | x 0.50 |" in text
     assert "| mixed_dimension | cannot be so small |" in text
     assert "quotient_remainder" not in text
+
+
+def test_quality_compares_means_over_seeds_and_counts_the_deep_models() -> None:
+    def result(system: str, model: str, seed: int, auc: float) -> dict[str, object]:
+        return {
+            "system": system, "set": "clicks", "model": model, "seed": seed, "auc": auc, "logloss": 0.5,
+            "best_epoch": 2, "samples_per_cpu_s": 3000.0 if system == "ours" else 2000.0,
+        }  # fmt: skip
+
+    aucs = {"FuxiCTR": {"FM": 0.70, "DLRM": 0.72}, "ours": {"FM": 0.71, "DLRM": 0.75}}
+    results = [
+        result(system, model, seed, auc + seed / 100)
+        for system, models in aucs.items() for model, auc in models.items() for seed in (0, 2)
+    ]  # fmt: skip
+    text = quality.report([*results, result("ours", "LR", 0, 0.6)])
+    assert "| FM | 0.7100 (0.0100, 2) | 0.7200 (0.0100, 2) | +0.0100 |" in text
+    assert text.rstrip().endswith("mean difference of the 1 deep models: +0.0300")
+    assert "| 1.50 |" in text
+    assert "| LR |" not in text  # one side alone is no comparison
+
+
+def test_quality_splits_criteos_rows_once_and_discretises_its_integers(tmp_path: Path) -> None:
+    rows = [
+        f"{number % 2}\t" + "\t".join(["100", "", "2"] + ["-1"] * 10 + ["ab"] * 25 + [str(number)])
+        for number in range(20)
+    ]
+    (tmp_path / "train.txt").write_text("\n".join(rows) + "\n")
+    quality.make_criteo(tmp_path / "train.txt", tmp_path / "criteo")
+    splits = {}
+    for name in ("train", "valid", "test"):
+        with (tmp_path / "criteo" / f"{name}.csv").open(newline="") as file:
+            splits[name] = list(csv.DictReader(file))
+    assert [len(split) for split in splits.values()] == [14, 2, 4]
+    assert sorted(int(row["C26"]) for split in splits.values() for row in split) == list(range(20))
+    assert {row[name] for row in splits["train"] for name in ("I1", "I2", "I3", "I4")} == {"21", "missing", "2", "-1"}
+    assert quality.load_spec(tmp_path / "criteo")["dim"] == quality.SPEC["dim"]
