@@ -39,8 +39,8 @@ class Optimizer:
     whole_rows: ClassVar[bool] = (
         False  # its update looks at whole rows: a table that is cut by columns trains differently
     )
-    decays: ClassVar[bool] = False  # FBGEMM applies its weight_decay
-    decay_mode: ClassVar[str] = ""  # by that WeightDecayMode, where it has several
+    decays: ClassVar[bool] = False  # FBGEMM applies its weight_decay on GPUs
+    decay_mode: ClassVar[str] = "L2"  # how weight_decay acts: in the gradient, or DECOUPLE from it
     counts_steps: ClassVar[bool] = False  # its update depends on the number of steps
     has_eps: ClassVar[bool] = True
     positive_eps: ClassVar[bool] = False  # eps 0 would divide zero by zero
@@ -95,7 +95,6 @@ class Adagrad(Optimizer):
 class RowWiseAdagrad(Optimizer):
     fused, fbgemm, fused_on_cpu, cpu_kernel = "RowWiseAdagrad", "EXACT_ROWWISE_ADAGRAD", True, 2
     state_per_row, whole_rows, decays, positive_eps = 1, True, True, True
-    decay_mode = "L2"  # its default mode ignores weight_decay
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
 
     def replicated(self) -> type[torch.optim.Optimizer]:
@@ -104,33 +103,41 @@ class RowWiseAdagrad(Optimizer):
 
 @register("optimizer", "adam")
 class Adam(Optimizer):
-    fused, fbgemm = "Adam", "ADAM"
-    state_per_element, decays, counts_steps = 2, True, True
+    """On tables lazy: only rows that a batch touches are updated (pipeline/sharding/torchrec/update_rule.py)."""
+
+    fused, fbgemm, cpu_kernel = "Adam", "ADAM", 3
+    state_per_element, counts_steps, positive_eps = 2, True, True
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
         return _classes().Adam(weights, **_adam_settings(config))
 
-    def replicated(self) -> type[torch.optim.Optimizer]:
-        return _classes().Adam  # type: ignore[no-any-return]
-
 
 @register("optimizer", "adamw")
-class AdamW(Optimizer):
+class AdamW(Adam):
+    """On tables FBGEMM's Adam, whose weight decay is decoupled."""
+
+    decays, decay_mode = True, "DECOUPLE"
+
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
         return _classes().AdamW(weights, **_adam_settings(config))
 
 
 @register("optimizer", "partial_rowwise_adam")
 class PartialRowWiseAdam(Optimizer):
-    fused, fbgemm = "PartialRowWiseAdam", "PARTIAL_ROWWISE_ADAM"
+    """Adam with one second moment a row, the mean of the row's."""
+
+    fused, fbgemm, cpu_kernel = "PartialRowWiseAdam", "PARTIAL_ROWWISE_ADAM", 4
     state_per_element, state_per_row, whole_rows, decays, counts_steps = 1, 1, True, True, True
+    decay_mode, positive_eps = "DECOUPLE", True
+    replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 @register("optimizer", "lamb")
 class Lamb(Optimizer):
     fused, fbgemm = "LAMB", "LAMB"
     state_per_element, whole_rows, decays, counts_steps = 2, True, True, True
+    decay_mode = "DECOUPLE"
 
 
 def _classes(module: str = "torch.optim") -> Any:

@@ -103,7 +103,10 @@ PRIVATE_NAMES: list[PrivateName] = [
     # FBGEMM's lookup on CPU: public attributes by name, its inside by nature.
     *_names(LOOKUP, CPU_TABLES, "weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets", "rows_per_table",
             "D_offsets", "feature_table_map", "step", "optimizer_args", "use_cpu", "optimizer", "weights_precision",
-            "output_dtype", "pooling_mode"),
+            "output_dtype", "pooling_mode", "momentum2_host", "embedding_specs", "table_names"),
+    _call(LOOKUP, CPU_TABLES, "_apply_split", "self split prefix dtype enforce_hbm make_dev_param dev_reshape uvm_host_mapped "
+          "preallocated_host_buffer"),
+    *_names(f"{TORCHREC}.batched_embedding_kernel", CPU_TABLES, "SplitTableBatchedEmbeddingBagsCodegen"),
     _call(LOOKUP, CPU_TABLES, "forward", "self indices offsets per_sample_weights feature_requires_grad batch_size_per_feature_per_rank "
           "total_unique_indices hash_zch_identities hash_zch_runtime_meta vbe_output vbe_output_offsets"),
     _call(LOOKUP, CPU_TABLES, "prepare_inputs", "self indices offsets per_sample_weights batch_size_per_feature_per_rank "

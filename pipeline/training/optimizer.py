@@ -14,6 +14,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig
 from pipeline.runtime.errors import TrainingError
+from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, materialize_state
 
@@ -41,11 +42,12 @@ class TrainingOptimizer(CombinedOptimizer):
         replicated: ReplicatedTablesOptimizer | None,
         dense: DenseOptimizer | None,
         config: OptimizerConfig,
+        lookups: Sequence[FastLookup] = (),
     ) -> None:
         parts = [fused, replicated, dense]
         super().__init__([part for part in parts if part is not None])
         self._fused, self._replicated, self._dense = fused, replicated, dense
-        self._config = config
+        self._config, self._lookups = config, lookups
         self.num_steps = 0
         for name, groups in (("sparse", self._sparse_groups()), ("dense", self._dense_groups())):
             for group in groups:
@@ -60,6 +62,12 @@ class TrainingOptimizer(CombinedOptimizer):
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         self.num_steps += 1
+        self._tell_lookups()
+
+    def _tell_lookups(self) -> None:
+        """The next step's number, by which Adam corrects its moments; FBGEMM counts on GPUs itself."""
+        for lookup in self._lookups:
+            lookup.num_steps = self.num_steps
 
     def scale_learning_rates(self, sparse_factor: float, dense_factor: float) -> None:
         """Set every rate to its configured one times the factor, at once also inside the fused tables."""
@@ -73,8 +81,7 @@ class TrainingOptimizer(CombinedOptimizer):
         # Without the parameters that have none (SGD): an empty dict is saved by rank 0 alone, and only for its tables.
         state: dict[str, Any] = {"state": {name: own for name, own in super().state_dict()["state"].items() if own}}
         if find_optimizer(self._config.sparse.name).counts_steps:
-            steps = self._replicated.num_steps if self._replicated else self.num_steps
-            state["num_steps"] = torch.tensor(steps)
+            state["num_steps"] = torch.tensor(self.num_steps)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -87,6 +94,7 @@ class TrainingOptimizer(CombinedOptimizer):
             for part in (self._fused, self._replicated):
                 if part is not None:
                     part.set_optimizer_step(self.num_steps)
+            self._tell_lookups()
 
 
 def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) -> TrainingOptimizer:
@@ -102,11 +110,12 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) ->
         )
     tables, layers = replicated_tables(model), dense_parameters(model)
     fast_cpu = all(sharded.fast_cpu for sharded in _sharded_tables(model))
-    replicated = ReplicatedTablesOptimizer(tables, config.sparse, fast_cpu) if tables else None
+    rules = {name: rule for sharded in _sharded_tables(model) for name, rule in sharded.update_rules.items()}
+    replicated = ReplicatedTablesOptimizer(tables, config.sparse, fast_cpu, rules) if tables else None
     dense = DenseOptimizer(layers, config.dense) if layers else None
     parts: list[KeyedOptimizer | None] = [model.fused_optimizer, replicated, dense]
     assert_every_parameter_has_one_optimizer(model, [part for part in parts if part is not None])
-    return TrainingOptimizer(model.fused_optimizer, replicated, dense, config)
+    return TrainingOptimizer(model.fused_optimizer, replicated, dense, config, fast_lookups(model))
 
 
 def _make_dense(weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:

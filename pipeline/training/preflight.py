@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from pipeline.config.data import check_batch_geometry
 from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
 from pipeline.config.optimizers import all_optimizers, find_optimizer
@@ -51,7 +53,7 @@ def check_resolved(resolved: ResolvedJob) -> None:
     for size in (job.trainer.micro_batch_size, job.trainer.evaluate_batch_size or job.trainer.global_batch_size):
         check_batch_fits_comms(job.comms, size // world_size, plain)
     if job.hardware.compute_device == "cpu":
-        check_optimizer_on_cpu(job.optimizer.sparse, plain)
+        check_optimizer_on_cpu(job.optimizer.sparse, plain, job.sharding.fast_cpu)
     if job.planner.kind == "file":
         find_plan_file(job.planner.plan_file, f"python -m pipeline.plan <this job's overrides> world_size={world_size}")
 
@@ -94,23 +96,24 @@ def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:
     check_split(dataset, "validation", 1)
 
 
-def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table]) -> None:
-    """Raises TrainingError for what FBGEMM lacks, or ignores, in tables that are sharded on CPU."""
+def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table], fast_cpu: bool = True) -> None:
+    """Raises TrainingError for what FBGEMM lacks, or ignores, in tables that are sharded on CPU, and our kernels too."""
     sharded = [table for table in tables if table.sharding.sharding_types != ["data_parallel"]]
-    if not sharded:
+    entry, has_kernels = find_optimizer(optimizer.name), fast_cpu and find_spec("numba") is not None
+    if not sharded or (has_kernels and entry.cpu_kernel is not None):
         return
     named = f"{len(sharded)} of {len(tables)} tables, {sharded[0].name!r} first,"
-    if not find_optimizer(optimizer.name).fused_on_cpu:
-        known = ", ".join(name for name, entry in all_optimizers().items() if entry.fused_on_cpu)
+    hint = "train on a GPU" if entry.cpu_kernel is None else "install Numba and set sharding.fast_cpu=true"
+    if not entry.fused_on_cpu:
+        known = ", ".join(name for name, each in all_optimizers().items() if each.fused_on_cpu)
         raise TrainingError(
             f"optimizer.sparse.name={optimizer.name}, but on CPU FBGEMM updates sharded tables by "
-            f"{known} only, and {named} may be sharded; use one of these, or set "
-            "tables.default.sharding.sharding_types=[data_parallel], which is exact, or train on a GPU"
+            f"{known} only, and {named} may be sharded; use one of these, or {hint}"
         )
     if optimizer.weight_decay:
         raise TrainingError(
             f"optimizer.sparse.weight_decay={optimizer.weight_decay:g}, but on CPU FBGEMM ignores it in sharded tables, "
-            f"and {named} may be sharded; set it to 0, or train on a GPU"
+            f"and {named} may be sharded; set it to 0, or {hint}"
         )
 
 

@@ -170,7 +170,6 @@ def test_column_shards_come_only_with_optimizers_that_do_not_notice_or_on_demand
 @pytest.mark.parametrize(
     ("optimizer", "data_type"),
     [
-        (TableOptimizer("rowwise_adagrad", weight_decay=0.1), "fp32"),
         (TableOptimizer("rowwise_adagrad"), "fp16"),
         (TableOptimizer("lamb"), "fp32"),
     ],

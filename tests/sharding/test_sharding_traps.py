@@ -25,6 +25,7 @@ from pipeline.models.build import build_model
 from pipeline.models.deepfm import SimpleDeepFMConfig
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
 from pipeline.planner.limits import allowed_sharding_types, sharding_types_exact_for
+from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec import sharding_checks
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
@@ -161,11 +162,29 @@ def refusal(rank: int, tables: list[TinyTable], config: OptimizerConfig) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_weight_decay_is_not_silently_ignored_on_cpu(ranks: RankPool, name: str) -> None:
-    config = OptimizerConfig(SparseOptimizerConfig(name, weight_decay=0.1))
-    message = ranks.run(1, refusal, [TinyTable("a")], config)[0]
-    assert "weight_decay" in message and "ignore" in message and "0.1" in message
+def refusal_of(rank: int, sparse: SparseOptimizerConfig, device: str, fast_cpu: bool) -> str:
+    tables = [TinyTable("a")]
+    model = TinyModel(tables)
+    apply_sparse_optimizer(model, sparse)
+    plan: Any = plan_of(model, tables).plan[TABLES]
+    with pytest.raises(ShardingError) as error:
+        sharding_checks.check_sharding(model.embedding_bag_collection, plan, torch.device(device), fast_cpu)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("sgd", "cpu"), ("adagrad", "cpu"), ("rowwise_adagrad", "cpu"), ("sgd", "cuda"), ("adam", "cuda")],
+)
+def test_weight_decay_is_not_silently_ignored_by_fbgemm(ranks: RankPool, name: str, device: str) -> None:
+    message = ranks.run(1, refusal_of, SparseOptimizerConfig(name, weight_decay=0.1), device, False)[0]
+    assert "optimizer.sparse.weight_decay=0" in message and "ignore" in message and "0.1" in message
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "partial_rowwise_adam"])
+def test_adam_on_cpu_without_our_kernels_is_refused_with_the_way_out(ranks: RankPool, name: str) -> None:
+    message = ranks.run(1, refusal_of, SparseOptimizerConfig(name), "cpu", False)[0]
+    assert mentions(message, "FBGEMM sharding.fast_cpu=true optimizer.sparse.name=rowwise_adagrad")
 
 
 def refused_max_norm(rank: int) -> str:

@@ -56,8 +56,10 @@ def test_a_job_that_fits_gives_its_tables(data: str) -> None:
         (["tables.default.embedding_dim=15", "model.dense_arch_layer_sizes=[32,15]"], 2,
          "embedding_dim=15 16"),
         (["planner=file", "planner.plan_file=plans/none.json"], 2, "plans/none.json pipeline.plan"),
-        (["hardware=cpu", "optimizer=adam"], 2, "optimizer.sparse.name=adam CPU sharding_types=[data_parallel]"),
-        (["hardware=cpu", "optimizer.sparse.weight_decay=0.01"], 2, "weight_decay=0.01 CPU FBGEMM"),
+        (["hardware=cpu", "optimizer=adam", "sharding.fast_cpu=false"], 2,
+         "optimizer.sparse.name=adam CPU sharding.fast_cpu=true"),
+        (["hardware=cpu", "optimizer.sparse.weight_decay=0.01", "sharding.fast_cpu=false"], 2, "weight_decay=0.01 CPU FBGEMM"),
+        (["hardware=cpu", "optimizer.sparse.name=lamb"], 2, "optimizer.sparse.name=lamb GPU"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_with_numbers(data: str, overrides: list[str], world_size: int, message: str) -> None:
@@ -73,9 +75,10 @@ def test_a_split_that_was_prepared_without_rows_asks_for_its_fraction(data: str,
         check_split(dataset, split, 1)
 
 
-def test_adam_on_cpu_passes_for_replicated_tables(data: str) -> None:
+def test_adam_passes_on_every_device(data: str) -> None:
+    assert len(_validate(data, "hardware=cpu", "optimizer=adam")) == 3
     replicated = "tables.default.sharding.sharding_types=[data_parallel]"
-    assert len(_validate(data, "hardware=cpu", "optimizer=adam", replicated)) == 3
+    assert len(_validate(data, "hardware=cpu", "optimizer=adam", "sharding.fast_cpu=false", replicated)) == 3
     assert len(_validate(data, "hardware=h100_80gb", "optimizer=adam")) == 3
 
 

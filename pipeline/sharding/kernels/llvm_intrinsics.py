@@ -71,15 +71,18 @@ def _make_copy(lanes: int) -> Any:
     return typed
 
 
+def _splat(builder: Any, number: Any, lanes: int) -> Any:
+    if lanes == 1:
+        return number
+    nothing = ir.Constant(_across(FLOAT, lanes), ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(nothing, number, INT32(0)), nothing, _whole(INT32, lanes, 0))
+
+
 def _make_add(lanes: int) -> Any:
     def typed(_: Any, into: Any, at: Any, source: Any, begin: Any, scale: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             sums, data = (_data(context, builder, signature, arguments, position) for position in (0, 2))
-            factor = arguments[4]
-            if lanes > 1:
-                nothing = ir.Constant(_across(FLOAT, lanes), ir.Undefined)
-                first = builder.insert_element(nothing, factor, INT32(0))
-                factor = builder.shuffle_vector(first, nothing, _whole(INT32, lanes, 0))
+            factor = _splat(builder, arguments[4], lanes)
             numbers = _load(builder, data, arguments[3], source.dtype, False, lanes)
             before = _load(builder, sums, arguments[1], into.dtype, False, lanes)
             # In one rounding where the CPU can: "contract".
@@ -88,6 +91,65 @@ def _make_add(lanes: int) -> Any:
             return context.get_dummy_value()
 
         return types.void(into, types.uint64, source, types.uint64, types.float32), generate
+
+    return typed
+
+
+def _blend(builder: Any, before: Any, decay: Any, value: Any, share: Any) -> Any:
+    """decay * before + share * value, in two roundings where the CPU can."""
+    contract = ("contract",)
+    return builder.fadd(
+        builder.fmul(before, decay, flags=contract), builder.fmul(value, share, flags=contract), flags=contract
+    )
+
+
+def _root(builder: Any, numbers: Any, lanes: int) -> Any:
+    name = f"llvm.sqrt.v{lanes}f32" if lanes > 1 else "llvm.sqrt.f32"  # llvmlite names intrinsics of scalars only
+    kind = ir.FunctionType(numbers.type, [numbers.type])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, [numbers])
+
+
+def _make_moment(lanes: int) -> Any:
+    def typed(_: Any, moments: Any, at: Any, gradient: Any, k: Any, decay: Any, share: Any) -> tuple[Signature, Any]:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            stored, fresh = (_data(context, builder, signature, arguments, position) for position in (0, 2))
+            decay, share = (_splat(builder, number, lanes) for number in arguments[4:])
+            numbers = _load(builder, fresh, arguments[3], types.float32, False, lanes)
+            before = _load(builder, stored, arguments[1], types.float32, False, lanes)
+            moment = _blend(builder, before, decay, numbers, share)
+            _store(builder, moment, stored, arguments[1], types.float32, lanes)
+            _store(builder, moment, fresh, arguments[3], types.float32, lanes)
+            return context.get_dummy_value()
+
+        return types.void(moments, types.uint64, gradient, types.uint64, types.float32, types.float32), generate
+
+    return typed
+
+
+def _make_adam(lanes: int) -> Any:
+    def typed(  # twelve numbers: an intrinsic takes no structure
+        _: Any, moments: Any, squares: Any, at: Any, square_at: Any, gradient: Any, k: Any, decay: Any, share: Any,
+        square_decay: Any, square_share: Any, square_scale: Any, eps: Any,
+    ) -> tuple[Signature, Any]:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            means, spreads, fresh = (_data(context, builder, signature, arguments, position) for position in (0, 1, 4))
+            decay, share, square_decay, square_share, scale, eps = (
+                _splat(builder, number, lanes) for number in arguments[6:]
+            )
+            numbers = _load(builder, fresh, arguments[5], types.float32, False, lanes)
+            mean = _load(builder, means, arguments[2], types.float32, False, lanes)
+            spread = _load(builder, spreads, arguments[3], types.float32, False, lanes)
+            mean = _blend(builder, mean, decay, numbers, share)
+            spread = _blend(builder, spread, square_decay, builder.fmul(numbers, numbers), square_share)
+            _store(builder, mean, means, arguments[2], types.float32, lanes)
+            _store(builder, spread, spreads, arguments[3], types.float32, lanes)
+            root = builder.fadd(_root(builder, builder.fmul(spread, scale), lanes), eps)
+            _store(builder, builder.fdiv(mean, root), fresh, arguments[5], types.float32, lanes)
+            return context.get_dummy_value()
+
+        numbers = [types.float32] * 6
+        return types.void(moments, squares, types.uint64, types.uint64, gradient, types.uint64, *numbers), generate
 
     return typed
 
@@ -101,6 +163,12 @@ def _named(name: str, typed: Any) -> Any:
 copy_16, copy_1 = _named("copy_16", _make_copy(LANES)), _named("copy_1", _make_copy(1))
 # add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes], `sums` in fp32.
 add_16, add_1 = _named("add_16", _make_add(LANES)), _named("add_1", _make_add(1))
+# moment(moments, at, gradient, k, decay, share): moments[at:][:lanes] and then gradient[k:][:lanes] become
+# decay * moments + share * gradient.
+moment_16, moment_1 = _named("moment_16", _make_moment(LANES)), _named("moment_1", _make_moment(1))
+# adam(moments, squares, at, square_at, gradient, k, decay, share, square_decay, square_share, square_scale, eps): both moments
+# are updated, and gradient[k:][:lanes] becomes moments / (sqrt(squares * square_scale) + eps).
+adam_16, adam_1 = _named("adam_16", _make_adam(LANES)), _named("adam_1", _make_adam(1))
 
 
 def _cast(name: str, from_type: Any, to_type: Any, steps: list[tuple[str, Any]]) -> Any:

@@ -1,7 +1,7 @@
 """Update tables in position on the CPU by kernels that Numba compiles.
 
 update_tables takes pooled gradients. Each row that a batch touched is updated once with the sum of its gradients, as
-FBGEMM's exact optimizers do. FBGEMM sorts the ids of every table for that; here a hash table chains the positions of each
+FBGEMM's exact optimizers do; a row that none touched stays as it is, its moments too. FBGEMM sorts the ids of every table for that; here a hash table chains the positions of each
 row, in their order, so the sums do not depend on threads. The next rows are prefetched, for the time goes into waiting for
 memory. update_rows takes the dense gradient of many small replicated tables, which lie one after the other in fp32 arrays,
 as FBGEMM's dense lookup has them.
@@ -21,17 +21,25 @@ from numba import njit
 
 from pipeline.sharding.kernels.llvm_intrinsics import (
     LANES,
+    adam_1,
+    adam_16,
     add_1,
     add_16,
     bits,
     from_bits,
+    moment_1,
+    moment_16,
     narrow,
     prefetch_to_read,
     prefetch_to_write,
     widen,
 )
 
-SGD, ADAGRAD, ROWWISE_ADAGRAD = 0, 1, 2
+SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = range(5)
+# Places in the array of a step's numbers, which pipeline.sharding.torchrec.update_rule fills: the learning rate; the moments'
+# decays, what a gradient's share is of them, and their bias corrections; what remains of a weight after decoupled decay; the
+# largest number and the largest norm of a row's gradient (0: no limit).
+LR, EPS, DECAY, SHARE, SCALE, SQUARE_DECAY, SQUARE_SHARE, SQUARE_SCALE, KEEP, MOST, NORM = range(11)
 U = np.uint64
 HASH = U(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
 AHEAD = 8  # rows
@@ -47,7 +55,10 @@ def _add(into, gradients, begin, scale, dim):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
-def _subtract(into, at, gradient, scale, dim):  # type: ignore[no-untyped-def]
+def _subtract(into, at, gradient, scale, keep, dim):  # type: ignore[no-untyped-def]
+    if keep != np.float32(1):
+        for k in range(dim):
+            into[at + k] *= keep
     for k in range(dim):
         into[at + k] -= scale * gradient[k]
 
@@ -65,18 +76,12 @@ def _rounded(value, key):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
-def _subtract_half(into, at, gradient, scale, dim, key):  # type: ignore[no-untyped-def]
+def _subtract_half(into, at, gradient, scale, keep, dim, key):  # type: ignore[no-untyped-def]
     for k in range(dim):
-        into[at + k] = _rounded(widen(into[at + k]) - scale * gradient[k], key + U(k))
-
-
-@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
-def _adagrad_half(weights, at, states, state_at, gradient, lr, eps, dim, key):  # type: ignore[no-untyped-def]
-    for k in range(dim):
-        square = states[state_at + k] + gradient[k] * gradient[k]
-        states[state_at + k] = square
-        update = lr * gradient[k] / (np.sqrt(square) + eps)
-        weights[at + k] = _rounded(widen(weights[at + k]) - update, key + U(k))
+        weight = widen(into[at + k])
+        if keep != np.float32(1):
+            weight *= keep
+        into[at + k] = _rounded(weight - scale * gradient[k], key + U(k))
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
@@ -88,11 +93,58 @@ def _mean_square(gradient, dim):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
-def _adagrad(weights, states, at, gradient, lr, eps, dim):  # type: ignore[no-untyped-def]
+def _adagrad(states, at, gradient, lr, eps, dim):  # type: ignore[no-untyped-def]
     for k in range(dim):
         square = states[at + k] + gradient[k] * gradient[k]
         states[at + k] = square
-        weights[at + k] -= lr * gradient[k] / (np.sqrt(square) + eps)
+        gradient[k] = lr * gradient[k] / (np.sqrt(square) + eps)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _adam(states, squares, at, square_at, gradient, begin, numbers, dim):  # type: ignore[no-untyped-def]
+    """The gradient becomes the direction of the update, but for the first moment's bias correction."""
+    decay, share, scale = numbers[SQUARE_DECAY], numbers[SQUARE_SHARE], numbers[SQUARE_SCALE]
+    first_decay, first_share, eps = numbers[DECAY], numbers[SHARE], numbers[EPS]
+    whole = dim // U(LANES) * U(LANES)
+    for k in range(U(0), whole, U(LANES)):
+        adam_16(
+            states,
+            squares,
+            at + k,
+            square_at + k,
+            gradient,
+            begin + k,
+            first_decay,
+            first_share,
+            decay,
+            share,
+            scale,
+            eps,
+        )
+    for k in range(whole, dim):
+        adam_1(
+            states,
+            squares,
+            at + k,
+            square_at + k,
+            gradient,
+            begin + k,
+            first_decay,
+            first_share,
+            decay,
+            share,
+            scale,
+            eps,
+        )
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _moment(states, at, gradient, begin, numbers, dim):  # type: ignore[no-untyped-def]
+    whole = dim // U(LANES) * U(LANES)
+    for k in range(U(0), whole, U(LANES)):
+        moment_16(states, at + k, gradient, begin + k, numbers[DECAY], numbers[SHARE])
+    for k in range(whole, dim):
+        moment_1(states, at + k, gradient, begin + k, numbers[DECAY], numbers[SHARE])
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -145,69 +197,6 @@ def _buffer_sizes(tables, feature_begins, offsets, num_samples):  # type: ignore
     return longest, size
 
 
-@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
-def update_tables(  # type: ignore[no-untyped-def]
-    tables, feature_begins, indices, offsets, num_samples, gradients, width, columns, weights, halves, is_half,
-    weight_begins, states, state_begins, kind, is_mean, lr, eps, step,
-):  # fmt: skip
-    """Update the tables whose numbers are in `tables`, in `halves` (fp16 as uint16) where `is_half`, else in `weights`.
-
-    Nineteen parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
-
-    feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
-    gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
-    """
-    longest, size = _buffer_sizes(tables, feature_begins, offsets, num_samples)
-    slots, following = np.empty(size, np.int32), np.empty(longest, np.int32)
-    rows, heads, tails = np.empty(longest, np.int64), np.empty(longest, np.int32), np.empty(longest, np.int32)
-    sources, scales = np.empty(longest, np.uint64), np.empty(longest, np.float32)
-    for table in tables:
-        first, last = U(feature_begins[table]), U(feature_begins[table + 1])
-        begin, end = U(offsets[first * num_samples]), U(offsets[last * num_samples])
-        dim = U(columns[first + U(1)] - columns[first])
-        weight_begin, state_begin = U(weight_begins[first]), U(state_begins[first])
-        count = _chain(indices, begin, end, slots, rows, heads, tails, following)
-        _bags(offsets, first * num_samples, last * num_samples, num_samples, begin, is_mean, sources, scales)
-        gradient = np.empty(dim, np.float32)
-        for entry in range(count):
-            if entry + U(AHEAD) < count:
-                coming = U(rows[entry + U(AHEAD)])
-                if is_half:
-                    for k in range(U(0), dim, U(32)):
-                        prefetch_to_write(halves, weight_begin + coming * dim + k)
-                else:
-                    for k in range(U(0), dim, U(16)):
-                        prefetch_to_write(weights, weight_begin + coming * dim + k)
-                if kind == ROWWISE_ADAGRAD:
-                    prefetch_to_write(states, state_begin + coming)
-                source = sources[U(heads[entry + U(AHEAD)])]
-                prefetch_to_read(gradients, source % num_samples * width + U(columns[source // num_samples]))
-            gradient[:] = np.float32(0)
-            position = heads[entry]
-            while position >= 0:
-                bag = sources[U(position)]
-                feature, sample = bag // num_samples, bag % num_samples
-                _add(gradient, gradients, sample * width + U(columns[feature]), scales[U(position)], dim)
-                position = following[U(position)]
-            at = weight_begin + U(rows[entry]) * dim
-            scale = lr
-            if kind == ROWWISE_ADAGRAD:
-                state = state_begin + U(rows[entry])
-                states[state] += _mean_square(gradient, dim)
-                scale = lr / (np.sqrt(states[state]) + eps)
-            if is_half:
-                key = (U(step) * HASH) ^ (at * U(0xD6E8FEB86659FD93))
-                if kind == ADAGRAD:
-                    state = state_begin + U(rows[entry]) * dim
-                    _adagrad_half(halves, at, states, state, gradient, lr, eps, dim, key)
-                else:
-                    _subtract_half(halves, at, gradient, scale, dim, key)
-            elif kind == ADAGRAD:
-                _adagrad(weights, states, at, gradient, lr, eps, dim)
-            else:
-                _subtract(weights, at, gradient, scale, dim)
-
-
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _largest(values, begin, end):  # type: ignore[no-untyped-def]
     largest = np.float32(0)
@@ -227,27 +216,157 @@ def _squares(gradient, begin, end):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
-def update_rows(weights, gradient, states, rows, dims, kind, lr, eps):  # type: ignore[no-untyped-def]
-    """SGD, Adagrad or row-wise Adagrad; tables have `rows` [T] of `dims` [T], states a number a weight, or a row.
+def _clip(gradient, begin, end, most, norm):  # type: ignore[no-untyped-def]
+    """Numbers to [-most, most], then the row to a norm of at most `norm`; 0: no limit."""
+    if most > np.float32(0):
+        for k in range(begin, end):
+            gradient[k] = min(max(gradient[k], -most), most)
+    if norm > np.float32(0):
+        length = np.sqrt(_squares(gradient, begin, end))
+        if length > norm:
+            for k in range(begin, end):
+                gradient[k] *= norm / length
 
-    A row whose gradient is all zero would stay as it is by the formulas too: it is not written to.
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _to_direction(gradient, states, squares, state, square, kind, numbers, dim):  # type: ignore[no-untyped-def]
+    """Update the row's state; its gradient becomes the direction, which the weights go by the factor returned."""
+    scale = numbers[LR]
+    if kind == ROWWISE_ADAGRAD:
+        states[state] += _mean_square(gradient, dim)
+        scale = numbers[LR] / (np.sqrt(states[state]) + numbers[EPS])
+    elif kind == ADAGRAD:
+        _adagrad(states, state, gradient, numbers[LR], numbers[EPS], dim)
+        scale = np.float32(1)
+    elif kind == ADAM:
+        _adam(states, squares, state, square, gradient, U(0), numbers, dim)
+        scale = numbers[LR] * numbers[SCALE]
+    elif kind == ROWWISE_ADAM:
+        spread = numbers[SQUARE_DECAY] * squares[square] + numbers[SQUARE_SHARE] * _mean_square(gradient, dim)
+        squares[square] = spread
+        _moment(states, state, gradient, U(0), numbers, dim)
+        scale = numbers[LR] * numbers[SCALE] / (np.sqrt(spread * numbers[SQUARE_SCALE]) + numbers[EPS])
+    return scale
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _add_penalty(gradient, weights, halves, is_half, at, l2, dim):  # type: ignore[no-untyped-def]
+    if l2 == np.float32(0):
+        return
+    if is_half:
+        for k in range(dim):
+            gradient[k] += l2 * widen(halves[at + k])
+    else:
+        for k in range(dim):
+            gradient[k] += l2 * weights[at + k]
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _prefetch(values, at, count, line):  # type: ignore[no-untyped-def]
+    for k in range(U(0), count, line):
+        prefetch_to_write(values, at + k)
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _gather(  # type: ignore[no-untyped-def]
+    gradient, gradients, position, following, sources, scales, num_samples, width, columns, dim
+):  # fmt: skip
+    """The sum of a row's gradients, along its chain of positions."""
+    gradient[:] = np.float32(0)
+    while position >= 0:
+        bag = sources[U(position)]
+        feature, sample = bag // num_samples, bag % num_samples
+        _add(gradient, gradients, sample * width + U(columns[feature]), scales[U(position)], dim)
+        position = following[U(position)]
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def update_tables(  # type: ignore[no-untyped-def]
+    tables, feature_begins, indices, offsets, num_samples, gradients, width, columns, weights, halves, is_half,
+    weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, step,
+):  # fmt: skip
+    """Update the tables whose numbers are in `tables`, in `halves` (fp16 as uint16) where `is_half`, else in `weights`.
+
+    Twenty-one parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
+
+    feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
+    gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
+    numbers: as LR and what follows it say. l2s [T]: a touched row's gradient gains l2 * its weights.
     """
-    begin, state = U(0), U(0)
+    longest, size = _buffer_sizes(tables, feature_begins, offsets, num_samples)
+    slots, following = np.empty(size, np.int32), np.empty(longest, np.int32)
+    rows, heads, tails = np.empty(longest, np.int64), np.empty(longest, np.int32), np.empty(longest, np.int32)
+    sources, scales = np.empty(longest, np.uint64), np.empty(longest, np.float32)
+    keep = numbers[KEEP]
+    for table in tables:
+        first, last = U(feature_begins[table]), U(feature_begins[table + 1])
+        begin, end = U(offsets[first * num_samples]), U(offsets[last * num_samples])
+        dim = U(columns[first + U(1)] - columns[first])
+        state_dim = dim if kind != ROWWISE_ADAGRAD else U(1)
+        square_dim = dim if kind != ROWWISE_ADAM else U(1)
+        weight_begin, state_begin, square_begin = (
+            U(weight_begins[first]),
+            U(state_begins[first]),
+            U(square_begins[first]),
+        )
+        count = _chain(indices, begin, end, slots, rows, heads, tails, following)
+        _bags(offsets, first * num_samples, last * num_samples, num_samples, begin, is_mean, sources, scales)
+        gradient = np.empty(dim, np.float32)
+        # Without these an untouched row's formulas change nothing.
+        skips = kind >= ADAM or keep != np.float32(1) or l2s[table] != np.float32(0)
+        for entry in range(count):
+            if entry + U(AHEAD) < count:
+                coming = U(rows[entry + U(AHEAD)])
+                at = weight_begin + coming * dim
+                state, square = state_begin + coming * state_dim, square_begin + coming * square_dim
+                _prefetch(halves, at, dim if is_half else U(0), U(32))
+                _prefetch(weights, at, U(0) if is_half else dim, U(16))
+                if kind != SGD:
+                    _prefetch(states, state, state_dim, U(16))
+                if kind >= ADAM:
+                    _prefetch(squares, square, square_dim, U(16))
+                source = sources[U(heads[entry + U(AHEAD)])]
+                prefetch_to_read(gradients, source % num_samples * width + U(columns[source // num_samples]))
+            _gather(gradient, gradients, heads[entry], following, sources, scales, num_samples, width, columns, dim)
+            if skips and _largest(gradient, U(0), dim) == np.float32(0):
+                continue
+            row = U(rows[entry])
+            at = weight_begin + row * dim
+            _clip(gradient, U(0), dim, numbers[MOST], numbers[NORM])
+            _add_penalty(gradient, weights, halves, is_half, at, l2s[table], dim)
+            state, square = state_begin + row * state_dim, square_begin + row * square_dim
+            scale = _to_direction(gradient, states, squares, state, square, kind, numbers, dim)
+            if is_half:
+                key = (U(step) * HASH) ^ (at * U(0xD6E8FEB86659FD93))
+                _subtract_half(halves, at, gradient, scale, keep, dim, key)
+            else:
+                _subtract(weights, at, gradient, scale, keep, dim)
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def update_rows(  # type: ignore[no-untyped-def]
+    weights, gradient, states, squares, rows, dims, kind, numbers, l2s
+):  # fmt: skip
+    """The same updates from a dense gradient; tables have `rows` [T] of `dims` [T], states a number a weight, or a row.
+
+    A row is touched where its gradient is not all zero.
+    """
+    begin, state, square = U(0), U(0), U(0)
     for table in range(len(rows)):
         dim = U(dims[table])
+        row_gradient = np.empty(dim, np.float32)
+        state_dim = dim if kind != ROWWISE_ADAGRAD else U(1)
+        square_dim = dim if kind != ROWWISE_ADAM else U(1)
         for _ in range(rows[table]):
-            end = begin + dim
-            if _largest(gradient, begin, end) != np.float32(0):
-                if kind == ADAGRAD:
-                    for k in range(begin, end):
-                        states[k] += gradient[k] * gradient[k]
-                        weights[k] -= lr * gradient[k] / (np.sqrt(states[k]) + eps)
-                else:
-                    scale = lr
-                    if kind == ROWWISE_ADAGRAD:
-                        states[state] += _squares(gradient, begin, end) / np.float32(dim)
-                        scale = lr / (np.sqrt(states[state]) + eps)
-                    for k in range(begin, end):
-                        weights[k] -= scale * gradient[k]
-            begin = end
-            state += U(1)
+            if _largest(gradient, begin, begin + dim) != np.float32(0):
+                for k in range(dim):
+                    row_gradient[k] = gradient[begin + k]
+                _clip(row_gradient, U(0), dim, numbers[MOST], numbers[NORM])
+                if l2s[table] != np.float32(0):
+                    for k in range(dim):
+                        row_gradient[k] += l2s[table] * weights[begin + k]
+                scale = _to_direction(row_gradient, states, squares, state, square, kind, numbers, dim)
+                _subtract(weights, begin, row_gradient, scale, numbers[KEEP], dim)
+            begin += dim
+            state += state_dim
+            square += square_dim

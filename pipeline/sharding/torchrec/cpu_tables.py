@@ -1,12 +1,14 @@
 """Run FBGEMM's lookup modules on CPU by Numba kernels: the same weights, states and learning rates.
 
 FBGEMM keeps the tables and the optimizer's state, so checkpoints and schedules see no difference. Its forward, which goes
-over the ids twice, and its backward, which sorts the ids of each table, do not run.
+over the ids twice, and its backward, which sorts the ids of each table, do not run. Adam and partial row-wise Adam, which
+FBGEMM has on GPUs alone, keep the state that it would have there (TablesWithMoments).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -14,27 +16,81 @@ import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    construct_split_state,
+)
 from torch import nn
+from torchrec.distributed import batched_embedding_kernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from pipeline.config.optimizers import all_optimizers
+from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.kernel_pool import on_all_threads, thread_pool
+from pipeline.sharding.torchrec.update_rule import UpdateRule
 
 # FBGEMM's optimizer -> its number in our kernels.
 KINDS = {
     EmbOptimType[entry.fbgemm]: entry.cpu_kernel for entry in all_optimizers().values() if entry.cpu_kernel is not None
 }
 POOLINGS = (PoolingMode.SUM, PoolingMode.MEAN)
+# Optimizers whose state FBGEMM allocates on GPUs alone: whether the second moment is one number a row.
+MOMENTS = {EmbOptimType.ADAM: False, EmbOptimType.PARTIAL_ROWWISE_ADAM: True}
 logger = get_logger(__name__)
 
 
-def speed_up_cpu_tables(modules: Iterable[nn.Module]) -> int:
+class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
+    """FBGEMM's module, which on CPU has Adam's state too and looks rows up; a FastLookup in it trains them.
+
+    FBGEMM refuses these optimizers in its CPU constructor. Built for Adagrad, whose state is the first moment's, and given
+    the second one, it answers get_optimizer_state, which checkpoints go by, as it does on GPUs.
+    """
+
+    def __init__(self, *arguments: Any, optimizer: EmbOptimType = EmbOptimType.EXACT_SGD, **keywords: Any) -> None:
+        moments = MOMENTS.get(optimizer)
+        super().__init__(*arguments, optimizer=optimizer if moments is None else EmbOptimType.EXACT_ADAGRAD, **keywords)
+        if moments is not None:
+            state = construct_split_state(self.embedding_specs, rowwise=moments, cacheable=False)
+            del self.momentum2_host  # a buffer, in whose place comes a parameter
+            self._apply_split(state, prefix="momentum2", dtype=torch.float32)
+            self.optimizer = optimizer
+
+    def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        """Raises ShardingError for what FBGEMM would have to train: weighted ids."""
+        if self.optimizer not in MOMENTS:
+            return super().forward(*arguments, **keywords)
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                f"on CPU {self.optimizer.name} trains tables whose ids have no weights; use optimizer.sparse.name=adagrad, "
+                "or train on a GPU"
+            )
+        optimizer, self.optimizer = self.optimizer, EmbOptimType.EXACT_ADAGRAD  # whose forward is there
+        try:
+            return super().forward(*arguments, **keywords)
+        finally:
+            self.optimizer = optimizer
+
+
+@contextmanager
+def tables_with_moments(device: torch.device) -> Iterator[None]:
+    """Inside, TorchRec builds TablesWithMoments for tables, where `device` is a CPU."""
+    if device.type != "cpu":
+        yield
+        return
+    batched_embedding_kernel.SplitTableBatchedEmbeddingBagsCodegen = TablesWithMoments
+    try:
+        yield
+    finally:
+        batched_embedding_kernel.SplitTableBatchedEmbeddingBagsCodegen = SplitTableBatchedEmbeddingBagsCodegen
+
+
+def speed_up_cpu_tables(modules: Iterable[nn.Module], rules: Mapping[str, UpdateRule] | None = None) -> int:
     """Replace the forward and backward of every lookup in `modules` that the kernels support; the number of these.
 
-    They support fp32 and fp16 tables with SUM or MEAN pooling under SGD, Adagrad and row-wise Adagrad. FBGEMM rounds fp16 to
-    the nearest on the CPU, the kernels stochastically. Without Numba nothing is replaced.
+    They support fp32 and fp16 tables with SUM or MEAN pooling under the optimizers that have a cpu_kernel. FBGEMM rounds
+    fp16 to the nearest on the CPU, the kernels stochastically. Without Numba nothing is replaced. `rules`: table -> what its
+    rows are updated by, where that is more than FBGEMM's settings.
     """
     inside = (child for module in modules for child in module.modules())
     lookups = [
@@ -49,7 +105,7 @@ def speed_up_cpu_tables(modules: Iterable[nn.Module]) -> int:
         logger.info("tables train by FBGEMM's own backward, which is slower: %s", error)
         return 0
     for lookup in lookups:
-        lookup.forward = FastLookup(lookup, look_up, update_tables)  # type: ignore[method-assign]
+        lookup.forward = FastLookup(lookup, look_up, update_tables, rules or {})  # type: ignore[method-assign]
     return len(lookups)
 
 
@@ -75,11 +131,16 @@ class FastLookup:
     """In place of the module's forward(indices [L], offsets [F * B + 1]) -> [B, all features' D]."""
 
     def __init__(
-        self, lookup: SplitTableBatchedEmbeddingBagsCodegen, pool: Callable[..., bool], update: Callable[..., None]
-    ) -> None:
+        self, lookup: SplitTableBatchedEmbeddingBagsCodegen, pool: Callable[..., bool], update: Callable[..., None],
+        rules: Mapping[str, UpdateRule],
+    ) -> None:  # fmt: skip
         self._fbgemm_forward, self._lookup = lookup.forward, lookup
         self._pool, self._update = pool, update
-        self.step = 0  # of the run; seeds the rounding of fp16 rows
+        own = [rules[name] for name in lookup.table_names or [] if name in rules]
+        self._rule = own[0] if own else _rule_of(lookup)  # of one optimizer, so they differ in l2 alone
+        self._l2s = np.array([rule.l2 for rule in own] or [0.0] * len(lookup.embedding_specs), dtype=np.float32)
+        self.step = 0  # micro-batches of the run; seeds the rounding of fp16 rows
+        self.num_steps = 0  # updates of the optimizer before the next one
         # Set where the model takes it (pipeline.models.layers.dlrm): columns left free ahead of the features', for the model
         # to write into; and pooled rows in autocast's type where that is on.
         self.room = 0
@@ -138,21 +199,20 @@ class FastLookup:
 
     def update(self, gradients: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
         """Partition tables over torch's threads; each is one thread's, so their number changes no result."""
-        fbgemm, kind = self._lookup, KINDS[self._lookup.optimizer]
+        fbgemm, rule = self._lookup, self._rule
         is_half = fbgemm.weights_precision == SparseType.FP16
         stored = _flat(fbgemm.weights_host)
         weights = np.empty(0, np.float32) if is_half else stored
         halves = stored if is_half else np.empty(0, np.uint16)
-        states, state_offsets = np.empty(0, np.float32), fbgemm.weights_offsets
-        if kind:
-            states, state_offsets = fbgemm.momentum1_host.detach().numpy(), fbgemm.momentum1_offsets.detach()
+        states = _state(fbgemm, fbgemm.momentum1_host, fbgemm.momentum1_offsets)
+        squares = _state(fbgemm, fbgemm.momentum2_host, fbgemm.momentum2_offsets)
         num_samples, bounds = len(gradients), offsets.numpy()
         rows, width = _rows(gradients)
         arguments = (
             self._feature_begins, indices.numpy(), bounds, np.uint64(num_samples), rows, np.uint64(width),
-            self._columns, weights, halves, is_half, fbgemm.weights_offsets.numpy(), states, state_offsets.numpy(), kind,
-            fbgemm.pooling_mode == PoolingMode.MEAN, np.float32(fbgemm.get_learning_rate()),
-            np.float32(fbgemm.optimizer_args.eps), np.uint64(self.step),
+            self._columns, weights, halves, is_half, fbgemm.weights_offsets.numpy(), *states, *squares, rule.kind,
+            fbgemm.pooling_mode == PoolingMode.MEAN, rule.numbers(fbgemm.get_learning_rate(), self.num_steps + 1), self._l2s,
+            np.uint64(self.step),
         )  # fmt: skip
         first_ids = bounds[self._feature_begins * num_samples]
         shares = partition_tables(
@@ -162,6 +222,20 @@ class FastLookup:
         self._update(shares[0], *arguments)
         for result in later:
             result.result()
+
+
+def _rule_of(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> UpdateRule:
+    settings = lookup.optimizer_args
+    return UpdateRule(KINDS[lookup.optimizer], settings.eps, settings.beta1, settings.beta2)
+
+
+def _state(
+    lookup: SplitTableBatchedEmbeddingBagsCodegen, values: torch.Tensor, offsets: torch.Tensor
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """A state's numbers, and where each feature's table has its own; none where the optimizer has no such state."""
+    if values.dtype != torch.float32:  # FBGEMM's placeholder
+        return np.empty(0, np.float32), lookup.weights_offsets.numpy()
+    return values.detach().numpy(), offsets.detach().numpy()
 
 
 def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -14,55 +14,63 @@ import numpy as np
 import torch
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+from torchrec.optim import RowWiseAdagrad
 
-from pipeline.config.optimizers import all_optimizers
+from pipeline.sharding.torchrec.touched_rows import STATES, TouchedRows
+from pipeline.sharding.torchrec.update_rule import ADAGRAD, ROWWISE_ADAGRAD, SGD, UpdateRule
 
 # torch's optimizer of replicated tables -> its number in our kernels.
 KINDS: dict[type[torch.optim.Optimizer], int] = {
-    entry().replicated(): entry.cpu_kernel for entry in all_optimizers().values() if entry.cpu_kernel is not None
+    torch.optim.SGD: SGD,
+    torch.optim.Adagrad: ADAGRAD,
+    RowWiseAdagrad: ROWWISE_ADAGRAD,
 }
-STATE = "sum"  # Adagrad's state, as torch optimizers name it
 PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maximize")  # settings that the kernel lacks
 
 
 @dataclass(frozen=True)
 class _Block:
-    """One flat parameter: its tables' rows and widths in order, and their states in one array."""
+    """One flat parameter: its tables' rows, widths and L2 in order, and each of their states in one array."""
 
     weights: torch.Tensor
     rows: np.ndarray[Any, Any]
     dims: np.ndarray[Any, Any]
-    states: torch.Tensor
+    l2s: np.ndarray[Any, Any]
+    states: list[torch.Tensor]  # two; empty where the optimizer has fewer
 
 
 class FlatUpdate:
     """Steps a torch optimizer whose parameters are the tables of flat parameters, each of them whole."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, blocks: list[_Block], update: Callable[..., None]) -> None:
-        self._optimizer, self._blocks, self._update = optimizer, blocks, update
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rule: UpdateRule, blocks: list[_Block], update: Callable[..., None]
+    ) -> None:
+        self._optimizer, self._rule, self._blocks, self._update = optimizer, rule, blocks, update
 
     def clear_gradients(self) -> None:
         for block in self._blocks:
             block.weights.grad = None  # and with it the slices'
 
     def step(self) -> None:
-        """As optimizer.step(), but for its count of steps, on which none of these optimizers' updates depends."""
-        (group,) = self._optimizer.param_groups
-        kind = KINDS[type(self._optimizer)]
+        """As optimizer.step(); of counts of steps only that of TouchedRows is kept, the others' updates depend on none."""
+        optimizer, step = self._optimizer, 1
+        if isinstance(optimizer, TouchedRows):
+            optimizer.num_steps += 1
+            step = optimizer.num_steps
+        numbers = self._rule.numbers(optimizer.param_groups[0]["lr"], step)
         for block in self._blocks:
             gradient = block.weights.grad
             if gradient is not None:
                 self._update(
-                    block.weights.detach().numpy(), gradient.contiguous().numpy(), block.states.numpy(), block.rows,
-                    block.dims, kind, np.float32(group["lr"]), np.float32(group.get("eps", 0.0)),
+                    block.weights.detach().numpy(), gradient.contiguous().numpy(), *(state.numpy() for state in block.states),
+                    block.rows, block.dims, self._rule.kind, numbers, block.l2s,
                 )  # fmt: skip
 
 
 def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
     """None where the kernel does not support the optimizer. Its states become views of one array: load them in place."""
-    if type(optimizer) not in KINDS or len(optimizer.param_groups) != 1:
-        return None
-    if any(optimizer.param_groups[0].get(name) for name in PLAIN):
+    rules = _rules(optimizer)
+    if not rules:
         return None
     flats: dict[int, list[TableBatchedEmbeddingSlice]] = {}
     for weight in params.values():
@@ -76,7 +84,21 @@ def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optim
         from pipeline.sharding.kernels.update_kernels import update_rows
     except ImportError:  # no Numba
         return None
-    return FlatUpdate(optimizer, [_block(tables, optimizer) for tables in groups], update_rows)
+    blocks = [_block(tables, optimizer, rules) for tables in groups]
+    return FlatUpdate(optimizer, next(iter(rules.values())), blocks, update_rows)
+
+
+def _rules(optimizer: torch.optim.Optimizer) -> dict[int, UpdateRule]:
+    """Of each weight, by its id; they differ in l2 alone. Empty where the kernel does not support the optimizer."""
+    if len(optimizer.param_groups) != 1:
+        return {}
+    (group,) = optimizer.param_groups
+    weights = [id(weight) for weight in group["params"]]
+    if isinstance(optimizer, TouchedRows):
+        return dict(zip(weights, optimizer.rules, strict=True))
+    if type(optimizer) not in KINDS or any(group.get(name) for name in PLAIN):
+        return {}
+    return dict.fromkeys(weights, UpdateRule(KINDS[type(optimizer)], group.get("eps", 0.0)))
 
 
 def _is_whole(tables: list[TableBatchedEmbeddingSlice]) -> bool:
@@ -90,11 +112,21 @@ def _is_whole(tables: list[TableBatchedEmbeddingSlice]) -> bool:
     )
 
 
-def _block(tables: list[TableBatchedEmbeddingSlice], optimizer: torch.optim.Optimizer) -> _Block:
-    own = [optimizer.state[table][STATE] for table in tables if STATE in optimizer.state[table]]
-    states = torch.cat([state.reshape(-1) for state in own]) if own else torch.empty(0)
-    parts = states.split([state.numel() for state in own])
-    for table, state, part in zip(tables, own, parts, strict=False):  # without states: none of them
-        optimizer.state[table][STATE] = part.view(state.shape)
+def _block(
+    tables: list[TableBatchedEmbeddingSlice], optimizer: torch.optim.Optimizer, rules: Mapping[int, UpdateRule]
+) -> _Block:
+    kind = rules[id(tables[0])].kind
+    joined = [_joined(tables, optimizer, name) for name in STATES.get(kind, {})]
+    states = [*joined, torch.empty(0), torch.empty(0)][:2]
     rows, dims = (np.array([table.shape[axis] for table in tables], dtype=np.int64) for axis in (0, 1))
-    return _Block(tables[0]._original_tensor, rows, dims, states)
+    l2s = np.array([rules[id(table)].l2 for table in tables], dtype=np.float32)
+    return _Block(tables[0]._original_tensor, rows, dims, l2s, states)
+
+
+def _joined(tables: list[TableBatchedEmbeddingSlice], optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor:
+    """The tables' states of one name in one array, of which the optimizer now holds views."""
+    own = [optimizer.state[table][name] for table in tables]
+    whole = torch.cat([state.reshape(-1) for state in own])
+    for table, state, part in zip(tables, own, whole.split([state.numel() for state in own]), strict=True):
+        optimizer.state[table][name] = part.view(state.shape)
+    return whole

@@ -33,11 +33,12 @@ from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.process.comms_wait import clock_awaitable, waiting
 from pipeline.sharding.collectives.host_dists import exchange_on_host, skip_id_exchange
 from pipeline.sharding.collectives.host_exchange import HostExchange
-from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables
+from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables, tables_with_moments
 from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder
 from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, partition_hashed_ids
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, optimizer_class_of
 from pipeline.sharding.torchrec.table_init import initialize_tables
+from pipeline.sharding.torchrec.update_rule import UpdateRule
 from pipeline.sharding.torchrec.variable_batches import (
     accept_variable_batches,
     check_variable_batches,
@@ -53,6 +54,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     """TorchRec's sharded collection, which checks what comes in and runs on this package's exchanges where they fit."""
 
     tables_without_optimizer: list[str]
+    update_rules: dict[str, UpdateRule]  # by table
     managed: ManagedTables
     whole_lookup: FastLookup | None = None  # of all tables, where one rank has them in one block
 
@@ -222,7 +224,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
             for config in configs
             if config.pooling == PoolingType.MEAN and params[config.name].sharding_type == "grid_shard"
         ]
-        with _pooled_as_sum(grid_means), _not_initialized(configs):
+        with _pooled_as_sum(grid_means), _not_initialized(configs), tables_with_moments(device):
             sharded = ShardedTables(
                 module=module,
                 table_name_to_parameter_sharding=params,
@@ -238,10 +240,12 @@ class TableSharder(EmbeddingBagCollectionSharder):
         sharded.tables_without_optimizer = [
             name for name, weight in self.shardable_parameters(module).items() if optimizer_class_of(weight) is None
         ]
+        weights = self.shardable_parameters(module).items()
+        sharded.update_rules = {name: weight.update_rule for name, weight in weights if hasattr(weight, "update_rule")}
         initialize_tables(sharded, self._seed)
         sharded.managed = add_managed_tables(sharded, configs, env, self._seed)
         if self._fast_cpu:
-            speed_up_cpu_tables(sharded._lookups)  # a plain list: modules() does not go by them
+            speed_up_cpu_tables(sharded._lookups, sharded.update_rules)  # a plain list: modules() does not go by them
         if device.type == "cpu":
             accept_variable_batches(sharded._lookups)
             reduce_scatter_variable_batches(sharded._output_dists)

@@ -53,6 +53,8 @@ def check_sharding(
             )
         if device.type == "cpu":
             _check_fused_on_cpu(config.name, weight, config.data_type, fast_cpu)
+        else:
+            _check_fused_on_gpu(config.name, weight)
         _warn_of_row_state(config.name, weight, sharding.sharding_type)
 
 
@@ -68,13 +70,6 @@ def _check_widths(name: str, sharding: ParameterSharding) -> None:
 
 
 def _check_replicated(name: str, weight: torch.Tensor, data_type: DataType) -> None:
-    kwargs = getattr(weight, "_optimizer_kwargs", [{}])[0]
-    if kwargs.get("weight_decay"):
-        raise ShardingError(
-            f"table {name!r} is data_parallel, where optimizer.sparse.weight_decay={kwargs['weight_decay']} would decay "
-            "every row at every step and not only the rows of the batch as for other tables; set it to 0, or leave "
-            "data_parallel out of the table's sharding.sharding_types"
-        )
     if data_type != DataType.FP32 and optimizer_class_of(weight) is not None:
         raise ShardingError(
             f"table {name!r} is data_parallel in {data_type.value}, and so would be its optimizer state; "
@@ -86,23 +81,40 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType, fa
     optimizer = optimizer_class_of(weight)
     if optimizer is None:
         return
-    if not _entry(optimizer).fused_on_cpu:
+    has_kernels = fast_cpu and find_spec("numba") is not None
+    on_cpu = _entry(optimizer)
+    if not on_cpu.fused_on_cpu and (on_cpu.cpu_kernel is None or not has_kernels):
+        known = "SGD, Adagrad and row-wise Adagrad"
+        hint = "train on a GPU" if on_cpu.cpu_kernel is None else "install Numba and set sharding.fast_cpu=true"
         raise ShardingError(
-            f"table {name!r}: FBGEMM has no {optimizer.__name__} for sharded tables on CPU, only SGD, Adagrad and "
-            "row-wise Adagrad; use optimizer.sparse.name=rowwise_adagrad, or for Adam set "
-            "tables.default.sharding.sharding_types=[data_parallel], which is exact, or train on a GPU"
+            f"table {name!r}: FBGEMM has no {optimizer.__name__} for sharded tables on CPU, only {known}; "
+            f"{hint}, or use optimizer.sparse.name=rowwise_adagrad"
         )
-    for key in ("weight_decay", "max_norm"):
-        if value := getattr(weight, "_optimizer_kwargs", [{}])[0].get(key):
-            raise ShardingError(
-                f"table {name!r}: FBGEMM ignores {key} on CPU, here {value}; set optimizer.sparse.{key}=0, "
-                "or train on a GPU"
-            )
-    if data_type == DataType.FP16 and not (fast_cpu and find_spec("numba")):
+    rule = getattr(weight, "update_rule", None)
+    if rule is not None and (rule.l2 or rule.decay) and not has_kernels:
+        raise ShardingError(
+            f"table {name!r}: FBGEMM ignores weight decay on CPU, here {rule.l2 or rule.decay:g}; install Numba and set "
+            "sharding.fast_cpu=true, or set optimizer.sparse.weight_decay=0"
+        )
+    if value := getattr(weight, "_optimizer_kwargs", [{}])[0].get("max_norm"):
+        raise ShardingError(
+            f"table {name!r}: FBGEMM ignores max_norm on CPU, here {value}; set it to 0, or train on a GPU"
+        )
+    if data_type == DataType.FP16 and not has_kernels:
         _warn_once(
             "table %r is fp16 on CPU, where FBGEMM does not round stochastically: an update below 1/2048 of a "
             "weight is lost; install Numba and keep sharding.fast_cpu=true, whose kernels do, or use data_type fp32",
             name,
+        )
+
+
+def _check_fused_on_gpu(name: str, weight: torch.Tensor) -> None:
+    optimizer, rule = optimizer_class_of(weight), getattr(weight, "update_rule", None)
+    kwargs = getattr(weight, "_optimizer_kwargs", [{}])[0]
+    if optimizer is not None and rule is not None and (rule.l2 or rule.decay) and not kwargs.get("weight_decay"):
+        raise ShardingError(
+            f"table {name!r}: FBGEMM's {optimizer.__name__} ignores weight decay on GPUs, here {rule.l2 or rule.decay:g}; use "
+            "adamw, partial_rowwise_adam, lamb or rowwise_adagrad, set optimizer.sparse.weight_decay=0, or train on CPU"
         )
 
 

@@ -1,12 +1,13 @@
 """Make the tables' optimizer: fused into backward, or a torch optimizer for replicated tables.
 
 FBGEMM updates a sharded table's rows inside backward. A data_parallel table leaves that optimizer behind with no
-error, so it gets a torch optimizer of the same settings; its state goes by the fused one's names and shapes, so that
+error, so it gets a torch optimizer of the same rule; its state goes by the fused one's names and shapes, so that
 a checkpoint fits either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from pipeline.config.optimizers import all_optimizers, find_optimizer
 from pipeline.config.training import SparseOptimizerConfig
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.flat_update import flat_update
+from pipeline.sharding.torchrec.touched_rows import TouchedRows
+from pipeline.sharding.torchrec.update_rule import UpdateRule
 
 # What materialize_state knows the state of.
 KNOWN = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, optim.RowWiseAdagrad)
@@ -33,12 +36,6 @@ def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
             "set it to 0"
         )
     entry = find_optimizer(config.name)
-    if config.weight_decay and not entry.decays:
-        decaying = ", ".join(name for name, each in all_optimizers().items() if each.decays)
-        raise ShardingError(
-            f"optimizer.sparse.weight_decay={config.weight_decay:g}: FBGEMM's {config.name} has no weight decay, it would be "
-            f"ignored; set it to 0, or use one of {decaying} on a GPU"
-        )
     if entry.positive_eps and not config.eps > 0:
         raise ShardingError(
             f"optimizer.sparse.eps={config.eps:g} must be above 0: a row without a gradient would become 0/0"
@@ -52,12 +49,15 @@ def apply_sparse_optimizer(model: nn.Module, config: SparseOptimizerConfig) -> N
         ShardingError: a setting that would be ignored.
     """
     check_sparse_optimizer(config)
-    kind = getattr(optim, find_optimizer(config.name).fused)
+    entry = find_optimizer(config.name)
+    kind = getattr(optim, entry.fused)
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection):
             for weight in module.parameters():
                 # A dict of its own for each table: TorchRec writes into it.
                 _apply_optimizer_in_backward(kind, [weight], _fused_kwargs(config))
+                if entry.cpu_kernel is not None:
+                    weight.update_rule = UpdateRule.of(config)
 
 
 def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
@@ -67,12 +67,12 @@ def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
         kwargs["eps"] = config.eps
     if entry.counts_steps:
         kwargs |= {"beta1": config.beta1, "beta2": config.beta2}
-    if config.weight_decay:
+    if config.weight_decay and entry.decays:
         kwargs["weight_decay"] = config.weight_decay
-        if entry.decay_mode:
+        if entry.decay_mode == "L2":  # FBGEMM's default mode would ignore it
             from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
-            kwargs["weight_decay_mode"] = WeightDecayMode[entry.decay_mode]
+            kwargs["weight_decay_mode"] = WeightDecayMode.L2
     return kwargs
 
 
@@ -83,9 +83,16 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
     as it is not of the fused one: TrainingOptimizer keeps it.
     """
 
-    def __init__(self, params: dict[str, nn.Parameter], config: SparseOptimizerConfig, fast_cpu: bool = True) -> None:
-        self._optimizer = _make_replicated(list(params.values()), config)
-        materialize_state(self._optimizer)
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        config: SparseOptimizerConfig,
+        fast_cpu: bool = True,
+        rules: Mapping[str, UpdateRule] | None = None,
+    ) -> None:
+        """`rules`: by table, where they are more than `config` says."""
+        by_weight = {weight: (rules or {}).get(key.split(".")[-2]) for key, weight in params.items()}
+        self._optimizer = _make_replicated(by_weight, config)
         self._flat = flat_update(params, self._optimizer) if fast_cpu else None
         states = find_optimizer(config.name).replicated_states or {}
         state = {}
@@ -110,17 +117,18 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         else:
             self._optimizer.step(closure=closure)
 
-    @property
-    def num_steps(self) -> int:
-        return max((int(state["step"]) for state in self._optimizer.state.values() if "step" in state), default=0)
-
     def set_optimizer_step(self, step: int) -> None:
+        if isinstance(self._optimizer, TouchedRows):
+            self._optimizer.num_steps = step
         for state in self._optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(step)
 
 
-def _make_replicated(params: list[nn.Parameter], config: SparseOptimizerConfig) -> torch.optim.Optimizer:
+def _make_replicated(
+    params: Mapping[nn.Parameter, UpdateRule | None], config: SparseOptimizerConfig
+) -> torch.optim.Optimizer:
+    """torch's optimizer where it changes touched rows alone; its state is there."""
     entry = find_optimizer(config.name)
     if entry.replicated_states is None:
         known = ", ".join(name for name, each in all_optimizers().items() if each.replicated_states is not None)
@@ -128,12 +136,18 @@ def _make_replicated(params: list[nn.Parameter], config: SparseOptimizerConfig) 
             f"optimizer.sparse.name={config.name} exists only fused into sharded tables, but {len(params)} tables are "
             f"data_parallel; leave data_parallel out of their sharding.sharding_types, or use one of {known}"
         )
+    if entry.cpu_kernel is not None:
+        rules = [rule or UpdateRule.of(config) for rule in params.values()]
+        if any(rule.is_lazy for rule in rules):
+            return TouchedRows(list(params), rules, config.lr)
     kwargs: dict[str, Any] = {"lr": config.lr}
     if entry.has_eps:
         kwargs["eps"] = config.eps
     if entry.counts_steps:
         kwargs["betas"] = (config.beta1, config.beta2)
-    return entry.replicated()(params, **kwargs)
+    optimizer = entry.replicated()(list(params), **kwargs)
+    materialize_state(optimizer)
+    return optimizer
 
 
 @torch.no_grad()
