@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from pipeline.config.jobs import ExportJob, GenerateJob, PrepareJob, TrainJob
 from pipeline.data.prepare.run import prepare
 from pipeline.serving.artifact.export_run import ExportSummary, export
 from pipeline.training.run import train
-from tests.support import examples  # noqa: F401  # its profile holds for all tests
+from tests.support import (
+    examples,  # noqa: F401  # its profile holds for all tests
+    forks,
+)
 from tests.support.cpu_report import CpuReport
 from tests.support.exchange_paths import ranks_each_way  # noqa: F401  # a fixture
 from tests.support.process_state import own_process_state
@@ -30,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--cpu-report")
     if path and not config.getoption("numprocesses", None):  # with -n the workers write it
         config.pluginmanager.register(CpuReport(path), "cpu-report")
+    if config.getoption("numprocesses", None):
+        os.environ[forks.ADDRESS] = forks.server_address()
+
+
+def pytest_unconfigure() -> None:
+    forks.end_server()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,9 +1,13 @@
-"""A rank that saves steps 1 and 2 and is killed in the middle of step 3, where `kill` says: (owner, attribute, when)."""
+"""A rank that saves steps 1 and 2 and is killed in the middle of step 3, where `phase` says:
+
+python -m tests.faults.kill_worker RANK FOLDER STORE VICTIM PHASE ASYNCHRONOUS
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any
 
 import torch
@@ -74,3 +78,8 @@ def run(rank: int, folder: str, store: str, victim: int, phase: str, asynchronou
             arm(*{**PHASES, **PHASES_OF_RANK_0}[phase])
         checkpointer.save(step)
     checkpointer.wait()
+
+
+if __name__ == "__main__":
+    rank, folder, store, victim, phase, asynchronous = sys.argv[1:]
+    run(int(rank), folder, store, int(victim), phase, bool(int(asynchronous)))

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tests.support.forks import run_as_this_process
+
 RANK, ATTEMPT = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -110,6 +112,8 @@ def recorded(batches: Any, folder: str) -> Any:
 
 
 if __name__ == "__main__":
+    if os.environ.pop("WARM", ""):
+        run_as_this_process("tests.faults.planted")
     with open(sys.argv[1]) as plan:
         wanted = json.load(plan)
     del sys.argv[1]

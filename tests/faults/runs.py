@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.forks import ADDRESS, server_address
+
 TIMEOUT_S = 1500
 NOT_COMPARED = re.compile(r"time|samples_per_s|input_stall_percent|comms_percent|peak_memory_gb")
 SMALL = [
@@ -27,6 +29,9 @@ class Run:
     data: str
     folder: Path
     overrides: tuple[str, ...] = ()
+    warm: bool = (
+        False  # its ranks fork from the session's server (tests.support.forks); the agent's processes stand for them
+    )
 
     @property
     def run_dir(self) -> Path:
@@ -50,7 +55,8 @@ class Run:
         return [sys.executable, *(agent if ranks else []), "-m", "tests.faults.planted", str(plan), *words]
 
     def start(self, *faults: dict[str, Any], env: dict[str, str] | None = None, **how: Any) -> subprocess.Popen[str]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **(env or {})}
+        warm = {"WARM": "1", ADDRESS: server_address()} if self.warm else {}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **warm, **(env or {})}
         command = self.command(*faults, **how)
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 

@@ -64,13 +64,16 @@ def _plant(ranks: RankPool, folder: str, tmp_path: Path, cases: list[tuple[str, 
     return ranks.run(2, _load_damaged, str(tmp_path / "checkpoints"), cases)[0]
 
 
+@pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.campaign)])
 def test_a_truncated_deleted_or_zeroed_file_rejects_its_step_and_the_one_before_loads(
-    ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path, fault: FaultRecorder
+    ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path, fault: FaultRecorder, count: int
 ) -> None:
+    """`count` damages to each file; those of one file follow on those of the file before."""
     folder, digests = saved
     names = sorted(os.listdir(f"{folder}/{NEWEST}"))
     hows = ("deleted", "truncated", "zeroed", "emptied", "lengthened")
-    cases = [(name, how) for name in names for how in hows]
+    cases = [(name, hows[(i * count + j) % len(hows)]) for i, name in enumerate(names) for j in range(count)]
+    assert {how for _, how in cases} == set(hows)
     found = _plant(ranks, folder, tmp_path, cases)
     assert [one for one in found if one != (1, digests[1])] == []
     fault(9, f"{len(cases)} of {len(cases)} rejected, step N-1 loaded exactly", count=len(cases))

@@ -34,11 +34,14 @@ SECRET = "s3cr3t-of-the-environment"
 # --- saved config: evaluation, warm start (the other run's) and the checkpoints verb read it
 
 
-CONFIG_READERS: dict[str, Callable[[Path], object]] = {
-    "evaluate": lambda run: load_trained_job(load_config(EvaluateJob, [f"run={run}"])),
-    "warm start": lambda run: folder_of(str(run)),
-    "checkpoints": lambda run: show_checkpoint(load_config(CheckpointsJob, [f"run={run}", "command=show"])),
-}
+def _config_readers(run: Path) -> dict[str, Callable[[], object]]:
+    evaluating = load_config(EvaluateJob, [f"run={run}"])
+    showing = load_config(CheckpointsJob, [f"run={run}", "command=show"])
+    return {
+        "evaluate": lambda: load_trained_job(evaluating),
+        "warm start": lambda: folder_of(str(run)),
+        "checkpoints": lambda: show_checkpoint(showing),
+    }
 
 
 def _hostile_configs(canary: Path, config: str) -> dict[str, str]:
@@ -73,19 +76,20 @@ def test_no_saved_config_runs_or_tells_anything(
     OmegaConf.register_new_resolver("canary", lambda path: Path(path).touch() or path)
     try:
         run = Path(shutil.copytree(small_run, tmp_path / "run"))
+        readers = _config_readers(run)
         for name, content in _hostile_configs(canary, (small_run / "config.yaml").read_text()).items():
             assert content != (small_run / "config.yaml").read_text(), name
             (run / "config.yaml").write_text(content)
-            for reader, read in CONFIG_READERS.items():
+            for reader, read in readers.items():
                 with pytest.raises(ConfigError) as error:
-                    read(run)
+                    read()
                 assert SECRET not in str(error.value) and not canary.exists(), f"{name}: {reader}"
                 count += 1
     finally:
         OmegaConf.clear_resolver("canary")
     fault(
         29,
-        f"saved configs (tags, _target_, resolvers) x {', '.join(CONFIG_READERS)}: refused, no secret told",
+        f"saved configs (tags, _target_, resolvers) x {', '.join(readers)}: refused, no secret told",
         count=count,
     )
 
@@ -132,12 +136,15 @@ def test_no_plan_file_runs_anything(planned: tuple[Path, list[str]], tmp_path: P
     (path, words), canary, count = planned, tmp_path / "canary", 0
     hostile = tmp_path / "hostile.json"
     job_words = [*words[:-1], f"planner.plan_file={hostile}", "planner=file"]
+    planned_job, plan_job, train_job = (
+        load_config(PlanJob, words), load_config(PlanJob, job_words), load_config(TrainJob, job_words),
+    )  # fmt: skip
     readers: dict[str, Callable[[], object]] = {
         "plan show": lambda: show(str(hostile)),
         "plan diff": lambda: diff(str(path), str(hostile)),
-        "plan check": lambda: check(str(hostile), load_config(PlanJob, words)),
-        "plan planner=file": lambda: plan(load_config(PlanJob, job_words)),
-        "train planner=file": lambda: (validate_job(load_config(TrainJob, job_words), 1), read_plan(str(hostile))),
+        "plan check": lambda: check(str(hostile), planned_job),
+        "plan planner=file": lambda: plan(plan_job),
+        "train planner=file": lambda: (validate_job(train_job, 1), read_plan(str(hostile))),
     }
     for name, content in _hostile_plans(canary, path.read_text()).items():
         hostile.write_bytes(content)
@@ -167,13 +174,11 @@ def test_no_dataset_json_runs_anything(prepared_clicks: str, tmp_path: Path, fau
         "feature": lambda: change_json(data / "dataset.json", lambda content: content.update(sparse_features=[harm])),
         "split": lambda: change_json(data / "dataset.json", lambda content: content.update(splits=harm)),
     }
+    job = load_config(TrainJob, ["experiment=quickstart", f"data.path={data}"])
     for name, plant in hostile.items():
         (data / "dataset.json").write_text(good)
         plant()
-        for read in (
-            lambda: load_dataset(str(data)),
-            lambda: validate_job(load_config(TrainJob, ["experiment=quickstart", f"data.path={data}"]), 1),
-        ):
+        for read in (lambda: load_dataset(str(data)), lambda: validate_job(job, 1)):
             with pytest.raises(ValueError):
                 read()
             assert not canary.exists(), name

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
 
-from tests.faults import kill_worker
 from tests.faults.checkpoints import load_once, save_steps
 from tests.faults.conftest import FaultRecorder
 from tests.faults.kill_worker import PHASES, PHASES_OF_RANK_0
+from tests.support.forks import WarmCommand
 from tests.support.ranks import RankPool
 
 SIGKILLED = -9
@@ -19,20 +18,12 @@ FAST = [("in the first file", 1), ("after the commit", 0)]
 
 
 def _die(folder: Path, phase: str, victim: int, asynchronous: bool) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.kill_worker"])  # torchrec takes seconds to import
     folder.parent.mkdir()
-    words = (str(folder), str(folder.parent / "store"), victim, phase, asynchronous)
-    processes = [context.Process(target=kill_worker.run, args=(rank, *words)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
+    words = (folder, folder.parent / "store", victim, phase, int(asynchronous))
+    processes = [WarmCommand("tests.faults.kill_worker", (rank, *words), output=(1, 2)) for rank in (0, 1)]
     try:
-        processes[victim].join(120)
-        assert processes[victim].exitcode == SIGKILLED, (phase, victim)  # the phase was reached
-        processes[1 - victim].join(120)
-        assert processes[1 - victim].exitcode is not None, (
-            f"rank {1 - victim} hangs after the death of {victim}: {phase}"
-        )
+        assert processes[victim].wait(120) == SIGKILLED, (phase, victim)  # the phase was reached
+        processes[1 - victim].wait(120)  # else it hangs after the death of the other
     finally:
         for process in processes:
             process.kill()

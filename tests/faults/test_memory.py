@@ -25,20 +25,16 @@ def _measure(*words: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "actions", [["save"], pytest.param(["save", "load", "asynchronous"], marks=pytest.mark.campaign)]
-)
+@pytest.mark.campaign
 def test_saving_and_loading_take_no_more_than_the_largest_shard_beside_the_state(
-    tmp_path: Path, fault: FaultRecorder, actions: list[str]
+    tmp_path: Path, fault: FaultRecorder
 ) -> None:
     figures = []
-    for action in actions[:2]:
+    for action in ("save", "load"):
         found = _measure(action, str(tmp_path))
         limit = 1.1 * (found["local"] + found["largest"])
         assert found["peak"] <= limit, found
         figures.append(f"{action} {found['peak'] / 2**20:.0f} MiB of {limit / 2**20:.0f} allowed")
-    if "asynchronous" not in actions:
-        return
     beside = _measure("save", str(tmp_path / "beside"), "asynchronous")
     assert beside["peak"] <= 1.1 * (2 * beside["local"]), beside
     figures.append(

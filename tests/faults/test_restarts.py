@@ -91,7 +91,7 @@ def test_ranks_that_die_or_hang_anywhere_leave_no_trace_in_the_result(
     hang = len(starts) + len(kills)
     stop = {"attempt": hang, "rank": 1, "at": "step", "step": 57, "do": "stop"}
     block = {"attempt": hang + 1, "rank": 1, "at": "input", "step": 58, "do": "block"}
-    run = Run(prepared_clicks, tmp_path, LIMITS if places else PATIENT)
+    run = Run(prepared_clicks, tmp_path, LIMITS if places else PATIENT, warm=not places)
     hangs = [stop, block] if places else []
     code, output = run.finish(*starts, *kills, *hangs, ranks=RANKS, max_restarts=9)
     assert code == DONE, output

@@ -1,8 +1,9 @@
-"""An export that is killed where `stage` says: (whose function, its name, before or after which of its calls)."""
+"""An export that is killed where STAGE says:  python -m tests.serving.kill_worker STAGE OVERRIDE ..."""
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from pipeline.serving.artifact import certificate, make_artifact, package, refer
 from pipeline.serving.artifact import export_run as verb
 from tests.faults.kill_worker import arm
 
+# Stage: whose function, its name, before or after which of its calls.
 STAGES: dict[str, tuple[Any, str, str, int]] = {
     "before the folder": (atomic, "remove_abandoned", "before", 1),
     "after the folder": (package, "ArtifactFolder", "before", 1),
@@ -39,3 +41,7 @@ def run(overrides: list[str], stage: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     arm(*STAGES[stage])
     verb.export(load_config(ExportJob, overrides))
+
+
+if __name__ == "__main__":
+    run(sys.argv[2:], sys.argv[1])

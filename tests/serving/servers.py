@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +14,8 @@ from pathlib import Path
 
 import httpx
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.forks import WarmCommand
+
 LIMITS = [
     "limits.rows=200",
     "limits.body_mb=0.25",
@@ -35,7 +33,7 @@ def write_artifact(folder: Path, version: str, **about: object) -> Path:
 
 
 class Server:
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: WarmCommand, url: str) -> None:
         self.process, self.url = process, url
         self.client = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=100))
         self.lines: list[str] = []
@@ -43,7 +41,6 @@ class Server:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         self.lines.extend(line.rstrip() for line in self.process.stderr)
 
     @property
@@ -68,22 +65,14 @@ class Server:
 
 @contextmanager
 def server_of(artifact: Path, *overrides: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "tests.serving.servers", f"artifact={artifact}"]
-    with running([*command, "server.port=0", "server.watch_s=0.05", *overrides]) as server:
+    words = [f"artifact={artifact}", "server.port=0", "server.watch_s=0.05", *overrides]
+    with running("tests.serving.servers", *words) as server:
         yield server
 
 
 @contextmanager
-def running(command: list[str], env: dict[str, str] | None = None) -> Iterator[Server]:
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env={**os.environ, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+def running(module: str, *words: str) -> Iterator[Server]:
+    process = WarmCommand(module, words)
     line = process.stdout.readline()
     if "http://" not in line:
         process.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -26,10 +25,11 @@ from pipeline.serving.scoring.dense_program import check_archive
 from pipeline.serving.scoring.predictor import Predictor
 from tests.serving import kill_worker
 from tests.serving.exports import run_export
+from tests.support.forks import WarmCommand
 
 SIGKILLED = -9
 FEW_ROWS = "parity.max_rows=300"
-SOME_STAGES = ["in the layers", "after the manifest"]
+SOME_STAGES = ["after the manifest"]
 
 
 @pytest.fixture
@@ -139,16 +139,12 @@ def test_layers_that_hold_a_pickle_are_refused_before_torch_reads_them(small_art
 def test_an_export_killed_at_any_stage_leaves_nothing_that_loads_and_the_next_one_works(
     small_run: Path, tmp_path: Path, stages: list[str]
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.serving.kill_worker"])  # torchrec takes seconds to import
     for number, stage in enumerate(stages):
         folder = tmp_path / str(number)
         output = folder / "artifact"
         overrides = [f"run={small_run}", f"output={output}", FEW_ROWS]
-        process = context.Process(target=kill_worker.run, args=(overrides, stage))
-        process.start()
-        process.join(180)
-        assert process.exitcode == SIGKILLED, (stage, process.exitcode)  # the stage was reached
+        code = WarmCommand("tests.serving.kill_worker", [stage, *overrides], output=(1, 2)).wait(180)
+        assert code == SIGKILLED, (stage, code)  # the stage was reached
         if stage in kill_worker.COMMITTED:
             Predictor.load(str(output))
         else:

@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,20 +21,20 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.raw.formats.criteo_tsv import criteo_columns
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.errors import DamagedError, RetrainingError, ServingError
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export_run import ExportSummary, export
 from pipeline.serving.artifact.manifest import ArtifactError
 from pipeline.serving.artifact.package import lookups_of
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.ssd_lookup import SsdLookup
-from tests.serving.servers import REPOSITORY, Server, running
+from tests.serving.servers import Server, running
+from tests.support.forks import run_warm
 from tests.support.messages import names
 
 
 @pytest.fixture(scope="module")
-def artifact(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    output = tmp_path_factory.mktemp("exported") / "artifact"
-    return export(load_config(ExportJob, [f"run={small_run}", f"output={output}", "parity.max_rows=500"])).artifact
+def artifact(small_artifact: ExportSummary) -> str:
+    return small_artifact.artifact
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +121,8 @@ def test_a_flipped_byte_in_a_table_is_refused_with_tables_on_ssd_too(artifact: s
 
 @pytest.fixture(scope="module")
 def server(artifact: str) -> Iterator[Server]:
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline.serve",
-        f"artifact={artifact}",
-        "server.port=0",
-        "memory=ssd",
-        "ssd.cache_gb=0.0001",
-    ]
-    with running(command, {"OMP_NUM_THREADS": "1"}) as server:
+    words = [f"artifact={artifact}", "server.port=0", "memory=ssd", "ssd.cache_gb=0.0001"]
+    with running("pipeline.serve", *words) as server:
         yield server
 
 
@@ -154,8 +144,7 @@ def test_compiled_layers_are_served_and_predicted_by(small_run: Path, clicks: Pa
     rows = raw_rows(clicks, 300)
     wanted = Predictor.load(path).score(rows).scores
     np.testing.assert_allclose(Predictor.load(path, compiled=True).score(rows).scores, wanted, atol=1e-6)
-    command = [sys.executable, "-m", "pipeline.serve", f"artifact={path}", "server.port=0", "compiled=true"]
-    with running(command, {"OMP_NUM_THREADS": "1"}) as server:
+    with running("pipeline.serve", f"artifact={path}", "server.port=0", "compiled=true") as server:
         answer = server.client.post(f"{server.url}/score", json={"rows": rows.to_pylist()})
         assert answer.json()["scores"] == pytest.approx(wanted.tolist(), abs=1e-6)
     source = tmp_path / "rows.tsv"
@@ -196,10 +185,7 @@ def test_a_damaged_artifact_keeps_the_server_from_starting_with_one_line(artifac
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["step"] = 1
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline.serve", f"artifact={copy}", "server.port=0"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_warm("pipeline.serve", f"artifact={copy}", "server.port=0")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "manifest.json" in done.stderr
 
 

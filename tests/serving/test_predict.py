@@ -112,6 +112,7 @@ def test_the_same_command_again_has_nothing_to_do_and_another_is_refused(tmp_pat
         predict(job_of(source, tmp_path / "mine.parquet"), lambda _: StandIn())
 
 
+@pytest.mark.campaign
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     code = (
         "import sys\n"

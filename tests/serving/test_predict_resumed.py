@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -17,23 +14,14 @@ from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.predict import predict
 from tests.serving.predictions import expected, job_of, rows_of, write
 from tests.serving.stand_in import REFUSED_CITY, StandIn, score_of
+from tests.support.forks import WarmCommand, run_warm
 
-WORKER = """
-import sys
-from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import PredictJob
-from pipeline.serving.scoring.predict import predict
-from pipeline.serving.scoring import score_files
-from tests.serving.stand_in import StandIn
-score_files.BLOCK_BYTES = 10_000
-scorer = StandIn(held_by=sys.argv.pop(), free_rows=900)
-predict(load_config(PredictJob, sys.argv[1:]), lambda _: scorer)
-"""
+WORKER = "tests.serving.predict_worker"
 
 
-def start(job: list[str], held_by: Path) -> subprocess.Popen[bytes]:
+def start(job: list[str], held_by: Path) -> WarmCommand:
     """It scores two parts or so and then waits until the file `held_by` is there."""
-    return subprocess.Popen([sys.executable, "-c", WORKER, *job, str(held_by)], cwd=Path(__file__).parents[2])
+    return WarmCommand(WORKER, [*job, 900, held_by])
 
 
 def scored_rows(staging: Path) -> int:
@@ -66,19 +54,6 @@ def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
     assert pq.read_table(tmp_path / "whole.parquet")["row"].to_pylist() == list(range(6000))
 
 
-VERB = """
-import sys
-from pipeline.cli.verb import Verb
-from pipeline.config.jobs import PredictJob
-from pipeline.serving.scoring.predict import describe, predict
-from pipeline.serving.scoring import score_files
-from tests.serving.stand_in import StandIn
-score_files.BLOCK_BYTES = 10_000
-scorer = StandIn(held_by=sys.argv.pop(), free_rows=500)
-Verb(PredictJob, lambda job: predict(job, lambda _: scorer), "", describe, handles_sigterm=True).main()
-"""
-
-
 @pytest.mark.parametrize(
     ("sent", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.campaign), (signal.SIGTERM, 75)]
 )
@@ -88,26 +63,16 @@ def test_a_prediction_that_is_stopped_keeps_its_parts_and_goes_on(
     source = write(tmp_path / "rows.csv", rows_of(3000))
     options = [f"source={source}", "artifact=stand-in", "rows_per_part=200", f"output={tmp_path}/scores.parquet"]
     staging = tmp_path / "scores.parquet.partial"
-    worker = subprocess.Popen(
-        [sys.executable, "-c", VERB, *options, str(tmp_path / "go")], cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
-    )  # fmt: skip
+    worker = WarmCommand(WORKER, [*options, 500, tmp_path / "go"])
     while worker.poll() is None and not scored_rows(staging):
         time.sleep(0.02)
     worker.send_signal(sent)
     (tmp_path / "go").touch()
-    said, _ = worker.communicate(timeout=300)
+    said = "".join(worker.communicate(timeout=300))
     assert worker.returncode == code, said
     assert "Traceback" not in said and not (tmp_path / "scores.parquet").exists()
     assert 0 < scored_rows(staging) < 3000
-    again = subprocess.run(
-        [sys.executable, "-c", VERB, *options, str(tmp_path / "go")],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    again = run_warm(WORKER, *options, 500, tmp_path / "go")
     assert again.returncode == 0 and "going on after" in again.stderr + again.stdout, again
     assert pq.read_table(tmp_path / "scores.parquet")["score"].to_pylist() == expected(rows_of(3000))
     assert not staging.exists()

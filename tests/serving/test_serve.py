@@ -16,8 +16,9 @@ import pytest
 
 from benchmarks import serving_load
 from tests.serving.requests import ARROW, SCHEMA, post, stream_of
-from tests.serving.servers import LIMITS, REPOSITORY, ROW, Server, server_of, write_artifact
+from tests.serving.servers import LIMITS, ROW, Server, server_of, write_artifact
 from tests.serving.stand_in import REFUSED_CITY, score_of
+from tests.support.forks import run_warm
 
 
 @pytest.fixture(scope="module")
@@ -125,17 +126,6 @@ def test_requests_that_arrive_together_are_scored_together_and_too_many_are_put_
         assert server.metric("overloads_total") == len(by_status[503])
 
 
-def run(*overrides: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.serving.servers", *overrides],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=env,
-    )
-
-
 def test_what_keeps_a_server_from_starting_is_one_line(tmp_path: Path, server: Server) -> None:
     good = write_artifact(tmp_path / "good", "v1")
     cases = {
@@ -144,9 +134,11 @@ def test_what_keeps_a_server_from_starting_is_one_line(tmp_path: Path, server: S
         "batching.max_rows": [f"artifact={good}", "batching.max_row=3"],
     }
     for message, overrides in cases.items():
-        done = run(*overrides)
+        done = run_warm("tests.serving.servers", *overrides)
         assert done.returncode == 2, done.stderr
         assert message in done.stderr and len(done.stderr.splitlines()) == 1
     (tmp_path / "uvicorn.py").write_text("raise ImportError('not here')")
-    done = run(f"artifact={good}", "server.port=0", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    command = [sys.executable, "-m", "tests.serving.servers", f"artifact={good}", "server.port=0"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2 and "pip install 'torchrec-pipeline[serve]'" in done.stderr

@@ -1,4 +1,4 @@
-"""One pool of gloo ranks for the whole test session: importing torchrec costs seconds, a spawn a test would too.
+"""One pool of gloo ranks for the whole test session, forked from a process that has imported what they need.
 
 A test asks for the `ranks` fixture and calls `ranks.run(world_size, function, *args)`; `function(rank, *args)`
 is a module-level function, runs on `world_size` processes inside a fresh gloo process group, and its return
@@ -12,18 +12,17 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.multiprocessing as multiprocessing
 
+from tests.support.forks import ENVIRONMENT, PASSED, WarmCommand
 from tests.support.process_state import own_process_state
 
 TIMEOUT_S = 900  # compilers and four ranks on a busy machine too
-ENVIRONMENT = dict(os.environ)  # not that of the test which happens to start a process
 
 
 def _serve(pipe: Connection) -> None:
@@ -60,18 +59,16 @@ class RankPool:
     """Processes start on first use and are reused; where one gave no answer, it may hang in a collective: all are replaced."""
 
     def __init__(self) -> None:
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: list[tuple[WarmCommand, Connection]] = []
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, local_world_size: int | None = None
     ) -> list[Any]:
         """Raises RuntimeError with the traceback of every rank that failed."""
-        context = multiprocessing.get_context("spawn")
         while len(self._workers) < world_size:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            with patch.dict(os.environ, ENVIRONMENT, clear=True):
-                process.start()
+            ours, theirs = Pipe()
+            with theirs, patch.dict(os.environ, ENVIRONMENT, clear=True):
+                process = WarmCommand("tests.support.ranks", output=(1, 2), passed=theirs.fileno())
             self._workers.append((process, ours))
         with tempfile.TemporaryDirectory() as folder:
             workers = self._workers[:world_size]
@@ -103,6 +100,10 @@ class RankPool:
     def close(self) -> None:
         for process, pipe in self._workers:
             process.kill()
-            process.join()
+            process.wait()
             pipe.close()
         self._workers.clear()
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(os.environ[PASSED])))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,15 +24,16 @@ NUM_STEPS = 6
 TOLERANCE = 1e-5  # of losses of about 0.7: compiled layers add up in another order
 
 
-def _losses(rank: int, cache: str, compiled: bool) -> tuple[list[float], list[str], list[str], int]:
-    """Through TorchRec's pipeline: losses, compiled children, the state's names, graphs compiled."""
+def _losses(rank: int, cache: str, backend: str) -> tuple[list[float], list[str], list[str], int]:
+    """Through TorchRec's pipeline: losses, compiled children, the state's names, graphs compiled. Backend "": as they are."""
     from torch._dynamo.utils import counters
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # a fresh one, so that it is compiled here, and by one rank for both
     counters.clear()
     task, model, optimizer, context = build_sharded(KINDS)
     compiler = DenseCompiler()
-    names = compiler.compile(task.model) if compiled else []
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        names = compiler.compile(task.model) if backend else []
     model.train()
     pipeline = TrainPipelineSparseDist(model, optimizer, context.device, execute_all_batches=True)
     batches = iter(list(draw_batches(rank, context.world_size, NUM_STEPS)))
@@ -38,10 +41,14 @@ def _losses(rank: int, cache: str, compiled: bool) -> tuple[list[float], list[st
     return losses, names, list(model.state_dict()), 0 if compiler.failure else counters["stats"]["unique_graphs"]
 
 
-def test_compiled_layers_train_to_the_same_losses_under_torchrecs_pipeline(ranks: RankPool, tmp_path: Path) -> None:
-    plain = ranks.run(2, _losses, str(tmp_path), False)
-    compiled = ranks.run(2, _losses, str(tmp_path), True)
-    assert list(tmp_path.rglob("*.so")), "nothing was compiled"
+# aot_eager: graphs are captured, with their backward, and guarded as ever, and no C++ is compiled of them.
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)])
+def test_compiled_layers_train_to_the_same_losses_under_torchrecs_pipeline(
+    ranks: RankPool, tmp_path: Path, backend: str
+) -> None:
+    plain = ranks.run(2, _losses, str(tmp_path), "")
+    compiled = ranks.run(2, _losses, str(tmp_path), backend)
+    assert bool(list(tmp_path.rglob("*.so"))) == (backend == "inductor"), "nothing was compiled"
     for (expected, _, names, _), (losses, layers, compiled_names, num_graphs) in zip(plain, compiled, strict=True):
         assert num_graphs == len(layers)
         assert layers == ["dense_arch", "over_arch"]

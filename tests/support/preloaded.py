@@ -1,0 +1,18 @@
+"""What processes of tests import, all at once: see tests.support.forks. It starts no thread, which a fork would lose."""
+
+from __future__ import annotations
+
+import numba  # noqa: F401
+import scipy.linalg  # noqa: F401  # Numba imports it when it loads a kernel
+import torch
+
+import pipeline.models.layers.dots_kernels
+import pipeline.models.tasks.click
+import pipeline.serving.artifact.export_run
+import pipeline.sharding.kernels.lookup_kernels
+import pipeline.sharding.kernels.update_kernels
+import pipeline.training.evaluate_run
+import pipeline.training.run  # noqa: F401  # and all of the above
+import tests.support.sharded_models  # noqa: F401
+
+torch.set_num_threads(1)
