@@ -5,7 +5,7 @@
 Both sides train the same model on the same batches, drawn beforehand, with row-wise Adagrad for the tables and Adam for
 the layers. TorchRec's side is the loop of its documentation: default planner and sharders, DistributedModelParallel,
 TrainPipelineSparseDist, fp32. Ours is the product's Trainer, its metrics, guards and log lines included, under the
-overrides named in each row. Each side has processes of its own, one a rank, for settings of a process (allocator, OpenMP)
+overrides named in each row. --sides "ours fp32" "ours adam" compares the tables' optimizers. Each side has processes of its own, one a rank, for settings of a process (allocator, OpenMP)
 are part of what is compared; `torchrec, our settings` is TorchRec's loop with ours. The sides run in turns,
 A B C A B C; those whose turn it is not wait. `cpu` is CPU-seconds a step of all ranks: it tells more than the clock on
 a machine that others use too.
@@ -41,10 +41,16 @@ VARIANTS = {
     "ours bf16": ["trainer.precision=bf16"],
     "ours bf16 compiled": ["trainer.precision=bf16", "trainer.compile=true"],
 }
+# Of tables; the layers train by Adam as on the other sides. Run where --sides names them.
+OPTIMIZERS = {
+    f"ours {name}": [f"optimizer.sparse.name={name}", "optimizer.sparse.lr=0.001"]
+    for name in ("adam", "adamw", "partial_rowwise_adam", "adagrad", "sgd")
+}
+OPTIMIZERS["ours adam l2"] = [*OPTIMIZERS["ours adam"], "tables.default.l2=0.001"]
 
 
 TORCHREC, TORCHREC_KEPT = "torchrec", "torchrec, our settings"
-SIDES = (TORCHREC, TORCHREC_KEPT, *VARIANTS)
+SIDES = (TORCHREC, TORCHREC_KEPT, *VARIANTS, *OPTIMIZERS)
 
 
 @dataclass
@@ -81,7 +87,8 @@ def run_side(rank: int, ranks: int, threads: int, preset_name: str, side: str, s
     context = DistributedContext(rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
     preset = PRESETS[preset_name]
     raw = draw(preset, rank)
-    run = our_loop(preset, raw, context, VARIANTS[side]) if side in VARIANTS else torchrec_loop(preset, raw, context)
+    ours = (VARIANTS | OPTIMIZERS).get(side)
+    run = torchrec_loop(preset, raw, context) if ours is None else our_loop(preset, raw, context, ours)
     run(2)  # compiles, builds, warms
     pipe.send(preset.batch_size * ranks)
     while steps := pipe.recv():
@@ -171,7 +178,13 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=["quickstart", "kaggle_16", "kaggle_64"])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="of each rank")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="the first is what ratios are to")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=SIDES,
+        default=[TORCHREC, TORCHREC_KEPT, *VARIANTS],
+        help="the first is what ratios are to",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--output", type=Path)

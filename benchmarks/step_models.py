@@ -236,7 +236,7 @@ def our_side(
     assembly = assemble(resolve_job(job, dataset, context.world_size), context)
     if job.trainer.compile:
         DenseCompiler().compile(assembly.task.model)
-    optimizer = build_optimizer(assembly.model, job.optimizer)
+    optimizer = build_optimizer(assembly.model, job.optimizer, job.model.l2)
     per_key = [count * preset.batch_size for count in preset.pooling]
     batches = [
         Batch(

@@ -39,8 +39,8 @@ class Optimizer:
     whole_rows: ClassVar[bool] = (
         False  # its update looks at whole rows: a table that is cut by columns trains differently
     )
-    decays: ClassVar[bool] = False  # FBGEMM applies its weight_decay on GPUs
-    decay_mode: ClassVar[str] = "L2"  # how weight_decay acts: in the gradient, or DECOUPLE from it
+    decay_mode: ClassVar[str] = "l2"  # how weight_decay acts by itself: in the gradient (l2), or decoupled
+    fbgemm_decays: ClassVar[tuple[str, ...]] = ()  # what FBGEMM has on GPUs
     counts_steps: ClassVar[bool] = False  # its update depends on the number of steps
     has_eps: ClassVar[bool] = True
     positive_eps: ClassVar[bool] = False  # eps 0 would divide zero by zero
@@ -94,7 +94,8 @@ class Adagrad(Optimizer):
 @register("optimizer", "rowwise_adagrad")
 class RowWiseAdagrad(Optimizer):
     fused, fbgemm, fused_on_cpu, cpu_kernel = "RowWiseAdagrad", "EXACT_ROWWISE_ADAGRAD", True, 2
-    state_per_row, whole_rows, decays, positive_eps = 1, True, True, True
+    state_per_row, whole_rows, positive_eps = 1, True, True
+    fbgemm_decays = ("l2", "decoupled")
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
 
     def replicated(self) -> type[torch.optim.Optimizer]:
@@ -107,6 +108,7 @@ class Adam(Optimizer):
 
     fused, fbgemm, cpu_kernel = "Adam", "ADAM", 3
     state_per_element, counts_steps, positive_eps = 2, True, True
+    fbgemm_decays = ("decoupled",)
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
@@ -115,9 +117,9 @@ class Adam(Optimizer):
 
 @register("optimizer", "adamw")
 class AdamW(Adam):
-    """On tables FBGEMM's Adam, whose weight decay is decoupled."""
+    """On tables Adam with decoupled weight decay, the only one that FBGEMM's has."""
 
-    decays, decay_mode = True, "DECOUPLE"
+    decay_mode = "decoupled"
 
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
         return _classes().AdamW(weights, **_adam_settings(config))
@@ -128,16 +130,16 @@ class PartialRowWiseAdam(Optimizer):
     """Adam with one second moment a row, the mean of the row's."""
 
     fused, fbgemm, cpu_kernel = "PartialRowWiseAdam", "PARTIAL_ROWWISE_ADAM", 4
-    state_per_element, state_per_row, whole_rows, decays, counts_steps = 1, 1, True, True, True
-    decay_mode, positive_eps = "DECOUPLE", True
+    state_per_element, state_per_row, whole_rows, counts_steps, positive_eps = 1, 1, True, True, True
+    decay_mode, fbgemm_decays = "decoupled", ("decoupled",)
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 @register("optimizer", "lamb")
 class Lamb(Optimizer):
     fused, fbgemm = "LAMB", "LAMB"
-    state_per_element, whole_rows, decays, counts_steps = 2, True, True, True
-    decay_mode = "DECOUPLE"
+    state_per_element, whole_rows, counts_steps = 2, True, True
+    decay_mode, fbgemm_decays = "decoupled", ("decoupled",)
 
 
 def _classes(module: str = "torch.optim") -> Any:

@@ -5,6 +5,7 @@ The entry `default` supplies what a table leaves unset; an entry `cat_*` does so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -14,7 +15,7 @@ from pipeline.runtime.errors import ConfigError, check_above, check_at_least, ch
 
 POOLINGS = ("sum", "mean")
 DATA_TYPES = ("fp32", "fp16")
-INITS = ("uniform", "normal", "zeros")
+INITS = ("uniform", "normal", "xavier_uniform", "xavier_normal", "zeros")
 SHARDING_TYPES = (
     "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
 )  # fmt: skip
@@ -25,7 +26,11 @@ NOT_IN_FBGEMM = "key_value"
 
 @dataclass
 class InitConfig:
-    """uniform: in [-scale, scale], scale None = 1/sqrt(num_embeddings); normal: std = scale, None = 1/sqrt(embedding_dim)."""
+    """uniform: in [-scale, scale], scale None = 1/sqrt(num_embeddings); normal: std = scale, None = 1/sqrt(embedding_dim).
+
+    xavier_uniform and xavier_normal: scale times those of a layer of num_embeddings inputs and embedding_dim outputs, None = 1
+    (Glorot and Bengio, AISTATS 2010). The table is the whole one, whatever its shards.
+    """
 
     kind: str = "uniform"
     scale: float | None = None
@@ -34,6 +39,17 @@ class InitConfig:
         check_choice("init.kind", self.kind, INITS)
         if self.scale is not None:
             check_above("init.scale", self.scale, 0.0)
+
+    def scaled(self, num_embeddings: int, embedding_dim: int) -> InitConfig:
+        """The same as zeros, or as uniform or normal with the scale of a table of that size."""
+        if self.kind == "zeros":
+            return self
+        if self.kind == "uniform":
+            return InitConfig("uniform", self.scale or 1 / math.sqrt(num_embeddings))
+        if self.kind == "normal":
+            return InitConfig("normal", self.scale or 1 / math.sqrt(embedding_dim))
+        std = (self.scale or 1.0) * math.sqrt(2 / (num_embeddings + embedding_dim))
+        return InitConfig("normal", std) if self.kind == "xavier_normal" else InitConfig("uniform", math.sqrt(3) * std)
 
 
 @dataclass
@@ -71,6 +87,7 @@ class TableConfig:
     pooling: str | None = None
     data_type: str | None = None
     init: InitConfig | None = None
+    l2: float | None = None  # the gradient of a row that a step touches gains l2 times the row
     sharding: ConstraintConfig | None = None
     compression: CompressionConfig | None = None
 
@@ -81,6 +98,7 @@ class TableConfig:
             check_choice("pooling", self.pooling, POOLINGS)
         if self.data_type is not None:
             check_choice("data_type", self.data_type, DATA_TYPES)
+        check_at_least("l2", self.l2, 0.0, allow_none=True)
 
 
 def is_pattern(name: str) -> bool:

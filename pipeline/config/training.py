@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from pipeline.config.optimizers import check_layer_optimizer, check_table_optimizer
+from pipeline.config.optimizers import check_layer_optimizer, check_table_optimizer, find_optimizer
 from pipeline.runtime.errors import (
     ConfigError,
     check_above,
@@ -24,12 +24,19 @@ TRAIN_PIPELINES = ("auto", "sparse_dist", "base")
 NON_FINITE_POLICIES = ("stop", "skip", "rollback")
 ROW_STATE_POLICIES = ("refuse", "average")
 SAVE_FAILURE_POLICIES = ("stop", "continue")
+DECAY_MODES = ("auto", "l2", "decoupled")
 BACKENDS = ("auto", "gloo", "nccl")
 
 
 @dataclass
 class SparseOptimizerConfig:
-    """The tables' optimizer, fused into backward; data_parallel tables get the same settings as a dense optimizer."""
+    """The tables' optimizer, fused into backward; it updates the rows that a step touches, in data_parallel tables too.
+
+    weight_decay_mode: l2 adds weight_decay * row to a row's gradient; decoupled takes lr * weight_decay of the row beside the
+    update (Loshchilov and Hutter, ICLR 2019); auto is decoupled for adamw, partial_rowwise_adam and lamb, else l2.
+    gradient_clip_value and gradient_clip_norm limit each number and the norm of a row's summed gradient, in this order, before
+    decay and tables.<name>.l2 are added.
+    """
 
     name: str = "rowwise_adagrad"
     lr: float = 0.02
@@ -38,10 +45,23 @@ class SparseOptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.999
     weight_decay: float = 0.0
+    weight_decay_mode: str = "auto"
+    gradient_clip_value: float | None = None
+    gradient_clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         check_table_optimizer("optimizer.sparse.name", self.name)
         _check_optimizer("optimizer.sparse", self)
+        check_choice("optimizer.sparse.weight_decay_mode", self.weight_decay_mode, DECAY_MODES)
+        for name in ("gradient_clip_value", "gradient_clip_norm"):
+            _check_limit(f"optimizer.sparse.{name}", getattr(self, name))
+
+    @property
+    def decouples(self) -> bool:
+        """Whether weight_decay acts beside the update, and not in the gradient."""
+        if self.weight_decay_mode == "auto":
+            return find_optimizer(self.name).decay_mode == "decoupled"
+        return self.weight_decay_mode == "decoupled"
 
 
 @dataclass
@@ -65,6 +85,11 @@ def _check_optimizer(prefix: str, config: SparseOptimizerConfig | DenseOptimizer
     check_at_least(f"{prefix}.weight_decay", config.weight_decay, 0.0)
     for name in ("momentum", "beta1", "beta2"):
         check_below_one(f"{prefix}.{name}", getattr(config, name))
+
+
+def _check_limit(key: str, value: float | None) -> None:
+    if value is not None:
+        check_above(key, value, 0.0)
 
 
 @dataclass
@@ -241,7 +266,8 @@ class TrainerConfig:
     precision: str = "fp32"
     compile: bool = False  # the dense layers by torch.compile; where it fails they run as they are
     pipeline: str = "auto"  # base on one CPU rank, which has nothing to overlap; sparse_dist else
-    gradient_clip_norm: float | None = None
+    gradient_clip_norm: float | None = None  # of all dense layers together
+    gradient_clip_value: float | None = None  # of each number of the dense gradients, before the norm
     gradient_accumulation_steps: int = 1
     log_every_steps: int = 50
     overfit_batches: int = 0  # train on the first n global batches again and again; 0: on all data
@@ -298,8 +324,8 @@ class TrainerConfig:
         check_choice("trainer.precision", self.precision, PRECISIONS)
         check_choice("trainer.pipeline", self.pipeline, TRAIN_PIPELINES)
         check_choice("trainer.non_finite_loss", self.non_finite_loss, NON_FINITE_POLICIES)
-        if self.gradient_clip_norm is not None:
-            check_above("trainer.gradient_clip_norm", self.gradient_clip_norm, 0.0)
+        _check_limit("trainer.gradient_clip_norm", self.gradient_clip_norm)
+        _check_limit("trainer.gradient_clip_value", self.gradient_clip_value)
 
 
 def profiled_steps(text: str) -> tuple[int, int]:

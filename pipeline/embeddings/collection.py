@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -171,9 +170,9 @@ def _init_fn(table: Table) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def init_function(init: InitConfig, num_embeddings: int, embedding_dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Fills a table's weights in place. The scale follows the whole table, not the shard."""
-    if init.kind == "zeros":
+    init = init.scaled(num_embeddings, embedding_dim)
+    if init.scale is None:
         return torch.nn.init.zeros_
     if init.kind == "normal":
-        return partial(torch.nn.init.normal_, std=init.scale or 1 / math.sqrt(embedding_dim))
-    scale = init.scale or 1 / math.sqrt(num_embeddings)
-    return partial(torch.nn.init.uniform_, a=-scale, b=scale)
+        return partial(torch.nn.init.normal_, std=init.scale)
+    return partial(torch.nn.init.uniform_, a=-init.scale, b=init.scale)

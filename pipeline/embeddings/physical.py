@@ -65,6 +65,11 @@ def check_compressed(table: Table) -> None:
             f"tables.{table.name}: init.kind=zeros under {kind.setting} would never train, for each factor's gradient is "
             "the product of the others; use another init or compression"
         )
+    if table.l2 and not leaves(table):
+        raise ConfigError(
+            f"tables.{table.name}.l2={table.l2:g} is of rows, and {kind.setting} keeps dense parameters alone; use model.l2, "
+            f"and tables.{table.name}.l2=0"
+        )
     num_numbers(table)  # what lies beside the parts is checked too
     for part in leaves(table):
         if part.embedding_dim % SHARD_WIDTH and part.sharding.sharding_types != ["data_parallel"]:

@@ -42,7 +42,7 @@ class Table:
     `frequencies` is None where no data say how lookups fall on rows. `max_ids[i]` is the most ids a sample has of
     `feature_names[i]`, None where its lists have any length; empty: unknown. `config_name` is the entry of
     `tables` that a part of a compressed table comes from. `rows_of`: the table that
-    this part's rows belong to and are initialized as; `managed`: what gives ids its rows, where ids have no bound; `note`: a
+    this part's rows belong to and are initialized as; `l2`: of touched rows, in their gradient; `managed`: what gives ids its rows, where ids have no bound; `note`: a
     sentence for the plan's report.
     """
 
@@ -62,6 +62,7 @@ class Table:
     rows_of: Block | None = None
     managed: ManagedRows | None = None
     note: str = ""
+    l2: float = 0.0
 
     @property
     def config_name(self) -> str:

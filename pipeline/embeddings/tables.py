@@ -18,7 +18,7 @@ from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 LAST_RESORT = TableConfig(
-    embedding_dim=64, pooling="sum", data_type="fp32", init=InitConfig(), sharding=ConstraintConfig()
+    embedding_dim=64, pooling="sum", data_type="fp32", init=InitConfig(), l2=0.0, sharding=ConstraintConfig()
 )
 
 
@@ -90,6 +90,7 @@ def _resolve(
         pooling=pick("pooling"),
         data_type=pick("data_type"),
         init=pick("init"),
+        l2=pick("l2"),
         sharding=pick("sharding"),
         pooling_factors=pooling_factors,
         frequencies=merge_frequencies(features, pooling_factors, multi_hot),

@@ -46,7 +46,18 @@ def _describe_table(entry: PlacedTable) -> dict[str, Any]:
     Parts of compressed tables are tables as all others.
     """
     described = asdict(entry.table)
-    for left_out in ("name", "init", "frequencies", "compression", "max_ids", "part_of", "rows_of", "managed", "note"):
+    for left_out in (
+        "name",
+        "init",
+        "frequencies",
+        "compression",
+        "max_ids",
+        "part_of",
+        "rows_of",
+        "managed",
+        "note",
+        "l2",
+    ):
         del described[left_out]
     return {**described, "module": entry.module}
 

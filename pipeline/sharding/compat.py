@@ -166,8 +166,9 @@ PRIVATE_NAMES: list[PrivateName] = [
     # Optimizers on parameters.
     _call("torch.distributed.optim", "sharding/torchrec/sparse_optimizer.py", "_apply_optimizer_in_backward",
           "optimizer_class params optimizer_kwargs register_hook"),
-    *_names(IN_BACKWARD, f"{SHARDER} sharding/torchrec/sharding_checks.py", "_optimizer_kwargs"),
-    *_names(IN_BACKWARD, f"{ESTIMATOR} sharding/torchrec/sharding_checks.py", "_optimizer_classes"),
+    *_names(IN_BACKWARD, f"{SHARDER} sharding/torchrec/sharding_checks.py sharding/torchrec/sparse_optimizer.py", "_optimizer_kwargs"),
+    *_names(IN_BACKWARD, f"{ESTIMATOR} sharding/torchrec/sharding_checks.py sharding/torchrec/sparse_optimizer.py",
+            "_optimizer_classes"),
     # ShardedTensor and torch.distributed.checkpoint.
     *_names(SHARDED_TENSOR, f"{SYNC} {MANAGED} sharding/torchrec/table_init.py checkpoint/replicas.py checkpoint/tables.py",
             "Shard", "ShardedTensor"),

@@ -89,7 +89,8 @@ def build_task(resolved: ResolvedJob) -> TaskModel:
         resolved.tables,
         precision=trainer.precision,
     )
-    apply_sparse_optimizer(task, job.optimizer.sparse)
+    l2s = {table.name: table.l2 for table in resolved.plain_tables if table.l2}
+    apply_sparse_optimizer(task, job.optimizer.sparse, l2s)
     return task
 
 

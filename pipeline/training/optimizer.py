@@ -22,8 +22,18 @@ from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimize
 class DenseOptimizer(KeyedOptimizerWrapper):
     """A torch optimizer by parameter name, whose state is there before the first step."""
 
-    def __init__(self, params: dict[str, nn.Parameter], config: DenseOptimizerConfig) -> None:
+    def __init__(self, params: dict[str, nn.Parameter], config: DenseOptimizerConfig, l2: float = 0.0) -> None:
+        """`l2` times its weights is added to the gradient of each matrix; biases and norms are vectors."""
         super().__init__(params, lambda weights: _make_dense(weights, config))
+        self._l2, self._matrices = l2, [weight for weight in params.values() if weight.dim() > 1]
+
+    def step(self, closure: Any = None) -> None:
+        if self._l2:
+            with torch.no_grad():
+                for weight in self._matrices:
+                    if weight.grad is not None:
+                        weight.grad.add_(weight, alpha=self._l2)
+        super().step(closure)
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Nothing to do; the dummy step that others need here would count as a step of Adam."""
@@ -97,8 +107,10 @@ class TrainingOptimizer(CombinedOptimizer):
             self._tell_lookups()
 
 
-def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) -> TrainingOptimizer:
+def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig, l2: float = 0.0) -> TrainingOptimizer:
     """The optimizer of a model on which apply_sparse_optimizer was called with the same config before sharding.
+
+    `l2`: of the dense layers' matrices (model.l2).
 
     Raises:
         TrainingError: a table without an optimizer, or settings that its sharding in the plan does not allow.
@@ -112,7 +124,7 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) ->
     fast_cpu = all(sharded.fast_cpu for sharded in _sharded_tables(model))
     rules = {name: rule for sharded in _sharded_tables(model) for name, rule in sharded.update_rules.items()}
     replicated = ReplicatedTablesOptimizer(tables, config.sparse, fast_cpu, rules) if tables else None
-    dense = DenseOptimizer(layers, config.dense) if layers else None
+    dense = DenseOptimizer(layers, config.dense, l2) if layers else None
     parts: list[KeyedOptimizer | None] = [model.fused_optimizer, replicated, dense]
     assert_every_parameter_has_one_optimizer(model, [part for part in parts if part is not None])
     return TrainingOptimizer(model.fused_optimizer, replicated, dense, config, fast_lookups(model))
@@ -168,7 +180,12 @@ def clip_dense_gradients(model: DistributedModelParallel, max_norm: float) -> to
     """Scale the dense layers' gradients to a norm of at most `max_norm`; their norm before.
 
     Call it after backward: DDP has averaged the gradients by then, so the norm of one rank is that of all.
-    Tables stay out: fused ones have no gradient to clip, and replicated ones follow them, so that the step does not
-    depend on the plan.
+    Tables stay out: fused ones have no gradient to clip when backward is over, and replicated ones follow them, so that the
+    step does not depend on the plan. optimizer.sparse.gradient_clip_norm limits rows' gradients instead.
     """
     return torch.nn.utils.clip_grad_norm_(dense_parameters(model).values(), max_norm)
+
+
+def clip_dense_numbers(model: DistributedModelParallel, most: float) -> None:
+    """Bring each number of the dense layers' averaged gradients into [-most, most]; tables stay out as above."""
+    torch.nn.utils.clip_grad_value_(dense_parameters(model).values(), most)

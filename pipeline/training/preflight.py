@@ -110,11 +110,18 @@ def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table]
             f"optimizer.sparse.name={optimizer.name}, but on CPU FBGEMM updates sharded tables by "
             f"{known} only, and {named} may be sharded; use one of these, or {hint}"
         )
-    if optimizer.weight_decay:
-        raise TrainingError(
-            f"optimizer.sparse.weight_decay={optimizer.weight_decay:g}, but on CPU FBGEMM ignores it in sharded tables, "
-            f"and {named} may be sharded; set it to 0, or {hint}"
-        )
+    for name in ("weight_decay", "gradient_clip_value", "gradient_clip_norm"):
+        if value := getattr(optimizer, name):
+            raise TrainingError(
+                f"optimizer.sparse.{name}={value:g}, but on CPU FBGEMM ignores it in sharded tables, "
+                f"and {named} may be sharded; leave it out, or {hint}"
+            )
+    for table in sharded:
+        if table.l2:
+            raise TrainingError(
+                f"tables.{table.config_name}.l2={table.l2:g}, but on CPU FBGEMM ignores it in sharded tables; leave it out, or "
+                f"{hint}"
+            )
 
 
 def validate_evaluation(job: EvaluateJob, trained: TrainJob, world_size: int) -> None:

@@ -130,7 +130,7 @@ def _train(
     savings = _log_plan(assembly, context)
     if job.trainer.compile:
         DenseCompiler().compile(assembly.task.model)
-    optimizer = build_optimizer(assembly.model, job.optimizer)
+    optimizer = build_optimizer(assembly.model, job.optimizer, job.model.l2)
     replicas = TableReplicas(assembly.model, optimizer, job.parallel, context) if assembly.replicated else None
     checkpointer, restored = _resume(job, dataset, assembly, optimizer, context, fence, replicas)
     writer = _open_writer(job, assembly, restored) if context.is_main else None

@@ -8,7 +8,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from pipeline.config.training import ScheduleConfig, TrainerConfig
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups
 from pipeline.training.lr_schedule import apply_schedule
-from pipeline.training.optimizer import clip_dense_gradients
+from pipeline.training.optimizer import clip_dense_gradients, clip_dense_numbers
 
 
 class StepOptimizer:
@@ -26,7 +26,7 @@ class StepOptimizer:
         trainer: TrainerConfig,
     ) -> None:
         self._model, self._optimizer, self._schedule = model, optimizer, schedule
-        self._clip_norm = trainer.gradient_clip_norm
+        self._clip_norm, self._clip_value = trainer.gradient_clip_norm, trainer.gradient_clip_value
         self._accumulation = trainer.gradient_accumulation_steps
         self._lookups = fast_lookups(model)
         self.micro_step = 0
@@ -45,6 +45,8 @@ class StepOptimizer:
     def step(self) -> None:
         self.micro_step += 1
         if self.micro_step % self._accumulation == 0:
+            if self._clip_value is not None:
+                clip_dense_numbers(self._model, self._clip_value)
             if self._clip_norm is not None:
                 clip_dense_gradients(self._model, self._clip_norm)
             self._optimizer.step()

@@ -32,8 +32,11 @@ def test_a_collection_lies_on_meta_and_carries_every_field() -> None:
 @pytest.mark.parametrize(
     ("init", "deviation"),
     [(InitConfig("uniform"), 0.1 / 3**0.5), (InitConfig("uniform", 0.3), 0.3 / 3**0.5), (InitConfig("normal"), 0.25),
-     (InitConfig("normal", 0.7), 0.7), (InitConfig("zeros"), 0.0)],
+     (InitConfig("normal", 0.7), 0.7), (InitConfig("xavier_uniform"), (2 / 116) ** 0.5),
+     (InitConfig("xavier_normal", 0.5), 0.5 * (2 / 116) ** 0.5), (InitConfig("zeros"), 0.0)],
 )  # fmt: skip
 def test_init_has_the_stated_spread(init: InitConfig, deviation: float) -> None:
+    bound = deviation * 3**0.5 * 1.001 if "uniform" in init.kind else None
     weights = init_function(init, num_embeddings=100, embedding_dim=16)(torch.full((5000, 16), 9.0))
     assert float(weights.std()) == pytest.approx(deviation, rel=0.02)
+    assert bound is None or float(weights.abs().max()) <= bound

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.runtime.errors import ConfigError
@@ -31,6 +32,15 @@ def test_a_table_overrides_the_default_field_by_field() -> None:
     item = tables[1]
     assert (item.num_embeddings, item.embedding_dim, item.pooling, item.init.scale) == (6000, 32, "mean", 0.1)
     assert tables[0].embedding_dim == 16
+
+
+def test_l2_is_set_by_default_by_pattern_and_by_table() -> None:
+    configs = {"default": TableConfig(l2=0.1), "*te*": TableConfig(l2=0.2), "user": TableConfig(l2=0.0)}
+    assert [table.l2 for table in resolve_tables(configs, DATASET)] == [0.0, 0.2, 0.2]
+    assert [table.l2 for table in resolve_tables({}, DATASET)] == [0.0, 0.0, 0.0]
+    trains = CompressionConfig("tensor_train", rank=2)
+    with pytest.raises(ConfigError, match=names("tables.item l2=0.1 model.l2")):
+        resolve_tables({"item": TableConfig(embedding_dim=16, l2=0.1, compression=trains)}, DATASET)
 
 
 def test_a_shared_table_holds_the_largest_of_its_features_and_stands_at_the_first() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import optim
@@ -28,9 +29,9 @@ from pipeline.planner.limits import allowed_sharding_types, sharding_types_exact
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec import sharding_checks
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
-from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
+from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer, tell_fbgemm
 from pipeline.sharding.torchrec.table_init import initialize_tables
-from tests.support.messages import mentions
+from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 from tests.training.tiny import TABLES, TinyModel, TinyTable, batches, build, context, full_weights, plan_of
 from tests.training.tiny_training import distance, train_sharded, train_unsharded
@@ -162,28 +163,55 @@ def refusal(rank: int, tables: list[TinyTable], config: OptimizerConfig) -> str:
     return str(error.value)
 
 
-def refusal_of(rank: int, sparse: SparseOptimizerConfig, device: str, fast_cpu: bool) -> str:
+def refusal_of(rank: int, sparse: SparseOptimizerConfig) -> str:
+    """Without our kernels."""
     tables = [TinyTable("a")]
     model = TinyModel(tables)
     apply_sparse_optimizer(model, sparse)
     plan: Any = plan_of(model, tables).plan[TABLES]
     with pytest.raises(ShardingError) as error:
-        sharding_checks.check_sharding(model.embedding_bag_collection, plan, torch.device(device), fast_cpu)
+        sharding_checks.check_sharding(model.embedding_bag_collection, plan, torch.device("cpu"), fast_cpu=False)
     return str(error.value)
 
 
+@pytest.mark.parametrize("setting", ["weight_decay", "gradient_clip_value", "gradient_clip_norm"])
+def test_decay_and_clipping_are_not_silently_ignored_on_cpu(ranks: RankPool, setting: str) -> None:
+    message = ranks.run(1, refusal_of, SparseOptimizerConfig("sgd", **{setting: 0.1}))[0]
+    assert "ignore" in message and mentions(message, f"{setting} 0.1 sharding.fast_cpu=true")
+
+
+def told(config: SparseOptimizerConfig, l2: float = 0.0) -> dict[str, Any]:
+    """What FBGEMM is built with on a GPU."""
+    model = TinyModel([TinyTable("a")])
+    apply_sparse_optimizer(model, config, {"a": l2})
+    weight = model.embedding_bag_collection.embedding_bags["a"].weight
+    tell_fbgemm("a", weight)
+    return dict(weight._optimizer_kwargs[0])
+
+
+def test_on_gpus_fbgemm_gets_the_decay_that_it_has() -> None:
+    kept = told(SparseOptimizerConfig("adamw", weight_decay=0.1))
+    assert kept["weight_decay"] == 0.1 and "weight_decay_mode" not in kept
+    added = told(SparseOptimizerConfig("rowwise_adagrad", weight_decay=0.1), 0.2)
+    assert added["weight_decay"] == pytest.approx(0.3) and added["weight_decay_mode"] == WeightDecayMode.L2
+    beside = told(SparseOptimizerConfig("rowwise_adagrad", weight_decay=0.1, weight_decay_mode="decoupled"))
+    assert beside["weight_decay_mode"] == WeightDecayMode.DECOUPLE
+    assert told(SparseOptimizerConfig("lamb", weight_decay=0.1))["weight_decay"] == 0.1
+
+
 @pytest.mark.parametrize(
-    ("name", "device"),
-    [("sgd", "cpu"), ("adagrad", "cpu"), ("rowwise_adagrad", "cpu"), ("sgd", "cuda"), ("adam", "cuda")],
-)
-def test_weight_decay_is_not_silently_ignored_by_fbgemm(ranks: RankPool, name: str, device: str) -> None:
-    message = ranks.run(1, refusal_of, SparseOptimizerConfig(name, weight_decay=0.1), device, False)[0]
-    assert "optimizer.sparse.weight_decay=0" in message and "ignore" in message and "0.1" in message
+    ("config", "l2"),
+    [(SparseOptimizerConfig("adam", weight_decay=0.1), 0.0), (SparseOptimizerConfig("sgd"), 0.1),
+     (SparseOptimizerConfig("adamw", weight_decay=0.1), 0.1), (SparseOptimizerConfig("adam", gradient_clip_value=0.1), 0.0)],
+)  # fmt: skip
+def test_what_fbgemm_would_ignore_on_gpus_is_refused(config: SparseOptimizerConfig, l2: float) -> None:
+    with pytest.raises(ShardingError, match=names("a FBGEMM 0.1")):
+        told(config, l2)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "partial_rowwise_adam"])
 def test_adam_on_cpu_without_our_kernels_is_refused_with_the_way_out(ranks: RankPool, name: str) -> None:
-    message = ranks.run(1, refusal_of, SparseOptimizerConfig(name), "cpu", False)[0]
+    message = ranks.run(1, refusal_of, SparseOptimizerConfig(name))[0]
     assert mentions(message, "FBGEMM sharding.fast_cpu=true optimizer.sparse.name=rowwise_adagrad")
 
 
@@ -223,6 +251,12 @@ def test_fp16_table_that_would_lose_small_updates_on_cpu_is_warned_about(ranks: 
     assert ranks.run(1, warnings_while_building, tables, SGD)[0] == []  # our kernels round stochastically
     lines = ranks.run(1, warnings_without_numba, tables, SGD)[0]
     assert len(lines) == 1 and mentions(lines[0], "fp16 CPU a")
+
+
+def test_column_shards_under_a_limit_of_rows_norms_are_warned_about(ranks: RankPool) -> None:
+    config = OptimizerConfig(SparseOptimizerConfig("sgd", gradient_clip_norm=1.0))
+    lines = ranks.run(2, warnings_while_building, [TinyTable("a", "column_wise"), TinyTable("b")], config)[0]
+    assert len(lines) == 1 and mentions(lines[0], "column_wise a gradient_clip_norm")
 
 
 def test_column_shards_under_row_wise_adagrad_are_warned_about(ranks: RankPool) -> None:

@@ -2,76 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim import RowWiseAdagrad
 
-from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.planner.limits import COLUMN_SHARDING_TYPES
+from pipeline.sharding.torchrec.sharding import shard_model
+from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.sharding.torchrec.table_init import initialize_tables
+from pipeline.training.optimizer import build_optimizer
 from tests.support.ranks import RankPool
-from tests.training.tiny import TinyModel, TinyTable, batches, build, full_weights
+from tests.training.tiny import TABLES as COLLECTION
+from tests.training.tiny import TinyModel, TinyTable, batches, context, full_weights, plan_of
 
 SEED, NUM_STEPS, LR = 3, 20, 0.001
 KINDS = (
     "table_wise", "row_wise", "column_wise", "data_parallel", "table_column_wise", "table_row_wise", "grid_shard",
 )  # fmt: skip
 TABLES = [TinyTable(kind, kind, "mean" if kind == "table_wise" else "sum") for kind in KINDS]
-SPARSE = {
-    # SparseAdam adds eps before its correction of the second moment: small, or rows of tiny gradients would tell it.
-    "adam": SparseOptimizerConfig("adam", lr=LR, eps=1e-14),
-    "adamw": SparseOptimizerConfig("adamw", lr=LR, weight_decay=0.5),
-    "partial_rowwise_adam": SparseOptimizerConfig("partial_rowwise_adam", lr=LR, weight_decay=0.5),
-}
+OF_WHOLE_ROWS = [table for table in TABLES if table.kind not in COLUMN_SHARDING_TYPES]
+DENSE = DenseOptimizerConfig("adam", lr=0.01)
+Make = Callable[[list[Any]], torch.optim.Optimizer]
 
 
-def step_touched_rows(optimizer: torch.optim.Optimizer, weights: list[torch.Tensor]) -> None:
+class PartialRowWiseAdam(torch.optim.Optimizer):
+    """FBGEMM's formula (codegen/genscript/optimizers.py, partial_rowwise_adam) on every row."""
+
+    def __init__(self, weights: list[Any], lr: float) -> None:
+        super().__init__(weights, {"lr": lr})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for weight in self.param_groups[0]["params"]:
+            state, gradient = self.state[weight], weight.grad
+            if not state:
+                state |= {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros(len(weight), 1)}
+            state["exp_avg"].mul_(0.9).add_(gradient, alpha=0.1)
+            state["exp_avg_sq"].mul_(0.999).add_(gradient.square().sum(1, keepdim=True) / weight.shape[1], alpha=0.001)
+            spread = state["exp_avg_sq"] / (1 - 0.999**self.num_steps)
+            weight -= self.param_groups[0]["lr"] * state["exp_avg"] / (1 - 0.9**self.num_steps) / (spread.sqrt() + 1e-8)
+
+
+def step_touched_rows(optimizer: torch.optim.Optimizer, weights: list[Any], config: SparseOptimizerConfig) -> None:
     """A step of a dense optimizer of torch, undone on the rows without a gradient, their state too."""
     before = [weight.detach().clone() for weight in weights]
     states = [{name: value.clone() for name, value in optimizer.state[weight].items()} for weight in weights]
+    untouched = [(weight.grad == 0).all(dim=1) for weight in weights]
+    for weight in weights:
+        if config.gradient_clip_value:
+            weight.grad.clamp_(-config.gradient_clip_value, config.gradient_clip_value)
+        if config.gradient_clip_norm:
+            for row in weight.grad:
+                row *= min(1.0, config.gradient_clip_norm / max(float(row.norm()), 1e-30))
     optimizer.step()
-    for weight, value, state in zip(weights, before, states, strict=True):
-        assert weight.grad is not None
-        untouched = (weight.grad == 0).all(dim=1)
-        weight.data[untouched] = value[untouched]
+    for weight, value, state, rows in zip(weights, before, states, untouched, strict=True):
+        if config.decouples and config.name != "adamw":  # torch's does it
+            weight.data -= config.lr * config.weight_decay * value
+        weight.data[rows] = value[rows]
         for name in optimizer.state[weight].keys() - {"step"}:
-            optimizer.state[weight][name][untouched] = state[name][untouched] if state else 0.0
+            optimizer.state[weight][name][rows] = state[name][rows] if state else 0.0
 
 
-def reference(name: str, tables: list[TinyTable]) -> dict[str, torch.Tensor]:
+def step_sparse(optimizer: torch.optim.Optimizer, weights: list[Any], config: SparseOptimizerConfig) -> None:
+    for weight in weights:
+        rows = (weight.grad != 0).any(dim=1).nonzero().flatten()
+        weight.grad = torch.sparse_coo_tensor(rows[None], weight.grad[rows], weight.shape, check_invariants=True)
+    optimizer.step()
+
+
+def reference(make: Make, config: SparseOptimizerConfig, tables: list[TinyTable]) -> dict[str, torch.Tensor]:
     """The weights after NUM_STEPS of torch's own optimizers in one process."""
     model = TinyModel(tables, torch.device("cpu"))
     initialize_tables(model, SEED)
     weights: list[Any] = list(model.embedding_bag_collection.parameters())
-    dense = torch.optim.Adam(model.over.parameters(), lr=0.01, eps=1e-8)
-    if name == "sparse_adam":
-        tables_optimizer: torch.optim.Optimizer = torch.optim.SparseAdam(weights, lr=LR, eps=1e-14)
-    else:
-        tables_optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=SPARSE[name].weight_decay)
+    dense, sparse = torch.optim.Adam(model.over.parameters(), lr=DENSE.lr, eps=DENSE.eps), make(weights)
+    step = step_sparse if isinstance(sparse, torch.optim.SparseAdam) else step_touched_rows
     for features, labels in batches(tables, NUM_STEPS):
         dense.zero_grad()
-        tables_optimizer.zero_grad()
+        sparse.zero_grad()
         model(features, labels)[0].backward()
-        if name == "sparse_adam":
-            for weight in weights:
-                rows = (weight.grad != 0).any(dim=1).nonzero().flatten()
-                weight.grad = torch.sparse_coo_tensor(rows[None], weight.grad[rows], weight.shape)
-            tables_optimizer.step()
-        else:
-            step_touched_rows(tables_optimizer, weights)
+        step(sparse, weights, config)
         dense.step()
     return {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 
-def trained(rank: int, name: str, tables: list[TinyTable], local_size: int = 0) -> dict[str, torch.Tensor]:
-    config = OptimizerConfig(SPARSE[name], DenseOptimizerConfig("adam", lr=0.01))
-    model, optimizer = build(rank, tables, config, local_size=local_size, seed=SEED)
+def trained(
+    rank: int,
+    sparse: SparseOptimizerConfig,
+    tables: list[TinyTable],
+    l2: float = 0.0,
+    local_size: int = 0,
+    fast: bool = True,
+) -> dict[str, torch.Tensor]:
+    config = OptimizerConfig(sparse, DENSE)
+    model = TinyModel(tables)
+    apply_sparse_optimizer(model, sparse, {table.name: l2 for table in tables})
+    plan = plan_of(model, tables, local_size)
+    sharded = shard_model(model, plan, CommsConfig(), context(rank), seed=SEED, fast_cpu=fast)
+    optimizer = build_optimizer(sharded, config)
     for features, labels in batches(tables, NUM_STEPS, rank, dist.get_world_size()):
         optimizer.zero_grad()
-        model(features, labels)[0].backward()
+        sharded(features, labels)[0].backward()
         optimizer.step()
-    return full_weights(model)
+    return full_weights(sharded)
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -80,14 +123,73 @@ def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 @pytest.mark.parametrize("ranks_used", [1, 2])
-@pytest.mark.parametrize(("name", "torchs"), [("adam", "sparse_adam"), ("adamw", "adamw")])
+@pytest.mark.parametrize(
+    ("config", "make"),
+    [
+        # SparseAdam adds eps before its correction of the second moment: small here, or tiny gradients would tell it.
+        (SparseOptimizerConfig("adam", lr=LR, eps=1e-14), partial(torch.optim.SparseAdam, lr=LR, eps=1e-14)),
+        (SparseOptimizerConfig("adamw", lr=LR, weight_decay=0.5), partial(torch.optim.AdamW, lr=LR, weight_decay=0.5)),
+    ],
+    ids=["SparseAdam", "AdamW"],
+)
 def test_adam_is_torchs_on_touched_rows_for_every_sharding_type(
-    ranks: RankPool, name: str, torchs: str, ranks_used: int
+    ranks: RankPool, config: SparseOptimizerConfig, make: Make, ranks_used: int
 ) -> None:
-    expected = reference(torchs, TABLES)
-    found = ranks.run(ranks_used, trained, name, TABLES)[0]
-    distance = furthest(expected, found)
+    distance = furthest(reference(make, config, TABLES), ranks.run(ranks_used, trained, config, TABLES)[0])
     print(
-        f"{name} after {NUM_STEPS} steps, {ranks_used} rank(s), {len(KINDS)} sharding types: {distance:.1e} from torch's {torchs}"
+        f"{config.name}, {NUM_STEPS} steps, {ranks_used} rank(s), {len(KINDS)} sharding types: {distance:.1e} from torch's"
     )
     assert distance < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("config", "l2", "make"),
+    [
+        (SparseOptimizerConfig("sgd", lr=0.5, weight_decay=0.02, gradient_clip_value=0.01), 0.03,
+         partial(torch.optim.SGD, lr=0.5, weight_decay=0.05)),
+        (SparseOptimizerConfig("adagrad", lr=0.01, weight_decay=0.2, weight_decay_mode="decoupled"), 0.05,
+         partial(torch.optim.Adagrad, lr=0.01, eps=1e-8, weight_decay=0.05)),
+        (SparseOptimizerConfig("rowwise_adagrad", lr=0.01, weight_decay=0.02, gradient_clip_norm=0.02), 0.03,
+         partial(RowWiseAdagrad, lr=0.01, eps=1e-8, weight_decay=0.05)),
+        (SparseOptimizerConfig("adam", lr=LR, weight_decay=0.02, gradient_clip_value=0.01), 0.03,
+         partial(torch.optim.Adam, lr=LR, weight_decay=0.05)),
+        (SparseOptimizerConfig("partial_rowwise_adam", lr=LR, weight_decay=0.5), 0.0, partial(PartialRowWiseAdam, lr=LR)),
+    ],
+    ids=["sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam"],
+)  # fmt: skip
+def test_decay_l2_and_clipping_are_torchs_on_touched_rows(
+    ranks: RankPool, config: SparseOptimizerConfig, l2: float, make: Make
+) -> None:
+    by_element = config.name in ("sgd", "adagrad", "adam")
+    tables = TABLES if by_element else OF_WHOLE_ROWS
+    expected = reference(make, config, tables)
+    distance = furthest(expected, ranks.run(2, trained, config, tables, l2)[0])
+    print(f"{config.name}, {NUM_STEPS} steps, 2 ranks, {len(tables)} sharding types: {distance:.1e} from torch's")
+    assert distance < 2e-6
+    plain = replace(config, weight_decay=0.0, gradient_clip_value=None, gradient_clip_norm=None)
+    assert furthest(expected, ranks.run(2, trained, plain, tables)[0]) > 1e-3
+
+
+def test_replicated_tables_follow_the_same_rule_without_our_kernels(ranks: RankPool) -> None:
+    tables = [TinyTable("a", "data_parallel"), TinyTable("b", "data_parallel")]
+    for config in (
+        SparseOptimizerConfig("adamw", lr=0.1, weight_decay=0.5, gradient_clip_value=0.1),
+        SparseOptimizerConfig("partial_rowwise_adam", lr=0.1, gradient_clip_norm=0.1),
+        SparseOptimizerConfig("adagrad", lr=0.1, weight_decay=0.1),
+        SparseOptimizerConfig("rowwise_adagrad", lr=0.1, weight_decay=0.1),
+        SparseOptimizerConfig("sgd", lr=0.1, weight_decay=0.1),
+    ):
+        by_torch, by_kernel = (ranks.run(1, trained, config, tables, 0.1, 0, fast)[0] for fast in (False, True))
+        assert furthest(by_torch, by_kernel) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["adam", "partial_rowwise_adam"])
+def test_fp16_tables_train_by_adam_to_within_their_rounding(ranks: RankPool, name: str) -> None:
+    config = SparseOptimizerConfig(name, lr=0.01, weight_decay=0.1)
+    exact, rounded = (
+        ranks.run(2, trained, config, [TinyTable("a", "row_wise", data_type=kind), TinyTable("b", data_type=kind)])[0]
+        for kind in (DataType.FP32, DataType.FP16)
+    )
+    names = [key for key in exact if key.startswith(COLLECTION)]
+    assert all(rounded[key].dtype == torch.float16 for key in names)
+    assert furthest({key: exact[key] for key in names}, {key: rounded[key].float() for key in names}) < 0.02

@@ -15,10 +15,12 @@ from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.sharding import shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, apply_sparse_optimizer
 from pipeline.training.optimizer import (
+    DenseOptimizer,
     TrainingOptimizer,
     assert_every_parameter_has_one_optimizer,
     build_optimizer,
     clip_dense_gradients,
+    clip_dense_numbers,
     dense_parameters,
     replicated_tables,
 )
@@ -149,6 +151,43 @@ def test_dense_gradients_are_clipped_to_the_same_global_norm_on_all_ranks(ranks:
     (limit, before, after), (_, loose_before, loose_after) = on_first
     assert before > limit and after == pytest.approx(limit, rel=1e-3)
     assert loose_after == pytest.approx(loose_before, rel=1e-5)
+
+
+def clipped_numbers(rank: int) -> list[float]:
+    tables = tables_of(KINDS)
+    model, optimizer = build(rank, tables, ROWWISE)
+    features, labels = next(batches(tables, 1, rank, dist.get_world_size()))
+    optimizer.zero_grad()
+    model(features, labels)[0].backward()
+    before = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    clip_dense_numbers(model, 1e-3)
+    dense = dense_parameters(model)
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            expected = before[name].clamp(-1e-3, 1e-3) if name in dense else before[name]
+            assert torch.equal(weight.grad, expected)
+    return [float(before[name].abs().max()) for name in dense]
+
+
+def test_dense_gradients_are_clipped_by_value_alike_on_all_ranks(ranks: RankPool) -> None:
+    on_first, on_second = ranks.run(2, clipped_numbers)
+    assert on_first == on_second and max(on_first) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "adagrad"])
+def test_l2_of_dense_layers_is_in_the_gradient_of_matrices_alone(name: str) -> None:
+    config = DenseOptimizerConfig(name, lr=0.1, weight_decay=0.5 if name == "adamw" else 0.0)
+    params = {key: torch.nn.Parameter(torch.ones(size)) for key, size in {"weight": (3, 4), "bias": (3,)}.items()}
+    others = {key: torch.nn.Parameter(value.detach().clone()) for key, value in params.items()}
+    ours, theirs = DenseOptimizer(params, config, l2=0.25), DenseOptimizer(others, config)
+    for step in range(3):
+        for key in params:
+            params[key].grad = torch.full_like(params[key], 0.1 * step)
+            others[key].grad = torch.full_like(params[key], 0.1 * step)
+        others["weight"].grad += 0.25 * others["weight"].detach()  # type: ignore[operator]
+        ours.step()
+        theirs.step()
+    assert all(torch.equal(params[key], others[key]) for key in params)
 
 
 def run_steps(model: Any, optimizer: TrainingOptimizer, tables: list[TinyTable], rank: int, steps: range) -> None:

@@ -7,7 +7,6 @@ or in the fastest memory; the others, `<table>__cold`, are sharded, in slower me
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.compression import AUTO, CompressionConfig
 from pipeline.config.registry import register
-from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.config.tables import ConstraintConfig
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split, Whole, compressed, kind_of
 from pipeline.embeddings.physical import leaves
 from pipeline.embeddings.row_frequencies import frequencies_of_block, share_of_block
@@ -190,17 +189,10 @@ def _block(table: Table, part: str, first: int, end: int) -> Table:
         num_embeddings=end - first,
         feature_names=[f"{feature}__{part}" for feature in table.feature_names],
         pooling="sum",  # the two sums are divided by the whole bag's length
-        init=_scaled_as(table),
+        init=table.init.scaled(table.num_embeddings, table.embedding_dim),  # by the whole table's rows
         pooling_factors=[share * factor for factor in table.pooling_factors],
         frequencies=frequencies_of_block(table.frequencies, first, end),
         compression=None,
         part_of=table.config_name,
         rows_of=Block(table.name, first, table.num_embeddings),
     )
-
-
-def _scaled_as(table: Table) -> InitConfig:
-    """The scale goes by the number of the whole table's rows."""
-    if table.init.kind != "uniform" or table.init.scale is not None:
-        return table.init
-    return InitConfig("uniform", 1 / math.sqrt(table.num_embeddings))

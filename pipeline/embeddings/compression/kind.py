@@ -233,12 +233,10 @@ class CompressionKind(ABC):
 
     def row_std(self) -> float:
         """The standard deviation of the full table's numbers as initialized."""
-        init = self.table.init
-        if init.kind == "zeros":
+        init = self.table.init.scaled(self.table.num_embeddings, self.table.embedding_dim)
+        if init.scale is None:
             return 0.0
-        if init.kind == "normal":
-            return init.scale or 1 / math.sqrt(self.table.embedding_dim)
-        return (init.scale or 1 / math.sqrt(self.table.num_embeddings)) / math.sqrt(3)
+        return init.scale if init.kind == "normal" else init.scale / math.sqrt(3)
 
     def budget(self) -> int | None:
         """How many numbers the table may take by its ratio; None where it names none."""
@@ -276,4 +274,6 @@ def compressed(table: Table) -> CompressionKind:
 def _init_with(init: InitConfig, std: float) -> InitConfig:
     if not std:
         return InitConfig("zeros")
-    return InitConfig(init.kind, std * (math.sqrt(3) if init.kind == "uniform" else 1))
+    if init.kind in ("uniform", "xavier_uniform"):
+        return InitConfig("uniform", std * math.sqrt(3))
+    return InitConfig("normal", std)

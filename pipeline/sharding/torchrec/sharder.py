@@ -37,6 +37,7 @@ from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups, spee
 from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder
 from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, partition_hashed_ids
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, optimizer_class_of
+from pipeline.sharding.torchrec.sparse_optimizer import tell_fbgemm
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 from pipeline.sharding.torchrec.variable_batches import (
@@ -218,6 +219,9 @@ class TableSharder(EmbeddingBagCollectionSharder):
         device = device or torch.device("cpu")
         check_sharding(module, params, device, self._fast_cpu)
         _give_each_parameter_its_own_kwargs(module)
+        if device.type != "cpu":
+            for name, weight in self.shardable_parameters(module).items():
+                tell_fbgemm(name, weight)
         configs = module.embedding_bag_configs()
         grid_means = [
             config

@@ -53,8 +53,6 @@ def check_sharding(
             )
         if device.type == "cpu":
             _check_fused_on_cpu(config.name, weight, config.data_type, fast_cpu)
-        else:
-            _check_fused_on_gpu(config.name, weight)
         _warn_of_row_state(config.name, weight, sharding.sharding_type)
 
 
@@ -91,10 +89,9 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType, fa
             f"{hint}, or use optimizer.sparse.name=rowwise_adagrad"
         )
     rule = getattr(weight, "update_rule", None)
-    if rule is not None and (rule.l2 or rule.decay) and not has_kernels:
+    if rule is not None and rule.extras and not has_kernels:
         raise ShardingError(
-            f"table {name!r}: FBGEMM ignores weight decay on CPU, here {rule.l2 or rule.decay:g}; install Numba and set "
-            "sharding.fast_cpu=true, or set optimizer.sparse.weight_decay=0"
+            f"table {name!r}: FBGEMM ignores {rule.extras} on CPU; install Numba and set sharding.fast_cpu=true, or leave them out"
         )
     if value := getattr(weight, "_optimizer_kwargs", [{}])[0].get("max_norm"):
         raise ShardingError(
@@ -108,19 +105,19 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType, fa
         )
 
 
-def _check_fused_on_gpu(name: str, weight: torch.Tensor) -> None:
-    optimizer, rule = optimizer_class_of(weight), getattr(weight, "update_rule", None)
-    kwargs = getattr(weight, "_optimizer_kwargs", [{}])[0]
-    if optimizer is not None and rule is not None and (rule.l2 or rule.decay) and not kwargs.get("weight_decay"):
-        raise ShardingError(
-            f"table {name!r}: FBGEMM's {optimizer.__name__} ignores weight decay on GPUs, here {rule.l2 or rule.decay:g}; use "
-            "adamw, partial_rowwise_adam, lamb or rowwise_adagrad, set optimizer.sparse.weight_decay=0, or train on CPU"
-        )
-
-
 def _warn_of_row_state(name: str, weight: torch.Tensor, sharding_type: str) -> None:
     optimizer = optimizer_class_of(weight)
-    if optimizer is not None and _entry(optimizer).whole_rows and sharding_type in COLUMN_SHARDING_TYPES:
+    if optimizer is None or sharding_type not in COLUMN_SHARDING_TYPES:
+        return
+    rule = getattr(weight, "update_rule", None)
+    if rule is not None and rule.clip_norm:
+        _warn_once(
+            "table %r is %s: optimizer.sparse.gradient_clip_norm limits the norm of each column shard's part of a row; leave "
+            "that type out of its sharding.sharding_types for the row's, or use gradient_clip_value",
+            name,
+            sharding_type,
+        )
+    if _entry(optimizer).whole_rows:
         _warn_once(
             "table %r is %s: each column shard keeps a %s state of its own, which is not the optimizer of the "
             "unsharded table; leave that type out of its sharding.sharding_types for exact training",

@@ -42,22 +42,30 @@ def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
         )
 
 
-def apply_sparse_optimizer(model: nn.Module, config: SparseOptimizerConfig) -> None:
+def apply_sparse_optimizer(
+    model: nn.Module, config: SparseOptimizerConfig, l2s: Mapping[str, float] | None = None
+) -> None:
     """Attach the optimizer to every table of `model`; call it once, before planning and sharding.
+
+    `l2s`: of tables that have one of their own.
 
     Raises:
         ShardingError: a setting that would be ignored.
     """
     check_sparse_optimizer(config)
+    l2s = l2s or {}
     entry = find_optimizer(config.name)
     kind = getattr(optim, entry.fused)
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection):
-            for weight in module.parameters():
+            for name, bag in module.embedding_bags.items():
+                weight = bag.weight
                 # A dict of its own for each table: TorchRec writes into it.
                 _apply_optimizer_in_backward(kind, [weight], _fused_kwargs(config))
                 if entry.cpu_kernel is not None:
-                    weight.update_rule = UpdateRule.of(config)
+                    weight.update_rule = UpdateRule.of(config, l2s.get(name, 0.0))
+                elif l2s.get(name):
+                    raise ShardingError(f"tables.{name}.l2={l2s[name]:g}: {config.name} would ignore it; set it to 0")
 
 
 def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
@@ -67,13 +75,35 @@ def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
         kwargs["eps"] = config.eps
     if entry.counts_steps:
         kwargs |= {"beta1": config.beta1, "beta2": config.beta2}
-    if config.weight_decay and entry.decays:
+    if config.weight_decay and entry.cpu_kernel is None:  # else an UpdateRule has it
         kwargs["weight_decay"] = config.weight_decay
-        if entry.decay_mode == "L2":  # FBGEMM's default mode would ignore it
-            from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
-
-            kwargs["weight_decay_mode"] = WeightDecayMode.L2
     return kwargs
+
+
+def tell_fbgemm(name: str, weight: nn.Parameter) -> None:
+    """Put the decay of a table's rule into what FBGEMM is built with on a GPU, where its own kernels update the rows.
+
+    Raises:
+        ShardingError: FBGEMM would ignore the decay or the clipping.
+    """
+    rule: UpdateRule | None = getattr(weight, "update_rule", None)
+    if rule is None or not rule.extras:
+        return
+    (optimizer,) = weight._optimizer_classes  # type: ignore[attr-defined]
+    modes = next(each.fbgemm_decays for each in all_optimizers().values() if each.fused == optimizer.__name__)
+    wanted = [mode for mode, value in (("l2", rule.l2), ("decoupled", rule.decay)) if value]
+    if rule.clip_value or rule.clip_norm or len(wanted) > 1 or not set(wanted) <= set(modes):
+        raise ShardingError(
+            f"table {name!r}: FBGEMM's {optimizer.__name__} on GPUs has "
+            f"{' or '.join(modes) or 'no'} weight decay and no clipping of rows' gradients, and would ignore {rule.extras}; "
+            "use adamw, partial_rowwise_adam, lamb or rowwise_adagrad with optimizer.sparse.weight_decay, or train on CPU"
+        )
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+
+    kwargs = weight._optimizer_kwargs[0]  # type: ignore[attr-defined]
+    kwargs["weight_decay"] = rule.l2 or rule.decay
+    if len(modes) > 1:  # its default mode would ignore the decay
+        kwargs["weight_decay_mode"] = WeightDecayMode.L2 if rule.l2 else WeightDecayMode.DECOUPLE
 
 
 class ReplicatedTablesOptimizer(KeyedOptimizer):
@@ -138,7 +168,7 @@ def _make_replicated(
         )
     if entry.cpu_kernel is not None:
         rules = [rule or UpdateRule.of(config) for rule in params.values()]
-        if any(rule.is_lazy for rule in rules):
+        if any(rule.is_lazy or rule.extras for rule in rules):
             return TouchedRows(list(params), rules, config.lr)
     kwargs: dict[str, Any] = {"lr": config.lr}
     if entry.has_eps:

@@ -49,6 +49,11 @@ def _update(
     weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], rule: UpdateRule, lr: float, step: int
 ) -> None:
     touched = (gradient != 0).any(dim=1, keepdim=True)  # no row of NaN is equal to 0
+    if rule.clip_value:
+        gradient = gradient.clamp(-rule.clip_value, rule.clip_value)
+    if rule.clip_norm:
+        norm = gradient.norm(dim=1, keepdim=True)
+        gradient = torch.where(norm > rule.clip_norm, gradient * (rule.clip_norm / norm), gradient)
     if rule.l2:
         gradient = gradient + rule.l2 * weight
     square = gradient.square()

@@ -27,7 +27,9 @@ class UpdateRule:
     """Settings of the tables' optimizer that stay the same from step to step.
 
     kind: as above. l2: a touched row's gradient gains l2 * its weights, once a step. decay: lr * decay of a touched row's
-    weights are taken from it beside the update, as AdamW does.
+    weights are taken from it beside the update, as AdamW does. clip_value, clip_norm: the most that a number of a row's summed
+    gradient, and then its norm, may be before l2 is added; 0: no limit. By value it is exact however the table is sharded; the
+    norm is a row's, in a table that is cut by columns that of the shard's part.
     """
 
     kind: int
@@ -36,16 +38,18 @@ class UpdateRule:
     beta2: float = 0.999
     l2: float = 0.0
     decay: float = 0.0
+    clip_value: float = 0.0
+    clip_norm: float = 0.0
 
     @classmethod
-    def of(cls, config: SparseOptimizerConfig) -> UpdateRule:
-        """Asserts that the optimizer has a rule (Optimizer.cpu_kernel)."""
+    def of(cls, config: SparseOptimizerConfig, l2: float = 0.0) -> UpdateRule:
+        """`l2`: of the table. Asserts that the optimizer has a rule (Optimizer.cpu_kernel)."""
         entry = find_optimizer(config.name)
         assert entry.cpu_kernel is not None
-        decoupled = entry.decay_mode == "DECOUPLE"
+        decay = config.weight_decay if config.decouples else 0.0
         return cls(
-            entry.cpu_kernel, config.eps, config.beta1, config.beta2,
-            l2=0.0 if decoupled else config.weight_decay, decay=config.weight_decay if decoupled else 0.0,
+            entry.cpu_kernel, config.eps, config.beta1, config.beta2, l2 + (config.weight_decay - decay), decay,
+            config.gradient_clip_value or 0.0, config.gradient_clip_norm or 0.0,
         )  # fmt: skip
 
     @property
@@ -53,11 +57,20 @@ class UpdateRule:
         """Whether an untouched row would change, were it updated as a touched one with a gradient of 0."""
         return bool(self.kind >= ADAM or self.l2 or self.decay)
 
+    @property
+    def extras(self) -> str:
+        """What FBGEMM does not do on CPU, as settings with their values; empty: none."""
+        values = {
+            "weight_decay or tables.*.l2": self.l2 or self.decay, "gradient_clip_value": self.clip_value,
+            "gradient_clip_norm": self.clip_norm,
+        }  # fmt: skip
+        return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
+
     def numbers(self, lr: float, step: int) -> np.ndarray[Any, Any]:
         """What the kernels take at `step`, counted from 1: float32, in the order of update_kernels.LR and what follows it."""
         first, second = 1 - self.beta1**step, 1 - self.beta2**step
         return np.array(
             [lr, self.eps, self.beta1, 1 - self.beta1, 1 / first, self.beta2, 1 - self.beta2, 1 / second,
-             1 - lr * self.decay, 0.0, 0.0],
+             1 - lr * self.decay, self.clip_value, self.clip_norm],
             dtype=np.float32,
         )  # fmt: skip
