@@ -105,6 +105,19 @@ class ComposedEmbeddings(nn.Module):
         return composed
 
 
+class NoTables(EmbeddingBagCollection):
+    """The lookup of a model without categorical features: forward(features) -> KeyedTensor without keys, [batch, 0].
+
+    TorchRec's own joins no tensors, which torch refuses, and no sharder takes this class: there is nothing to place.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(tables=[], device=device or torch.device("meta"))
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        return KeyedTensor([], [], torch.empty(features.stride(), 0, device=features.device()))
+
+
 def build_embeddings(
     tables: Sequence[Table], device: torch.device | None = None
 ) -> EmbeddingBagCollection | ComposedEmbeddings:
@@ -112,6 +125,8 @@ def build_embeddings(
 
     A plain EmbeddingBagCollection where no table is compressed. `device` None: tables on meta.
     """
+    if not tables:
+        return NoTables(device)
     if any(table.compression is not None for table in tables):
         return ComposedEmbeddings(tables, device)
     return build_embedding_bag_collection(tables, device)

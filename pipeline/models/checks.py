@@ -16,7 +16,16 @@ def check_layer_sizes(name: str, sizes: list[int], least: int = 1) -> None:
 
 
 def check_one_dim(tables: list[Table]) -> int:
-    """The embedding_dim that all tables share."""
+    """The embedding_dim that all tables share.
+
+    Raises:
+        ConfigError: they differ, or there are none.
+    """
+    if not tables:
+        raise ConfigError(
+            "the model is over the tables of categorical features, and the data set has 0; name some in "
+            "data.columns.sparse, or take a model that reads dense features alone, such as model=wide_deep"
+        )
     dims = sorted({table.embedding_dim for table in tables})
     if len(dims) > 1:
         odd = next(table for table in tables if table.embedding_dim != tables[0].embedding_dim)

@@ -59,6 +59,8 @@ class WideAndDeepColumns(nn.Module):
         self.feature_names = feature_names
 
     def forward(self, pooled: KeyedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.feature_names:
+            return pooled.values().sum(dim=1, keepdim=True), pooled.values()
         rows = [pooled[name] for name in self.feature_names]
         weights = torch.stack([row[:, -1] for row in rows], dim=1).sum(dim=1, keepdim=True)
         return weights, torch.cat([row[:, :-1] for row in rows], dim=1)
