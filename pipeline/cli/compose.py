@@ -250,9 +250,9 @@ def _is_optional(kind: Any) -> bool:
 
 
 def _first_words(job_type: type) -> set[str]:
-    """What a verb's overrides may begin with: its fields (most groups are fields), `experiment` and `debug`, which are none."""
+    """What a verb's overrides may begin with: its fields (most groups are fields), and the groups that are none."""
     fields = {field.name for field in dataclasses.fields(job_type)}
-    return fields | {"experiment", "debug"} if issubclass(job_type, TrainJob) else fields
+    return fields | {"experiment", "early_stop", "debug"} if issubclass(job_type, TrainJob) else fields
 
 
 def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set[str]) -> NoReturn:

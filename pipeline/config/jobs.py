@@ -139,6 +139,11 @@ class TrainJob(Job):
         return self.trainer.early_stop.metric or self.model.metrics[0]
 
     @property
+    def plateau_metric(self) -> str:
+        """That of schedule.plateau; the model's first metric where the config names none."""
+        return self.schedule.plateau.metric or self.model.metrics[0]
+
+    @property
     def best_metric(self) -> str:
         """That of the checkpoints to be kept; the model's first metric where the config names none."""
         return self.checkpoint.best_metric or self.model.metrics[0]
@@ -147,6 +152,7 @@ class TrainJob(Job):
         known = self.model.metrics
         check_choice(f"trainer.early_stop.metric (model={self.model.kind})", self.early_stop_metric, known)
         check_choice(f"checkpoint.best_metric (model={self.model.kind})", self.best_metric, known)
+        check_choice(f"schedule.plateau.metric (model={self.model.kind})", self.plateau_metric, known)
 
 
 @dataclass
@@ -218,15 +224,27 @@ class RegistryJob(Job):
 
 
 EVALUATED_TABLES = ("averaged", "own")
+CHOSEN_STEPS = ("auto", "best", "last")
+
+
+def _check_chosen(which: str, step: int | None) -> None:
+    check_choice("which", which, CHOSEN_STEPS)
+    if step is not None and which != "auto":
+        raise ConfigError(f"step={step} and which={which} both choose a checkpoint: leave one of them out")
 
 
 @dataclass
 class EvaluateJob(Job):
-    """run: a run folder; step None takes its newest checkpoint; batch size None takes the training one."""
+    """run: a run folder; batch size None takes the training one.
+
+    which: where `step` names none, best takes the checkpoint with the best checkpoint.best_metric of those that were
+    evaluated, last the newest one, auto the best of a run that keeps it and else the newest.
+    """
 
     run: str = "???"
     split: str = "test"
     step: int | None = None
+    which: str = "auto"
     global_batch_size: int | None = None
     max_batches: int | None = None
     world_size: int = 1
@@ -236,6 +254,7 @@ class EvaluateJob(Job):
 
     def __post_init__(self) -> None:
         check_choice("split", self.split, SPLITS)
+        _check_chosen(self.which, self.step)
         check_choice("tables", self.tables, EVALUATED_TABLES)
         check_at_least("global_batch_size", self.global_batch_size, 1, allow_none=True)
         check_at_least("max_batches", self.max_batches, 1, allow_none=True)
@@ -243,14 +262,15 @@ class EvaluateJob(Job):
 
 @dataclass
 class ExportJob(Job):
-    """run: a run folder; step None takes its newest checkpoint; output None: a folder of its own in <run>/artifacts.
+    """run: a run folder; output None: a folder of its own in <run>/artifacts.
 
-    `precision` is that of all tables but those that `tables` names; `auto` finds the smallest mix whose NE on the
+    `step` and `which` choose a checkpoint as they do for evaluate. `precision` is that of all tables but those that `tables` names; `auto` finds the smallest mix whose NE on the
     validation split is at most `ne_budget` above the trained model's.
     """
 
     run: str = "???"
     step: int | None = None
+    which: str = "auto"
     output: str | None = None
     precision: str = "int8"
     tables: dict[str, str] = field(default_factory=dict)  # table -> fp32, fp16, int8, int4 or int2
@@ -267,6 +287,7 @@ class ExportJob(Job):
         check_precisions(self.precision, self.tables)
         check_choice("dense", self.dense, DENSE_PRECISIONS)
         check_at_least("step", self.step, 0, allow_none=True)
+        _check_chosen(self.which, self.step)
         check_at_least("ne_budget", self.ne_budget, 0.0)
         if self.output is not None:
             check_given("output", self.output)

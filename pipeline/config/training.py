@@ -128,9 +128,31 @@ class LRSchedule:
 
 
 @dataclass
+class PlateauConfig:
+    """Both rates times `factor` after `patience` evaluations in a row without an improvement of `min_delta`; 0 never.
+
+    A rate stops at `min_lr`. The schedules go on below it: the factors are multiplied.
+    """
+
+    patience: int = 0
+    factor: float = 0.1
+    min_lr: float = 1e-6
+    metric: str | None = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_at_least("schedule.plateau.patience", self.patience, 0)
+        check_above("schedule.plateau.factor", self.factor, 0.0)
+        check_below_one("schedule.plateau.factor", self.factor)
+        check_at_least("schedule.plateau.min_lr", self.min_lr, 0.0)
+        check_at_least("schedule.plateau.min_delta", self.min_delta, 0.0)
+
+
+@dataclass
 class ScheduleConfig:
     sparse: LRSchedule = field(default_factory=LRSchedule)
     dense: LRSchedule = field(default_factory=LRSchedule)
+    plateau: PlateauConfig = field(default_factory=PlateauConfig)
 
 
 @dataclass
@@ -211,8 +233,9 @@ class CheckpointConfig:
     save_every_minutes: float | None = 10.0  # of wall-clock time since the last save; None: not by time
     save_every_steps: int = 0  # 0: not by steps
     keep_last_n: int = 2
-    keep_best_n: int = 0  # beside the last n, of those evaluated at the step that they save
+    keep_best_n: int = 0  # beside the last n, of those evaluated at the step that they save; save_best keeps 1 at least
     best_metric: str | None = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
+    save_best: bool = False  # a step is also saved where its evaluation is the best so far, and one such step is kept
     asynchronous: bool = False  # copy the state to host memory, and write it while training goes on
     on_failure: str = "stop"
     max_failures_in_a_row: int = 3  # on_failure=continue stops then
@@ -229,6 +252,11 @@ class CheckpointConfig:
         check_at_least("checkpoint.keep_best_n", self.keep_best_n, 0)
         check_choice("checkpoint.on_failure", self.on_failure, SAVE_FAILURE_POLICIES)
         check_at_least("checkpoint.max_failures_in_a_row", self.max_failures_in_a_row, 1)
+
+    @property
+    def num_best(self) -> int:
+        """How many of the best steps are kept."""
+        return max(self.keep_best_n, int(self.save_best))
 
 
 @dataclass
@@ -272,7 +300,8 @@ class TrainerConfig:
     log_every_steps: int = 50
     overfit_batches: int = 0  # train on the first n global batches again and again; 0: on all data
     hooks: list[str] = field(default_factory=list)  # registered hooks of your own, called in this order
-    evaluate_every_steps: int = 0  # 0: at the end of training only
+    evaluate_every_steps: int = 0  # 0: not by steps. Training's last step is evaluated in any case
+    evaluate_every_epochs: int = 0  # 0: not by epochs
     evaluate_max_batches: int | None = None
     evaluate_batch_size: int | None = None  # global; None: global_batch_size
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
@@ -316,6 +345,7 @@ class TrainerConfig:
         check_within("trainer.seed", self.seed, 0, 2**63 - 1)
         check_at_least("trainer.overfit_batches", self.overfit_batches, 0)
         check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
+        check_at_least("trainer.evaluate_every_epochs", self.evaluate_every_epochs, 0)
         if self.global_batch_size % self.gradient_accumulation_steps:
             raise ConfigError(
                 f"trainer.global_batch_size={self.global_batch_size} does not divide into "

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipeline.checkpoint.best import best_step
 from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
+from pipeline.config.jobs import TrainJob
+from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import FILE_NAME, load_dataset
 from pipeline.retraining.ledger import ADDED, PROMOTED, Ledger, Record
 from pipeline.retraining.registry import ARTIFACT, Pointer, Registry, RegistryError, Version, timestamp
@@ -57,7 +60,7 @@ class FinishedRun:
 
 
 def finished_run(folder: str) -> FinishedRun:
-    """Of the newest step. Raises RetrainingError where there is none, or its vocabularies are elsewhere."""
+    """Of the best step where the run keeps it, else of the newest. Raises RetrainingError where there is none, or its vocabularies are elsewhere."""
     checkpoints = storage.join(folder, "checkpoints")
     steps = list_steps(checkpoints)
     if not steps or not storage.is_file(storage.join(folder, "config.yaml")):
@@ -66,6 +69,12 @@ def finished_run(folder: str) -> FinishedRun:
         )
     path = step_path(checkpoints, steps[-1])
     manifest = read_manifest(path)
+    kept = manifest["config"]["checkpoint"]
+    if kept.get("keep_best_n") or kept.get("save_best"):
+        job = load_saved_job(TrainJob, storage.join(folder, "config.yaml"))
+        if best := best_step(checkpoints, job.best_metric):
+            path = step_path(checkpoints, best[0])
+            manifest = read_manifest(path)
     data = str(manifest["config"]["data"]["path"])
     if load_dataset(data).fingerprint() != manifest["data_order"]["dataset"]:
         raise RegistryError(f"{data} is no longer the data set that {folder} was trained on: prepare that one again")

@@ -130,7 +130,7 @@ class WindowRunner:
         options = {
             item.name: copy.deepcopy(getattr(wanted, item.name)) for item in fields(wanted) if item.name != "enabled"
         }
-        job = ExportJob(run.folder, data_path=run.data, **options)
+        job = ExportJob(run.folder, run.manifest["step"], data_path=run.data, **options)
         # Another release does not take up what this one has left.
         folder, name = os.path.split(default_output(job, run.manifest["step"]))
         return export(replace(job, output=os.path.join(folder, pipeline.__version__, name)))

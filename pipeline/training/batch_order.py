@@ -33,6 +33,10 @@ class BatchOrder:
     def position(self, step: int) -> int:
         return step + sum(count for at, count in self.skipped if at <= step)
 
+    def epochs_done(self, step: int) -> int:
+        """Whole epochs that are read at the end of `step`; with overfit_batches, rounds of them."""
+        return self.position(step) * self.accumulation // self._round
+
     def locate(self, micro_position: int) -> tuple[int, int]:
         """(epoch, batch of that epoch) of a position counted in micro-batches."""
         epoch, within = divmod(micro_position, self._round)

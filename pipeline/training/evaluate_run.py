@@ -19,7 +19,7 @@ from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.run import SUMMARY, describe_quality, describe_run
-from pipeline.training.run_state import checkpoint_folder
+from pipeline.training.run_state import checkpoint_folder, chosen_step
 
 CLICK_METRICS = ("ne", "logloss", "auc", "auprc", "calibration", "label_rate")  # in this order on the terminal
 
@@ -35,6 +35,7 @@ class EvaluateSummary:
     path: str = ""
     throughput: dict[str, float] = field(default_factory=dict)  # of the training, where it is known
     tables: str = ""  # whose, where hosts trained tables of their own
+    best_by: str = ""  # the metric by which the step is the best of the run; empty where it was not chosen so
 
 
 def evaluate(job: EvaluateJob) -> EvaluateSummary:
@@ -71,7 +72,8 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     checkpointer = Checkpointer(
         checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context, replicas=replicas
     )
-    restored = checkpointer.restore_latest() if job.step is None else checkpointer.restore(job.step)
+    chosen = on_all_ranks(lambda: chosen_step(job.run, trained, job.step, job.which), context)
+    restored = checkpointer.restore_latest() if chosen is None else checkpointer.restore(chosen)
     if restored is None:
         raise TrainingError(
             f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train run_dir={job.run} ..."
@@ -88,6 +90,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     checkpoint = step_path(checkpointer.folder, step)
     summary = EvaluateSummary(job.run, job.split, step, checkpoint, metrics, dataset.bayes_auc.get(job.split))
     summary.tables = tables
+    summary.best_by = trained.best_metric if job.step is None and chosen is not None else ""
     summary.path = storage.join(job.run, file_name(job, step, dataset.fingerprint() if is_other_data else ""))
     if storage.exists(trained_summary := storage.join(job.run, SUMMARY)):
         summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
@@ -143,7 +146,8 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
 
 
 def describe(summary: EvaluateSummary) -> str:
-    lines = [f"{summary.split} split at step {summary.step} of {summary.run}"]
+    best = f" (best by {summary.best_by})" if summary.best_by else ""
+    lines = [f"{summary.split} split at step {summary.step}{best} of {summary.run}"]
     width = max(12, *(len(name) + 2 for name in summary.metrics))
     first = [name for name in CLICK_METRICS if name in summary.metrics]
     for name in [*first, *(name for name in summary.metrics if name not in first)]:

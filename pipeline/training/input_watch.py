@@ -6,6 +6,7 @@ A rank whose reader fails goes on with empty batches until the next step's agree
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.agreement import StepAgreement
 
+Made = TypeVar("Made")
 FIRST_ROWS = 100_000  # the share of bad rows is taken of these at least: a bad row group comes all at once
 
 
@@ -92,7 +94,7 @@ def _portable(error: Exception) -> tuple[str, tuple[object, ...]]:
     return kind, (str(error) or repr(error),)
 
 
-def on_all_ranks(work: Callable[[], ShardReader], context: DistributedContext) -> ShardReader:
+def on_all_ranks(work: Callable[[], Made], context: DistributedContext) -> Made:
     """Collective: what `work` makes on this rank. Raises on every rank where it raises on one."""
     made, error = None, None
     try:
@@ -102,5 +104,4 @@ def on_all_ranks(work: Callable[[], ShardReader], context: DistributedContext) -
     failure = agreed_failure(error, context)
     if failure is not None:
         raise failure
-    assert made is not None
-    return made
+    return cast(Made, made)

@@ -29,6 +29,18 @@ def lr_factor(schedule: LRSchedule, step: int) -> float:
     return max(schedule.end_factor, factor)
 
 
-def apply_schedule(optimizer: TrainingOptimizer, schedule: ScheduleConfig, step: int) -> None:
-    """Set the learning rates of update `step`; call it before that step's backward, where the tables update."""
-    optimizer.scale_learning_rates(lr_factor(schedule.sparse, step), lr_factor(schedule.dense, step))
+def apply_schedule(optimizer: TrainingOptimizer, schedule: ScheduleConfig, step: int, plateau: float = 1.0) -> None:
+    """Set the learning rates of update `step`; call it before that step's backward, where the tables update.
+
+    `plateau` is the factor that schedule.plateau has come to.
+    """
+    factors = [
+        reduced(lr_factor(own, step), plateau, schedule.plateau.min_lr / lr)
+        for own, lr in zip((schedule.sparse, schedule.dense), optimizer.configured_rates, strict=True)
+    ]
+    optimizer.scale_learning_rates(*factors)
+
+
+def reduced(factor: float, plateau: float, least: float) -> float:
+    """`factor` times `plateau`, but where that is below `least`, `least`; never above `factor`."""
+    return factor if plateau == 1.0 else max(factor * plateau, min(factor, least))

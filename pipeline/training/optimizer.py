@@ -69,6 +69,11 @@ class TrainingOptimizer(CombinedOptimizer):
     def _dense_groups(self) -> list[Any]:
         return list(self._dense.param_groups) if self._dense else []
 
+    @property
+    def configured_rates(self) -> tuple[float, float]:
+        """Of tables and of layers, before schedules."""
+        return self._config.sparse.lr, self._config.dense.lr
+
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         self.num_steps += 1

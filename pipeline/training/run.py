@@ -24,6 +24,7 @@ from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.run_state import (
+    best_step,
     describe_data_order,
     describe_job,
     earlier_tables,
@@ -49,12 +50,17 @@ SUMMARY = "summary.json"
 
 @dataclass
 class TrainSummary:
-    """What a finished run leaves behind; `validation` are the last evaluation's metrics."""
+    """What a finished run leaves behind.
+
+    `checkpoint` and `validation` are those of the best step where the run keeps it, else of the last one.
+    """
 
     run_dir: str
     checkpoint: str
     step: int
     stopped_early: bool = False
+    best_step: int | None = None  # by best_metric, among the checkpoints that are there; None: no best one is kept
+    best_metric: str = ""
     throughput: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
     bayes_auc: float | None = None
@@ -199,13 +205,17 @@ def _summarize(
     from pipeline.checkpoint.steps import step_path
     from pipeline.embeddings.describe import as_json
 
+    best = best_step(job.run_dir, job)
+    step, metrics = best or (result.step, result.metrics)
     return TrainSummary(
         run_dir=job.run_dir,
-        checkpoint=step_path(checkpointer.folder, result.step),
+        checkpoint=step_path(checkpointer.folder, step),
         step=result.step,
         stopped_early=result.stopped_early,
+        best_step=best[0] if best else None,
+        best_metric=job.best_metric if best else "",
         throughput=result.throughput,
-        validation=result.metrics,
+        validation=metrics,
         bayes_auc=dataset.bayes_auc.get("validation"),
         num_bad_rows=result.num_bad_rows,
         compression=as_json(savings),
@@ -220,7 +230,8 @@ def _write_summary(summary: TrainSummary) -> None:
 
 def describe(summary: TrainSummary) -> str:
     """The summary as text for a terminal: files, quality, speed, and the next command."""
-    lines = [f"trained to step {summary.step}{' (stopped early)' if summary.stopped_early else ''}"]
+    best = f", best step {summary.best_step} by {summary.best_metric}" if summary.best_step is not None else ""
+    lines = [f"trained to step {summary.step}{' (stopped early)' if summary.stopped_early else ''}{best}"]
     if summary.validation:
         lines.append(f"validation  {describe_quality(summary.validation, summary.bayes_auc)}")
     if summary.num_bad_rows:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoint.best import best_step as best_of
 from pipeline.config.jobs import TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.tables import TableConfig
@@ -42,6 +43,28 @@ def folder_of(run: str) -> str:
     """Where another run keeps its checkpoints, as its saved config says. Raises TrainingError as config_of."""
     job = config_of(run)
     return checkpoint_folder(run, job.checkpoint if job else CheckpointConfig())
+
+
+def best_step(run: str, job: TrainJob) -> tuple[int, dict[str, Any]] | None:
+    """Of the run of `job` in folder `run`: its best step and the metrics measured there; None where it keeps no best one."""
+    return best_of(checkpoint_folder(run, job.checkpoint), job.best_metric) if job.checkpoint.num_best else None
+
+
+def chosen_step(run: str, job: TrainJob, step: int | None, which: str) -> int | None:
+    """The step that `step` and `which` of an evaluate or export job choose; None: the newest one that verifies.
+
+    Raises:
+        TrainingError: which=best, and no step of the run was evaluated when it was saved.
+    """
+    if step is not None or which == "last" or (which == "auto" and not job.checkpoint.num_best):
+        return step
+    best = best_of(checkpoint_folder(run, job.checkpoint), job.best_metric)
+    if best is None and which == "best":
+        raise TrainingError(
+            f"which=best, but no checkpoint of {run} was evaluated at the step that it holds: train with "
+            "checkpoint.save_best=true, or take which=last"
+        )
+    return None if best is None else best[0]
 
 
 def earlier_tables(job: TrainJob) -> dict[str, TableConfig]:
@@ -97,7 +120,7 @@ def open_checkpoints(
         optimizer,
         context,
         keep_last_n=job.checkpoint.keep_last_n,
-        keep_best_n=job.checkpoint.keep_best_n,
+        keep_best_n=job.checkpoint.num_best,
         best_metric=job.best_metric,
         asynchronous=job.checkpoint.asynchronous,
         staging=f"{job.run_dir}/staging",

@@ -30,6 +30,7 @@ class StepOptimizer:
         self._accumulation = trainer.gradient_accumulation_steps
         self._lookups = fast_lookups(model)
         self.micro_step = 0
+        self.lr_factor = 1.0  # on both rates, beside the schedule's
 
     @property
     def step_count(self) -> int:
@@ -39,7 +40,7 @@ class StepOptimizer:
         for lookup in self._lookups:
             lookup.step = self.micro_step
         if self.micro_step % self._accumulation == 0:
-            apply_schedule(self._optimizer, self._schedule, self.step_count)
+            apply_schedule(self._optimizer, self._schedule, self.step_count, self.lr_factor)
             self._optimizer.zero_grad(set_to_none=set_to_none)  # also hands the new rate to the fused tables
 
     def step(self) -> None:

@@ -109,6 +109,7 @@ class Trainer:
 
     def _step(self, batches: Generator[Batch, None, None]) -> None:
         state, accumulation = self._state, self._config.gradient_accumulation_steps
+        self._optimizer.lr_factor = state.lr_factor
         # The first step also compiles, and meets memory for the first time.
         with watchdog.stage("training") if state.step == state.start_step else nullcontext():
             for index in range(accumulation):

@@ -96,7 +96,7 @@ def _choices() -> list[tuple[type, dict[str, str]]]:
     """Options of all groups of a job at once, for composing takes a third of a second; each option is in one of them."""
     groups: dict[type, dict[str, list[str]]] = {}
     for group, options in GROUPS.items():
-        if group != "experiment":  # it chooses options of other groups; each has a test
+        if group not in ("experiment", "early_stop"):  # they set values of other groups; each has a test
             groups.setdefault(JOB_OF.get(group, TrainJob), {})[group] = options
     return [
         (job, {group: options[index % len(options)] for group, options in own.items()})
@@ -119,7 +119,8 @@ def test_every_option_of_every_group_composes(job_type: type, chosen: dict[str, 
 
 @pytest.mark.parametrize("data", [option for option in GROUPS["data"] if option != "default"])
 def test_every_data_set_prepares(data: str) -> None:
-    job = load_config(PrepareJob, [f"data={data}", "source=raw/*"])
+    source = "data.split.train=train.csv" if data == "ml100k" else "source=raw/*"  # its splits are given
+    job = load_config(PrepareJob, [f"data={data}", source])
     assert (job.data.name, job.data.path) == (data, f"datasets/{data}")
 
 
@@ -173,6 +174,14 @@ def test_every_experiment_runs_on_the_ranks_of_its_hardware(experiment: str) -> 
     for num_ranks in (1, 2, 4, 8, 16, 32, 64, 128):
         if num_ranks <= most:
             check_batch_geometry(job.trainer.micro_batch_size, job.data.reader.num_streams, num_ranks)
+
+
+@pytest.mark.parametrize("metric", GROUPS["early_stop"])
+def test_early_stop_is_one_setting(metric: str) -> None:
+    job = load_config(TrainJob, ["experiment=quickstart", f"early_stop={metric}"])
+    assert (job.early_stop_metric, job.plateau_metric, job.best_metric) == (metric,) * 3
+    assert (job.trainer.epochs, job.trainer.evaluate_every_epochs, job.trainer.early_stop.patience) == (100, 1, 2)
+    assert (job.checkpoint.save_best, job.schedule.plateau.patience, job.schedule.plateau.factor) == (True, 1, 0.1)
 
 
 @pytest.mark.parametrize("option", GROUPS["debug"])

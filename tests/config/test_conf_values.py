@@ -50,7 +50,7 @@ def load(name: str) -> dict[str, Any]:
     for entry in own.pop("defaults", []):
         if isinstance(entry, dict):
             for group, option in entry.items():
-                if group not in ("experiment", "debug"):  # they set values of other groups
+                if group not in ("experiment", "early_stop", "debug"):  # they set values of other groups
                     merge(values, {group: load(f"{group}/{option}") if option else None})
         elif entry not in ("_self_", "job") and not entry.endswith("_schema"):
             folder = name.rpartition("/")[0]

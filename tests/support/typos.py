@@ -59,7 +59,7 @@ def wrong_key(chance: random.Random) -> tuple[str, str]:
 
 def train_groups() -> dict[str, list[str]]:
     """The groups of a train job; other verbs have some of their own."""
-    fields = {field.name for field in dataclasses.fields(TrainJob)} | {"experiment", "debug"}
+    fields = {field.name for field in dataclasses.fields(TrainJob)} | {"experiment", "early_stop", "debug"}
     return {group: options for group, options in group_options(config_folders()).items() if group in fields}
 
 

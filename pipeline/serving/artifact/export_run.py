@@ -40,6 +40,7 @@ class ExportSummary:
     already_exported: bool = False
     seconds: float = 0.0
     parity: dict[str, dict[str, float]] = field(default_factory=dict)
+    best_by: str = ""  # the metric by which the step is the best of the run; empty where it was not chosen so
 
 
 def export(job: ExportJob) -> ExportSummary:
@@ -63,7 +64,7 @@ def export(job: ExportJob) -> ExportSummary:
     with artifact_folder(output) as at:
         manifest = make_artifact(job, source, at)
         at.commit(manifest.to_text())
-    return _summary(job, source.step, output, manifest, time.monotonic() - started)
+    return _summary(job, source, output, manifest, time.monotonic() - started)
 
 
 def _already_there(job: ExportJob, source: Source, output: str) -> ExportSummary:
@@ -79,15 +80,15 @@ def _already_there(job: ExportJob, source: Source, output: str) -> ExportSummary
     wanted = {**lineage_of(job, source), "exported_at": manifest.lineage["exported_at"], "run": manifest.lineage["run"]}
     if manifest.lineage != wanted or manifest.settings != json.loads(json.dumps(settings_of(job))):
         raise ServingError(f"{output} is there already, of another step, run or setting: {hint}")
-    return _summary(job, source.step, output, manifest, 0.0, already_exported=True)
+    return _summary(job, source, output, manifest, 0.0, already_exported=True)
 
 
 def _summary(
-    job: ExportJob, step: int, output: str, manifest: Manifest, seconds: float, already_exported: bool = False
+    job: ExportJob, source: Source, output: str, manifest: Manifest, seconds: float, already_exported: bool = False
 ) -> ExportSummary:
     return ExportSummary(
-        job.run, step, output, manifest.version, manifest.certificate, manifest.sizes, already_exported, seconds,
-        manifest.certificate["splits"],
+        job.run, source.step, output, manifest.version, manifest.certificate, manifest.sizes, already_exported, seconds,
+        manifest.certificate["splits"], source.best_by,
     )  # fmt: skip
 
 
@@ -106,7 +107,8 @@ def _size(size_bytes: int) -> str:
 def describe(summary: ExportSummary) -> str:
     sizes, certificate = summary.sizes, summary.certificate
     ratio = sizes["tables_before"] / max(sizes["tables_after"], 1)
-    lines = [f"step {summary.step} of {summary.run} as an artifact, version {summary.version}"]
+    best = f" (best by {summary.best_by})" if summary.best_by else ""
+    lines = [f"step {summary.step}{best} of {summary.run} as an artifact, version {summary.version}"]
     lines.append(
         f"  {'precision':<11}{'tables':>12}{'NE':>12}{'AUC':>12}{'score, most':>13}{'mean':>11}   on validation"
     )

@@ -18,15 +18,18 @@ from pipeline.models.build import build_model
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.trained_model import TrainedModel, load_trained
-from pipeline.training.run_state import config_of, folder_of
+from pipeline.training.run_state import chosen_step, config_of, folder_of
 
 # What of a job does not change the artifact's bytes.
-NO_SETTINGS = ("plugins", "run", "step", "output", "data_path", "paths")
+NO_SETTINGS = ("plugins", "run", "step", "which", "output", "data_path", "paths")
 
 
 @dataclass(frozen=True)
 class Source:
-    """The step that is exported, and the data set that it was trained on."""
+    """The step that is exported, and the data set that it was trained on.
+
+    `best_by`: the metric by which the step is the best of the run; empty where it was not chosen so.
+    """
 
     job: TrainJob
     step: int
@@ -34,6 +37,7 @@ class Source:
     trained: TrainedModel
     dataset: Dataset
     data_path: str
+    best_by: str = ""
 
 
 def open_source(job: ExportJob) -> Source:
@@ -44,7 +48,8 @@ def open_source(job: ExportJob) -> Source:
     task = find("task", trained_job.model.task)
     if task.no_export:
         raise ServingError(f"model={trained_job.model.kind} cannot be exported: {task.no_export}")
-    step, manifest, tensors = open_step(folder_of(job.run), job.step)
+    chosen = chosen_step(job.run, trained_job, job.step, job.which)
+    step, manifest, tensors = open_step(folder_of(job.run), chosen)
     dataset, where = trained_dataset(manifest, job.data_path or trained_job.data.path)
     if dataset is None:
         raise ServingError(
@@ -59,7 +64,8 @@ def open_source(job: ExportJob) -> Source:
     model = build_model(trained_job.model, tables, len(dataset.dense_features), seed=trained_job.trainer.seed)
     is_bf16 = trained_job.trainer.precision == "bf16"
     trained = load_trained(model, tables, dataset.sparse_feature_names, tensors, len(dataset.dense_features), is_bf16)
-    return Source(trained_job, step, manifest, trained, dataset, where)
+    best_by = trained_job.best_metric if job.step is None and chosen is not None else ""
+    return Source(trained_job, step, manifest, trained, dataset, where, best_by)
 
 
 def settings_of(job: ExportJob) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.jobs import TrainJob
+from pipeline.config.training import TrainerConfig
 from pipeline.data.read.reader import ShardReader
 from pipeline.planner.record import PlanDescription
 from pipeline.runtime.errors import TrainingError
@@ -72,6 +73,7 @@ class TrainingState:
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     metrics_step: int = 0  # at which they were measured; step 0 is never evaluated
     stopped_early: bool = False
+    lr_factor: float = 1.0  # on both rates, of the steps to come; the plateau hook's
     preempted: bool = False  # asked to stop by SIGTERM
     throughput: dict[str, float] = field(default_factory=dict)  # over all steps but the first; set at the end
     pipeline: Any = None  # TorchRec's train pipeline, while steps are trained
@@ -90,6 +92,15 @@ class TrainingState:
 
     def is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.step % every_steps == 0
+
+    def is_evaluation_due(self, config: TrainerConfig) -> bool:
+        """By steps or by epochs; the last step is evaluated besides."""
+        if self.is_due(config.evaluate_every_steps):
+            return True
+        every = config.evaluate_every_epochs
+        if not every or not self.step:
+            return False
+        return self.order.epochs_done(self.step) // every > self.order.epochs_done(self.step - 1) // every
 
     def detach(self) -> None:
         """Give the model its own forward back: TorchRec's pipeline rewrites that of the tables, for its own batches."""

@@ -8,7 +8,7 @@ from pipeline.runtime.errors import TrainingError
 from pipeline.training.hooks.base import Hook, TrainingParts
 
 # The profiler's own time must not be on the throughput's clock; replicas are averaged before anything reads the tables.
-BEFORE = ("profile", "replicas", "bad_rows", "progress", "memory", "throughput", "evaluation", "early_stop")
+BEFORE = ("profile", "replicas", "bad_rows", "progress", "memory", "throughput", "evaluation", "early_stop", "plateau")
 # A checkpoint holds what all hooks have counted up to its step, and a rollback waits for a save in flight.
 AFTER = ("saving", "rollback")
 
@@ -18,8 +18,19 @@ def hook_names(job: TrainJob) -> list[str]:
 
     Raises:
         ConfigError: trainer.hooks names one that is not registered.
-        TrainingError: trainer.hooks names one of this release, or one twice.
+        TrainingError: trainer.hooks names one of this release, or one twice; or patience counts evaluations and none is made.
     """
+    patience = {
+        "trainer.early_stop.patience": job.trainer.early_stop.patience,
+        "schedule.plateau.patience": job.schedule.plateau.patience,
+    }
+    if not (job.trainer.evaluate_every_steps or job.trainer.evaluate_every_epochs):
+        for key, count in patience.items():
+            if count:
+                raise TrainingError(
+                    f"{key}={count} counts evaluations, and none is made before the end: set "
+                    "trainer.evaluate_every_epochs=1, or trainer.evaluate_every_steps=<steps>"
+                )
     own = [*BEFORE, *job.trainer.hooks, *AFTER]
     for name in job.trainer.hooks:
         find("hook", name, "trainer.hooks")

@@ -8,15 +8,18 @@ from typing import Any
 from pipeline.checkpoint.retention import is_higher_better
 from pipeline.config.jobs import TrainJob
 from pipeline.config.registry import register
-from pipeline.config.training import EarlyStopConfig
+from pipeline.config.training import EarlyStopConfig, PlateauConfig
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 
 class EarlyStop:
-    """Counts evaluations in a row without an improvement; all ranks see the same metrics, so all agree."""
+    """Counts evaluations in a row without an improvement; all ranks see the same metrics, so all agree.
+
+    `best` is negated where higher is better.
+    """
 
     def __init__(
-        self, config: EarlyStopConfig, metric: str = "ne", best: float | None = None, num_worse: int = 0
+        self, config: EarlyStopConfig | PlateauConfig, metric: str = "ne", best: float | None = None, num_worse: int = 0
     ) -> None:
         self._config, self._metric = config, metric
         self.best, self.num_worse = best, num_worse
@@ -43,7 +46,7 @@ class StopEarly(Hook):
         self._progress = EarlyStop(job.trainer.early_stop, job.early_stop_metric)
 
     def on_evaluation_end(self, state: TrainingState, metrics: dict[str, float]) -> None:
-        if state.is_due(self.job.trainer.evaluate_every_steps):
+        if state.is_evaluation_due(self.job.trainer):
             self._progress.update(metrics)
             state.stopped_early = self._progress.is_exhausted
 

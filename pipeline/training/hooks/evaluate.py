@@ -1,4 +1,4 @@
-"""Measure the model on the validation split every trainer.evaluate_every_steps, and at the end."""
+"""Measure the model on the validation split by steps or epochs (trainer.evaluate_every_*), and at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ logger = get_logger("pipeline.training.trainer")
 class Evaluation(Hook):
     def on_fit_start(self, state: TrainingState) -> None:
         """SIGTERM leaves no time for an evaluation: it is made up for here."""
-        is_due = state.is_over or state.is_due(self.job.trainer.evaluate_every_steps)
+        is_due = state.is_over or state.is_evaluation_due(self.job.trainer)
         if state.metrics_step != state.step and is_due:
             self._evaluate(state)
 
     def on_step_end(self, state: TrainingState) -> None:
-        if state.preempted or not (state.is_due(self.job.trainer.evaluate_every_steps) or state.is_last):
+        if state.preempted or not (state.is_evaluation_due(self.job.trainer) or state.is_last):
             return
         try:
             self._evaluate(state)

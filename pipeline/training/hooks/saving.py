@@ -1,4 +1,4 @@
-"""Save checkpoints by steps, by minutes and at the end; a save that fails does what checkpoint.on_failure says."""
+"""Save checkpoints by steps, by minutes, where one is the best so far, and at the end; a save that fails does what checkpoint.on_failure says."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.jobs import TrainJob
 from pipeline.config.registry import register
-from pipeline.config.training import CheckpointConfig
+from pipeline.config.training import CheckpointConfig, PlateauConfig
 from pipeline.runtime.errors import CheckpointError, StepTakenError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import true_on_any_rank
 from pipeline.training.agreement import NonFiniteLossError
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
+from pipeline.training.hooks.early_stop import EarlyStop
 
 logger = get_logger(__name__)
 
@@ -84,6 +85,27 @@ class SaveCheckpoints(Hook):
         self._saving = Saving(job.checkpoint, parts.checkpointer)
         self._every_s = 60.0 * (job.checkpoint.save_every_minutes or math.inf)
         self._clock, self._saved_at = clock, clock()
+        self._best = EarlyStop(PlateauConfig(), job.best_metric)
+        self._best_step = 0
+
+    def on_evaluation_end(self, state: TrainingState, metrics: dict[str, float]) -> None:
+        """A step that is saved already, and evaluated after a resume, is no candidate: its manifest lacks the metrics."""
+        if not self.job.checkpoint.save_best or state.saved_step == state.step:
+            return
+        self._best.update(metrics)
+        if self._best.best is not None and self._best.num_worse == 0:
+            self._best_step = state.step
+
+    def saved_values(self, state: TrainingState) -> dict[str, Any]:
+        if not self.job.checkpoint.save_best or self._best.best is None:
+            return {}
+        return {"best": {"metric": self.job.best_metric, "value": self._best.best, "step": self._best_step}}
+
+    def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
+        earlier = manifest.get("best", {})
+        same = earlier.get("metric") == self.job.best_metric
+        self._best = EarlyStop(PlateauConfig(), self.job.best_metric, earlier["value"] if same else None)
+        self._best_step = earlier["step"] if same else 0
 
     def on_train_start(self, state: TrainingState) -> None:
         self._saving.check_space(state.step, state.total_steps)
@@ -94,6 +116,7 @@ class SaveCheckpoints(Hook):
 
     def on_step_end(self, state: TrainingState) -> None:
         is_due = state.agreement.save_agreed or state.is_due(self.job.checkpoint.save_every_steps)
+        is_due |= self.job.checkpoint.save_best and self._best_step == state.step
         if state.preempted or not (is_due or state.is_last):  # on_fit_end saves the last step of a run that stops
             return
         self._save(state)

@@ -1,0 +1,29 @@
+"""Find the best of the steps that a run keeps, by what was measured when each was saved (without torch)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pipeline.checkpoint.retention import is_higher_better, measured_metric
+from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
+from pipeline.runtime.errors import DamagedError
+
+
+def best_step(folder: str, metric: str) -> tuple[int, dict[str, Any]] | None:
+    """The step whose weights measured best by `metric`, and all that was measured; of equal ones the later.
+
+    A step whose manifest cannot be read, or that was saved without an evaluation, is no candidate.
+    """
+    found: list[tuple[float, int, dict[str, Any]]] = []
+    sign = 1.0 if is_higher_better(metric) else -1.0
+    for step in list_steps(folder):
+        try:
+            manifest = read_manifest(step_path(folder, step))
+        except DamagedError:
+            continue
+        value = measured_metric(manifest, metric)
+        if value is not None and not math.isnan(value):
+            found.append((sign * value, step, manifest["metrics"]))
+    best = max(found, key=lambda each: each[:2], default=None)
+    return None if best is None else best[1:]
