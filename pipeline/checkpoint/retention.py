@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-HIGHER_IS_BETTER = ("auc", "recall_at_", "mrr")
+HIGHER_IS_BETTER = ("auc", "gauc", "ndcg_at_", "hit_rate_at_", "recall_at_", "mrr")
 LATER_VERIFIED = 2  # a step goes only when as many later ones are known to be intact
 
 

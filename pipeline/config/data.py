@@ -280,6 +280,8 @@ class DataConfig:
     path: str = "${paths.data}/${.name}"
     format: str = "criteo_tsv"
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    # Whose rows gauc, ndcg_at_<k> and hit_rate_at_<k> rank among themselves: a column of the source, which no model reads.
+    group_column: str | None = None
     dense_transform: str = "log1p"
     ids: IdsConfig = field(default_factory=IdsConfig)
     feature_ids: dict[str, IdsConfig] = field(default_factory=dict)

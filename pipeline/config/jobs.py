@@ -148,8 +148,14 @@ class TrainJob(Job):
         """That of the checkpoints to be kept; the model's first metric where the config names none."""
         return self.checkpoint.best_metric or self.model.metrics[0]
 
+    def _group_metrics(self) -> tuple[str, ...]:
+        if self.data.group_column is None or "auc" not in self.model.metrics:
+            return ()
+        at = self.trainer.group_metrics_at
+        return ("gauc", *(f"ndcg_at_{k}" for k in at), *(f"hit_rate_at_{k}" for k in at))
+
     def _check_metrics(self) -> None:
-        known = self.model.metrics
+        known = self.model.metrics + self._group_metrics()
         check_choice(f"trainer.early_stop.metric (model={self.model.kind})", self.early_stop_metric, known)
         check_choice(f"checkpoint.best_metric (model={self.model.kind})", self.best_metric, known)
         check_choice(f"schedule.plateau.metric (model={self.model.kind})", self.plateau_metric, known)

@@ -304,6 +304,7 @@ class TrainerConfig:
     evaluate_every_epochs: int = 0  # 0: not by epochs
     evaluate_max_batches: int | None = None
     evaluate_batch_size: int | None = None  # global; None: global_batch_size
+    group_metrics_at: list[int] = field(default_factory=lambda: [10])  # k of ndcg_at_<k> and hit_rate_at_<k>
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     non_finite_loss: str = "stop"
     max_non_finite_steps: int = 10
@@ -346,6 +347,8 @@ class TrainerConfig:
         check_at_least("trainer.overfit_batches", self.overfit_batches, 0)
         check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
         check_at_least("trainer.evaluate_every_epochs", self.evaluate_every_epochs, 0)
+        for k in self.group_metrics_at:
+            check_at_least("trainer.group_metrics_at", k, 1)
         if self.global_batch_size % self.gradient_accumulation_steps:
             raise ConfigError(
                 f"trainer.global_batch_size={self.global_batch_size} does not divide into "

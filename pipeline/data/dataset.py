@@ -17,7 +17,8 @@ from pipeline.runtime.storage import storage
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
 # Later additions: absent from the file while they say nothing, so that the fingerprints of earlier data sets stay.
-ADDED_FIELDS = ("shared_rows",)
+ADDED_FIELDS = ("shared_rows", "group_column")
+GROUP_COLUMN = "__group__"  # of the shards: int64, a 64-bit hash of the group's value, 0 where it is missing
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Dataset:
     bayes_auc: Dict[str, float] = field(default_factory=dict)  # split -> best possible AUC; generated data only
     # split -> its rows that are equal to a row of an earlier split in all columns; of splits that were given
     shared_rows: Dict[str, int] = field(default_factory=dict)
+    group_column: Optional[str] = None  # of the source; shards hold it as GROUP_COLUMN
     format_version: int = FORMAT_VERSION
 
     @property
@@ -162,6 +164,16 @@ def check_split(dataset: Dataset, split: str, least_rows: int) -> None:
         raise DataError(
             f"split {split!r} of data set {dataset.name!r} has {num_rows} rows, fewer than one global batch of "
             f"{least_rows}: use a smaller global batch size, or prepare more rows"
+        )
+
+
+def check_group(dataset: Dataset, group_column: str | None) -> None:
+    """Raise DataError where a job's data.group_column is not that of the data set."""
+    if group_column is not None and group_column != dataset.group_column:
+        held = "none" if dataset.group_column is None else repr(dataset.group_column)
+        raise DataError(
+            f"data.group_column={group_column!r}, but data set {dataset.name!r} was prepared with {held}: prepare it again with "
+            "it, in another data.path, or leave it out"
         )
 
 

@@ -10,7 +10,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.config.jobs import TrainJob
 from pipeline.config.tables import TableConfig
-from pipeline.data.dataset import Dataset
+from pipeline.data.dataset import Dataset, check_group
 from pipeline.data.read.reader import ShardReader
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
@@ -157,6 +157,7 @@ def open_reader(
     """Training reads whole micro-batches; the other splits are read in evaluation batches, every row once. With
     `every_row` so is the training split, which then may end in a batch that is not full."""
     job, trainer, training = resolved.job, resolved.job.trainer, split == "train"
+    check_group(resolved.dataset, job.data.group_column)
     default = trainer.micro_batch_size if training else trainer.evaluate_batch_size or trainer.global_batch_size
     return ShardReader(
         job.data.path,
@@ -169,6 +170,7 @@ def open_reader(
         seed=trainer.seed,
         multi_hot=job.data.synthetic_multi_hot,
         drop_last=training and not every_row,
+        with_groups=not training or every_row,
         pin_memory=context.device.type == "cuda",
         split_ids=IdSplitter(resolved.all_tables, skip_empty_bags=context.world_size > 1),
         quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",

@@ -21,7 +21,7 @@ from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.run import SUMMARY, describe_quality, describe_run
 from pipeline.training.run_state import checkpoint_folder, chosen_step
 
-CLICK_METRICS = ("ne", "logloss", "auc", "auprc", "calibration", "label_rate")  # in this order on the terminal
+CLICK_METRICS = ("ne", "logloss", "auc", "gauc", "auprc", "calibration", "label_rate")  # in this order on the terminal
 
 
 @dataclass
@@ -85,7 +85,8 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
             f"{trained.data.path} is not the data set that {job.run} was trained on: where its vocabularies differ, ids "
             "mean other values and the metrics mean nothing; set other_data=true if its vocabularies are the same"
         )
-    metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}")
+    at = trained.trainer.group_metrics_at
+    metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}", at)
     step = restored["step"]
     checkpoint = step_path(checkpointer.folder, step)
     summary = EvaluateSummary(job.run, job.split, step, checkpoint, metrics, dataset.bayes_auc.get(job.split))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
+from pipeline.models.tasks.group_metrics import GroupMeasure
 from pipeline.models.tasks.task import task_in
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
@@ -26,8 +27,12 @@ def evaluate_model(
     context: DistributedContext,
     max_batches: int | None = None,
     description: str = "evaluate",
+    group_metrics_at: Sequence[int] = (),
 ) -> dict[str, float]:
     """Collective: NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples of the reader's split.
+
+    Where the reader gives groups and the task one logit a row, also GAUC and, at each k of `group_metrics_at`, NDCG and
+    hit rate (models.tasks.group_metrics).
 
     Of a retrieval model: recall@k and MRR against the split's catalogue (models.tasks.retrieval_metrics).
 
@@ -39,6 +44,7 @@ def evaluate_model(
     """
     num_batches = min(reader.steps_per_epoch, max_batches or reader.steps_per_epoch)
     measure = task_in(model).evaluation_measure(context, reader.batch_size)
+    groups = GroupMeasure(context, list(group_metrics_at)) if getattr(reader, "has_groups", False) else None
     was_training = model.training
     model.eval()
     batches, fail_safe = reader.batches(epoch=0), FailSafe(reader)
@@ -48,6 +54,8 @@ def evaluate_model(
                 for index, batch in enumerate(_waited_for(islice(fail_safe.batches(batches), num_batches))):
                     _, prediction = model(batch.to(context.device, non_blocking=True))
                     measure.update(prediction)
+                    if groups and hasattr(prediction, "logits"):
+                        groups.update(prediction, batch.groups)
                     bar.advance(1)
                     wants_to_stop = preemption.wanted() or fail_safe.error is not None
                     if index % AGREE_EVERY_BATCHES == 0 and true_on_any_rank(wants_to_stop, context):
@@ -56,6 +64,8 @@ def evaluate_model(
                 if failure := agreed_failure(fail_safe.error, context):
                     raise failure
                 metrics = measure.compute()
+                if groups and "auc" in metrics:
+                    metrics |= groups.compute()
     finally:
         batches.close()
         model.train(was_training)

@@ -43,6 +43,7 @@ def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
         accepted_rows=0,
         quarantined_rows=0,
         dense_transform=config.dense_transform,
+        group_column=config.group_column,
     )
 
 

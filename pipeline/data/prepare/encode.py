@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.data import DataConfig, IdsConfig
+from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.row_hashes import RowHashes
-from pipeline.data.raw.hashing import hash_ids
+from pipeline.data.raw.hashing import hash_ids, hash_text
 from pipeline.data.raw.layout import Layout
 from pipeline.runtime.errors import DataError, did_you_mean
 
@@ -36,6 +37,7 @@ class Features:
     timestamp: str | None
     list_separator: str
     row_hashes: bool = False
+    group: str | None = None
 
     @property
     def sparse(self) -> list[str]:
@@ -59,6 +61,7 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
         timestamp=columns.timestamp,
         list_separator=columns.list_separator,
         row_hashes=config.split.kind == "given",
+        group=config.group_column,
     )
 
 
@@ -108,6 +111,9 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
     if probabilities is not None:
         arrays.append(pa.array(probabilities))
         names.append(TRUTH_COLUMN)
+    if features.group:
+        arrays.append(pa.array(group_ids(table[features.group])))
+        names.append(GROUP_COLUMN)
     if hashes:
         arrays.append(pa.array(hashes.finish()))
         names.append(HASH_COLUMN)
@@ -118,6 +124,12 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
         num_values=[len(distinct) for distinct in values],
         num_lookups=lookups,
     )
+
+
+def group_ids(column: pa.ChunkedArray) -> np.ndarray:
+    """[rows] int64: a hash of the value as text; 0 where it is missing."""
+    codes, distinct = _codes(column.combine_chunks())
+    return np.concatenate([np.zeros(1, np.int64), hash_text(distinct, 0).view(np.int64)])[codes]
 
 
 def encode_values(

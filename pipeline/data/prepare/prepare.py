@@ -48,7 +48,7 @@ from pipeline.data.prepare.vocabulary import (
 )
 from pipeline.data.prepare.write_shards import ShardWriter, WrittenShard, plan_shards
 from pipeline.data.quality import auc
-from pipeline.data.raw.layout import Layout, layout_of
+from pipeline.data.raw.layout import Layout, layout_of, with_group
 from pipeline.data.raw.source import Source
 from pipeline.data.raw.source_schemas import check_sources
 from pipeline.runtime.errors import DataError
@@ -65,7 +65,7 @@ def prepare_dataset(
     config: DataConfig, sources: list[Source], resources: Resources, base: BaseVocabulary | None = None
 ) -> Dataset:
     """Write the data set to config.path. Raises DataError for sources that cannot become one."""
-    layout = layout_of(config)
+    layout = with_group(layout_of(config), config.group_column)
     features = features_of(config, layout)
     if base is not None:
         base.check(features)
@@ -165,6 +165,7 @@ def _write_dataset(
         versions={name: version(name) for name in ("duckdb", "numpy", "pyarrow")},
         bayes_auc=_bayes_auc(shards),
         shared_rows=shared_rows,
+        group_column=features.group,
     )
 
 

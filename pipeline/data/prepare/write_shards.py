@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.config.data import SPLITS
-from pipeline.data.dataset import ShardFile
+from pipeline.data.dataset import GROUP_COLUMN, ShardFile
 from pipeline.data.prepare.encode import TRUTH_COLUMN, Features
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
@@ -83,6 +83,7 @@ class ShardWriter:
         kinds = [(features.label, pa.int8()), *((name, pa.float32()) for name in features.dense)]
         kinds += [(name, pa.int32()) for name in features.one_hot]
         kinds += [(name, pa.list_(pa.field("element", pa.int32(), nullable=False))) for name in features.multi_hot]
+        kinds += [(GROUP_COLUMN, pa.int64())] if features.group else []
         self._schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
 
     def write(self, plan: ShardPlan) -> WrittenShard:

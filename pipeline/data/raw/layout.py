@@ -119,6 +119,15 @@ def layout_of(config: DataConfig) -> Layout:
     return layout
 
 
+def with_group(layout: Layout, group_column: str | None) -> Layout:
+    """The layout that reads the column of groups besides. Raises DataError for a column of lists."""
+    if group_column is None:
+        return layout
+    if group_column in layout.columns.multi_hot:
+        raise DataError(f"data.group_column={group_column!r} holds lists: name a column with one value a row")
+    return replace(layout, carried=(*layout.carried, group_column))
+
+
 def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
     """Raises DataError where a needed column is missing, naming the nearest one that is there."""
     missing = [name for name in layout.needed if name not in names]

@@ -85,7 +85,7 @@ class BatchAssembler:
             present[offset:end] = True if block.present is None else block.present[start:stop]
             one_hot[:, offset:end] = block.one_hot[:, start:stop]
         lists = [_lay_out_lists(pieces, index, num_rows) for index in range(self._num_lists)]
-        return Chunk(Block(dense, one_hot, lists, labels), present)
+        return Chunk(Block(dense, one_hot, lists, labels, groups=_lay_out_groups(pieces, num_rows)), present)
 
     def _batch(self, chunk: Chunk, rows: NDArray[np.int64]) -> Batch:
         present = chunk.present[rows]
@@ -106,6 +106,7 @@ class BatchAssembler:
             sparse,
             torch.from_numpy(np.take(chunk.block.labels, rows)),
             torch.from_numpy(present.astype(np.float32)),
+            None if chunk.block.groups is None else torch.from_numpy(np.take(chunk.block.groups, rows)),
         )
 
     def _bags(
@@ -127,6 +128,17 @@ class BatchAssembler:
                 sample_bags(ids[column.position], column.name, column.cardinality, segment.reshape(-1, column.size))
                 column_lengths[:] = present * np.int32(column.size)
         return values, length_per_key
+
+
+def _lay_out_groups(pieces: list[Piece], num_rows: int) -> NDArray[np.int64] | None:
+    """None where no piece has groups; 0 on padding and in row groups that could not be read."""
+    if all(piece.block.groups is None for piece in pieces):
+        return None
+    groups = np.zeros(num_rows, np.int64)
+    for block, start, stop, offset in pieces:
+        if block.groups is not None:
+            groups[offset : offset + stop - start] = block.groups[start:stop]
+    return groups
 
 
 def _lay_out_lists(pieces: list[Piece], index: int, num_rows: int) -> Lists:

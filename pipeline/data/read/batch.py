@@ -23,12 +23,15 @@ class Batch(Pipelineable):
     labels: [batch] float32, 0 or 1
     sample_weights: [batch] float32; 0 marks rows that count nothing (dense 0, label 0, no ids):
         the padding of an evaluation batch, and quarantined rows
+    groups: [batch] int64, of an evaluation over data with data.group_column, 0 where a row has none; no model reads it,
+        and it stays on the host, with the batch that the reader gave
     """
 
     dense_features: torch.Tensor
     sparse_features: KeyedJaggedTensor
     labels: torch.Tensor
     sample_weights: torch.Tensor
+    groups: torch.Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -55,6 +58,7 @@ class Batch(Pipelineable):
             self.sparse_features.pin_memory(),
             self.labels.pin_memory(),
             self.sample_weights.pin_memory(),
+            self.groups,
         )
 
 

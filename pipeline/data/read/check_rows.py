@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.data.dataset import Dataset, SparseFeature
+from pipeline.data.dataset import GROUP_COLUMN, Dataset, SparseFeature
 
 MAX_VALUE_CHARACTERS = 80
 
@@ -43,6 +43,7 @@ class Columns:
     one_hot: NDArray[np.signedinteger]  # [num_one_hot, rows]
     lists: list[Lists]
     labels: NDArray[np.float32]  # [rows]
+    groups: NDArray[np.int64] | None = None  # [rows], where they were read
 
 
 class Faults:
@@ -79,7 +80,9 @@ def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int,
     one_hot = _matrix(table, [feature.name for feature in features], id_type, faults)
     _check_ids(one_hot, features, faults)
     lists = [_lists(table, feature, faults) for feature in dataset.sparse_features if feature.multi_hot]
-    return Columns(dense, one_hot, lists, labels), faults.reasons
+    has_groups = GROUP_COLUMN in table.schema.names
+    groups = _matrix(table, [GROUP_COLUMN], pa.int64(), faults)[0] if has_groups else None
+    return Columns(dense, one_hot, lists, labels, groups), faults.reasons
 
 
 def _check_finite(dense: NDArray[np.float32], names: list[str], faults: Faults) -> None:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipeline.data.dataset import Dataset, Split
+from pipeline.data.dataset import GROUP_COLUMN, Dataset, Split
 from pipeline.data.read.check_rows import Columns, Lists, check_columns
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.shard_files import WAY_OUT, ShardError, ShardFiles, check_layout
@@ -42,15 +42,24 @@ class Block:
     lists: list[Lists]
     labels: NDArray[np.float32]  # [rows]
     present: NDArray[np.bool_] | None = None  # None: all are
+    groups: NDArray[np.int64] | None = None  # [rows], where they were read
 
 
 class Shards:
     """The files of one split. Decoding is safe from several threads: each borrows a file handle of its own.
 
-    quarantine: takes the bad rows, which then are not present in the Block; None stops at the first.
+    quarantine: takes the bad rows, which then are not present in the Block; None stops at the first. with_groups: the
+    groups of rows are read too, which evaluations need.
     """
 
-    def __init__(self, folder: str, dataset: Dataset, split: Split, quarantine: Quarantine | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        dataset: Dataset,
+        split: Split,
+        quarantine: Quarantine | None = None,
+        with_groups: bool = False,
+    ) -> None:
         self.dataset = dataset
         self.row_group_sizes = [rows for shard in split.files for rows in shard.row_groups]
         self.files = ShardFiles(folder, split, must_be_whole=quarantine is None)
@@ -61,6 +70,8 @@ class Shards:
             for group, first in enumerate(accumulate(shard.row_groups[:-1], initial=0))
         ]
         self._columns = [dataset.label, *dataset.dense_features, *dataset.sparse_feature_names]
+        if with_groups:
+            self._columns.append(GROUP_COLUMN)
         self._idle: OrderedDict[int, list[pq.ParquetFile]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -164,4 +175,5 @@ def take_rows(columns: Columns, rows: NDArray[np.int64], present: NDArray[np.boo
     if present is not None:
         dense[~present] = 0.0
         labels[~present] = 0.0
-    return Block(dense, np.take(columns.one_hot, rows, axis=1), lists, labels, present)
+    groups = None if columns.groups is None else columns.groups[rows]
+    return Block(dense, np.take(columns.one_hot, rows, axis=1), lists, labels, present, groups)

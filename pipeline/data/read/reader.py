@@ -41,6 +41,7 @@ class ShardReader:
     multi_hot: feature -> ids a sample, sampled from the one-hot id (data.read.multi_hot).
     split_ids: what the ids of every batch go through (embeddings.id_splitter), on the prefetch thread.
     pin_memory: hand out batches in pinned memory, copied on the prefetch thread.
+    with_groups: batches have the groups of rows, where the data set has some.
     quarantine_path: where the rows go that config.on_bad_rows=quarantine leaves out; None: into the log alone.
 
     Held in memory: a row group for each of the rank's streams (two with several decode threads), and up to
@@ -61,6 +62,7 @@ class ShardReader:
         seed: int,
         multi_hot: dict[str, int] | None = None,
         drop_last: bool = True,
+        with_groups: bool = False,
         pin_memory: bool = False,
         quarantine_path: str | None = None,
         split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
@@ -83,7 +85,8 @@ class ShardReader:
         streams = config.num_streams // world_size
         self._streams = range(rank * streams, (rank + 1) * streams)
         quarantine = Quarantine(quarantine_path) if config.on_bad_rows == "quarantine" else None
-        self._shards = Shards(folder, dataset, dataset.splits[split], quarantine)
+        self.has_groups = with_groups and dataset.group_column is not None
+        self._shards = Shards(folder, dataset, dataset.splits[split], quarantine, self.has_groups)
         if config.verify == "checksum":
             self._shards.files.verify_checksums(range(rank, len(dataset.splits[split].files), world_size))
         self._assembler = BatchAssembler(dataset, multi_hot or {}, streams, global_batch_size // config.num_streams)

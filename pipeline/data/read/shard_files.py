@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.dataset import FILE_NAME, Dataset, ShardFile, Split
+from pipeline.data.dataset import FILE_NAME, GROUP_COLUMN, Dataset, ShardFile, Split
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.storage import storage
@@ -158,6 +158,7 @@ def check_layout(path: str, shard: ShardFile, file: pq.ParquetFile, dataset: Dat
     types = {field.name: field.type for field in file.schema_arrow}
     wanted = {dataset.label: "a number", **dict.fromkeys(dataset.dense_features, "a number")}
     wanted |= {f.name: "a list of integers" if f.multi_hot else "an integer" for f in dataset.sparse_features}
+    wanted |= {GROUP_COLUMN: "an integer"} if dataset.group_column else {}
     for name, kind in wanted.items():
         if name not in types:
             raise ShardError(f"{path} has no column {name!r}; {WAY_OUT}")

@@ -92,7 +92,7 @@ class ScoreCollector:
         """Collective: exact AUC and AUPRC over all ranks' samples, and their number."""
         logits = torch.cat(self._logits) if self._logits else torch.empty(0)
         labels = torch.cat(self._labels) if self._labels else torch.empty(0, dtype=torch.uint8)
-        logits, labels = _gather_to_main(logits, context), _gather_to_main(labels, context)
+        logits, labels = gather_to_main(logits, context), gather_to_main(labels, context)
         values = torch.zeros(3, dtype=torch.float64)
         if context.is_main:
             values = torch.tensor(
@@ -104,7 +104,7 @@ class ScoreCollector:
         return {"auc": area, "auprc": precision_area, "num_samples": int(num_samples)}
 
 
-def _gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Tensor:
+def gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Tensor:
     """Collective: all ranks' 1-D tensors one after the other on rank 0, an empty tensor elsewhere."""
     size = torch.tensor([len(local)], device=context.device)
     sizes = [torch.zeros_like(size) for _ in range(context.world_size)]

@@ -42,6 +42,7 @@ class Evaluation(Hook):
                 parts.context,
                 self.job.trainer.evaluate_max_batches,
                 "validation",
+                self.job.trainer.group_metrics_at,
             )
         except preemption.Preempted:  # the step is saved without; a resumed run makes up for it
             state.preempted = True

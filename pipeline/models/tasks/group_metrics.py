@@ -1,0 +1,139 @@
+"""Measure how scores rank rows within groups, a user's say: GAUC, NDCG@k and hit rate@k, exactly and over all ranks.
+
+GAUC is the mean of the groups' AUCs, weighted by their rows (Zhou et al. 2018, Deep Interest Network, section 6.2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from pipeline.data.quality import Floats
+from pipeline.models.tasks.click_metrics import gather_to_main
+from pipeline.runtime.process.distributed import DistributedContext
+
+
+class GroupMeasure:
+    """Keeps each row's group, logit and label: 13 bytes a row, and those of all ranks on rank 0 at the end."""
+
+    def __init__(self, context: DistributedContext, at: list[int]) -> None:
+        self._context, self._at = context, at
+        self._groups: list[torch.Tensor] = []
+        self._logits: list[torch.Tensor] = []
+        self._labels: list[torch.Tensor] = []
+
+    def update(self, prediction: Any, groups: torch.Tensor | None) -> None:
+        """Local. `prediction` has logits, labels and sample_weights [batch]; rows of group 0 belong to none."""
+        if groups is None:
+            return
+        real = (prediction.sample_weights.cpu() > 0) & (groups != 0)
+        self._groups.append(groups[real])
+        self._logits.append(prediction.logits.cpu()[real])
+        self._labels.append(prediction.labels.cpu()[real].to(torch.uint8))
+
+    def compute(self) -> dict[str, float]:
+        """Collective: the same numbers on every rank (see group_metrics)."""
+        kinds = (torch.int64, torch.float32, torch.uint8)
+        parts = zip((self._groups, self._logits, self._labels), kinds, strict=True)
+        local = [torch.cat(part) if part else torch.empty(0, dtype=kind) for part, kind in parts]
+        groups, logits, labels = (gather_to_main(values, self._context).numpy() for values in local)
+        names = list(group_metrics(groups[:0], logits[:0], labels[:0], self._at))
+        values = torch.zeros(len(names), dtype=torch.float64)
+        if self._context.is_main:
+            found = group_metrics(groups, logits, labels, self._at)
+            values = torch.tensor([found[name] for name in names], dtype=torch.float64)
+        values = values.to(self._context.device)
+        dist.broadcast(values, src=0)
+        return {
+            name: int(value) if name.startswith("num_") else value
+            for name, value in zip(names, values.tolist(), strict=True)
+        }
+
+
+def group_metrics(
+    groups: NDArray[np.int64], scores: NDArray[np.floating], labels: NDArray[np.number], at: list[int]
+) -> dict[str, float]:
+    """Of rows [n]: gauc; ndcg_at_<k> and hit_rate_at_<k>, each group counting once; num_groups and num_one_class_groups.
+
+    A group whose labels are of one class ranks nothing: it is left out of all three, and counted. Rows with equal scores
+    count as the mean over all their orders, so the order of rows makes no difference. NaN without a group to rank.
+    """
+    ties, num_groups = _ties_of(groups, scores, labels)
+    positives, rows = ties.total(ties.positives), ties.total(ties.sizes)
+    ranked = (positives > 0) & (positives < rows)
+    found = {"gauc": _mean(_aucs(ties, positives, rows)[ranked], rows[ranked])}
+    found |= {f"ndcg_at_{k}": _mean(_ndcg(ties, positives, k)[ranked]) for k in at}
+    found |= {f"hit_rate_at_{k}": _mean(_hits(ties, k)[ranked]) for k in at}
+    return found | {"num_groups": num_groups, "num_one_class_groups": int(num_groups - ranked.sum())}
+
+
+@dataclass(frozen=True)
+class _Ties:
+    """Runs of rows of one group with one score, the group's best first: arrays [num_ties], `firsts` [num_groups]."""
+
+    sizes: Floats
+    positives: Floats
+    before: Floats  # rows of the group that score higher
+    positives_before: Floats
+    firsts: NDArray[np.int64]  # the number of each group's first run
+
+    def total(self, values: Floats) -> Floats:
+        """[num_groups]: sums over the runs of each group."""
+        sums: Floats = np.add.reduceat(values, self.firsts) if len(self.firsts) else np.zeros(0)
+        return sums
+
+
+def _ties_of(groups: NDArray[np.int64], scores: NDArray[np.floating], labels: NDArray[np.number]) -> tuple[_Ties, int]:
+    order = np.lexsort((-scores, groups))
+    groups, scores, labels = groups[order], scores[order], labels[order]
+    new_group = np.append(True, groups[1:] != groups[:-1])[: len(groups)]
+    new_tie = new_group.copy()
+    new_tie[1:] |= scores[1:] != scores[:-1]
+    starts = np.flatnonzero(new_tie)
+    sizes = np.diff(np.append(starts, len(groups))).astype(np.float64)
+    positives = np.add.reduceat(labels.astype(np.float64), starts) if len(starts) else np.zeros(0)
+    firsts = np.flatnonzero(new_group[starts])
+    group_of = np.cumsum(new_group[starts]) - 1
+    before, positives_before = (np.cumsum(values) - values for values in (sizes, positives))
+    before, positives_before = (values - values[firsts][group_of] for values in (before, positives_before))
+    return _Ties(sizes, positives, before, positives_before, firsts), len(firsts)
+
+
+def _aucs(ties: _Ties, positives: Floats, rows: Floats) -> Floats:
+    """[num_groups]; of a group of one class, any number."""
+    above = (ties.sizes - ties.positives) * (ties.positives_before + ties.positives / 2)
+    aucs: Floats = ties.total(above) / np.maximum(positives * (rows - positives), 1.0)
+    return aucs
+
+
+def _ndcg(ties: _Ties, positives: Floats, k: int) -> Floats:
+    """[num_groups]; each place of a run gains the run's share of positives (McSherry and Najork 2008)."""
+    discounts = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(k) + 2.0))])
+    first, last = (np.minimum(places, k).astype(np.int64) for places in (ties.before, ties.before + ties.sizes))
+    gains = ties.positives / ties.sizes * (discounts[last] - discounts[first])
+    best = discounts[np.minimum(positives, k).astype(np.int64)]
+    ndcg: Floats = ties.total(gains) / np.maximum(best, discounts[1])
+    return ndcg
+
+
+def _hits(ties: _Ties, k: int) -> Floats:
+    """[num_groups]: the chance that a positive is among the first k, over the orders of equal scores."""
+    end = ties.before + ties.sizes
+    missed = np.where((ties.positives > 0) & (end <= k), 0.0, 1.0)
+    for run in np.flatnonzero((ties.before < k) & (end > k) & (ties.positives > 0)):
+        size, negatives = int(ties.sizes[run]), int(ties.sizes[run] - ties.positives[run])
+        places = k - int(ties.before[run])
+        missed[run] = math.comb(negatives, places) / math.comb(size, places)
+    products = np.multiply.reduceat(missed, ties.firsts) if len(ties.firsts) else np.zeros(0)
+    hits: Floats = 1.0 - products
+    return hits
+
+
+def _mean(values: Floats, weights: Floats | None = None) -> float:
+    return float(np.average(values, weights=weights)) if len(values) else math.nan
