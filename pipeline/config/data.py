@@ -8,10 +8,19 @@ from typing import TypeVar
 
 from pipeline.config.registry import find
 from pipeline.config.tables import is_pattern, matches
-from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_given, check_within
+from pipeline.runtime.errors import (
+    ConfigError,
+    check_above,
+    check_at_least,
+    check_choice,
+    check_given,
+    check_within,
+    did_you_mean,
+)
 
 DENSE_TRANSFORMS = ("log1p", "none")
 ID_KINDS = ("vocabulary", "hash")
+BUCKET_KINDS = ("quantile", "log2")
 SPLITS = ("train", "validation", "test")
 SPLIT_KINDS = ("row_range", "time", "files", "given")
 SHUFFLES = ("row_groups", "none")
@@ -84,6 +93,23 @@ class IdsConfig:
             raise ConfigError(
                 f"ids.hash_size={self.hash_size} goes with ids.kind=hash; a vocabulary is cut by ids.max_size"
             )
+
+
+@dataclass
+class BucketsConfig:
+    """A number as a categorical feature with an embedding: its id is that of the bucket that its value lies in.
+
+    quantile: `num_buckets` buckets at most, of as many training rows each as ties allow. log2: one for each whole number up
+    to 2, above it one for each whole value of ln(x)^2, as on Criteo's counts (Juan et al. 2016, and FuxiCTR). A missing value
+    has id 0. The boundaries are in dataset.json; ids go by descending frequency.
+    """
+
+    kind: str = "quantile"
+    num_buckets: int = 100
+
+    def __post_init__(self) -> None:
+        check_choice("buckets.kind", self.kind, BUCKET_KINDS)
+        check_at_least("buckets.num_buckets", self.num_buckets, 2)
 
 
 @dataclass
@@ -285,6 +311,9 @@ class DataConfig:
     dense_transform: str = "log1p"
     ids: IdsConfig = field(default_factory=IdsConfig)
     feature_ids: dict[str, IdsConfig] = field(default_factory=dict)
+    buckets: dict[str, BucketsConfig] = field(
+        default_factory=dict
+    )  # of dense columns, which then are categorical features
     split: SplitConfig = field(default_factory=SplitConfig)
     rows_per_shard: int = 1_000_000
     rows_per_row_group: int = 16_384
@@ -307,8 +336,13 @@ class DataConfig:
             raise ConfigError(
                 f"data.format={self.format} fixes its columns: drop data.columns, or name another data.format"
             )
-        self.feature_ids = self._expand(self.feature_ids, "data.feature_ids")
-        self.synthetic_multi_hot = self._expand(self.synthetic_multi_hot, "data.synthetic_multi_hot")
+        features = self.columns.sparse + self.columns.multi_hot or [f"cat_{index}" for index in range(26)]
+        self.feature_ids = self._expand(self.feature_ids, "data.feature_ids", features)
+        self.synthetic_multi_hot = self._expand(self.synthetic_multi_hot, "data.synthetic_multi_hot", features)
+        dense = (self.columns if fixed is None else fixed).dense
+        self.buckets = self._expand(self.buckets, "data.buckets", dense)
+        if unknown := [name for name in self.buckets if name not in dense]:
+            raise ConfigError(f"data.buckets names {unknown[0]!r}, not a dense column{did_you_mean(unknown[0], dense)}")
         if self.synthetic is not None:
             self._check_synthetic(self.synthetic)
         if self.split.kind == "time" and not self.columns.timestamp:
@@ -316,9 +350,8 @@ class DataConfig:
                 "data.split.kind=time needs data.columns.timestamp=<column>, and data.format=csv, tsv or parquet"
             )
 
-    def _expand(self, values: dict[str, Value], key: str) -> dict[str, Value]:
+    def _expand(self, values: dict[str, Value], key: str, features: list[str]) -> dict[str, Value]:
         """With an entry for every feature that a pattern such as cat_* fits; a feature's own entry goes before patterns."""
-        features = self.columns.sparse + self.columns.multi_hot or [f"cat_{index}" for index in range(26)]
         found: dict[str, Value] = {}
         givers: dict[str, str] = {}
         for pattern in filter(is_pattern, values):

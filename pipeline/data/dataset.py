@@ -60,6 +60,8 @@ class SparseFeature:
     hash_size: Optional[int] = None
     hash_seed: int = 0
     num_distinct: int = 0  # distinct raw values seen in the training split, rare ones included
+    # Of a number in buckets, ascending: value x is in bucket (boundaries <= x), and the vocabulary holds buckets as text.
+    boundaries: Optional[List[float]] = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,9 @@ class Dataset:
 
     def to_json(self, indent: Optional[int] = 1) -> str:
         values = {key: value for key, value in asdict(self).items() if value or key not in ADDED_FIELDS}
+        for feature in values["sparse_features"]:
+            if feature["boundaries"] is None:
+                del feature["boundaries"]
         return json.dumps(values, indent=indent, sort_keys=True)
 
     @classmethod

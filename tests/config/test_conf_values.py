@@ -12,7 +12,7 @@ import yaml
 
 from pipeline.cli.compose import _config_classes
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.data import BaseVocabularyConfig, SyntheticConfig, UserItemConfig
+from pipeline.config.data import BaseVocabularyConfig, BucketsConfig, SyntheticConfig, UserItemConfig
 from pipeline.config.jobs import CONFIG_NAMES
 from pipeline.config.registry import components
 from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig
@@ -38,6 +38,7 @@ OPTIONAL: list[tuple[type, str, tuple[str, ...]]] = [
     (BaseVocabularyConfig, "vocabularies/extend", ()),
     (SyntheticConfig, "data/quickstart", ("synthetic",)),
     (UserItemConfig, "data/user_item", ("user_item",)),
+    (BucketsConfig, "data/open_bandit_buckets", ("buckets", "user-item_affinity_*")),
     (TableConfig, "tables/all_settings", ("default",)),
     (CompressionConfig, "tables/all_settings", ("default", "compression")),
 ]

@@ -23,8 +23,10 @@ def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
         raise DataError(
             f"{_absence(config)}, and how long the lists of {columns.multi_hot[0]!r} are only the data can tell: {_prepare(config)}"
         )
-    known = {**_hashed(config, columns.sparse), **num_ids}
-    if missing := [name for name in columns.sparse if name not in known]:
+    quantiles = {name: each.num_buckets + 1 for name, each in config.buckets.items() if each.kind == "quantile"}
+    known = {**_hashed(config, columns.sparse), **quantiles, **num_ids}
+    sparse = [*columns.sparse, *(name for name in columns.dense if name in config.buckets)]
+    if missing := [name for name in sparse if name not in known]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise DataError(
             f"{_absence(config)}, and no table says how many ids {missing[0]!r}{more} has: choose tables that do "
@@ -33,10 +35,9 @@ def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
     return Dataset(
         name=config.name,
         label=columns.label,
-        dense_features=list(columns.dense),
+        dense_features=[name for name in columns.dense if name not in config.buckets],
         sparse_features=[
-            SparseFeature(name, known[name], False, 1.0, FrequencyCurve([known[name]], [1.0]))
-            for name in columns.sparse
+            SparseFeature(name, known[name], False, 1.0, FrequencyCurve([known[name]], [1.0])) for name in sparse
         ],
         splits={},
         source_rows=0,

@@ -5,13 +5,13 @@ A block's distinct values are few beside its rows, so all later work on text (co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config.data import DataConfig, IdsConfig
+from pipeline.config.data import BucketsConfig, DataConfig, IdsConfig
 from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.row_hashes import RowHashes
 from pipeline.data.raw.hashing import hash_ids, hash_text
@@ -26,7 +26,7 @@ HASH_COLUMN = "\0hash"  # uint64, of the values of all columns that are read; wh
 
 @dataclass(frozen=True)
 class Features:
-    """What rows are encoded to. The order of `sparse`, one-hot first, numbers the features."""
+    """What rows are encoded to. The order of `sparse`, one-hot first, numbers the features; those in buckets come after."""
 
     label: str
     dense: list[str]
@@ -38,6 +38,7 @@ class Features:
     list_separator: str
     row_hashes: bool = False
     group: str | None = None
+    buckets: dict[str, BucketsConfig] = field(default_factory=dict)  # of numbers that are no dense features
 
     @property
     def sparse(self) -> list[str]:
@@ -53,7 +54,7 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
             raise DataError(f"data.feature_ids names {name!r}, not a categorical column{did_you_mean(name, sparse)}")
     return Features(
         label=columns.label,
-        dense=columns.dense,
+        dense=[name for name in columns.dense if name not in config.buckets],
         one_hot=columns.sparse,
         multi_hot=columns.multi_hot,
         ids={name: config.feature_ids.get(name, config.ids) for name in sparse},
@@ -62,12 +63,14 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
         list_separator=columns.list_separator,
         row_hashes=config.split.kind == "given",
         group=config.group_column,
+        buckets={name: config.buckets[name] for name in columns.dense if name in config.buckets},
     )
 
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """`rows`: label int8, dense float32, codes uint16 (multi-hot: lists of uint32), 0 for a missing value.
+    """`rows`: label int8, dense float32, codes uint16 (multi-hot: lists of uint32), 0 for a missing value; numbers that
+    are to be in buckets float64.
 
     Code c of a feature is entry c - 1 among its `num_values` entries; `values` and `counts` hold those of all features.
     The value of a hashed feature's entry is its id, in decimal.
@@ -84,10 +87,11 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
     """`probabilities` are the teacher's, one a row, where the source was generated."""
     arrays = [pa.array(table[features.label].to_numpy().astype(np.int8))]
     arrays += [pa.array(dense_values(table[name], features.dense_transform)) for name in features.dense]
+    in_buckets = [pa.array(table[name].to_numpy().astype(np.float64)) for name in features.buckets]  # NaN: missing
     values, counts, lookups = [], [], []
     hashes = RowHashes(len(table)) if features.row_hashes else None
     if hashes:
-        for name in (features.label, *features.dense):
+        for name in (features.label, *features.dense, *features.buckets):
             hashes.add_numbers(table[name].to_numpy())
     for name in features.sparse:
         codes, distinct, lengths = encode_values(features, name, table[name])
@@ -104,7 +108,8 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
         else:
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
             arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(codes.astype(np.uint32))))
-    names = [features.label, *features.dense, *features.sparse]
+    arrays += in_buckets
+    names = [features.label, *features.dense, *features.sparse, *features.buckets]
     if features.timestamp:
         arrays.append(table[features.timestamp].combine_chunks())
         names.append(TIMESTAMP_COLUMN)
@@ -119,8 +124,8 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
         names.append(HASH_COLUMN)
     return EncodedBlock(
         rows=pa.RecordBatch.from_arrays(arrays, names=names),
-        values=pa.concat_arrays(values),
-        counts=np.concatenate(counts),
+        values=pa.concat_arrays([pa.array([], pa.string()), *values]),
+        counts=np.concatenate([np.zeros(0, np.int64), *counts]),
         num_values=[len(distinct) for distinct in values],
         num_lookups=lookups,
     )

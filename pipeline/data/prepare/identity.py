@@ -58,6 +58,8 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
     recipe = {key: value for key, value in asdict(config).items() if key in keys}
     if config.group_column is not None:  # absent in data sets of earlier releases
         recipe["group_column"] = config.group_column
+    if config.buckets:
+        recipe["buckets"] = {name: asdict(buckets) for name, buckets in sorted(config.buckets.items())}
     # The files of a split that was given are among the sources, wherever they lie.
     recipe["split"] = {key: value for key, value in recipe["split"].items() if key not in NOT_IN_RECIPE}
     return recipe if base is None else recipe | {"vocabularies": base.describe()}

@@ -24,6 +24,7 @@ import pyarrow as pa
 from pipeline.config.data import SPLITS, DataConfig, IdsConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature, Split
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
+from pipeline.data.prepare.buckets import learn_buckets
 from pipeline.data.prepare.encode import Features, features_of
 from pipeline.data.prepare.given_splits import count_shared_rows
 from pipeline.data.prepare.identity import recipe_of
@@ -141,7 +142,9 @@ def _write_dataset(
         blocks = blocks_of(files, boundaries)
         shared_rows = count_shared_rows(config.split, blocks, engine) if features.row_hashes else {}
         sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging, base)
-    shards = write_shards(config, features, blocks, boundaries, ids_path, resources)
+        in_buckets = learn_buckets(engine, features, blocks, boundaries, resources.staging, base)
+    sparse += in_buckets
+    shards = write_shards(config, features, blocks, boundaries, ids_path, resources, in_buckets)
     for feature in sparse:
         if feature.vocabulary:
             _move(resources.staging, config.path, feature.vocabulary)
@@ -239,12 +242,15 @@ def write_shards(
     boundaries: Boundaries,
     ids_path: str,
     resources: Resources,
+    in_buckets: list[SparseFeature],
 ) -> list[WrittenShard]:
-    writer = ShardWriter(features, boundaries, ids_path, resources.staging, config.path, config.rows_per_row_group)
+    writer = ShardWriter(
+        features, boundaries, ids_path, resources.staging, config.path, config.rows_per_row_group, in_buckets
+    )
     plans = plan_shards(blocks, config.rows_per_shard)
     for name in SPLITS:
         storage.make_folder(storage.join(config.path, name))
-    num_columns = 1 + len(features.dense) + len(features.sparse)
+    num_columns = 1 + len(features.dense) + len(features.sparse) + len(features.buckets)
     threads = resources.shard_threads(config.rows_per_row_group, num_columns)
     shards = []
     with progress("writing shards", sum(plan.num_rows for plan in plans)) as bar:

@@ -163,12 +163,12 @@ def count_training(
     shared = [block for block in blocks if 0 < block.per_split[0] < block.num_rows]
     lookups = np.zeros(len(features.sparse), dtype=np.int64)
     for block in whole:
-        lookups += block.file.num_lookups[block.index]
+        lookups += np.array(block.file.num_lookups[block.index], np.int64)
     with pq.ParquetWriter(recounted, ENTRIES_SCHEMA, compression="lz4") as writer:
         for block in shared:
             entries, seen = _recount(block, boundaries, features)
             writer.write_table(entries)
-            lookups += seen
+            lookups += np.array(seen, np.int64)
     numbers = [block.file.block_number(block.index) for block in whole]
     return TrainingCounts([*numbers, RECOUNTED_BLOCK], recounted, lookups)
 
@@ -184,7 +184,7 @@ def _recount(block: BlockRows, boundaries: Boundaries, features: Features) -> tu
         lookups.append(len(codes))
     with pq.ParquetFile(block.file.entries_path) as file:
         entries = file.read_row_group(block.index)
-    count = np.concatenate(counts)
+    count = np.concatenate([np.zeros(0, np.int64), *counts])
     entries = entries.set_column(4, "count", pa.array(count))
     entries = entries.set_column(1, "block", pa.array(np.full(len(entries), RECOUNTED_BLOCK)))
     return entries.filter(pa.array(count > 0)), lookups

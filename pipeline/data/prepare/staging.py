@@ -122,6 +122,7 @@ def _key(source: Source, layout: Layout, features: Features) -> str:
     hashed = {name: (ids.hash_size, ids.hash_seed) for name, ids in features.ids.items() if ids.kind == "hash"}
     parts = [STAGING_VERSION, source.name, source.size_bytes, source.digest, asdict(layout), hashed]
     parts += ["row hashes"] if features.row_hashes else []
+    parts += [f"in buckets: {name}" for name in features.buckets]
     return hashlib.sha256(json.dumps([*parts, features.dense_transform]).encode()).hexdigest()[:16]
 
 

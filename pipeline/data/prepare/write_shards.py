@@ -1,12 +1,13 @@
 """Write staged rows, with the ids of their codes, as Parquet shards.
 
-Columns: the label int8, dense features float32, one-hot features int32, multi-hot features list<int32>; none is null.
+Columns: the label int8, dense features float32, one-hot features and those in buckets int32, multi-hot features
+list<int32>, and the group int64 where there is one; none is null.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.config.data import SPLITS
-from pipeline.data.dataset import GROUP_COLUMN, ShardFile
+from pipeline.data.dataset import GROUP_COLUMN, ShardFile, SparseFeature
+from pipeline.data.prepare.buckets import ids_of_buckets
 from pipeline.data.prepare.encode import TRUTH_COLUMN, Features
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
+from pipeline.data.raw.buckets import bucket_numbers
 from pipeline.runtime.storage import storage
 
 # Ids are small numbers: LZ4 finds their zero bytes, a dictionary only costs the reader time. Readers verify the page
@@ -76,12 +79,20 @@ class ShardWriter:
     """Writes shards in `staging` and moves them to `folder`; several threads may share it."""
 
     def __init__(
-        self, features: Features, boundaries: Boundaries, ids_path: str, staging: str, folder: str, row_group_rows: int
+        self,
+        features: Features,
+        boundaries: Boundaries,
+        ids_path: str,
+        staging: str,
+        folder: str,
+        row_group_rows: int,
+        in_buckets: Sequence[SparseFeature] = (),
     ) -> None:
+        self._in_buckets = [(feature, ids_of_buckets(feature, staging)) for feature in in_buckets]
         self._features, self._boundaries, self._ids_path = features, boundaries, ids_path
         self._staging, self._folder, self._row_group_rows = staging, folder, row_group_rows
         kinds = [(features.label, pa.int8()), *((name, pa.float32()) for name in features.dense)]
-        kinds += [(name, pa.int32()) for name in features.one_hot]
+        kinds += [(name, pa.int32()) for name in (*features.one_hot, *features.buckets)]
         kinds += [(name, pa.list_(pa.field("element", pa.int32(), nullable=False))) for name in features.multi_hot]
         kinds += [(GROUP_COLUMN, pa.int64())] if features.group else []
         self._schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
@@ -136,6 +147,9 @@ class ShardWriter:
                 columns[name] = pa.ListArray.from_arrays(pa.array(offsets), flat, type=self._schema.field(name).type)
             else:
                 columns[name] = pa.array(id_of_code[column.to_numpy()])
+        for feature, id_of_bucket in self._in_buckets:
+            numbers = bucket_numbers(columns[feature.name].to_numpy(), feature.boundaries or [])
+            columns[feature.name] = pa.array(id_of_bucket[numbers])
         return pa.table(columns)
 
 

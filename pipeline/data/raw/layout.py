@@ -114,8 +114,11 @@ def layout_of(config: DataConfig) -> Layout:
     twice = sorted({name for name in layout.needed if layout.needed.count(name) > 1})
     if twice:
         raise DataError(f"data.columns gives {', '.join(map(repr, twice))} two roles: name each column once")
-    if not columns.sparse and not columns.multi_hot:
-        raise DataError("data.columns names no categorical column: list some under data.columns.sparse or multi_hot")
+    if not columns.sparse and not columns.multi_hot and not config.buckets:
+        raise DataError(
+            "data.columns names no categorical column: list some under data.columns.sparse or multi_hot, or put numbers into "
+            "data.buckets"
+        )
     return layout
 
 

@@ -168,6 +168,7 @@ def schema_of(dataset: Dataset, keys: list[str], list_separator: str, multi_hot:
             multi_hot.get(feature.name, 1),
             feature.hash_size,
             feature.hash_seed,
+            feature.boundaries,
         )
         for feature in map(dataset.sparse_feature, keys)
     ]

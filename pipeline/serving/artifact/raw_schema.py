@@ -10,7 +10,7 @@ DENSE, SPARSE, MULTI_HOT = "dense", "sparse", "multi_hot"
 @dataclass(frozen=True)
 class RawFeature:
     """A categorical column. `hash_size` None: its values are in the vocabulary. `bag_size` > 1: ids that are drawn from
-    a one-hot id (data.multi_hot)."""
+    a one-hot id (data.multi_hot). With `boundaries` the column holds numbers, and the vocabulary those of their buckets."""
 
     name: str
     cardinality: int
@@ -18,6 +18,7 @@ class RawFeature:
     bag_size: int = 1
     hash_size: int | None = None
     hash_seed: int = 0
+    boundaries: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class RawSchema:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Column -> dense, sparse or multi_hot."""
-        kinds = dict.fromkeys(self.dense, DENSE)
-        return kinds | {feature.name: MULTI_HOT if feature.multi_hot else SPARSE for feature in self.features}
+        """Column -> dense, sparse or multi_hot; a number that is put into buckets is a dense column of raw rows."""
+        kinds = dict.fromkeys([*self.dense, *self.in_buckets], DENSE)
+        categories = [feature for feature in self.features if feature.boundaries is None]
+        return kinds | {feature.name: MULTI_HOT if feature.multi_hot else SPARSE for feature in categories}
+
+    @property
+    def in_buckets(self) -> dict[str, list[float]]:
+        """Numeric column that is looked up by its bucket -> boundaries of its buckets."""
+        return {each.name: each.boundaries for each in self.features if each.boundaries is not None}

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.data import ColumnsConfig, IdsConfig
 from pipeline.data.prepare.encode import Features, dense_values, encode_values, transformed
+from pipeline.data.raw.buckets import bucket_column, bucket_texts
 from pipeline.data.raw.cells import LARGEST_FLOAT32
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import QuarantinedRow, parse_block
@@ -49,11 +50,13 @@ class RowEncoder:
 
     def __init__(self, schema: RawSchema, vocabularies: Mapping[str, pa.Table]) -> None:
         self.schema = schema
-        one_hot = [feature.name for feature in schema.features if not feature.multi_hot]
+        self._in_buckets = schema.in_buckets
+        one_hot = [each.name for each in schema.features if not each.multi_hot and each.boundaries is None]
         multi_hot = [feature.name for feature in schema.features if feature.multi_hot]
         columns = ColumnsConfig(
-            label="", dense=schema.dense, sparse=one_hot, multi_hot=multi_hot, list_separator=schema.list_separator
-        )
+            label="", dense=[*schema.dense, *self._in_buckets], sparse=one_hot, multi_hot=multi_hot,
+            list_separator=schema.list_separator,
+        )  # fmt: skip
         self.layout = Layout(columns, "parquet")
         self._features = Features(
             label="", dense=schema.dense, one_hot=one_hot, multi_hot=multi_hot, timestamp=None,
@@ -61,7 +64,8 @@ class RowEncoder:
             list_separator=schema.list_separator,
         )  # fmt: skip
         self._ids = FeatureIds(schema.features, vocabularies)
-        self._names = [*schema.dense, *one_hot, *multi_hot]  # of ColumnLists
+        self._num_numbers = len(schema.dense) + len(self._in_buckets)
+        self._names = [*schema.dense, *self._in_buckets, *one_hot, *multi_hot]  # of ColumnLists
         self._positions = [self._names.index(feature.name, len(schema.dense)) for feature in schema.features]
         self._has_bags = any(feature.multi_hot or feature.bag_size > 1 for feature in schema.features)
         self._simple: pa.Schema | None = None  # the last one whose tables may become ColumnLists
@@ -91,7 +95,7 @@ class RowEncoder:
             return None
 
     def _is_simple(self, schema: pa.Schema) -> bool:
-        names, num_dense = self._names, len(self.schema.dense)
+        names, num_dense = self._names, self._num_numbers
         if any(schema.names.count(name) != 1 for name in names):
             return False
         kinds = [schema.field(name).type for name in names]
@@ -105,11 +109,14 @@ class RowEncoder:
     def _encode_few(self, rows: ColumnLists) -> EncodedRows | None:
         """None where a row is bad: _encode_table tells which, and why."""
         num_rows, num_dense = rows.num_rows, len(self.schema.dense)
-        numbers = np.array(rows.columns[:num_dense], np.float64).reshape(num_dense, num_rows)  # None becomes NaN
+        # None becomes NaN
+        numbers = np.array(rows.columns[: self._num_numbers], np.float64).reshape(self._num_numbers, num_rows)
         if (np.abs(numbers) > LARGEST_FLOAT32).any():
             return None
-        dense = np.ascontiguousarray(transformed(numbers, self.schema.dense_transform).T)
-        columns = [rows.columns[position] for position in self._positions]
+        dense = np.ascontiguousarray(transformed(numbers[:num_dense], self.schema.dense_transform).T)
+        buckets = [bucket_texts(*column) for column in zip(numbers[num_dense:], self._in_buckets.values(), strict=True)]
+        all_columns = [*rows.columns[:num_dense], *buckets, *rows.columns[self._num_numbers :]]
+        columns = [all_columns[position] for position in self._positions]
         kept: NDArray[np.int64] = np.arange(num_rows)
         if not self._has_bags:
             ids, ends = self._ids.of_columns(columns), np.arange(len(columns) * num_rows + 1)
@@ -133,10 +140,17 @@ class RowEncoder:
             dense = np.empty((len(parsed.kept), len(self.schema.dense)), np.float32)
             for position, name in enumerate(self.schema.dense):
                 dense[:, position] = dense_values(parsed.table[name], self.schema.dense_transform)
-            bags = self._bags(parsed.table)
+            bags = self._bags(self._with_buckets(parsed.table))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
             raise ServingError(f"the rows cannot be read: {' '.join(str(error).split())[:300]}") from None
         return _joined(dense, bags, parsed.kept, parsed.quarantined)
+
+    def _with_buckets(self, table: pa.Table) -> pa.Table:
+        """Each number that is looked up by its bucket replaced by the number of that, as text."""
+        for name, boundaries in self._in_buckets.items():
+            column = bucket_column(table[name], boundaries)
+            table = table.set_column(table.schema.get_field_index(name), name, column)
+        return table
 
     def _needed(self, rows: pa.Table) -> pa.Table:
         """The columns of the schema, those without a single value of a type that has missing ones."""

@@ -1,0 +1,173 @@
+"""Learn the buckets of numeric columns from the training rows, and number them by frequency.
+
+Distinct values are counted and sorted by DuckDB, so boundaries are exact within its memory limit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from pipeline.config.data import BucketsConfig, IdsConfig
+from pipeline.data.dataset import SparseFeature
+from pipeline.data.prepare.base_vocabulary import BaseVocabulary
+from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, Features
+from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
+from pipeline.data.prepare.vocabulary import rank_values, vocabulary_file
+from pipeline.data.raw.buckets import bucket_numbers
+from pipeline.runtime.errors import DataError
+
+Counted = tuple[NDArray[np.float64], NDArray[np.int64]]  # values ascending, and how many training rows have each
+
+
+def learn_buckets(
+    engine: duckdb.DuckDBPyConnection,
+    features: Features,
+    blocks: list[BlockRows],
+    boundaries: Boundaries,
+    staging: str,
+    base: BaseVocabulary | None,
+) -> list[SparseFeature]:
+    """The features of `features.buckets`, their vocabularies written below `staging`.
+
+    Those of a base data set keep its boundaries, and where it is frozen its ids.
+    """
+    return [_learn(engine, features, name, blocks, boundaries, staging, base) for name in features.buckets]
+
+
+def _learn(
+    engine: duckdb.DuckDBPyConnection,
+    features: Features,
+    name: str,
+    blocks: list[BlockRows],
+    boundaries: Boundaries,
+    staging: str,
+    base: BaseVocabulary | None,
+) -> SparseFeature:
+    schema = pa.schema([("value", pa.float64())])
+    batches = _training_values(name, blocks, boundaries, schema)
+    engine.register("numbers", pa.RecordBatchReader.from_batches(schema, batches))
+    engine.execute(
+        "CREATE OR REPLACE TEMP TABLE counted AS SELECT value, count(*) AS count FROM numbers GROUP BY value"
+    )
+    found = _boundaries_in(base, name)
+    if found is None:
+        found = boundaries_of(features.buckets[name], lambda: _read(engine))
+    counts = np.zeros(len(found) + 1, np.int64)
+    num_missing = engine.sql("SELECT coalesce(sum(count), 0)::BIGINT FROM counted WHERE isnan(value)").fetchall()[0][0]
+    num_distinct = 0
+    for values, rows in _read(engine):
+        counts += np.bincount(bucket_numbers(values, found), weights=rows, minlength=len(counts)).astype(np.int64)
+        num_distinct += len(values)
+    order, counts = _ranked(counts, base, name)
+    vocabulary = vocabulary_file(name)
+    path = os.path.join(staging, vocabulary)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    texts = pa.array([str(number) for number in order], pa.string())
+    ranked = rank_values([(texts, counts)], IdsConfig(), int(counts.sum() + num_missing), path)
+    return SparseFeature(
+        name=name,
+        cardinality=ranked.cardinality,
+        multi_hot=False,
+        mean_pooling_factor=1.0,
+        frequency_curve=ranked.frequency_curve,
+        vocabulary=vocabulary,
+        num_distinct=num_distinct,
+        boundaries=found,
+    )
+
+
+def boundaries_of(config: BucketsConfig, counted: Callable[[], Iterator[Counted]]) -> list[float]:
+    """Ascending, the first value of each bucket but the lowest. `counted` reads the training values, in batches."""
+    if config.kind == "log2":
+        return _log2_boundaries(counted())
+    total = sum(int(rows.sum()) for _, rows in counted())
+    return _quantiles(counted(), total, config.num_buckets)
+
+
+def _quantiles(counted: Iterator[Counted], total: int, num_buckets: int) -> list[float]:
+    targets = np.arange(1, num_buckets) * total / num_buckets
+    found: list[float] = []
+    passed, is_full = 0, False  # whether the next value begins a bucket
+    for values, rows in counted:
+        if is_full:
+            found.append(float(values[0]))
+        upto = passed + np.cumsum(rows)
+        full = np.unique(np.searchsorted(upto, targets[(targets > passed) & (targets <= upto[-1])]))
+        found += values[full[full + 1 < len(values)] + 1].tolist()
+        is_full = bool(len(full)) and int(full[-1]) == len(values) - 1
+        passed = int(upto[-1])
+    return found
+
+
+def _log2_boundaries(counted: Iterator[Counted]) -> list[float]:
+    least, greatest = math.inf, -math.inf
+    for values, _ in counted:
+        least, greatest = min(least, float(values[0])), max(greatest, float(values[-1]))
+    if least > greatest:
+        return []  # nothing but missing values
+    whole = range(math.floor(max(least, -1000.0)) + 1, 3) if least < 2 else range(0)
+    top = math.floor(math.log(greatest) ** 2) if greatest > 2 else 0
+    return [float(number) for number in whole] + [math.exp(math.sqrt(number)) for number in range(1, top + 1)]
+
+
+def _training_values(
+    name: str, blocks: list[BlockRows], boundaries: Boundaries, schema: pa.Schema
+) -> Iterator[pa.RecordBatch]:
+    columns = [name, TIMESTAMP_COLUMN] if boundaries.by_time else [name]
+    for block in blocks:
+        if block.per_split[0]:
+            batch = read_block(block.file, block.index, columns)
+            trains = pa.array(split_of_block(block, boundaries, batch) == 0)
+            yield pa.record_batch([batch[name].filter(trains)], schema=schema)
+
+
+def _read(engine: duckdb.DuckDBPyConnection) -> Iterator[Counted]:
+    """Without missing values."""
+    query = "SELECT value, count FROM counted WHERE NOT isnan(value) ORDER BY value"
+    for batch in engine.sql(query).to_arrow_reader(65_536):
+        if len(batch):
+            yield batch["value"].to_numpy(), batch["count"].to_numpy()
+
+
+def _boundaries_in(base: BaseVocabulary | None, name: str) -> list[float] | None:
+    """Raises DataError where the base data set has the column otherwise."""
+    if base is None:
+        return None
+    known = {feature.name: feature for feature in base.dataset.sparse_features}
+    if name not in known or known[name].boundaries is None:
+        raise DataError(
+            f"vocabularies.path: data set {base.dataset.name!r} has no buckets of {name!r}; prepare both with the same "
+            "data.buckets"
+        )
+    return known[name].boundaries
+
+
+def _ranked(
+    counts: NDArray[np.int64], base: BaseVocabulary | None, name: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Buckets in the order of their ids, and their counts: by frequency; as the base data set has them where it is frozen."""
+    if base is not None:
+        table = pq.read_table(base.files[name], columns=["value", "count"])
+        known = np.array([int(value) for value in table["value"].to_pylist()], np.int64)
+        if base.frozen:
+            return known, table["count"].to_numpy()
+        counts = counts.copy()
+        counts[known] += np.floor(table["count"].to_numpy() * base.count_decay).astype(np.int64)
+    order = np.argsort(-counts, kind="stable")
+    return order, counts[order]
+
+
+def ids_of_buckets(feature: SparseFeature, staging: str) -> NDArray[np.int32]:
+    """[buckets + 1]: of bucket number b the id at b, of the missing value, number -1, the last one, 0."""
+    table = pq.read_table(os.path.join(staging, feature.vocabulary or ""), columns=["value", "id"])
+    ids = np.zeros(len(feature.boundaries or []) + 2, np.int32)
+    ids[[int(value) for value in table["value"].to_pylist()]] = table["id"].to_numpy()
+    return ids
