@@ -80,18 +80,14 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         )
     tables = describe_tables(job, restored, context.world_size // context.local_world_size)
     is_other_data = restored["data_order"]["dataset"] != dataset.fingerprint()
-    if is_other_data and not job.other_data:
-        raise TrainingError(
-            f"{trained.data.path} is not the data set that {job.run} was trained on: where its vocabularies differ, ids "
-            "mean other values and the metrics mean nothing; set other_data=true if its vocabularies are the same"
-        )
+    check_data(job, trained.data.path, is_other_data)
     at = trained.trainer.group_metrics_at
     metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}", at)
     step = restored["step"]
     checkpoint = step_path(checkpointer.folder, step)
+    best_by = trained.best_metric if job.step is None and chosen is not None else ""
     summary = EvaluateSummary(job.run, job.split, step, checkpoint, metrics, dataset.bayes_auc.get(job.split))
-    summary.tables = tables
-    summary.best_by = trained.best_metric if job.step is None and chosen is not None else ""
+    summary.tables, summary.best_by = tables, best_by
     summary.path = storage.join(job.run, file_name(job, step, dataset.fingerprint() if is_other_data else ""))
     if storage.exists(trained_summary := storage.join(job.run, SUMMARY)):
         summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
@@ -99,6 +95,15 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         said = {"split": job.split, "step": summary.step, **({"tables": tables} if tables else {}), **metrics}
         storage.publish_text(summary.path, to_json(said, indent=1))
     return summary
+
+
+def check_data(job: EvaluateJob, path: str, is_other_data: bool) -> None:
+    """Raises TrainingError for other data than the run's, where the job does not allow them."""
+    if is_other_data and not job.other_data:
+        raise TrainingError(
+            f"{path} is not the data set that {job.run} was trained on: where its vocabularies differ, ids mean other values "
+            "and the metrics mean nothing; set other_data=true if its vocabularies are the same"
+        )
 
 
 def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
