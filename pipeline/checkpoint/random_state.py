@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,14 @@ def restore_random_state(content: bytes, device: torch.device) -> None:
     torch.set_rng_state(_tensor(state["torch"]))
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+
+
+@contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """What is drawn within leaves the generators as they were: some libraries draw while they are imported (rich does)."""
+    before = capture_random_state(device)
+    yield
+    restore_random_state(before, device)
 
 
 def _encode(array: np.ndarray[Any, Any]) -> str:

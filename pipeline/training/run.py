@@ -107,7 +107,7 @@ def _train(
 ) -> tuple[FitResult, TrainSummary]:
     """Collective: train() within a run folder that is held."""
     with none_while_importing():
-        from pipeline.checkpoint.random_state import seed_random_state
+        from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
         from pipeline.data.dataset import load_dataset
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
         from pipeline.training.allocator import keep_freed_memory
@@ -139,12 +139,16 @@ def _train(
     optimizer = build_optimizer(assembly.model, job.optimizer, job.model.l2)
     replicas = TableReplicas(assembly.model, optimizer, job.parallel, context) if assembly.replicated else None
     checkpointer, restored = _resume(job, dataset, assembly, optimizer, context, fence, replicas)
-    writer = _open_writer(job, assembly, restored) if context.is_main else None
-    parts = TrainingParts(
-        assembly.model, assembly.task, optimizer, reader, checkpointer, context, validation_reader, writer,
-        assembly.plan, memory, replicas,
-    )  # fmt: skip
-    result = Trainer(job, parts, build_hooks(job, parts)).fit(restored)
+    if restored is None:  # again: the first step must not depend on what the start has drawn
+        seed_random_state(job.trainer.seed, context.rank)
+    with kept_random_state(context.device):
+        writer = _open_writer(job, assembly, restored) if context.is_main else None
+        parts = TrainingParts(
+            assembly.model, assembly.task, optimizer, reader, checkpointer, context, validation_reader, writer,
+            assembly.plan, memory, replicas,
+        )  # fmt: skip
+        trainer = Trainer(job, parts, build_hooks(job, parts))
+    result = trainer.fit(restored)
     checkpointer.close()
     summary = _summarize(job, checkpointer, result, dataset, savings)
     if writer:

@@ -75,7 +75,7 @@ class Run:
         folder = self.run_dir / "checkpoints" / f"step_{step:08d}"
         files = sorted(set(os.listdir(folder)) - {"manifest.json", ".metadata"})
         assert files, "a step without files shows nothing"
-        return {name: hashlib.sha256(_compared(folder / name)).hexdigest() for name in files}
+        return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files}
 
     def metrics(self, kind: str) -> list[dict[str, float]]:
         """Of the lines `train` or `validation`: all but times and memory."""
@@ -112,15 +112,3 @@ def left_over(run: Run, within_s: float = 120.0) -> list[int]:
     while (found := processes_of(run)) and time.monotonic() < until:
         time.sleep(0.05)
     return found
-
-
-def _compared(file: Path) -> bytes:
-    """The bytes of a file; of a rank's random generators all but Python's, which no part of training uses.
-
-    A process that starts on a busy machine was seen to draw from it once, in some library and not every time.
-    """
-    content = file.read_bytes()
-    if not file.name.startswith("random_"):
-        return content
-    state = json.loads(content)
-    return json.dumps({name: value for name, value in state.items() if name != "python"}).encode()

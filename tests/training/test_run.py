@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
@@ -23,6 +27,7 @@ from pipeline.runtime.storage.run_folder import take_run_folder
 from pipeline.training import run as train_module
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
 from pipeline.training.run import TrainSummary, train
+from tests.support.forks import WarmCommand, run_warm
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
@@ -102,6 +107,35 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_the_same(
     ranks.run(2, _train, [*overrides, "trainer.max_steps=37"])
     resumed = ranks.run(2, _train, overrides)[0]
     assert _files(resumed.checkpoint) == _files(trained.checkpoint)
+
+
+def _train_after_draws(rank: int, overrides: list[str]) -> None:
+    """As if libraries that start-up imports drew from each generator: before a step is restored, and after it."""
+
+    def drawing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            random.random(), np.random.random(), torch.rand(())
+            return function(*arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_log_plan", "_open_writer"):
+            patch.setattr(train_module, name, drawing(getattr(train_module, name)))
+        _train(rank, overrides)
+
+
+def test_what_libraries_draw_while_a_run_starts_is_not_in_its_random_state(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    """rich draws when it is imported, which a process does once and a run that is restarted does anew."""
+    states = []
+    for name, run in (("plain", _train), ("disturbed", _train_after_draws)):
+        for steps in (1, 2):  # from the start, and resumed
+            ranks.run(1, run, _job(prepared_clicks, tmp_path / name, f"trainer.max_steps={steps}"))
+            path = tmp_path / name / "checkpoints" / f"step_{steps:08d}" / "random_00000.json"
+            states.append(json.loads(path.read_text()))
+    assert all(state == states[0] for state in states)  # and training itself draws nothing
 
 
 @pytest.mark.campaign
@@ -248,17 +282,13 @@ def test_evaluating_what_is_no_run_or_no_step_says_so(ranks: RankPool, trained: 
         ranks.run(1, _evaluate, [f"run={trained.run_dir}", "step=41"])
 
 
-def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", *arguments]
-
-
-def test_the_command_line_trains_on_two_ranks_without_noise(prepared_clicks: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
+def test_the_command_line_trains_on_ranks_without_noise(prepared_clicks: str, tmp_path: Path, num_ranks: int) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "trainer.max_steps=10", "comms=fp16")
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "pipeline.train"]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}", "-m", "pipeline.train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
-        _command(*launcher, *overrides), capture_output=True, text=True, env=environment, timeout=300
-    )
+    command = [sys.executable, "-m", *launcher, *overrides]
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith("trained to step 10\n")
     noise = [line for line in finished.stderr.splitlines() if "Warning" in line or "warn" in line]
@@ -267,7 +297,7 @@ def test_the_command_line_trains_on_two_ranks_without_noise(prepared_clicks: str
 
 def test_a_wrong_run_on_ranks_prints_one_error_and_no_traceback(prepared_clicks: str, tmp_path: Path) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "data.path=nowhere")
-    finished = subprocess.run(_command("pipeline.train", *overrides), capture_output=True, text=True, timeout=300)
+    finished = run_warm("pipeline.train", *overrides)
     assert finished.returncode == 2
     assert "nowhere" in finished.stderr and "pipeline.prepare" in finished.stderr
     assert "Traceback" not in finished.stderr
@@ -277,8 +307,7 @@ def test_sigterm_saves_at_the_next_step_and_the_same_command_goes_on(
     prepared_clicks: str, trained: TrainSummary, ranks: RankPool, tmp_path: Path
 ) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "checkpoint.keep_last_n=9", "trainer.log_every_steps=1")
-    process = subprocess.Popen(_command("pipeline.train", *overrides), stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
+    process = WarmCommand("pipeline.train", overrides)
     for line in process.stderr:
         if f"step 12/{STEPS}" in line:
             break
@@ -296,13 +325,7 @@ def test_sigterm_saves_at_the_next_step_and_the_same_command_goes_on(
 @pytest.mark.campaign
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(prepared_clicks: str, tmp_path: Path) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "trainer.epochs=30", "checkpoint.save_every_steps=5")
-    process = subprocess.Popen(
-        _command("pipeline.train", *overrides),
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
-    )
-    assert process.stderr is not None
+    process = WarmCommand("pipeline.train", overrides)
     for line in process.stderr:
         if "saved" in line:
             break
