@@ -20,6 +20,7 @@ from tests.support import (
 )
 from tests.support.cpu_report import CpuReport
 from tests.support.exchange_paths import ranks_each_way  # noqa: F401  # a fixture
+from tests.support.made_once import made_once
 from tests.support.process_state import own_process_state
 from tests.support.ranks import RankPool
 
@@ -67,11 +68,14 @@ def samples() -> Path:
 @pytest.fixture(scope="session")
 def prepared_clicks(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a small generated data set: 24,000 training rows, 3,000 in each other split, prepared as real ones."""
-    folder = tmp_path_factory.mktemp("clicks")
-    source = str(folder / "clicks.tsv")
-    generate(load_config(GenerateJob, ["data=quickstart", f"output={source}", "data.synthetic.num_rows=30000"]))
-    options = ["data=quickstart", f"source={source}", f"data.path={folder / 'prepared'}", "data.rows_per_row_group=512"]
-    return prepare(load_config(PrepareJob, options)).path
+
+    def make(folder: Path) -> str:
+        source = str(folder / "clicks.tsv")
+        generate(load_config(GenerateJob, ["data=quickstart", f"output={source}", "data.synthetic.num_rows=30000"]))
+        options = ["data=quickstart", f"source={source}", f"data.path={folder / 'prepared'}"]
+        return prepare(load_config(PrepareJob, [*options, "data.rows_per_row_group=512"])).path
+
+    return made_once(tmp_path_factory, "clicks", make)
 
 
 def _train(rank: int, overrides: list[str]) -> None:
@@ -81,19 +85,27 @@ def _train(rank: int, overrides: list[str]) -> None:
 @pytest.fixture(scope="session")
 def small_run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on two ranks over prepared_clicks, saved at steps 10, 20 and 30. Copy it before changing it."""
-    folder = tmp_path_factory.mktemp("small") / "run"
-    overrides = [
-        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512",
-        f"data.path={prepared_clicks}", f"run_dir={folder}", "trainer.max_steps=30", "checkpoint.save_every_steps=10",
-        "checkpoint.keep_last_n=9", "trainer.evaluate_every_steps=10", "trainer.evaluate_max_batches=2",
-        "tables.cat_25.sharding.sharding_types=[row_wise]", "tables.cat_24.sharding.sharding_types=[table_wise]",
-    ]  # fmt: skip
-    ranks.run(2, _train, overrides)
-    return folder
+
+    def make(folder: Path) -> Path:
+        overrides = [
+            "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512",
+            f"data.path={prepared_clicks}", f"run_dir={folder / 'run'}", "trainer.max_steps=30",
+            "checkpoint.save_every_steps=10", "checkpoint.keep_last_n=9", "trainer.evaluate_every_steps=10",
+            "trainer.evaluate_max_batches=2", "tables.cat_25.sharding.sharding_types=[row_wise]",
+            "tables.cat_24.sharding.sharding_types=[table_wise]",
+        ]  # fmt: skip
+        ranks.run(2, _train, overrides)
+        return folder / "run"
+
+    return made_once(tmp_path_factory, "small", make)
 
 
 @pytest.fixture(scope="session")
 def small_artifact(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> ExportSummary:
     """What exporting small_run's last step in int8 came to. Copy the folder before changing it."""
-    output = tmp_path_factory.mktemp("exported") / "artifact"
-    return export(load_config(ExportJob, [f"run={small_run}", f"output={output}", "precision=int8"]))
+
+    def make(folder: Path) -> ExportSummary:
+        words = [f"run={small_run}", f"output={folder / 'artifact'}", "precision=int8"]
+        return export(load_config(ExportJob, words))
+
+    return made_once(tmp_path_factory, "exported", make)

@@ -13,6 +13,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from tests.support.sources import nodes_of
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOP_DOWN = [
     "launch", "cli", "retraining", "serving", "training", "models", "sharding", "planner", "checkpoint", "embeddings",
@@ -40,12 +42,6 @@ def room_of(module: str) -> str | None:
         if parts[0] == "pipeline" and len(parts) > 1 and (REPOSITORY / "pipeline" / parts[1]).is_dir()
         else None
     )
-
-
-@cache
-def nodes_of(file: Path) -> list[ast.AST]:
-    """All nodes of a file, the module first; parsed once for all tests."""
-    return list(ast.walk(ast.parse(file.read_text())))
 
 
 @cache

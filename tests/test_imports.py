@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from tests.test_house import nodes_of
+from tests.support.sources import nodes_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = sorted(

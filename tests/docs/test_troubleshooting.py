@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.docs.pages import REPOSITORY
+from tests.support.sources import nodes_of
 
 PAGE = REPOSITORY / "docs" / "troubleshooting.md"
 OTHERS = {"undefined symbol", "operator … does not exist", "Killed", "CUDA out of memory", "No space left on device"}
@@ -28,7 +29,7 @@ def templates() -> Iterator[str]:
     """All texts of the sources; what is filled in is left out."""
     for folder in ("pipeline", "launch"):
         for file in (REPOSITORY / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in nodes_of(file):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield node.value
                 elif isinstance(node, ast.JoinedStr):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.registry import BUILT_IN
+from tests.support.sources import nodes_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).parent / "sample_plugin"
@@ -18,7 +19,7 @@ KINDS = [*sorted(BUILT_IN), "verb"]
 def _registered(file: Path) -> list[tuple[str, str]]:
     """(kind, name) of what a file registers, by `register(kind, name)` or `verb(name, ...)`."""
     found = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes_of(file):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("register", "verb"):
             words = [word.value for word in node.args if isinstance(word, ast.Constant)]
             found.append(("verb", words[0]) if node.func.id == "verb" else (words[0], words[1]))
@@ -43,4 +44,4 @@ def test_a_component_is_one_file_of_a_plugin_and_none_of_the_package(kind: str) 
 @cache
 def _words(file: Path) -> set[str]:
     """The texts in a file's code."""
-    return {str(node.value) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+    return {str(node.value) for node in nodes_of(file) if isinstance(node, ast.Constant)}
