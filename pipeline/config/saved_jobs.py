@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import yaml
@@ -18,6 +19,7 @@ from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.storage import storage
 
 Job = TypeVar("Job")
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where PyYAML was built with it
 
 
 def job_to_yaml(job: Any) -> str:
@@ -28,7 +30,7 @@ def job_to_yaml(job: Any) -> str:
 def job_from_yaml(job_type: type[Job], text: str) -> Job:
     """Raises ConfigError for keys or values that this release does not know."""
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, SAFE_LOADER)
     except yaml.YAMLError as error:
         raise ConfigError(f"saved job: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -41,14 +43,23 @@ def job_from_yaml(job_type: type[Job], text: str) -> Job:
             f"saved job: this run needs plugin {missing[0]}, which is not loaded; "
             f"give plugins=[{','.join(str(name) for name in plugins)}] to the same command"
         )
-    schema = OmegaConf.structured(job_type)
+    model = None
     if "model" in values:
         values["model"] = _renamed_kind(values["model"])
-        schema.model = OmegaConf.structured(find("model", str(values["model"].get("kind")), "saved model.kind"))
+        model = find("model", str(values["model"].get("kind")), "saved model.kind")
     try:
-        return instantiate(OmegaConf.merge(schema, values), job_type)  # type: ignore[arg-type]
+        return instantiate(OmegaConf.merge(_schema(job_type, model), values), job_type)  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
         raise ConfigError(f"saved job: {error.full_key}: {str(error).splitlines()[0]}{near_field(error)}") from None
+
+
+@lru_cache(maxsize=32)
+def _schema(job_type: type, model: type | None) -> DictConfig:
+    """Building it takes longer than reading a job; merging copies it, so one is enough."""
+    schema: DictConfig = OmegaConf.structured(job_type)
+    if model is not None:
+        schema.model = OmegaConf.structured(model)
+    return schema
 
 
 def _renamed_kind(model: dict[str, Any]) -> dict[str, Any]:
