@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,13 @@ import pytest
 
 from pipeline.data.dataset import load_dataset
 from tests.plugins.whole_way import ROWS
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.forks import run_warm
 
 
 @pytest.fixture(scope="module")
 def gone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests.plugins.whole_way prints; a process of its own, for what a plugin registers stays registered."""
-    command = [sys.executable, "-m", "tests.plugins.whole_way", str(tmp_path_factory.mktemp("shop"))]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    done = run_warm("tests.plugins.whole_way", tmp_path_factory.mktemp("shop"))
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
