@@ -18,6 +18,7 @@ import pytest
 
 from pipeline.cli import doctor
 from tests.support.datasets import described_dataset
+from tests.support.torchx_commands import answers_of, words_for
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("pipeline", "launch", "conf", "sharding_plans")
@@ -132,16 +133,7 @@ def test_torchx_finds_our_components_beside_its_own_and_submits_only_what_compos
 ) -> None:
     run = ["run", "-s", "local_cwd", "--dryrun", "pipeline.train", "-j", "1x2", "--", "experiment=quickstart",
            "data.path=../data"]  # fmt: skip
-    code = (  # one process for all, for TorchX takes a second to load
-        "import sys\nfrom torchx.cli.main import main\n"
-        f"for words in (['builtins'], {run!r}, {[*run, 'trainer.sed=1']!r}):\n"
-        "    try:\n        main(words)\n"
-        "    except SystemExit as stop:\n        print('ended with', stop.code)\n"
-        "    print('=' * 9, flush=True)\n"
-    )
-    done = _run(python, elsewhere, "-c", code)
-    assert done.returncode == 0, done.stderr
-    listed, shown, refused, _ = done.stdout.split("=" * 9 + "\n")
+    listed, shown, refused = answers_of(_run(python, elsewhere, *words_for(["builtins"], run, [*run, "trainer.sed=1"])))
     for component in (
         "pipeline.train",
         "pipeline.prepare",
@@ -150,10 +142,11 @@ def test_torchx_finds_our_components_beside_its_own_and_submits_only_what_compos
         "dist.ddp",
         "utils.sh",
     ):
-        assert component in listed
-    assert "pipeline.agent" in shown and "pipeline.train" in shown and "ended with" not in shown
-    assert refused == "ended with 2\n"
-    assert done.stderr == "error: unknown key 'trainer.sed'; did you mean 'trainer.seed'?\n"
+        assert component in listed.out
+    assert shown.code == 0, shown.err
+    assert "pipeline.agent" in shown.out and "pipeline.train" in shown.out
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err == "error: unknown key 'trainer.sed'; did you mean 'trainer.seed'?\n"
 
 
 def test_a_copied_job_folder_uses_its_own_conf(elsewhere: Path) -> None:

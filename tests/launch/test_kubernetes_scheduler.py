@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.messages import mentions
+from tests.support.torchx_commands import Answer, answers_of, words_for
 
 pytest.importorskip("kubernetes", reason="pip install 'torchrec-pipeline[kubernetes]'")
 import yaml
@@ -74,37 +73,24 @@ def test_a_long_name_leaves_room_for_what_torchx_and_volcano_add() -> None:
     assert name != _request([*PLACE, "--name", "x" * 50, *COMPONENTS["train"]])[0]["metadata"]["name"]
 
 
-def _torchx(*commands: list[str], installed: dict[str, str], folder: Path) -> list[tuple[int, str, str]]:
-    """(exit code, output, errors) of commands as a person types them, where there is neither docker nor a kubeconfig.
-
-    One process runs them all, for TorchX takes a second to load.
-    """
+def _torchx(*commands: list[str], installed: dict[str, str], folder: Path) -> list[Answer]:
+    """As a person types them, where there is neither docker nor a kubeconfig."""
     environ = {**os.environ, **installed, "HOME": str(folder), "DOCKER_HOST": f"unix://{folder}/no-docker"}
     environ.pop("KUBECONFIG", None)
-    code = (
-        "import json, sys\nfrom torchx.cli.main import main\n"
-        "for words in json.loads(sys.argv[1]):\n"
-        "    code = 0\n    try:\n        main(['--log_level', 'WARNING', *words])\n"
-        "    except SystemExit as stop:\n        code = stop.code or 0\n"
-        "    print(code, end='\\0', flush=True)\n    print(end='\\0', file=sys.stderr, flush=True)\n"
+    words = words_for(*(["--log_level", "WARNING", *command] for command in commands))
+    return answers_of(
+        subprocess.run(
+            [sys.executable, *words], cwd=folder, env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(commands)],
-        cwd=folder, env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    outputs, errors = done.stdout.split("\0")[:-1], done.stderr.split("\0")[:-1]
-    return [(int(re.search(r"\d+$", out)[0]), out, err) for out, err in zip(outputs, errors, strict=True)]  # type: ignore[index]
 
 
 def test_a_dry_run_needs_no_docker_and_no_cluster_and_a_run_without_one_ends_with_a_line(
     installed: dict[str, str], tmp_path: Path
 ) -> None:
     run, job = ["run", "-s", "kubernetes"], ["pipeline.train", *PLACE, *COMPONENTS["train"]]
-    dry, real = _torchx([*run, "--dryrun", *job], [*run, *job], installed=installed, folder=tmp_path)
-    code, shown, errors = dry
-    assert (code, errors) == (0, "")
-    validate(yaml.safe_load(shown.partition("=== SCHEDULER REQUEST ===")[2].removesuffix("0")))
-    code, _, errors = real
-    assert code == 2 and "Traceback" not in errors
-    assert mentions(errors.splitlines()[-1], "error: ")
+    shown, refused = _torchx([*run, "--dryrun", *job], [*run, *job], installed=installed, folder=tmp_path)
+    assert (shown.code, shown.err) == (0, "")
+    validate(yaml.safe_load(shown.out.partition("=== SCHEDULER REQUEST ===")[2]))
+    assert refused.code == 2 and "Traceback" not in refused.err
+    assert mentions(refused.err.splitlines()[-1], "error: ")
