@@ -94,6 +94,17 @@ def test_a_run_cut_in_two_ends_where_the_uninterrupted_one_does(ranks: RankPool,
     assert (again, result.step) == (whole, 12)  # a second run of a finished job trains nothing
 
 
+def test_a_run_by_adam_that_is_cut_in_two_ends_bit_for_bit_alike(ranks: RankPool, tmp_path: Path) -> None:
+    """With micro-batches: its bias correction goes by the step, which the checkpoint holds."""
+    sparse = SparseOptimizerConfig("adam", lr=0.05, weight_decay=0.01, gradient_clip_value=0.1)
+    optimizers = OptimizerConfig(sparse, DenseOptimizerConfig("adamw", lr=0.01, weight_decay=0.1))
+    config = replace(CONFIG, gradient_accumulation_steps=2, max_steps=6)
+    whole = ranks.run(2, fit_drawn, 2, str(tmp_path / "whole"), config, 0, optimizers)[0][0]
+    ranks.run(2, fit_drawn, 2, str(tmp_path / "cut"), replace(config, max_steps=4), 0, optimizers)
+    cut, result = ranks.run(2, fit_drawn, 2, str(tmp_path / "cut"), config, 0, optimizers)[0]
+    assert (cut, result.step) == (whole, 6)
+
+
 def test_accumulated_micro_batches_update_dense_layers_as_one_batch(ranks: RankPool, tmp_path: Path) -> None:
     """With SGD the tables agree too, up to the order of sums, as long as rates are small."""
     optimizers = OptimizerConfig(SparseOptimizerConfig("sgd", lr=1e-6), DenseOptimizerConfig("sgd", lr=0.1))
