@@ -42,12 +42,14 @@ def _losses(rank: int, cache: str, backend: str) -> tuple[list[float], list[str]
 
 
 # aot_eager: graphs are captured, with their backward, and guarded as ever, and no C++ is compiled of them.
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("backend", "num_ranks"), [("aot_eager", 1), pytest.param("inductor", 2, marks=pytest.mark.campaign)]
+)
 def test_compiled_layers_train_to_the_same_losses_under_torchrecs_pipeline(
-    ranks: RankPool, tmp_path: Path, backend: str
+    ranks: RankPool, tmp_path: Path, backend: str, num_ranks: int
 ) -> None:
-    plain = ranks.run(2, _losses, str(tmp_path), "")
-    compiled = ranks.run(2, _losses, str(tmp_path), backend)
+    plain = ranks.run(num_ranks, _losses, str(tmp_path), "")
+    compiled = ranks.run(num_ranks, _losses, str(tmp_path), backend)
     assert bool(list(tmp_path.rglob("*.so"))) == (backend == "inductor"), "nothing was compiled"
     for (expected, _, names, _), (losses, layers, compiled_names, num_graphs) in zip(plain, compiled, strict=True):
         assert num_graphs == len(layers)

@@ -240,7 +240,16 @@ def test_resume_from_a_checkpoint_is_bitwise(ranks: RankPool, tmp_path: Path, sp
     assert difference(straight, ranks.run(2, resume, str(tmp_path / "step"), KINDS, config)[0]) == 0.0
 
 
-@pytest.mark.parametrize("sparse", ["adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam"])
+@pytest.mark.parametrize(
+    "sparse",
+    [
+        "adam",
+        *(
+            pytest.param(name, marks=pytest.mark.campaign)
+            for name in ("adagrad", "rowwise_adagrad", "partial_rowwise_adam")
+        ),
+    ],
+)
 def test_checkpoint_moves_between_sharding_types_replicated_ones_too_and_world_sizes(
     ranks: RankPool, tmp_path: Path, sparse: str
 ) -> None:

@@ -94,17 +94,19 @@ def test_the_model_learns_the_planted_teacher(trained: TrainSummary) -> None:
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path
 ) -> None:
-    again = ranks.run(2, _train, _job(prepared_clicks, tmp_path / "again"))[0]
-    assert _files(again.checkpoint) == _files(trained.checkpoint)
-    other = ranks.run(2, _train, _job(prepared_clicks, tmp_path / "other", "trainer.seed=1"))[0]
-    assert _files(other.checkpoint) != _files(trained.checkpoint)
+    half = Path(trained.run_dir) / "checkpoints" / "step_00000040"
+    short = ["trainer.max_steps=40", "trainer.evaluate_max_batches=1"]
+    again = ranks.run(2, _train, _job(prepared_clicks, tmp_path / "again", *short))[0]
+    assert _files(again.checkpoint) == _files(half)
+    other = ranks.run(2, _train, _job(prepared_clicks, tmp_path / "other", *short, "trainer.seed=1"))[0]
+    assert _files(other.checkpoint) != _files(half)
 
 
 def test_a_stopped_run_goes_on_where_it_was_and_ends_the_same(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path
 ) -> None:
     overrides = _job(prepared_clicks, tmp_path / "cut")
-    ranks.run(2, _train, [*overrides, "trainer.max_steps=37"])
+    ranks.run(2, _train, [*overrides, "trainer.max_steps=37", "trainer.evaluate_max_batches=1"])
     resumed = ranks.run(2, _train, overrides)[0]
     assert _files(resumed.checkpoint) == _files(trained.checkpoint)
 
@@ -162,7 +164,8 @@ def test_any_number_of_ranks_trains_the_same_model(
     assert summary.validation == pytest.approx(trained.validation, abs=1e-3)
 
 
-@pytest.mark.parametrize("model", ["dlrm_dcn", pytest.param("deepfm", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("model", ["dlrm_dcn", "deepfm"])
 def test_the_other_models_learn_it_too(ranks: RankPool, prepared_clicks: str, tmp_path: Path, model: str) -> None:
     overrides = _job(prepared_clicks, tmp_path, f"experiment=quickstart_{model}")
     summary = ranks.run(2, _train, overrides)[0]
@@ -178,7 +181,7 @@ def test_the_settings_work_together(ranks: RankPool, prepared_clicks: str, tmp_p
         "tables.cat_20.pooling=mean", "tables.cat_20.sharding.sharding_types=[row_wise]",
         "tables.cat_21.sharding.sharding_types=[table_wise]", "tables.cat_22.data_type=fp16", "schedule.dense.kind=poly",
         "schedule.dense.decay_steps=200", "schedule.sparse.warmup_steps=10", "trainer.early_stop.patience=3",
-        "trainer.evaluate_every_steps=30", "optimizer.dense.name=adamw", "optimizer.dense.weight_decay=0.01",
+        "trainer.evaluate_every_steps=60", "optimizer.dense.name=adamw", "optimizer.dense.weight_decay=0.01",
     )  # fmt: skip
     summary = ranks.run(2, _train, overrides)[0]
     assert summary.bayes_auc is not None
@@ -245,7 +248,7 @@ def test_running_a_finished_run_again_tells_its_last_metrics(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:
     overrides = _job(prepared_clicks, tmp_path, "trainer.evaluate_every_steps=25", "trainer.max_steps=30",
-                     "checkpoint.save_every_steps=10")  # fmt: skip
+                     "checkpoint.save_every_steps=10", "trainer.evaluate_max_batches=1")  # fmt: skip
     first, second = (ranks.run(2, _train, overrides)[0] for _ in range(2))
     assert (first.step, second.step) == (30, 30)
     assert second.validation == first.validation

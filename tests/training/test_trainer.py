@@ -47,9 +47,9 @@ def _plain_loop(rank: int, world_size: int, clip: float | None) -> str:
     ("pipeline", "clip", "path"),
     [
         ("sparse_dist", None, "shared_memory"),
-        ("sparse_dist", None, "gloo"),
+        pytest.param("sparse_dist", None, "gloo", marks=pytest.mark.campaign),
         ("sparse_dist", 0.05, "gloo"),
-        ("base", None, "gloo"),
+        pytest.param("base", None, "gloo", marks=pytest.mark.campaign),
         ("base", 0.05, "shared_memory"),
     ],
 )
@@ -61,8 +61,15 @@ def test_training_equals_a_plain_loop_bit_for_bit(
     assert ranks.run(2, fit_drawn, 2, str(tmp_path), config)[0][0] == ranks.run(2, _plain_loop, 2, clip)[0]
 
 
-def test_profiled_steps_are_recorded_on_every_rank_and_change_no_weight(ranks: RankPool, tmp_path: Path) -> None:
-    plain = ranks.run(2, fit_drawn, 2, str(tmp_path / "plain"))[0][0]
+@pytest.fixture(scope="module")
+def plain(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the uninterrupted training that others are compared with."""
+    return str(ranks.run(2, fit_drawn, 2, str(tmp_path_factory.mktemp("plain")))[0][0])
+
+
+def test_profiled_steps_are_recorded_on_every_rank_and_change_no_weight(
+    ranks: RankPool, plain: str, tmp_path: Path
+) -> None:
     assert ranks.run(2, fit_drawn, 2, str(tmp_path / "run"), CONFIG, 0, None, (), (3, 4))[0][0] == plain
     for rank in range(2):
         table = (tmp_path / "run" / "profile" / f"rank{rank}.steps_3-4.txt").read_text()
@@ -70,11 +77,10 @@ def test_profiled_steps_are_recorded_on_every_rank_and_change_no_weight(ranks: R
         assert "collectives" in table and "tables backward" in table
 
 
-def test_evaluating_and_saving_along_the_way_change_no_weight(ranks: RankPool, tmp_path: Path) -> None:
-    quiet = ranks.run(2, fit_drawn, 2, str(tmp_path / "quiet"))[0][0]
+def test_evaluating_and_saving_along_the_way_change_no_weight(ranks: RankPool, plain: str, tmp_path: Path) -> None:
     config = replace(CONFIG, evaluate_every_steps=3)
     busy, result = ranks.run(2, fit_drawn, 2, str(tmp_path / "busy"), config, 5)[0]
-    assert busy == quiet
+    assert busy == plain
     assert list_steps(str(tmp_path / "busy" / "checkpoints")) == [5, 10, 12]
     lines = [json.loads(line) for line in (tmp_path / "busy" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "validation"] == [3, 6, 9, 12]
@@ -82,16 +88,15 @@ def test_evaluating_and_saving_along_the_way_change_no_weight(ranks: RankPool, t
     assert result.metrics["num_samples"] == STEPS_PER_EPOCH * 32
 
 
-def test_a_run_cut_in_two_ends_where_the_uninterrupted_one_does(ranks: RankPool, tmp_path: Path) -> None:
-    whole = ranks.run(2, fit_drawn, 2, str(tmp_path / "whole"))[0][0]
+def test_a_run_cut_in_two_ends_where_the_uninterrupted_one_does(ranks: RankPool, plain: str, tmp_path: Path) -> None:
     for max_steps in (4, 8):  # within an epoch, and across its end
         ranks.run(2, fit_drawn, 2, str(tmp_path / "cut"), replace(CONFIG, max_steps=max_steps))
     cut, result = ranks.run(2, fit_drawn, 2, str(tmp_path / "cut"))[0]
-    assert (cut, result.step) == (whole, 12)
+    assert (cut, result.step) == (plain, 12)
     steps = [json.loads(line)["step"] for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
     again, result = ranks.run(2, fit_drawn, 2, str(tmp_path / "cut"))[0]
-    assert (again, result.step) == (whole, 12)  # a second run of a finished job trains nothing
+    assert (again, result.step) == (plain, 12)  # a second run of a finished job trains nothing
 
 
 def test_a_run_by_adam_that_is_cut_in_two_ends_bit_for_bit_alike(ranks: RankPool, tmp_path: Path) -> None:
@@ -136,11 +141,12 @@ def _accumulated_and_reference(
     return [accumulated, full_state(model)]
 
 
-def test_non_finite_steps_are_skipped_on_all_ranks_or_stop_the_run(ranks_each_way: RankPool, tmp_path: Path) -> None:
+def test_non_finite_steps_are_skipped_on_all_ranks_or_stop_the_run(
+    ranks_each_way: RankPool, plain: str, tmp_path: Path
+) -> None:
     skipping = replace(CONFIG, non_finite_loss="skip", max_non_finite_steps=2)
-    clean = ranks_each_way.run(2, fit_drawn, 2, str(tmp_path / "clean"))[0][0]
     skipped, _ = ranks_each_way.run(2, fit_drawn, 2, str(tmp_path / "skip"), skipping, 0, None, (0, 7))[0]
-    assert skipped != clean
+    assert skipped != plain
     lines = [json.loads(line) for line in (tmp_path / "skip" / "metrics.jsonl").read_text().splitlines()]
     assert [line["num_skipped_steps"] for line in lines if line["kind"] == "train"][-1] == 2
     assert all(line["ne"] is not None for line in lines)
