@@ -1,4 +1,7 @@
-"""What processes of tests import, all at once: see tests.support.forks. It starts no thread, which a fork would lose."""
+"""What processes of tests import, load and compose, all at once: see tests.support.forks.
+
+It starts no thread, which a fork would lose.
+"""
 
 from __future__ import annotations
 
@@ -14,5 +17,12 @@ import pipeline.sharding.kernels.update_kernels
 import pipeline.training.evaluate_run
 import pipeline.training.run  # noqa: F401  # and all of the above
 import tests.support.sharded_models  # noqa: F401
+from pipeline.cli import precompile
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import EvaluateJob, TrainJob
 
 torch.set_num_threads(1)
+for compile_kernels in (precompile._tables, precompile._replicated_tables, precompile._dot_products):
+    compile_kernels()
+load_config(TrainJob, ["experiment=quickstart", "hardware=cpu"])  # the options that most tests choose are composed once
+load_config(EvaluateJob, ["run=none"])
