@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks import ADDRESS, server_address
+from tests.support.forks import ADDRESS, WarmCommand, server_address
 
 TIMEOUT_S = 1500
 NOT_COMPARED = re.compile(r"time|samples_per_s|input_stall_percent|comms_percent|peak_memory_gb")
@@ -30,7 +30,7 @@ class Run:
     folder: Path
     overrides: tuple[str, ...] = ()
     warm: bool = (
-        False  # its ranks fork from the session's server (tests.support.forks); the agent's processes stand for them
+        False  # agent and ranks fork from the session's server (tests.support.forks); processes stand for the ranks
     )
 
     @property
@@ -54,17 +54,20 @@ class Run:
         words = self.words if verb == "train" else [f"run={self.run_dir}"]
         return [sys.executable, *(agent if ranks else []), "-m", "tests.faults.planted", str(plan), *words]
 
-    def start(self, *faults: dict[str, Any], env: dict[str, str] | None = None, **how: Any) -> subprocess.Popen[str]:
+    def start(self, *faults: dict[str, Any], env: dict[str, str] | None = None, **how: Any) -> Any:
+        """A subprocess.Popen with one stream of output; a WarmCommand where the run is warm."""
         warm = {"WARM": "1", ADDRESS: server_address()} if self.warm else {}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **warm, **(env or {})}
         command = self.command(*faults, **how)
+        if self.warm:
+            return WarmCommand(command[2], command[3:], environment)
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
     def finish(self, *faults: dict[str, Any], env: dict[str, str] | None = None, **how: Any) -> tuple[int, str]:
         """(exit code, output)."""
         process = self.start(*faults, env=env, **how)
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-        return process.returncode, output
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+        return process.returncode, output + (errors or "")
 
     def log(self, attempt: int, rank: int) -> str:
         (path,) = self.folder.glob(f"logs/*/attempt_{attempt}/{rank}/stderr.log")

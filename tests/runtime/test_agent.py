@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.forks import WarmCommand
 from tests.support.messages import mentions
 
 # A rank without torch: it ends with the code that its rank and attempt are given.
@@ -23,17 +22,11 @@ CODES
 """
 
 
-def _launch(tmp_path: Path, codes: str, max_restarts: int = 2, ranks: int = 2) -> subprocess.Popen[str]:
+def _launch(tmp_path: Path, codes: str, max_restarts: int = 2, ranks: int = 2) -> WarmCommand:
     script = tmp_path / "rank.py"
     script.write_text(RANK.replace("CODES", codes))
-    command = [
-        "-m", "pipeline.agent", "--grace-s", "12", "--standalone", f"--nproc-per-node={ranks}",
-        f"--max-restarts={max_restarts}", str(script),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    return subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    words = ["--grace-s", "12", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", script]
+    return WarmCommand("pipeline.agent", words, {"PYTHONPATH": str(Path(__file__).resolve().parents[2])})
 
 
 @pytest.mark.parametrize(
@@ -92,11 +85,10 @@ print("ready", flush=True)
 time.sleep(60)
 """
     process = _launch(tmp_path, codes, ranks=1)
-    assert process.stdout is not None
     while process.stdout.readline() != "ready\n":
         pass
     for _ in range(2):
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (75, "saved\n", "")

@@ -21,6 +21,7 @@ from tests.support.messages import names
 
 # Of 3,000 rows and a model after 30 steps: not what a limit of 0.001 is for.
 LOOSE = ["parity.max_ne_increase=0.5", "parity.max_auc_decrease=0.2", "parity.max_score_difference=1"]
+FEW_ROWS = ["parity.splits=[validation]", "parity.max_rows=300"]  # where their scores are not what is asserted
 
 
 def _states(small_run: Path, table: str) -> np.ndarray:
@@ -52,7 +53,7 @@ def test_rows_that_were_never_trained_are_the_unknown_row_and_all_others_stay(sm
 
 
 def test_the_rarest_half_of_all_rows_is_left_out(small_run: Path, prepared_clicks: str, tmp_path: Path) -> None:
-    words = ["precision=int8", "pruning.kind=frequency", "pruning.fraction=0.5", *LOOSE]
+    words = ["precision=int8", "pruning.kind=frequency", "pruning.fraction=0.5", *LOOSE, *FEW_ROWS]
     summary = run_export(small_run, tmp_path / "artifact", *words)
     tables = read_manifest(summary.artifact).tables
     rows = sum(table.rows for table in tables)
@@ -65,7 +66,7 @@ def test_the_rarest_half_of_all_rows_is_left_out(small_run: Path, prepared_click
 
 
 def test_the_least_trained_share_is_found_by_a_histogram(small_run: Path, tmp_path: Path) -> None:
-    words = ["precision=int8", "pruning.kind=untrained", "pruning.fraction=0.9", *LOOSE]
+    words = ["precision=int8", "pruning.kind=untrained", "pruning.fraction=0.9", *LOOSE, *FEW_ROWS]
     tables = read_manifest(run_export(small_run, tmp_path / "artifact", *words).artifact).tables
     states = {table.name: _states(small_run, table.name) for table in tables}
     ranked = np.sort(np.concatenate(list(states.values())))

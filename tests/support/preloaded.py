@@ -11,6 +11,7 @@ import torch
 
 import pipeline.models.layers.dots_kernels
 import pipeline.models.tasks.click
+import pipeline.runtime.process.agent
 import pipeline.serving.artifact.export_run
 import pipeline.sharding.kernels.lookup_kernels
 import pipeline.sharding.kernels.update_kernels
