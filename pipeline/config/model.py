@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pipeline.config.tables import InitConfig
 from pipeline.runtime.errors import ConfigError, check_at_least, check_below_one, check_choice
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class ModelConfig:
         auc, mrr and recall_at_<k> are the better the higher, all others the lower.
         """
         return CLICK_METRICS
+
+    @property
+    def table_init(self) -> InitConfig:
+        """How tables of init.kind=auto begin."""
+        return InitConfig("uniform")
 
     @property
     def used_features(self) -> list[str] | None:

@@ -15,7 +15,7 @@ from pipeline.runtime.errors import ConfigError, check_above, check_at_least, ch
 
 POOLINGS = ("sum", "mean")
 DATA_TYPES = ("fp32", "fp16")
-INITS = ("uniform", "normal", "xavier_uniform", "xavier_normal", "zeros")
+INITS = ("auto", "uniform", "normal", "xavier_uniform", "xavier_normal", "zeros")
 SHARDING_TYPES = (
     "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
 )  # fmt: skip
@@ -30,9 +30,10 @@ class InitConfig:
 
     xavier_uniform and xavier_normal: scale times those of a layer of num_embeddings inputs and embedding_dim outputs, None = 1
     (Glorot and Bengio, AISTATS 2010). The table is the whole one, whatever its shards.
+    auto: as the model's config says (ModelConfig.table_init), at `scale` where it is given; with no model, uniform.
     """
 
-    kind: str = "uniform"
+    kind: str = "auto"
     scale: float | None = None
 
     def __post_init__(self) -> None:
@@ -44,7 +45,7 @@ class InitConfig:
         """The same as zeros, or as uniform or normal with the scale of a table of that size."""
         if self.kind == "zeros":
             return self
-        if self.kind == "uniform":
+        if self.kind in ("uniform", "auto"):
             return InitConfig("uniform", self.scale or 1 / math.sqrt(num_embeddings))
         if self.kind == "normal":
             return InitConfig("normal", self.scale or 1 / math.sqrt(embedding_dim))

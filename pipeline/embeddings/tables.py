@@ -23,12 +23,15 @@ LAST_RESORT = TableConfig(
 
 
 def resolve_tables(
-    tables: dict[str, TableConfig], dataset: Dataset, multi_hot: dict[str, int] | None = None
+    tables: dict[str, TableConfig],
+    dataset: Dataset,
+    multi_hot: dict[str, int] | None = None,
+    auto_init: InitConfig = InitConfig("uniform"),  # noqa: B008  # never changed
 ) -> list[Table]:
     """Every sparse feature of `dataset` gets exactly one table; tables come in the order of their first feature.
 
     Features that no table names get a table of their own. `multi_hot` replaces the pooling factor of
-    features whose ids are multiplied on the fly.
+    features whose ids are multiplied on the fly. `auto_init` is how tables of init.kind=auto begin.
 
     Raises:
         ConfigError: a feature that the data set lacks or that two tables claim, fewer rows than the
@@ -58,11 +61,22 @@ def resolve_tables(
     for feature in known:
         owner.setdefault(feature, feature)
     order = list(dict.fromkeys(owner[feature] for feature in known))
-    return [_resolve(name, named.get(name, TableConfig()), default, dataset, multi_hot or {}) for name in order]
+    return [
+        _resolve(name, named.get(name, TableConfig()), default, dataset, multi_hot or {}, auto_init) for name in order
+    ]
+
+
+def _initial(init: InitConfig, auto: InitConfig) -> InitConfig:
+    return InitConfig(auto.kind, init.scale or auto.scale) if init.kind == "auto" else init
 
 
 def _resolve(
-    name: str, config: TableConfig, default: TableConfig, dataset: Dataset, multi_hot: dict[str, int]
+    name: str,
+    config: TableConfig,
+    default: TableConfig,
+    dataset: Dataset,
+    multi_hot: dict[str, int],
+    auto_init: InitConfig,
 ) -> Table:
     features = [dataset.sparse_feature(feature) for feature in config.feature_names or [name]]
     cardinality = max(feature.cardinality for feature in features)
@@ -89,7 +103,7 @@ def _resolve(
         feature_names=[feature.name for feature in features],
         pooling=pick("pooling"),
         data_type=pick("data_type"),
-        init=pick("init"),
+        init=_initial(pick("init"), auto_init),
         l2=pick("l2"),
         sharding=pick("sharding"),
         pooling_factors=pooling_factors,

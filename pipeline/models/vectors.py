@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.config.model import LayersConfig
+from pipeline.config.tables import InitConfig
 from pipeline.embeddings.table import Table
 from pipeline.models.checks import check_least_dim, check_one_dim, dims_of_features
 from pipeline.runtime.errors import ConfigError, check_choice
@@ -33,6 +34,11 @@ class VectorsConfig(LayersConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("model.dense_features", self.dense_features, DENSE_FEATURES)
+
+    @property
+    def table_init(self) -> InitConfig:
+        """Small, whatever the table's rows: by 1/sqrt(rows), rows of small tables would outweigh all others."""
+        return InitConfig("normal", 0.01)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         if tables:

@@ -62,7 +62,9 @@ def resolve_job(job: TrainJob, dataset: Dataset, world_size: int, choose: HeadCh
         ConfigError: tables, or compression, that do not fit the data set or the model.
     """
     job = replace(job, tables=expand_patterns(job.tables, dataset.sparse_feature_names))
-    resolved = resolve_tables(without_auto(job.tables), dataset, job.data.synthetic_multi_hot)
+    resolved = resolve_tables(
+        without_auto(job.tables), dataset, job.data.synthetic_multi_hot, auto_init=job.model.table_init
+    )
     if has_auto(job.tables):
         auto = auto_tables(job.tables, resolved)
         heads = choose(resolved, auto) if choose else choose_heads(job, resolved, auto, dataset, world_size, math.inf)

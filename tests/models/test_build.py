@@ -8,7 +8,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.config.tables import TableConfig
+from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
 from pipeline.models.dcn import DCNConfig, DCNv2Config
@@ -131,3 +131,13 @@ def test_a_dlrm_of_one_table_and_nothing_else_is_refused() -> None:
     tables = resolve_tables({"default": TableConfig(embedding_dim=8)}, described_dataset({"user": 100}))
     with pytest.raises(ConfigError, match=names("model=dlrm 1 sparse 0 dense")):
         build_model(DLRMConfig(), tables, 0)
+
+
+def test_tables_begin_as_the_model_has_it_unless_the_job_says_otherwise() -> None:
+    data = described_dataset({"user": 100, "item": 50})
+    given = {"default": TableConfig(embedding_dim=8), "item": TableConfig(init=InitConfig("uniform", 0.5))}
+    by_model = resolve_tables(given, data, auto_init=DeepFMConfig().table_init)
+    assert [(table.init.kind, table.init.scale) for table in by_model] == [("normal", 0.01), ("uniform", 0.5)]
+    scaled = {"default": TableConfig(init=InitConfig("auto", 0.2))}
+    assert resolve_tables(scaled, data, auto_init=DLRMConfig().table_init)[0].init == InitConfig("uniform", 0.2)
+    assert resolve_tables({}, data)[0].init == InitConfig("uniform")

@@ -17,10 +17,12 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
+from pipeline.models.dcn import DCNConfig, DCNv2Config
 from pipeline.models.deepfm import DeepFMConfig
 from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
+from pipeline.models.xdeepfm import XDeepFMConfig
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
@@ -48,6 +50,11 @@ CONFIGS: list[ModelConfig] = [
         item_layer_sizes=[8], recall_at=[5],
     ),
     TwoTowerConfig(user_layer_sizes=[8], item_layer_sizes=[8], log_q_correction=False, normalize=False, temperature=1.0),
+    # Their batch norm is over both ranks; dropout would draw other numbers on each.
+    DeepFMConfig(hidden_layer_sizes=[16], dropout=0.0),
+    XDeepFMConfig(hidden_layer_sizes=[16], cin_layer_sizes=[4], dropout=0.0),
+    DCNConfig(hidden_layer_sizes=[16], dropout=0.0),
+    DCNv2Config(hidden_layer_sizes=[16], cross="mixture", low_rank=4, num_experts=2, dropout=0.0),
 ]  # fmt: skip
 NUM_STEPS, GLOBAL_BATCH = 4, 32
 

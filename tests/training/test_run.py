@@ -140,6 +140,20 @@ def test_what_libraries_draw_while_a_run_starts_is_not_in_its_random_state(
     assert all(state == states[0] for state in states)  # and training itself draws nothing
 
 
+def test_dropout_and_batch_norm_are_resumed_bit_for_bit_and_evaluated_by_running_statistics(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    few = ["experiment=quickstart_deepfm", "model.hidden_layer_sizes=[16]", "trainer.evaluate_max_batches=2"]
+    cut, whole = (_job(prepared_clicks, tmp_path / name, *few, "trainer.max_steps=8") for name in ("cut", "whole"))
+    ranks.run(2, _train, [*cut[:-1], "trainer.max_steps=5"])
+    resumed = ranks.run(2, _train, cut)
+    uninterrupted = ranks.run(2, _train, whole)
+    assert _files(resumed[0].checkpoint) == _files(uninterrupted[0].checkpoint)
+    assert resumed[0].validation == uninterrupted[0].validation == resumed[1].validation
+    alone = ranks.run(1, _evaluate, [f"run={tmp_path / 'whole'}", "split=validation", "max_batches=2"])[0]
+    assert alone.metrics == pytest.approx(uninterrupted[0].validation, rel=1e-4)
+
+
 @pytest.mark.campaign
 def test_fp16_tables_learn_as_well_and_resume_bit_for_bit(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path

@@ -274,6 +274,6 @@ def compressed(table: Table) -> CompressionKind:
 def _init_with(init: InitConfig, std: float) -> InitConfig:
     if not std:
         return InitConfig("zeros")
-    if init.kind in ("uniform", "xavier_uniform"):
+    if init.kind in ("auto", "uniform", "xavier_uniform"):
         return InitConfig("uniform", std * math.sqrt(3))
     return InitConfig("normal", std)

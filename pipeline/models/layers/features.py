@@ -38,9 +38,9 @@ class DenseVectors(nn.Module):
 
     def __init__(self, num_dense_features: int, dim: int) -> None:
         super().__init__()
-        # As a linear layer of one input each would begin (Glorot and Bengio 2010).
+        # Small as the tables' rows: values are not scaled to 1, and products of large vectors would drown the logit.
         weight = torch.empty(num_dense_features, dim)
-        self.weight = nn.Parameter(nn.init.normal_(weight, std=(2 / (1 + dim)) ** 0.5)) if num_dense_features else None
+        self.weight = nn.Parameter(nn.init.normal_(weight, std=0.01)) if num_dense_features else None
 
     def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if self.weight is None:
