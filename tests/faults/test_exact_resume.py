@@ -23,14 +23,13 @@ from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, train_steps
 
 SHARDED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "column_wise"}
-REPLICATED = dict.fromkeys(SHARDED, "data_parallel")
 CASES = [
     ("sgd", "sgd", SHARDED),
     ("sgd", "momentum", SHARDED),
     ("adagrad", "adagrad", SHARDED),
     ("rowwise_adagrad", "adam", {**SHARDED, "d": "row_wise"}),
-    ("adagrad", "adamw", SHARDED),
-    ("adam", "adam", REPLICATED),
+    ("partial_rowwise_adam", "adamw", {**SHARDED, "d": "row_wise"}),
+    ("adam", "adam", SHARDED),
 ]
 SCHEDULE = ScheduleConfig(
     LRSchedule("cosine", warmup_steps=2, decay_start_step=2, decay_steps=9), LRSchedule("step", decay_steps=2)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.optimizers import find_optimizer
 from tests.checkpoint.resharding import EXACT_FOR_ROW_STATE, TYPES, largest_difference, restore, rotated, save
 from tests.faults.conftest import FaultRecorder
 from tests.support.ranks import RankPool
@@ -15,7 +16,7 @@ LOCAL_SIZE = {1: 1, 2: 2, 4: 2}  # four ranks are two hosts of two: table_row_wi
 
 def _types_for(optimizer: str) -> tuple[str, ...]:
     """Row-wise state under column shards is another optimizer: its refusal is tested elsewhere."""
-    return EXACT_FOR_ROW_STATE if optimizer == "rowwise_adagrad" else TYPES
+    return EXACT_FOR_ROW_STATE if find_optimizer(optimizer).whole_rows else TYPES
 
 
 def _fits(types: tuple[str, ...], world_size: int) -> tuple[str, ...]:
@@ -23,7 +24,14 @@ def _fits(types: tuple[str, ...], world_size: int) -> tuple[str, ...]:
     return types if world_size > 1 else tuple("table_wise" if kind == "grid_shard" else kind for kind in types)
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", pytest.param("rowwise_adagrad", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adam"]  # its first moment is kept as Adagrad's only state is
+    + [
+        pytest.param(name, marks=pytest.mark.campaign)
+        for name in ("adagrad", "rowwise_adagrad", "partial_rowwise_adam")
+    ],
+)
 def test_resharding_2_1_4_2_with_every_type_of_sharding_is_exact(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder, optimizer: str
 ) -> None:
@@ -52,7 +60,7 @@ def test_resharding_2_1_4_2_with_every_type_of_sharding_is_exact(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam"])
 def test_every_type_of_sharding_reshards_into_every_other(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder, optimizer: str
 ) -> None:
