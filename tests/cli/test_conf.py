@@ -142,15 +142,16 @@ def test_the_same_choices_are_composed_once_until_a_file_changes(
     by_hydra = compose._compose_by_hydra
     monkeypatch.setattr(compose, "_compose_by_hydra", compose_by_hydra)
     monkeypatch.setattr(compose, "config_folders", lambda config_dir: [conf])
-    first = load_config(TrainJob, ["experiment=quickstart", "trainer.seed=7", "tables.cat_1.embedding_dim=8"])
-    first.tables.clear()
-    second = load_config(TrainJob, ["experiment=quickstart"])
-    assert (second.trainer.seed, list(second.tables)) == (0, ["default"])
-    assert load_config(PlanJob, ["experiment=quickstart"]).name == "quickstart"
-    assert composed == [["experiment=quickstart"]] * 2  # of a train job, and of a plan job
-    file = conf / "experiment" / "quickstart.yaml"
+    words = ["data=quickstart", "source=x"]
+    first = load_config(PrepareJob, [*words, "threads=3", "data.feature_ids.cat_1.min_frequency=4"])
+    first.data.feature_ids.clear()
+    second = load_config(PrepareJob, words)
+    assert (first.threads, second.threads, second.data.feature_ids) == (3, None, {})
+    assert load_config(GenerateJob, words[:1]).data.name == "quickstart"
+    assert composed == [["data=quickstart"]] * 2  # of a prepare job, and of a generate job
+    file = conf / "data" / "quickstart.yaml"
     file.write_text(file.read_text().replace("name: quickstart", "name: another"))
-    assert load_config(TrainJob, ["experiment=quickstart"]).name == "another"
+    assert load_config(PrepareJob, words).data.name == "another"
 
 
 def test_one_key_moves_every_folder() -> None:
