@@ -87,6 +87,7 @@ def _losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["logloss"] for row in rows if row["kind"] == "train"}
 
 
+@pytest.mark.campaign  # test_sample_plugin goes the same way; the losses of a resume are compared here
 def test_a_run_trains_resumes_and_exports_a_kind_of_a_plugin(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:

@@ -49,6 +49,11 @@ def test_its_run_names_it_without_an_import_path(gone: dict[str, Any]) -> None:
     assert gone["config"].count("sample_plugin") == 1
 
 
+def test_its_compression_is_trained_and_its_collisions_are_counted(gone: dict[str, Any]) -> None:
+    found = json.loads(gone["summary"])["compression"]["item"]
+    assert (found["kind"], found["collisions"]["ids"]) == ("modulo", 1.0)
+
+
 def test_its_model_is_exported_and_scores_its_raw_rows(gone: dict[str, Any]) -> None:
     scores = [row["score"] for row in csv.DictReader(gone["scores"].splitlines())]
     assert len(scores) == ROWS + 3

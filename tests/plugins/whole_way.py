@@ -72,7 +72,7 @@ def whole_way(folder: Path) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run_verb(["count_lines", PLUGIN, f"source={source}"])
     return {
-        "prepared": prepared.path, "config": (run / "config.yaml").read_text(), "steps": [first.step, second.step],
+        "prepared": prepared.path, "summary": (run / "summary.json").read_text(), "config": (run / "config.yaml").read_text(), "steps": [first.step, second.step],
         "metrics": measured.metrics, "parity": exported.parity, "printed": printed.getvalue(),
         "scores": (folder / "scores.csv").read_text(), "log": (run / "metrics.jsonl").read_text(),
     }  # fmt: skip
