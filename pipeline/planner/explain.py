@@ -28,7 +28,7 @@ def summarize(record: PlanDescription) -> str:
     tier, room = _main_tier(record)
     fullest = max(_taken(record, load) for load in record.ranks)
     return (
-        f"plan by {record.planner} for {len(record.ranks)} rank(s) of {record.hardware}: {kinds}; fullest rank "
+        f"plan by {record.planner} for {len(record.ranks)} rank(s) of {record.hardware}: {kinds or 'no tables'}; fullest rank "
         f"{show_bytes(fullest)} of {show_bytes(room)} {tier} for tables; slowest rank {record.objective.max_rank_ms:.3g} ms a step"
     )
 

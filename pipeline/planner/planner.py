@@ -114,7 +114,8 @@ def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanReque
 
 def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
     """Search a plan: the same in every process, unless planner.timeout_s cuts the search short."""
-    record = _build_record(config.kind, problem, SEARCHERS[config.kind](config, problem))
+    found = SEARCHERS[config.kind](config, problem) if problem.placed else NO_TABLES
+    record = _build_record(config.kind, problem, found)
     _check_fits(record, problem.usable, f"{config.kind}'s plan", "raise planner.reserved_memory_fraction")
     return record
 
@@ -129,6 +130,9 @@ class Found:
     lower_bound_ms: float | None = None
     gap: float | None = None
     torchrec: Objective | None = None
+
+
+NO_TABLES = Found(ShardingPlan({}), [], "nothing", lower_bound_ms=0.0, gap=0.0)
 
 
 def _search_torchrec(config: PlannerConfig, problem: Problem) -> Found:

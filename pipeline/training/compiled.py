@@ -41,13 +41,13 @@ class DenseCompiler:
     def _compiled(self, name: str, eager: Callable[..., Any]) -> Callable[..., Any]:
         compiled = torch.compile(eager, dynamic=False)
 
-        def forward(*arguments: Any) -> Any:
+        def forward(*arguments: Any, **named: Any) -> Any:
             if self.failure is None and torch.is_grad_enabled():
                 try:
-                    return compiled(*arguments)
+                    return compiled(*arguments, **named)
                 except Exception as error:  # a compiler's errors have no class in common
                     self._give_up(name, error)
-            return eager(*arguments)  # raises too, where the fault was not the compiler's
+            return eager(*arguments, **named)  # raises too, where the fault was not the compiler's
 
         return forward
 

@@ -44,7 +44,7 @@ def check_resolved(resolved: ResolvedJob) -> None:
     _check_batches(job, resolved.dataset, world_size)
     _check_replicas(job, tables)
     plain = resolved.plain_tables
-    if not plain:
+    if tables and not plain:
         raise TrainingError(
             f"all {len(tables)} tables are tensor trains, and nothing remains to be sharded; keep one that is no tensor train, e.g. "
             f"tables.{min(tables, key=lambda table: table.num_embeddings).name}.compression.kind=none"

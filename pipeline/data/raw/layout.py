@@ -114,11 +114,8 @@ def layout_of(config: DataConfig) -> Layout:
     twice = sorted({name for name in layout.needed if layout.needed.count(name) > 1})
     if twice:
         raise DataError(f"data.columns gives {', '.join(map(repr, twice))} two roles: name each column once")
-    if not columns.sparse and not columns.multi_hot and not config.buckets:
-        raise DataError(
-            "data.columns names no categorical column: list some under data.columns.sparse or multi_hot, or put numbers into "
-            "data.buckets"
-        )
+    if not columns.sparse and not columns.multi_hot and not columns.dense:
+        raise DataError("data.columns names no feature: list some under data.columns.sparse, multi_hot or dense")
     return layout
 
 

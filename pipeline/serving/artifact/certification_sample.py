@@ -33,6 +33,12 @@ class SampleBatch:
     real: torch.Tensor
     compose: Callable[[torch.Tensor], torch.Tensor] = lambda pooled: pooled
 
+    def rows(self, pooled: Callable[[SampleBatch], torch.Tensor]) -> torch.Tensor:
+        """[batch, sum of dims] for the layers; a model without tables looks nothing up."""
+        if len(self.offsets) == 1:
+            return torch.empty(len(self.labels), 0)
+        return self.compose(pooled(self))
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -48,7 +54,7 @@ class Sample:
     def score(self, program: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], pooled: Callable[[SampleBatch], torch.Tensor]) -> NDArray[np.float64]:  # fmt: skip
         """The probabilities of its real rows, float64 of the program's float32 logits, as the metrics take them."""
         with torch.no_grad():
-            logits = [program(batch.dense, batch.compose(pooled(batch)))[batch.real] for batch in self.batches]
+            logits = [program(batch.dense, batch.rows(pooled))[batch.real] for batch in self.batches]
         return torch.sigmoid(torch.cat(logits).double()).numpy()
 
 

@@ -147,7 +147,7 @@ def _problem(manifest: Manifest) -> str:
     """Empty, or what in it no artifact has: the sizes that memory is asked for are checked before any is."""
     if wrong := [name for name in manifest.files if not FILE_NAME.fullmatch(name)]:
         return f"a file is called {wrong[0]!r}"
-    if not 0 < len(manifest.tables) <= MAX_TABLES:
+    if not len(manifest.tables) <= MAX_TABLES:
         return f"{len(manifest.tables)} tables"
     for table in manifest.tables:
         if table.precision not in PRECISIONS or table.pooling not in ("sum", "mean"):

@@ -138,7 +138,7 @@ class Predictor:
         if lacking := [key for key in self._keys if key not in keys]:
             raise ServingError(f"the features are {keys[:5]}..., and the artifact wants {lacking[0]!r} too")
         offsets = sparse.offsets().long()
-        wanted = [(len(offsets) - 1) // len(keys), len(self.encoder.schema.dense)]
+        wanted = [sparse.stride() if not keys else (len(offsets) - 1) // len(keys), len(self.encoder.schema.dense)]
         if list(dense.shape) != wanted:
             raise ServingError(f"dense is {list(dense.shape)}, and {wanted} goes with the ids")
         ids = select_features(sparse.values(), offsets, len(keys), [keys.index(key) for key in self._keys])
@@ -146,7 +146,9 @@ class Predictor:
 
     @torch.inference_mode()
     def _score(self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> NDArray[np.float32]:
-        if self._composed is None:
+        if not self._keys:
+            pooled = torch.empty(len(dense), 0)
+        elif self._composed is None:
             pooled = self.lookup.pooled(values, offsets)
         else:
             pooled = self._composed.pooled(self.lookup, values, offsets)

@@ -129,7 +129,7 @@ class RowEncoder:
             column if counts is None else [value for bag in column for value in bag or ()]
             for counts, column in zip(lengths, columns, strict=True)
         ]
-        by_feature = np.split(self._ids.of_columns(columns), np.cumsum([len(column) for column in columns])[:-1])
+        by_feature = _parts(self._ids.of_columns(columns), [len(column) for column in columns])
         bags = [_bag(*feature) for feature in zip(self.schema.features, by_feature, lengths, strict=True)]
         return _joined(dense, bags, kept, [])
 
@@ -174,14 +174,17 @@ class RowEncoder:
         sizes = [len(values) for values in distinct]
         ids = self._ids.look_up(np.repeat(np.arange(len(names)), sizes), pa.chunked_array(distinct, pa.large_string()).combine_chunks())  # fmt: skip
         bags = []
-        for feature, (codes, _, lengths), found in zip(
-            self.schema.features, encoded, np.split(ids, np.cumsum(sizes)[:-1]), strict=True
-        ):
+        for feature, (codes, _, lengths), found in zip(self.schema.features, encoded, _parts(ids, sizes), strict=True):
             bags.append(_bag(feature, np.concatenate([np.zeros(1, np.int64), found])[codes], lengths))
         return bags
 
 
 Bag = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def _parts(ids: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
+    """One after the other, of these sizes; none where there are none, which np.split gives one part."""
+    return np.split(ids, np.cumsum(sizes)[:-1]) if sizes else []
 
 
 def _bag(feature: RawFeature, ids: NDArray[np.int64], lengths: NDArray[np.integer] | None) -> Bag:
