@@ -195,7 +195,7 @@ def test_the_settings_work_together(ranks: RankPool, prepared_clicks: str, tmp_p
         "tables.cat_20.pooling=mean", "tables.cat_20.sharding.sharding_types=[row_wise]",
         "tables.cat_21.sharding.sharding_types=[table_wise]", "tables.cat_22.data_type=fp16", "schedule.dense.kind=poly",
         "schedule.dense.decay_steps=200", "schedule.sparse.warmup_steps=10", "trainer.early_stop.patience=3",
-        "trainer.evaluate_every_steps=60", "optimizer.dense.name=adamw", "optimizer.dense.weight_decay=0.01",
+        "trainer.evaluate_every_steps=30", "trainer.max_steps=32", "optimizer.dense.name=adamw", "optimizer.dense.weight_decay=0.01",
     )  # fmt: skip
     summary = ranks.run(2, _train, overrides)[0]
     assert summary.bayes_auc is not None
