@@ -194,4 +194,5 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(f"{TORCHREC}.planner.utils", ESTIMATOR, "build_sharder_data_map", "sharder_map"),
     # Layers.
     *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py", "_activation_fn"),
+    *_names("torchrec.modules.mlp:MLP", "models/layers/dlrm.py", "_mlp"),
 ]  # fmt: skip
