@@ -97,16 +97,6 @@ def test_schedules_and_gradient_clipping_act_as_they_do_unsharded(ranks_each_way
     assert difference < TOLERANCE < from_unclipped
 
 
-def distance_of_replicated_adam(rank: int) -> float:
-    tables = [TinyTable("a", "data_parallel"), TinyTable("b", "data_parallel", "mean")]
-    config = OptimizerConfig(SparseOptimizerConfig("adam", lr=0.05), DenseOptimizerConfig("adam", lr=0.01))
-    return distance(train_sharded(rank, tables, config), train_unsharded(tables, config)[:2])
-
-
-def test_adam_on_replicated_tables_is_exact_on_cpu(ranks: RankPool) -> None:
-    assert ranks.run(2, distance_of_replicated_adam)[0] < TOLERANCE
-
-
 def first_weights(rank: int, kinds: list[str], seed: int) -> dict[str, torch.Tensor]:
     tables = [TinyTable(f"t{i}", kind, num_embeddings=5000) for i, kind in enumerate(kinds)]
     torch.manual_seed(rank)  # the caller's random state must not matter, nor differ afterwards
