@@ -76,7 +76,9 @@ class WarmCommand:
             "folder": os.getcwd(), "authkey": process.current_process().authkey.hex(),
         }  # fmt: skip
         socket.send_fds(self._server, [json.dumps(request).encode()], [*ends, *([] if passed is None else [passed])])
-        self.pid, self.returncode = int(self._server.recv(64)), None
+        answer = self._server.recv(64)
+        assert answer, "the server that commands fork from has ended: see its error"
+        self.pid, self.returncode = int(answer), None
         if pipes:
             for _, end in pipes:
                 os.close(end)
