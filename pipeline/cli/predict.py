@@ -5,7 +5,7 @@ A killed run goes on where it was when the same command is given again.
 
 from __future__ import annotations
 
-from pipeline.cli.verb import verb
+from pipeline.cli.verb import goes_on, verb
 from pipeline.config.jobs import PredictJob
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.serving.scoring.predict import PredictSummary, describe, predict
@@ -15,7 +15,9 @@ def predict_with_registry(job: PredictJob) -> PredictSummary:
     return predict(job, find=find_artifact)
 
 
-main = verb("predict", PredictJob, describe=describe, handles_sigterm=True)(predict_with_registry)
+main = verb("predict", PredictJob, describe=describe, handles_sigterm=True, when_interrupted=goes_on)(
+    predict_with_registry
+)
 
 if __name__ == "__main__":
     main()

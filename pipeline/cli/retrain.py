@@ -7,13 +7,19 @@ or another one at work, ends with exit code 0; it may be run as often as a sched
 
 from __future__ import annotations
 
-from pipeline.cli.verb import verb
+from pipeline.cli.verb import goes_on, verb
 from pipeline.config.jobs import RetrainJob
 from pipeline.retraining.tick import describe, retrain_strictly
 
-main = verb("retrain", RetrainJob, describe=describe, runs_on_ranks=True, handles_sigterm=True, runs_kernels=True)(
-    retrain_strictly
-)
+main = verb(
+    "retrain",
+    RetrainJob,
+    describe=describe,
+    runs_on_ranks=True,
+    handles_sigterm=True,
+    when_interrupted=goes_on,
+    runs_kernels=True,
+)(retrain_strictly)
 
 if __name__ == "__main__":
     main()

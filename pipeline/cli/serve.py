@@ -16,7 +16,7 @@ def serve_with_registry(job: ServeJob) -> None:
     serve(job, find=find_artifact)
 
 
-main = verb("serve", ServeJob)(serve_with_registry)
+main = verb("serve", ServeJob, when_interrupted=lambda job: "no longer served")(serve_with_registry)
 
 if __name__ == "__main__":
     main()

@@ -2,7 +2,7 @@
 
 On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
 A run folder that holds a checkpoint is resumed; another run_dir starts anew.
-SIGTERM saves at the next training step and ends with exit code 75; the same command goes on (docs/reliability.md).
+SIGTERM, or Ctrl-C once, saves at the next training step and ends with exit code 75 or 130; the same command goes on.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from pipeline.cli.command_line import validate_train
 from pipeline.cli.verb import verb
 from pipeline.config.jobs import TrainJob
 from pipeline.training.run import describe, train
+from pipeline.training.run_state import describe_saved
 
 main = verb(
     "train",
     TrainJob,
     describe=describe,
     validate=validate_train,
+    when_interrupted=describe_saved,
     runs_on_ranks=True,
     handles_sigterm=True,
     runs_kernels=True,

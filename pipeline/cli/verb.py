@@ -50,7 +50,7 @@ class Verb(Generic[Job, Result]):
     describe: what rank 0 prints of the result. validate: checks the job before anything heavy is imported.
     commands, default: the words that may stand before key=value (see Command). written_to: the folder or file that errors of
     the file system are about. runs_on_ranks: it may run on many ranks and for long, so it has a watchdog and ends with the
-    agent that started it. handles_sigterm: SIGTERM asks it to put away what it holds, and ends it there.
+    agent that started it. when_interrupted: what is there after Ctrl-C. handles_sigterm: SIGTERM asks it to put away what it holds, and ends it there.
     runs_kernels: our CPU kernels run beside OpenMP's threads, which then have to sleep soon.
     """
 
@@ -59,6 +59,7 @@ class Verb(Generic[Job, Result]):
     doc: str
     describe: Callable[[Result], str] | None = None
     validate: Callable[[Job], object] | None = None
+    when_interrupted: Callable[[Job], str] = lambda job: "the same command starts over"
     commands: tuple[Command, ...] = ()
     default: str = ""
     written_to: Callable[[Job], str] = _output_of
@@ -86,7 +87,7 @@ class Verb(Generic[Job, Result]):
         try:
             self._run(job)
         except KeyboardInterrupt:
-            _say("\ninterrupted; the same command goes on from what is saved")
+            _say(f"\ninterrupted; {self.when_interrupted(job)}")
             sys.exit(INTERRUPTED)
         except preemption.Preempted:
             _say("ended by SIGTERM, nothing had to be saved; the same command goes on")
@@ -114,6 +115,11 @@ class Verb(Generic[Job, Result]):
             result = self.run(job)
             if self.describe is not None and is_rank_zero():
                 print(self.describe(result), flush=True)
+
+
+def goes_on(job: object) -> str:
+    """For verbs that take up what an earlier call has left."""
+    return "the same command goes on from what is saved"
 
 
 def verb(name: str, job: type[Job], **options: Any) -> Callable[[Callable[[Job], Result]], Main]:

@@ -71,6 +71,25 @@ def configure_logging(rank: int = 0) -> None:
     silence_libraries()
 
 
+@contextmanager
+def log_file(path: str | None) -> Iterator[None]:
+    """While it lasts the package's lines go to the end of this file too, with date and zone; None: nowhere else."""
+    if path is None:
+        yield
+        return
+    handler = logging.FileHandler(path, delay=True)
+    formatter = _MaskedFormatter("%(asctime)sZ %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    package = logging.getLogger("pipeline")
+    package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        handler.close()
+
+
 def silence_libraries() -> None:
     """Drop the libraries' messages about their own insides; call it before importing them."""
     for message in NOISY_WARNINGS:
@@ -151,15 +170,26 @@ class MetricsWriter:
     def __init__(self, folder: str, resume_step: int = 0, tensorboard: bool = True) -> None:
         storage.make_folder(folder)
         self.path = storage.join(folder, "metrics.jsonl")
-        kept = _lines_up_to(self.path, resume_step) if resume_step else []
-        storage.publish_text(self.path, "".join(kept))
+        self._keep_up_to(resume_step)
         self.tensorboard_folder = storage.join(folder, "tensorboard")
-        self._tensorboard = self._open_tensorboard(resume_step) if tensorboard else None
+        self._uses_tensorboard, self._after_step = tensorboard, resume_step
+        self._tensorboard: SummaryWriter | None = None  # opened by the first line: a run with none leaves no file
+        if tensorboard:
+            import torch.utils.tensorboard  # noqa: F401  # costs a second; here, for what is imported may draw random numbers
 
-    def _open_tensorboard(self, after_step: int) -> SummaryWriter:
-        from torch.utils.tensorboard import SummaryWriter  # costs a second to import: only where it writes
+    def _keep_up_to(self, step: int) -> None:
+        """A file that holds nothing later is left as it is."""
+        kept = "".join(_lines_up_to(self.path, step) if step else [])
+        if not storage.exists(self.path) or storage.read_text(self.path) != kept:
+            storage.publish_text(self.path, kept)
 
-        return SummaryWriter(self.tensorboard_folder, purge_step=after_step + 1 if after_step else None)
+    def _open_tensorboard(self) -> SummaryWriter | None:
+        if self._uses_tensorboard and self._tensorboard is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge_step = self._after_step + 1 if self._after_step else None
+            self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=purge_step)
+        return self._tensorboard
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
         line = to_json({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
@@ -167,20 +197,20 @@ class MetricsWriter:
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
-        if self._tensorboard is not None:
+        if (tensorboard := self._open_tensorboard()) is not None:
             for name, value in values.items():
-                self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+                tensorboard.add_scalar(f"{kind}/{name}", value, step)
 
     def drop_after(self, step: int) -> None:
         """Forget the lines after `step`, for a run that goes on from there."""
         storage.publish_text(self.path, "".join(_lines_up_to(self.path, step)))
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = self._open_tensorboard(step)
+        self._after_step = step
+        self.close()
 
     def close(self) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
+            self._tensorboard = None
 
 
 def _lines_up_to(path: str, step: int) -> list[str]:

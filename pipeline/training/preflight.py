@@ -19,6 +19,7 @@ from pipeline.planner.plan_file import find_plan_file
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage import storage
+from pipeline.training.run_state import check_run_folder
 
 
 def validate_job(job: TrainJob, world_size: int) -> list[Table]:
@@ -27,10 +28,12 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     A PlanJob is also validated without dataset.json where the config alone says enough; see load_or_describe.
 
     Raises:
-        TrainingError: the data set is missing or too small, or tables, model, batch, ranks, collectives, optimizer
+        TrainingError: the data set is missing or too small, the run folder holds a run over other rows, or tables, model, batch, ranks, collectives, optimizer
             or plan file do not fit it or each other.
     """
     dataset = load_or_describe(job)
+    if not isinstance(job, PlanJob):
+        check_run_folder(job, dataset)
     check_multi_hot(dataset, job.data.synthetic_multi_hot)
     # The number of rows that a run chooses for a head changes none of these checks.
     resolved = resolve_job(job, dataset, world_size)

@@ -2,7 +2,7 @@
 
 On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
 A run folder that holds a checkpoint is resumed; another run_dir starts anew.
-SIGTERM saves at the next training step and ends with exit code 75; the same command goes on (docs/reliability.md).
+SIGTERM, or Ctrl-C once, saves at the next training step and ends with exit code 75 or 130; the same command goes on.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs import TrainJob
-from pipeline.config.saved_jobs import save_job
 from pipeline.embeddings.physical import signatures
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.process import watchdog
-from pipeline.runtime.process.exit_codes import REQUEUE
+from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
 from pipeline.sharding.compat import allow_untested_versions
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from pipeline.training.trainer import FitResult
 
 SUMMARY = "summary.json"
+LOG = "train.log"  # of rank 0, of all starts
 
 
 @dataclass
@@ -78,7 +78,7 @@ def train(job: TrainJob) -> TrainSummary:
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
     with none_while_importing():
-        from pipeline.runtime.logs import get_logger
+        from pipeline.runtime.logs import get_logger, log_file
         from pipeline.runtime.process.distributed import describe_threads, init_distributed
         from pipeline.runtime.storage.run_folder import take_run_folder
 
@@ -89,16 +89,20 @@ def train(job: TrainJob) -> TrainSummary:
         raise TrainingError(
             f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher"
         )
-    get_logger("pipeline.train").info(describe_threads(context))
+    logger = get_logger("pipeline.train")
     lease = take_run_folder(job.run_dir, context, job.trainer.lease_ttl_s)
     try:
-        result, summary = _train(job, context, lease.check if lease else None)
+        with log_file(f"{job.run_dir}/{LOG}" if context.is_main else None):
+            logger.info(describe_threads(context))
+            result, summary = _train(job, context, lease.check if lease else None)
+            if result.preempted:
+                signal = "Ctrl-C" if result.interrupted else "SIGTERM"
+                logger.info("stopped by %s at step %d, saved; the same command goes on", signal, result.step)
     finally:
         if lease:
             lease.release()
     if result.preempted:
-        get_logger("pipeline.train").info("stopped by SIGTERM at step %d, saved; the same command goes on", result.step)
-        sys.exit(REQUEUE)
+        sys.exit(INTERRUPTED if result.interrupted else REQUEUE)
     return summary
 
 
@@ -142,7 +146,7 @@ def _train(
     if restored is None:  # again: the first step must not depend on what the start has drawn
         seed_random_state(job.trainer.seed, context.rank)
     with kept_random_state(context.device):
-        writer = _open_writer(job, assembly, restored) if context.is_main else None
+        writer = _open_writer(job, restored) if context.is_main else None
         parts = TrainingParts(
             assembly.model, assembly.task, optimizer, reader, checkpointer, context, validation_reader, writer,
             assembly.plan, memory, replicas,
@@ -192,15 +196,10 @@ def _resume(
     return checkpointer, restored
 
 
-def _open_writer(job: TrainJob, assembly: Assembly, restored: dict[str, Any] | None) -> MetricsWriter:
-    """Also writes config and plan: what the run folder holds from the start."""
-    from pipeline.planner.plan_codec import write_plan
+def _open_writer(job: TrainJob, restored: dict[str, Any] | None) -> MetricsWriter:
     from pipeline.runtime.logs import MetricsWriter
 
-    writer = MetricsWriter(job.run_dir, restored["step"] if restored else 0, job.logger.tensorboard)
-    save_job(job, f"{job.run_dir}/config.yaml")
-    write_plan(f"{job.run_dir}/plan.json", assembly.plan)
-    return writer
+    return MetricsWriter(job.run_dir, restored["step"] if restored else 0, job.logger.tensorboard)
 
 
 def _summarize(
@@ -235,7 +234,8 @@ def _write_summary(summary: TrainSummary) -> None:
 def describe(summary: TrainSummary) -> str:
     """The summary as text for a terminal: files, quality, speed, and the next command."""
     best = f", best step {summary.best_step} by {summary.best_metric}" if summary.best_step is not None else ""
-    lines = [f"trained to step {summary.step}{' (stopped early)' if summary.stopped_early else ''}{best}"]
+    trained = "trained to" if summary.throughput else f"nothing was left to train: {summary.run_dir} is at"
+    lines = [f"{trained} step {summary.step}{' (stopped early)' if summary.stopped_early else ''}{best}"]
     if summary.validation:
         lines.append(f"validation  {describe_quality(summary.validation, summary.bayes_auc)}")
     if summary.num_bad_rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from pipeline.config.tables import TableConfig
 from pipeline.config.training import CheckpointConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.physical import physical_tables, signatures
-from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.errors import DamagedError, TrainingError
 from pipeline.runtime.storage import storage
 
 if TYPE_CHECKING:
@@ -65,6 +66,18 @@ def chosen_step(run: str, job: TrainJob, step: int | None, which: str) -> int | 
             "checkpoint.save_best=true, or take which=last"
         )
     return None if best is None else best[0]
+
+
+def describe_saved(job: TrainJob) -> str:
+    """What an interrupted training leaves, and what the same command does."""
+    from pipeline.checkpoint.steps import list_steps
+
+    folder = checkpoint_folder(job.run_dir, job.checkpoint)
+    steps = list_steps(folder) if storage.is_local(folder) else []
+    if steps:
+        return f"{job.run_dir} holds step {steps[-1]}: the same command goes on from there"
+    saved = "nothing is saved in" if storage.is_local(folder) else "the same command goes on from what is saved in"
+    return f"{saved} {folder}" + (": the same command starts over" if storage.is_local(folder) else "")
 
 
 def earlier_tables(job: TrainJob) -> dict[str, TableConfig]:
@@ -151,14 +164,7 @@ def resume(
         return None
 
     def check(manifest: dict[str, Any]) -> None:
-        for key in dict.fromkeys([*data_order, *manifest["data_order"]]):
-            now, then = data_order.get(key), manifest["data_order"].get(key)
-            if then != now:
-                raise TrainingError(
-                    f"{job.run_dir} was trained to step {manifest['step']} with {key}={then}, this job has {now}: step "
-                    f"{manifest['step']} would not be followed by the rows that come next; keep the value, or choose "
-                    "another run_dir"
-                )
+        check_data_order(job.run_dir, data_order, manifest)
         before = manifest.get("compression", {})
         for table in sorted(before.keys() | compression.keys()):
             if (then := before.get(table, "whole")) != (now := compression.get(table, "whole")):
@@ -170,6 +176,31 @@ def resume(
     manifest: dict[str, Any] | None = checkpointer.restore_latest(check)
     checkpointer.clear_after(manifest["step"] if manifest else -1)
     return manifest
+
+
+def check_data_order(run_dir: str, data_order: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """Raises TrainingError where a step would not be followed by the rows that come next."""
+    for key in dict.fromkeys([*data_order, *manifest["data_order"]]):
+        now, then = data_order.get(key), manifest["data_order"].get(key)
+        if then != now:
+            raise TrainingError(
+                f"{run_dir} was trained to step {manifest['step']} with {key}={then}, this job has {now}: step "
+                f"{manifest['step']} would not be followed by the rows that come next; keep the value, or choose "
+                "another run_dir"
+            )
+
+
+def check_run_folder(job: TrainJob, dataset: Dataset) -> None:
+    """Local: check_data_order for the newest step in a run folder on disk, before torch is imported."""
+    folder = checkpoint_folder(job.run_dir, job.checkpoint)
+    if not job.checkpoint.resume or not storage.is_local(folder):
+        return
+    from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
+
+    if steps := list_steps(folder):
+        with suppress(DamagedError):  # the training goes back to the step before
+            manifest = read_manifest(step_path(folder, steps[-1]))
+            check_data_order(job.run_dir, describe_data_order(job, dataset.fingerprint()), manifest)
 
 
 def start_warm(

@@ -30,7 +30,8 @@ class FitResult:
 
     step: int
     stopped_early: bool = False
-    preempted: bool = False  # asked to stop by SIGTERM; the step is saved
+    preempted: bool = False  # asked to stop by SIGTERM or Ctrl-C; the step is saved
+    interrupted: bool = False  # it was Ctrl-C
     throughput: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     num_bad_rows: int = 0  # quarantined in training, on all ranks
@@ -59,7 +60,7 @@ class Trainer:
             self._restore(restored)
         state.start_step = state.saved_step = state.step
         watchdog.beat(state.step)
-        with preemption.deferred(), watchdog.stepping("training"):
+        with preemption.deferred(interrupts=True), watchdog.stepping("training"):
             try:
                 self._hooks.call("on_fit_start", state)
                 if not state.is_over:
@@ -69,10 +70,12 @@ class Trainer:
                     logger.info("step %d of %d: nothing left to train", state.step, state.total_steps)
             finally:
                 self._hooks.close()
+            interrupted = preemption.interrupted()
         return FitResult(
             state.step,
             state.stopped_early,
             state.preempted,
+            interrupted,
             state.throughput,
             state.metrics,
             state.agreement.num_bad_rows,

@@ -2,10 +2,12 @@
 
 Where nothing can be lost yet (start-up) the process ends at once, with the code for `run it again`. Inside
 `deferred()` the handler only notes the wish: all ranks agree on it at a step edge. A second SIGTERM changes nothing.
+Ctrl-C is such a request too while a training is stepping; a second one ends the process at once.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -16,6 +18,7 @@ from types import FrameType
 from pipeline.runtime.process.exit_codes import REQUEUE
 
 _wanted = False
+_interrupted = False
 _arrived_at: float | None = None  # time.monotonic(); before `_wanted` where the main thread is busy outside Python
 _num_deferring = 0
 _on_request: list[Callable[[], None]] = []
@@ -35,6 +38,11 @@ def listen() -> None:
 
 def wanted() -> bool:
     return _wanted
+
+
+def interrupted() -> bool:
+    """Whether Ctrl-C was the request, inside deferred(interrupts=True)."""
+    return _interrupted
 
 
 def seconds_since_arrival() -> float:
@@ -60,8 +68,8 @@ def request() -> None:
 
 def withdraw() -> None:
     """Forget the wish: for a process that outlives its run."""
-    global _wanted, _arrived_at
-    _wanted, _arrived_at = False, None
+    global _wanted, _arrived_at, _interrupted
+    _wanted, _arrived_at, _interrupted = False, None, False
 
 
 def when_requested(call: Callable[[], None]) -> None:
@@ -76,17 +84,32 @@ def _handle(signum: int, frame: FrameType | None) -> None:
         raise Preempted
 
 
+def _handle_interrupt(signum: int, frame: FrameType | None) -> None:
+    """No grace runs: nobody kills the process soon."""
+    global _wanted, _interrupted
+    if _interrupted:
+        raise KeyboardInterrupt
+    _wanted = _interrupted = True
+    os.write(2, b"\ninterrupted: the next step is saved, then the run ends; Ctrl-C again ends it at once\n")
+
+
 @contextmanager
-def deferred() -> Iterator[None]:
-    """While it lasts SIGTERM is only noted. A process that does not listen() forgets it afterwards."""
+def deferred(interrupts: bool = False) -> Iterator[None]:
+    """While it lasts SIGTERM is only noted, and with `interrupts` the first Ctrl-C. A process that does not listen() forgets
+    both afterwards."""
     global _num_deferring
     on_main = threading.current_thread() is threading.main_thread()  # only there can handlers be set
     before = signal.signal(signal.SIGTERM, _handle) if on_main else None
+    takes_interrupts = on_main and interrupts and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if takes_interrupts:
+        signal.signal(signal.SIGINT, _handle_interrupt)
     _num_deferring += 1
     try:
         yield
     finally:
         _num_deferring -= 1
+        if takes_interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if on_main and before is not _handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
             withdraw()

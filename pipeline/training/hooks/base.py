@@ -30,7 +30,7 @@ from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.jobs import TrainJob
 from pipeline.config.training import TrainerConfig
 from pipeline.data.read.reader import ShardReader
-from pipeline.planner.record import PlanDescription
+from pipeline.planner.record import PlanRecord
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.runtime.process.distributed import DistributedContext
@@ -54,7 +54,7 @@ class TrainingParts:
     context: DistributedContext
     validation_reader: ShardReader | None = None
     writer: MetricsWriter | None = None  # on rank 0
-    plan: PlanDescription | None = None
+    plan: PlanRecord | None = None
     memory: MemoryWatch | None = None
     replicas: TableReplicas | None = None  # where hosts train tables of their own
 
@@ -74,7 +74,7 @@ class TrainingState:
     metrics_step: int = 0  # at which they were measured; step 0 is never evaluated
     stopped_early: bool = False
     lr_factor: float = 1.0  # on both rates, of the steps to come; the plateau hook's
-    preempted: bool = False  # asked to stop by SIGTERM
+    preempted: bool = False  # asked to stop by SIGTERM or Ctrl-C
     throughput: dict[str, float] = field(default_factory=dict)  # over all steps but the first; set at the end
     pipeline: Any = None  # TorchRec's train pipeline, while steps are trained
 

@@ -7,8 +7,19 @@ from pipeline.config.registry import find
 from pipeline.runtime.errors import TrainingError
 from pipeline.training.hooks.base import Hook, TrainingParts
 
-# The profiler's own time must not be on the throughput's clock; replicas are averaged before anything reads the tables.
-BEFORE = ("profile", "replicas", "bad_rows", "progress", "memory", "throughput", "evaluation", "early_stop", "plateau")
+# What a run changes is said before anything is written. The profiler's own time must not be on the throughput's clock; replicas are averaged before anything reads the tables.
+BEFORE = (
+    "record",
+    "profile",
+    "replicas",
+    "bad_rows",
+    "progress",
+    "memory",
+    "throughput",
+    "evaluation",
+    "early_stop",
+    "plateau",
+)
 # A checkpoint holds what all hooks have counted up to its step, and a rollback waits for a save in flight.
 AFTER = ("saving", "rollback")
 

@@ -1,0 +1,91 @@
+"""Keep a run folder's record: its config and plan, and a line of starts.jsonl for each start; say what a run goes on from."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pipeline
+from pipeline.config.jobs import TrainJob
+from pipeline.config.registry import register
+from pipeline.config.saved_jobs import save_job
+from pipeline.planner.plan_codec import write_plan
+from pipeline.runtime.logs import get_logger, to_json
+from pipeline.runtime.masking import mask
+from pipeline.training.continued import check_finished, describe_differences, differences
+from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
+
+STARTS = "starts.jsonl"
+logger = get_logger("pipeline.train")
+
+
+@register("hook", "record")
+class RunRecord(Hook):
+    """Config, plan and starts.jsonl are written when the first batch is about to be read: until then nothing of a run changes."""
+
+    def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
+        super().__init__(job, parts)
+        self._manifest: dict[str, Any] | None = None  # of the step that was restored at the start
+
+    def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
+        self._manifest = manifest
+
+    def on_fit_start(self, state: TrainingState) -> None:
+        """Raises TrainingError for a finished run and a job that asks for other weights."""
+        if self._manifest is None or "config" not in self._manifest:  # a test's own
+            return
+        found = differences(self.job, self._manifest["config"])
+        if state.is_over:
+            lines = [text] if (text := check_finished(self.job.run_dir, state.step, found)) else []
+        else:
+            ranks, libraries = self._manifest["world_size"], self._manifest["libraries"]
+            lines = [
+                f"resumed from step {state.step}, trained on {ranks} rank(s) with torch {libraries.get('torch', '?')}; "
+                f"{state.total_steps - state.step} steps to go"
+            ]
+            lines += describe_differences(found)
+        for line in lines:
+            logger.info("%s %s", self.job.run_dir, line)
+
+    def on_train_start(self, state: TrainingState) -> None:
+        """Rank 0 alone writes; parts of a test have no plan."""
+        if self.parts.writer is None or self.parts.plan is None:
+            return
+        save_job(self.job, f"{self.job.run_dir}/config.yaml")
+        write_plan(f"{self.job.run_dir}/plan.json", self.parts.plan)
+        with open(f"{self.job.run_dir}/{STARTS}", "a") as file:
+            file.write(to_json(describe_start(state.step, self.parts.context.world_size)) + "\n")
+
+
+def describe_start(step: int, world_size: int) -> dict[str, Any]:
+    """When, where and by what a training begins, or goes on, after `step`; credentials are masked."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "from_step": step,
+        "command": mask(shlex.join(["python", *sys.orig_argv[1:]])),
+        "host": socket.gethostname(),
+        "world_size": world_size,
+        "version": pipeline.__version__,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str:
+    """Of the checkout that the code is in, with "-dirty" where files differ from it; empty for an installed package."""
+    root = Path(pipeline.__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return ""
+    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=10, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
