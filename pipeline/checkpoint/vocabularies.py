@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.config.tables import entry_name
 from pipeline.data.dataset import FILE_NAME, Dataset, load_dataset
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.storage import storage
@@ -59,9 +60,10 @@ def trained_dataset(manifest: dict[str, Any], data_path: str | None = None) -> t
 
 
 def features_of(config: dict[str, Any], table: str) -> list[str]:
-    """What a saved job's table embeds; a table without feature_names is named after its feature."""
-    section = config.get("tables", {}).get(table) or {}
-    return list(section.get("feature_names") or [table])
+    """What a saved job's table embeds, by its name in the model; a table without feature_names is named after its feature."""
+    entry = entry_name(table)
+    section = config.get("tables", {}).get(entry) or {}
+    return list(section.get("feature_names") or [entry])
 
 
 def read_values(path: str, batch_rows: int = 1 << 16) -> Iterator[tuple[int, list[str]]]:

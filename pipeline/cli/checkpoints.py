@@ -17,6 +17,7 @@ from dataclasses import replace
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command
 from pipeline.config.jobs import CHECKPOINT_COMMANDS, CheckpointsJob
+from pipeline.config.tables import table_name
 from pipeline.config.training import CheckpointConfig
 from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.logs import get_logger
@@ -91,8 +92,9 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
     step, manifest, tensors = open_step(folder, job.step)
     tables = inventory_of_step(tensors).tables
     # A table that is split by frequency is one table still: its head's rows, then its tail's.
-    parts = [tables[name] for name in (f"{job.table}__hot", f"{job.table}__cold") if name in tables]
-    found = [replace(table, name=job.table) for table in ([tables[job.table]] if job.table in tables else parts)]
+    name = job.table if job.table in tables else table_name(job.table)
+    parts = [tables[part] for part in (f"{name}__hot", f"{name}__cold") if part in tables]
+    found = [replace(table, name=job.table) for table in ([tables[name]] if name in tables else parts)]
     if not found:
         raise ConfigError(
             f"step {step} has no table {job.table!r} among {len(tables)}{did_you_mean(job.table, tables)}"
@@ -104,7 +106,7 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
     dataset, where = trained_dataset(manifest, job.data_path)
     vocabulary, without_values = None, where
     if dataset is not None:
-        ids = id_space(dataset, where, features_of(manifest["config"], job.table))
+        ids = id_space(dataset, where, features_of(manifest["config"], name))
         vocabulary = ids.vocabulary
         without_values = "its ids are hashes of values" if ids.hashed else ids.reason
     size = export_table(tensors, found, job.output, with_state=job.optimizer_state, vocabulary=vocabulary)

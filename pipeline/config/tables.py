@@ -6,11 +6,13 @@ The entry `default` supplies what a table leaves unset; an entry `cat_*` does so
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 
 from pipeline.config.compression import CompressionConfig
+from pipeline.config.module_names import TAKEN
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, did_you_mean
 
 POOLINGS = ("sum", "mean")
@@ -76,6 +78,7 @@ class ConstraintConfig:
 
 
 DEFAULT = "default"
+_ESCAPE = re.compile("%(25|2E)")
 
 
 @dataclass
@@ -100,6 +103,22 @@ class TableConfig:
         if self.data_type is not None:
             check_choice("data_type", self.data_type, DATA_TYPES)
         check_at_least("l2", self.l2, 0.0, allow_none=True)
+
+
+def table_name(entry: str) -> str:
+    """The name under which TorchRec holds the table of an entry, or of a feature that has none: `entry` itself wherever that can be.
+
+    No module can have a dot in its name, be called as a method of modules (type, items), or have no name. Such a name is
+    written with %2E for a dot and a % at its end, so that names stay apart; entry_name undoes it.
+    """
+    if entry and "." not in entry and entry not in TAKEN and not entry.endswith("%") and not _ESCAPE.search(entry):
+        return entry
+    return entry.replace("%", "%25").replace(".", "%2E") + ("" if entry and entry not in TAKEN else "%")
+
+
+def entry_name(table: str) -> str:
+    """The entry, or the feature, whose table has this name."""
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), table.removesuffix("%"))
 
 
 def is_pattern(name: str) -> bool:

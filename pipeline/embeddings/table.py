@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig, entry_name
 from pipeline.embeddings.row_frequencies import RowFrequencies
 
 SHARD_WIDTH = 4  # what the columns of a table and of each of its shards are a multiple of, for FBGEMM
@@ -40,8 +40,8 @@ class Table:
     """An embedding table with every value resolved. `pooling_factors[i]` is the mean number of ids a sample of `feature_names[i]`.
 
     `frequencies` is None where no data say how lookups fall on rows. `max_ids[i]` is the most ids a sample has of
-    `feature_names[i]`, None where its lists have any length; empty: unknown. `config_name` is the entry of
-    `tables` that a part of a compressed table comes from. `rows_of`: the table that
+    `feature_names[i]`, None where its lists have any length; empty: unknown. `part_of` is the name of the compressed table
+    that a part belongs to. `rows_of`: the table that
     this part's rows belong to and are initialized as; `l2`: of touched rows, in their gradient; `managed`: what gives ids its rows, where ids have no bound; `note`: a
     sentence for the plan's report.
     """
@@ -65,5 +65,11 @@ class Table:
     l2: float = 0.0
 
     @property
-    def config_name(self) -> str:
+    def whole_name(self) -> str:
+        """The name of the table that this is, or is a part of."""
         return self.part_of or self.name
+
+    @property
+    def config_name(self) -> str:
+        """The entry of the job's `tables` that this comes from."""
+        return entry_name(self.whole_name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import DEFAULT, ConstraintConfig, InitConfig, TableConfig, expand_patterns
+from pipeline.config.tables import DEFAULT, ConstraintConfig, InitConfig, TableConfig, expand_patterns, table_name
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.compression.kind import Whole, compressed, kind_of
 from pipeline.embeddings.physical import check_compressed, num_numbers
@@ -97,7 +97,7 @@ def _resolve(
     pooling_factors = [float(multi_hot.get(feature.name, feature.mean_pooling_factor)) for feature in features]
     max_ids = [None if feature.multi_hot else multi_hot.get(feature.name, 1) for feature in features]
     table = Table(
-        name=name,
+        name=table_name(name),
         num_embeddings=num_embeddings,
         embedding_dim=pick("embedding_dim"),
         feature_names=[feature.name for feature in features],

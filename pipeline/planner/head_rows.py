@@ -61,7 +61,7 @@ def has_auto(configs: Mapping[str, TableConfig]) -> bool:
 
 def auto_tables(configs: Mapping[str, TableConfig], tables: list[Table]) -> list[Table]:
     """List the `tables`, resolved from without_auto(configs), whose head is `auto`."""
-    return [table for table in tables if _is_split(table) and _is_auto(_own_or_default(configs, table.name))]
+    return [table for table in tables if _is_split(table) and _is_auto(_own_or_default(configs, table.config_name))]
 
 
 def without_auto(configs: Mapping[str, TableConfig]) -> dict[str, TableConfig]:
@@ -88,7 +88,7 @@ def choose_heads(
     kept = {
         table.name: int(before.compression.head_rows)
         for table in auto
-        if (before := (earlier or {}).get(table.name)) is not None
+        if (before := (earlier or {}).get(table.config_name)) is not None
         and before.compression is not None
         and kind_of(before.compression) is FrequencySplit
         and before.compression.head_rows != AUTO

@@ -68,7 +68,7 @@ def resolve_job(job: TrainJob, dataset: Dataset, world_size: int, choose: HeadCh
     if has_auto(job.tables):
         auto = auto_tables(job.tables, resolved)
         heads = choose(resolved, auto) if choose else choose_heads(job, resolved, auto, dataset, world_size, math.inf)
-        job = replace(job, tables=with_head_rows(job.tables, heads))
+        job = replace(job, tables=with_head_rows(job.tables, {table.config_name: heads[table.name] for table in auto}))
         resolved = [_with_head(table, heads[table.name]) if table in auto else table for table in resolved]
     job.model.check_tables(resolved, len(dataset.dense_features))
     used = used_tables(job.model, resolved)

@@ -220,7 +220,7 @@ def start_warm(
     from pipeline.runtime.logs import get_logger, to_json
 
     by_name = {table.name: table for table in assembly.tables}
-    parts = {part.name: part.config_name for part in physical_tables(assembly.tables)}
+    parts = {part.name: part.whole_name for part in physical_tables(assembly.tables)}
     data = NewData(
         dataset,
         job.data.path,

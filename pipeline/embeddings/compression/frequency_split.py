@@ -193,6 +193,6 @@ def _block(table: Table, part: str, first: int, end: int) -> Table:
         pooling_factors=[share * factor for factor in table.pooling_factors],
         frequencies=frequencies_of_block(table.frequencies, first, end),
         compression=None,
-        part_of=table.config_name,
+        part_of=table.whole_name,
         rows_of=Block(table.name, first, table.num_embeddings),
     )

@@ -227,7 +227,7 @@ class CompressionKind(ABC):
             frequencies=frequencies,
             compression=None,
             max_ids=[],
-            part_of=table.config_name,
+            part_of=table.whole_name,
             rows_of=None,
         )
 

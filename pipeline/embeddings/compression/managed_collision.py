@@ -77,7 +77,7 @@ class ManagedCollision(CompressionKind):
             frequencies=None,
             compression=None,
             max_ids=[],
-            part_of=table.config_name,
+            part_of=table.whole_name,
             rows_of=None,
             managed=self.rows,
         )
