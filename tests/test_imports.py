@@ -14,7 +14,19 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = sorted(
     file.relative_to(REPOSITORY) for top in ("pipeline", "launch") for file in (REPOSITORY / top).rglob("*.py")
 )
-VERBS = ("generate", "prepare", "plan", "train", "evaluate", "checkpoints", "registry", "predict", "serve", "export")
+VERBS = (
+    "generate",
+    "prepare",
+    "plan",
+    "train",
+    "evaluate",
+    "checkpoints",
+    "registry",
+    "predict",
+    "serve",
+    "export",
+    "runs",
+)
 
 
 @cache

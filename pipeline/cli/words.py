@@ -21,16 +21,19 @@ class Command:
     """words: the keys that its words set, in order. patterns: key -> what a word must look like to set that key.
 
     A word that fits a pattern sets that key wherever it stands, if another word or setting gives the first key. run: does it
-    without a job; its words are then required, for no setting can stand for them.
+    without a job; its words are then required, for no setting can stand for them. many: a key that takes all words beyond
+    those, as a list.
     """
 
     name: str
     words: tuple[str, ...] = ()
     patterns: Mapping[str, str] = field(default_factory=dict)
     run: Callable[[Words], None] | None = None
+    many: str = ""
 
     def usage(self) -> str:
-        return " ".join([self.name, *(word.upper() for word in self.words)])
+        words = [*self.words, *([f"{self.many}..."] if self.many else [])]
+        return " ".join([self.name, *(word.upper() for word in words)])
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,14 @@ class Words:
     values: dict[str, str]
     settings: list[str]
     flags: dict[str, str]
+    lists: dict[str, list[str]] = field(default_factory=dict)
 
     def overrides(self) -> list[str]:
         """As key=value words and flags, for a job that has `command` and the words' keys for fields."""
         return [
             *([f"command={self.command}"] if self.command else []),
             *(f"{key}={_quoted(value)}" for key, value in self.values.items()),
+            *(f"{key}=[{','.join(map(_quoted, values))}]" for key, values in self.lists.items()),
             *self.remaining(),
         ]
 
@@ -70,10 +75,15 @@ def read_words(argv: Iterable[str], commands: Sequence[Command], default: str = 
     name = next((word for word in words if word in known), default)
     if name in words:
         words.remove(name)
-    values = _assign(words, known[name], {setting.partition("=")[0] for setting in settings}, known)
+    keys_set = {setting.partition("=")[0] for setting in settings}
+    lists = {}
+    if (many := known[name].many) and many not in keys_set:
+        free = sum(key not in keys_set for key in known[name].words)
+        lists, words = ({many: words[free:]} if words[free:] else {}), words[:free]
+    values = _assign(words, known[name], keys_set, known)
     if known[name].run is not None and len(values) < len(known[name].words) and "--help" not in flags:
         raise ConfigError(f"{name} takes {' '.join(word.upper() for word in known[name].words)}: {known[name].usage()}")
-    return Words(name, values, settings, flags)
+    return Words(name, values, settings, flags, lists)
 
 
 def _assign(words: list[str], command: Command, keys_set: set[str], known: Mapping[str, Command]) -> dict[str, str]:

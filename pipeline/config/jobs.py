@@ -326,6 +326,45 @@ class CheckpointsJob(Job):
             check_given("output", self.output)
 
 
+RUNS_COMMANDS = ("list", "compare", "show", "tag", "remove")
+
+
+@dataclass
+class RunsJob(Job):
+    """root: the folder below which runs are listed; run, runs: run folders; output: a .parquet file beside the text.
+
+    compare takes `runs`, the first of which is the baseline; show, tag and remove take `run`. Tags with a leading - are
+    taken away. confidence: of the intervals.
+    """
+
+    command: str = "list"
+    root: str = "${paths.runs}"
+    runs: list[str] = field(default_factory=list)
+    run: str = ""
+    tags: list[str] = field(default_factory=list)
+    note: str | None = None  # None: as it is
+    sort: str = "time"  # or a metric
+    split: str | None = None  # None: test where all were measured on it, else validation
+    confidence: float = 0.98
+    output: str | None = None
+    force: bool = False  # remove a run that has tags
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+    def __post_init__(self) -> None:
+        check_choice("command", self.command, RUNS_COMMANDS)
+        check_within("confidence", self.confidence, 0.5, 0.9999)
+        if self.split is not None:
+            check_choice("split", self.split, SPLITS)
+        if self.output is not None and not self.output.endswith(".parquet"):
+            raise ConfigError(f"output={self.output} must end in .parquet")
+        if self.command in ("show", "tag", "remove"):
+            check_given("run", self.run)
+        if self.command == "compare" and len(self.runs) < 2:
+            raise ConfigError("compare takes two runs at least: python -m pipeline.runs compare RUN RUN")
+        if self.command == "tag" and not self.tags and self.note is None:
+            raise ConfigError("tag takes tags, or a note: python -m pipeline.runs tag RUN TAG..., or note='...'")
+
+
 @dataclass
 class PredictJob(Job):
     """artifact: what `export` wrote, a link to it, or a registry; source: a file, a folder or a glob of raw rows.
@@ -387,5 +426,5 @@ CONFIG_NAMES: dict[type, str] = {
     GenerateJob: "generate", PrepareJob: "prepare", PlanJob: "plan", TrainJob: "train", EvaluateJob: "evaluate",
     CheckpointsJob: "checkpoints", ExportJob: "export",
     RetrainJob: "retrain", RegistryJob: "registry",
-    PredictJob: "predict", ServeJob: "serve",
+    PredictJob: "predict", ServeJob: "serve", RunsJob: "runs",
 }  # fmt: skip

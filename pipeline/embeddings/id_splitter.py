@@ -32,6 +32,11 @@ class IdSplitter:
         }
         self._skipped = {name for kind in kinds for name in kind.often_empty_features()} if skip_empty_bags else set()
 
+    @property
+    def features(self) -> frozenset[str]:
+        """Whose ids become others."""
+        return frozenset(self._splits)
+
     def __bool__(self) -> bool:
         """Whether there is anything to split."""
         return bool(self._splits)

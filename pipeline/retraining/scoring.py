@@ -25,6 +25,7 @@ from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, init_distributed
 from pipeline.training.assembly import assemble, open_reader, resolve
+from pipeline.training.evaluation_details import first_ids
 
 
 def score(
@@ -73,7 +74,7 @@ def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedCont
                         raise RetrainingError(
                             f"gate.slices names {name!r}, which is no feature whose ids the model reads as they are"
                         )
-                    parts[name].append(_first_ids(batch.sparse_features[name])[real.numpy()])
+                    parts[name].append(first_ids(batch.sparse_features[name])[real.numpy()])
             wanted = preemption.wanted()
     finally:
         batches.close()
@@ -82,13 +83,6 @@ def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedCont
     local = {name: np.concatenate(found) if found else np.zeros(0, np.float32) for name, found in parts.items()}
     gathered = _gather(local, context)
     return Scores(gathered["logits"], gathered["labels"], {name: gathered[name].astype(np.int64) for name in slices})
-
-
-def _first_ids(feature: object) -> NDArray:
-    """[rows] the first id of each bag, 0 for an empty one."""
-    lengths, values = feature.lengths().cpu().numpy(), feature.values().cpu().numpy()  # type: ignore[attr-defined]
-    starts = np.cumsum(lengths) - lengths
-    return np.where(lengths > 0, np.append(values, 0)[np.minimum(starts, len(values))], 0)
 
 
 def _gather(local: dict[str, NDArray], context: DistributedContext) -> dict[str, NDArray]:

@@ -155,7 +155,10 @@ def open_reader(
     every_row: bool = False,
 ) -> ShardReader:
     """Training reads whole micro-batches; the other splits are read in evaluation batches, every row once. With
-    `every_row` so is the training split, which then may end in a batch that is not full."""
+    `every_row` so is the training split, which then may end in a batch that is not full.
+
+    The order of an evaluation does not depend on trainer.seed: the first batches of a split are the same rows for all runs.
+    """
     job, trainer, training = resolved.job, resolved.job.trainer, split == "train"
     check_group(resolved.dataset, job.data.group_column)
     default = trainer.micro_batch_size if training else trainer.evaluate_batch_size or trainer.global_batch_size
@@ -167,7 +170,7 @@ def open_reader(
         rank=context.rank,
         world_size=context.world_size,
         config=job.data.reader,
-        seed=trainer.seed,
+        seed=trainer.seed if training and not every_row else 0,
         multi_hot=job.data.synthetic_multi_hot,
         drop_last=training and not every_row,
         with_groups=not training or every_row,

@@ -14,12 +14,14 @@ from pipeline.config.jobs import EvaluateJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import ParallelConfig
 from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.logs import to_json
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.run import SUMMARY, describe_quality, describe_run
 from pipeline.training.run_state import checkpoint_folder, chosen_step
+from pipeline.training.runs.details import EvaluationDetails, details_path, write_details
 
 CLICK_METRICS = ("ne", "logloss", "auc", "gauc", "auprc", "calibration", "label_rate")  # in this order on the terminal
 
@@ -52,11 +54,11 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.checkpoint.checkpointer import Checkpointer
         from pipeline.checkpoint.steps import step_path
         from pipeline.data.dataset import load_dataset
-        from pipeline.runtime.logs import to_json
         from pipeline.runtime.process.distributed import init_distributed
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
         from pipeline.training.assembly import assemble, open_reader, resolve
         from pipeline.training.evaluation import evaluate_model
+        from pipeline.training.evaluation_details import DetailCollector
         from pipeline.training.input_watch import on_all_ranks
 
     watchdog.use(trained.trainer.limits())
@@ -82,7 +84,8 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     is_other_data = restored["data_order"]["dataset"] != dataset.fingerprint()
     check_data(job, trained.data.path, is_other_data)
     at = trained.trainer.group_metrics_at
-    metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}", at)
+    collector = DetailCollector(reader, context)
+    metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}", at, collector)
     step = restored["step"]
     checkpoint = step_path(checkpointer.folder, step)
     best_by = trained.best_metric if job.step is None and chosen is not None else ""
@@ -91,10 +94,19 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     summary.path = storage.join(job.run, file_name(job, step, dataset.fingerprint() if is_other_data else ""))
     if storage.exists(trained_summary := storage.join(job.run, SUMMARY)):
         summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
+    details = collector.compute(job.split, step, metrics)
     if context.is_main:
-        said = {"split": job.split, "step": summary.step, **({"tables": tables} if tables else {}), **metrics}
-        storage.publish_text(summary.path, to_json(said, indent=1))
+        _write(summary, details)
     return summary
+
+
+def _write(summary: EvaluateSummary, details: EvaluationDetails | None) -> None:
+    """The metrics as JSON, and beside them what the evaluation saw."""
+    if details is not None:
+        write_details(details_path(summary.path), details)
+    tables = {"tables": summary.tables} if summary.tables else {}
+    said = {"split": summary.split, "step": summary.step, **tables, **summary.metrics}
+    storage.publish_text(summary.path, to_json(said, indent=1))
 
 
 def check_data(job: EvaluateJob, path: str, is_other_data: bool) -> None:

@@ -15,6 +15,7 @@ from pipeline.models.tasks.task import task_in
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
+from pipeline.training.evaluation_details import DetailCollector
 from pipeline.training.input_watch import FailSafe, agreed_failure, too_many_bad
 
 AGREE_EVERY_BATCHES = 8  # on whether to stop: one small all-reduce
@@ -28,6 +29,7 @@ def evaluate_model(
     max_batches: int | None = None,
     description: str = "evaluate",
     group_metrics_at: Sequence[int] = (),
+    details: DetailCollector | None = None,
 ) -> dict[str, float]:
     """Collective: NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples of the reader's split.
 
@@ -36,7 +38,7 @@ def evaluate_model(
 
     Of a retrieval model: recall@k and MRR against the split's catalogue (models.tasks.retrieval_metrics).
 
-    The model's training mode is restored.
+    The model's training mode is restored. `details` is given each batch of a task with one logit a row.
 
     Raises:
         Preempted: on every rank, within a few batches of a SIGTERM to any of them; what was measured is dropped.
@@ -56,6 +58,8 @@ def evaluate_model(
                     measure.update(prediction)
                     if groups and hasattr(prediction, "logits"):
                         groups.update(prediction, batch.groups)
+                    if details and hasattr(prediction, "logits"):
+                        details.update(prediction, batch)
                     bar.advance(1)
                     wants_to_stop = preemption.wanted() or fail_safe.error is not None
                     if index % AGREE_EVERY_BATCHES == 0 and true_on_any_rank(wants_to_stop, context):

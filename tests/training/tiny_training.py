@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torchrec.optim import RowWiseAdagrad
 
 from pipeline.checkpoint.checkpointer import Checkpointer
@@ -127,6 +129,12 @@ class DrawnReader:
         self.stall_seconds = 0.0
         self.config, self.num_rows = ReaderConfig(), self.steps_per_epoch * global_batch_size
         self._rank, self._world_size, self._global, self._nan = rank, world_size, global_batch_size, nan_steps
+
+    dataset_fingerprint, plain_features = "drawn", ()
+
+    def positions(self, epoch: int) -> Iterator[NDArray[np.int64]]:
+        for step in range(self.steps_per_epoch):
+            yield (step * self._world_size + self._rank) * self.batch_size + np.arange(self.batch_size)
 
     def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
         return [(f"epoch {epoch} step {step} rank {self._rank}", row) for row in rows]

@@ -16,6 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.config.data import ReaderConfig, check_batch_geometry
@@ -23,6 +25,7 @@ from pipeline.data.dataset import Dataset, check_multi_hot, check_split
 from pipeline.data.read.assemble import BatchAssembler, Piece
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.decode import Block, Shards
+from pipeline.data.read.positions import batch_positions
 from pipeline.data.read.prefetch import Prefetcher
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.streams import EpochOrder, Segment, num_steps, row_permutation
@@ -81,7 +84,10 @@ class ShardReader:
         self.stall_seconds = 0.0  # time that next() has waited, the first batch of each epoch included
         self._seed = seed
         self._pin_memory, self._split_ids = pin_memory, split_ids
-        self._identity = [dataset.fingerprint(), split, seed, config.num_streams, config.shuffle, global_batch_size]
+        self.dataset_fingerprint = dataset.fingerprint()
+        split_features: frozenset[str] = getattr(split_ids, "features", frozenset())
+        self.plain_features = [name for name in dataset.sparse_feature_names if name not in split_features]
+        self._identity = [self.dataset_fingerprint, split, seed, config.num_streams, config.shuffle, global_batch_size]
         streams = config.num_streams // world_size
         self._streams = range(rank * streams, (rank + 1) * streams)
         quarantine = Quarantine(quarantine_path) if config.on_bad_rows == "quarantine" else None
@@ -123,6 +129,11 @@ class ShardReader:
                 row = int(row_permutation(self._seed, epoch, group, size)[row])
             positions.append(self._shards.locate(group, row))
         return positions
+
+    def positions(self, epoch: int) -> Iterator[NDArray[np.int64]]:
+        """[batch_size] for each batch of an epoch: where its rows lie in the split's files (data.read.positions)."""
+        order = EpochOrder(self._shards.row_group_sizes, self.config.num_streams, self._seed, epoch, self._is_shuffled)
+        return batch_positions(order, self._streams, self._assembler.rows_per_stream, self.steps_per_epoch)
 
     @property
     def _is_shuffled(self) -> bool:

@@ -203,3 +203,17 @@ def _write_aside(path: str, holder: Holder) -> None:
 def _remove(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.remove(path)
+
+
+def held_by(run_dir: str, ttl_s: float) -> str:
+    """Who writes to the folder now, empty for nobody; only looked at, and by this host's clock."""
+    folder = os.path.join(run_dir, FOLDER)
+    if "://" in run_dir or not os.path.isdir(folder) or not (tokens := _tokens(folder)):
+        return ""
+    holder = _read(folder, tokens[-1])
+    try:
+        silent_s = time.time() - os.stat(_path(folder, tokens[-1])).st_mtime
+    except FileNotFoundError:
+        return ""
+    held = holder is not None and _is_held(holder, _myself(holder.token + 1), silent_s, ttl_s)
+    return holder.describe(silent_s) if held and holder is not None else ""

@@ -173,16 +173,21 @@ def read_text(path: str) -> str:
 
 def publish_text(path: str, text: str) -> None:
     """Write a file whole or not at all: after a crash there is the old one, or the new one."""
+    publish_bytes(path, text.encode())
+
+
+def publish_bytes(path: str, content: bytes) -> None:
+    """As publish_text."""
     if not is_local(path):
-        with open_file(path, "w") as file:  # an object appears at once, with all its bytes
-            file.write(text)
+        with open_file(path, "wb") as file:  # an object appears at once, with all its bytes
+            file.write(content)
         return
     folder = os.path.dirname(path) or "."
     os.makedirs(folder, exist_ok=True)
     staged = os.path.join(folder, f".{os.path.basename(path)}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with open_file(staged, "w") as file:
-            file.write(text)
+        with open_file(staged, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(staged, path)

@@ -8,7 +8,9 @@ from pipeline.config.registry import register
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption
 from pipeline.training.evaluation import evaluate_model
+from pipeline.training.evaluation_details import DetailCollector
 from pipeline.training.hooks.base import Hook, TrainingState
+from pipeline.training.runs.details import keep_details
 
 logger = get_logger("pipeline.training.trainer")
 
@@ -35,6 +37,7 @@ class Evaluation(Hook):
         if parts.validation_reader is None:
             return
         state.detach()
+        collector = DetailCollector(parts.validation_reader, parts.context)
         try:
             metrics = evaluate_model(
                 parts.model,
@@ -43,14 +46,18 @@ class Evaluation(Hook):
                 self.job.trainer.evaluate_max_batches,
                 "validation",
                 self.job.trainer.group_metrics_at,
+                collector,
             )
         except preemption.Preempted:  # the step is saved without; a resumed run makes up for it
             state.preempted = True
             return
         whose = "  (each host's own tables)" if parts.replicas and not parts.replicas.equal else ""
         logger.info("step %d  validation  %s%s", state.step, _described(metrics), whose)
+        details = collector.compute("validation", state.step, metrics)
         if parts.writer:
             parts.writer.write("validation", state.step, metrics)
+            if details is not None:
+                keep_details(self.job.run_dir, details, self.job.best_metric)
         state.metrics, state.metrics_step = metrics, state.step
         state.hooks.call("on_evaluation_end", state, metrics)
 

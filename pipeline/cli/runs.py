@@ -1,0 +1,88 @@
+"""List, compare, show, tag and remove runs:  python -m pipeline.runs list
+
+    python -m pipeline.runs list [ROOT] [sort=ne] [output=runs.parquet]
+    python -m pipeline.runs compare RUN RUN... [split=validation]    is one better, and how sure is that?
+    python -m pipeline.runs show RUN                                 what it is, and all that was measured
+    python -m pipeline.runs tag RUN TAG... [note='...']              a tag with a leading - is taken away: 'tags=[-old]'
+    python -m pipeline.runs remove RUN [force=true]                  the folder, checkpoints included
+
+Everything is read from the run folders alone. Runs that differ in nothing but trainer.seed are compared as one variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.cli.verb import verb
+from pipeline.cli.words import Command
+from pipeline.config.jobs import RunsJob
+
+
+def list_runs(job: RunsJob) -> str:
+    """A line a run."""
+    from pipeline.training.runs.folder import find_runs
+    from pipeline.training.runs.listing import as_rows, as_text, sorted_runs, write_parquet
+
+    found = find_runs(job.root)
+    if not found:
+        return f"no run in {job.root}"
+    runs = sorted_runs(found, job.sort)
+    if job.output:
+        write_parquet(job.output, as_rows(runs))
+    return as_text(runs)
+
+
+def compare_runs(job: RunsJob) -> str:
+    from pipeline.training.runs.compare import compare
+    from pipeline.training.runs.folder import open_run
+    from pipeline.training.runs.listing import write_parquet
+
+    comparison = compare([open_run(path) for path in job.runs], job.split, job.confidence)
+    if job.output:
+        write_parquet(job.output, comparison.as_rows())
+    return comparison.as_text()
+
+
+def show_run(job: RunsJob) -> str:
+    from pipeline.training.runs.folder import open_run
+    from pipeline.training.runs.listing import describe_run
+
+    return "\n".join(describe_run(open_run(job.run)))
+
+
+def tag_run(job: RunsJob) -> str:
+    from pipeline.training.runs.folder import open_run
+    from pipeline.training.runs.listing import tag
+
+    return f"{job.run}  tags: {', '.join(tag(open_run(job.run), job.tags, job.note)) or 'none'}"
+
+
+def remove_run(job: RunsJob) -> str:
+    from pipeline.training.runs.folder import open_run
+    from pipeline.training.runs.listing import remove
+
+    remove(open_run(job.run), job.force)
+    return f"removed {job.run}"
+
+
+RUN: dict[str, Callable[[RunsJob], str]] = {
+    "list": list_runs, "compare": compare_runs, "show": show_run, "tag": tag_run, "remove": remove_run,
+}  # fmt: skip
+
+
+def run(job: RunsJob) -> str:
+    """What the command prints."""
+    return RUN[job.command](job)
+
+
+COMMANDS = (
+    Command("list", ("root",)),
+    Command("compare", many="runs"),
+    Command("show", ("run",)),
+    Command("tag", ("run",), many="tags"),
+    Command("remove", ("run",)),
+)
+main = verb("runs", RunsJob, describe=str, commands=COMMANDS, default="list")(run)
+
+if __name__ == "__main__":
+    main()

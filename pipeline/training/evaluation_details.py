@@ -1,0 +1,90 @@
+"""Collect what an evaluation saw beside its metrics, over all ranks: see pipeline.training.runs.details."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from pipeline.data.quality import log_losses
+from pipeline.data.read.batch import Batch
+from pipeline.data.read.reader import ShardReader
+from pipeline.models.tasks.click_metrics import gather_to_main
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.training.runs.details import MAX_BLOCKS, EvaluationDetails, Slice, summarize_rows
+
+HEAD_IDS = (
+    64  # of a feature: ids are by descending frequency, so these are the slices with most rows, and 0 the unknown
+)
+
+
+class DetailCollector:
+    """Every rank has one for each evaluation. 9 bytes a row are kept, and those of all ranks on rank 0 at the end.
+
+    Slices are those of features whose ids are the data set's own.
+    """
+
+    def __init__(self, reader: ShardReader, context: DistributedContext) -> None:
+        self._dataset, self._features = reader.dataset_fingerprint, reader.plain_features
+        self._context, self._positions, self._num_rows = context, reader.positions(epoch=0), reader.num_rows
+        self._num_blocks = min(MAX_BLOCKS, reader.num_rows)
+        self._sums = np.zeros((4, len(self._features) * HEAD_IDS))  # rows, labels, predictions, losses
+        self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def update(self, prediction: Any, batch: Batch) -> None:
+        """Local. `prediction` has logits, labels and sample_weights [batch]; the batches come in the reader's order."""
+        positions = next(self._positions)
+        real = (prediction.sample_weights > 0).cpu().numpy()
+        logits, labels = (getattr(prediction, name).float().cpu().numpy()[real] for name in ("logits", "labels"))
+        blocks = (positions[real] * self._num_blocks // self._num_rows).astype(np.int32)
+        parts = (blocks, logits, labels.astype(np.uint8))
+        self._rows.append(tuple(torch.from_numpy(part) for part in parts))  # type: ignore[arg-type]
+        self._add_slices(batch, real, logits, labels)
+
+    def _add_slices(
+        self, batch: Batch, real: NDArray[np.bool_], logits: NDArray[np.float32], labels: NDArray[np.float32]
+    ) -> None:
+        values = (None, labels, 1.0 / (1.0 + np.exp(-logits.astype(np.float64))), log_losses(logits, labels))
+        for index, feature in enumerate(self._features):
+            ids = first_ids(batch.sparse_features[feature])[real]
+            head = ids < HEAD_IDS
+            at = slice(index * HEAD_IDS, (index + 1) * HEAD_IDS)
+            for sums, value in zip(self._sums, values, strict=True):
+                weights = None if value is None else value[head]
+                sums[at] += np.bincount(ids[head], weights=weights, minlength=HEAD_IDS)
+
+    def compute(self, split: str, step: int, metrics: dict[str, float]) -> EvaluationDetails | None:
+        """Collective: on rank 0 what was collected, or None where no row was; None on the others."""
+        kinds = (torch.int32, torch.float32, torch.uint8)
+        local = [torch.cat([rows[index] for rows in self._rows]) if self._rows else torch.empty(0, dtype=kind)
+                 for index, kind in enumerate(kinds)]  # fmt: skip
+        blocks, logits, labels = (gather_to_main(values, self._context).numpy() for values in local)
+        sums = torch.from_numpy(self._sums).to(self._context.device)
+        dist.reduce(sums, dst=0)
+        if not self._context.is_main or not len(logits):
+            return None
+        sums_of_blocks, reliability = summarize_rows(blocks, logits, labels, self._num_blocks)
+        slices = self._slices(sums.cpu().numpy())
+        return EvaluationDetails(split, step, self._dataset, metrics, sums_of_blocks, reliability, slices)
+
+    def _slices(self, sums: NDArray[np.float64]) -> list[Slice]:
+        found = [
+            Slice(feature, id, int(rows), float(labels), float(predictions), float(loss))
+            for index, feature in enumerate(self._features)
+            for id, (rows, labels, predictions, loss) in enumerate(
+                sums[:, index * HEAD_IDS : (index + 1) * HEAD_IDS].T.tolist()
+            )
+        ]
+        return [each for each in found if each.rows]
+
+
+def first_ids(feature: JaggedTensor) -> NDArray[np.int64]:
+    """[rows] the first id of each bag, 0 for an empty one."""
+    lengths, values = feature.lengths().cpu().numpy(), feature.values().cpu().numpy()
+    starts = np.cumsum(lengths) - lengths
+    ids: NDArray[np.int64] = np.where(lengths > 0, np.append(values, 0)[np.minimum(starts, len(values))], 0)
+    return ids

@@ -1,0 +1,268 @@
+"""Compare runs from their folders: what was configured otherwise, and whether one is better, with how much confidence.
+
+Runs whose configs differ in nothing but their seed are one variant, trained several times. The first run's variant is the
+baseline of all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from string import ascii_uppercase
+from typing import Any
+
+from pipeline.checkpoint.retention import is_higher_better
+from pipeline.runtime.errors import ConfigError
+from pipeline.training.runs.details import EvaluationDetails, read_details
+from pipeline.training.runs.folder import Run, describe_plan
+from pipeline.training.runs.intervals import MEASURES, Difference, difference, resampled_measures, same_rows
+
+SAME_VARIANT = ("name", "run_dir", "trainer.seed")  # keys that may differ within a variant, and sections:
+SAME_VARIANT_SECTIONS = ("paths.", "logger.")
+SPLITS = ("test", "validation")  # looked for in this order
+LEFT_OUT = ("num_samples", "num_groups", "num_one_class_groups", "label_rate")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`letter` names it in the text; the runs differ in their seed alone."""
+
+    letter: str
+    runs: list[Run]
+
+    @property
+    def by_seed(self) -> dict[int, str]:
+        """Seed -> run; a seed that was trained twice has its second run under a number of its own."""
+        found: dict[int, str] = {}
+        for run in self.runs:
+            seed = run.seed if run.seed not in found else -1 - len(found)
+            found[seed] = run.path
+        return found
+
+    @property
+    def label(self) -> str:
+        return f"{self.letter}  {', '.join(run.path for run in self.runs)}"
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """One metric of every variant: means over runs, and the differences from the first where the rows are known."""
+
+    name: str
+    means: list[float]  # NaN where a run was not measured by it
+    differences: list[Difference | None] = field(default_factory=list)  # the baseline's is None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`config`: key -> value of each variant, where they differ. `others`: what else is known of each variant."""
+
+    split: str
+    variants: list[Variant]
+    config: dict[str, list[str]]
+    metrics: list[MetricRow]
+    others: dict[str, list[str]]
+    notes: list[str]
+    confidence: float
+
+    def as_text(self) -> str:
+        lines = [variant.label for variant in self.variants]
+        lines += _section("config", self.config, self.variants)
+        lines.append(f"\n{self.split} split")
+        for row in self.metrics:
+            lines.append(f"  {row.name:<22}" + "".join(f"{_number(mean):>12}" for mean in row.means))
+            lines += [
+                f"  {'':<22}{describe(row.name, variant.letter, found)}"
+                for variant, found in zip(self.variants, row.differences, strict=True)
+                if found is not None
+            ]
+        lines += _section("also", self.others, self.variants)
+        return "\n".join([*lines, *(f"\nnote: {note}" for note in self.notes)])
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        """A row for each variant and metric."""
+        return [
+            {
+                "variant": variant.letter,
+                "runs": [run.path for run in variant.runs],
+                "split": self.split,
+                "metric": row.name,
+                "mean": row.means[index],
+                "difference": found.value if found else None,
+                "half_width": found.half_width if found else None,
+                "confidence": self.confidence if found else None,
+                "is_significant": found.is_significant if found else None,
+                "is_called": found.is_called if found else None,
+                "seeds_known": found.seeds_known if found else None,
+            }
+            for row in self.metrics
+            for index, (variant, found) in enumerate(zip(self.variants, row.differences, strict=True))
+        ]
+
+
+def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0.98) -> Comparison:
+    """Raises ConfigError for fewer than two runs, one run twice, and a split on which no run was measured."""
+    if len(runs) < 2:
+        raise ConfigError("compare takes two runs at least: python -m pipeline.runs compare RUN RUN")
+    if len({run.path for run in runs}) < len(runs):
+        raise ConfigError(f"a run is named twice among {', '.join(run.path for run in runs)}")
+    variants, split = group(runs), split or choose_split(runs)
+    found = {run.path: run.metrics(split) for run in runs}
+    if not any(metrics for _, metrics in found.values()):
+        raise ConfigError(
+            f"none of these runs was measured on the {split} split: python -m pipeline.evaluate run=... split={split}"
+        )
+    details, notes = read_all_details(runs, split, {path: step for path, (step, _) in found.items()})
+    names = dict.fromkeys(name for _, metrics in found.values() for name in metrics if name not in LEFT_OUT)
+    resampled = resampled_measures(
+        {path: each.blocks for path, each in details.items()},
+        {path: each.metrics.get("auc", math.nan) for path, each in details.items()},
+    ) if details else {}  # fmt: skip
+    rows = []
+    for name in names:
+        values = [{run.path: found[run.path][1].get(name, math.nan) for run in each.runs} for each in variants]
+        differences: list[Difference | None] = [None] * len(variants)
+        if name in resampled and name in MEASURES:
+            measured = {path: value for each in values for path, value in each.items()}
+            differences[1:] = [
+                difference(variants[0].by_seed, each.by_seed, measured, resampled[name], confidence)
+                for each in variants[1:]
+            ]
+        rows.append(MetricRow(name, [sum(each.values()) / len(each) for each in values], differences))
+    return Comparison(
+        split, variants, differing_config(variants), rows, _others(variants),
+        notes + _notes(variants, found, bool(resampled)), confidence,
+    )  # fmt: skip
+
+
+def group(runs: Sequence[Run]) -> list[Variant]:
+    """Variants in the order in which the runs name them."""
+    variants: dict[str, list[Run]] = {}
+    for run in runs:
+        variants.setdefault(repr(sorted(_identity(run).items())), []).append(run)
+    letters = [*ascii_uppercase, *(f"V{number}" for number in range(27, 27 + len(variants)))]
+    return [Variant(letter, each) for letter, each in zip(letters, variants.values(), strict=False)]
+
+
+def _identity(run: Run) -> dict[str, str]:
+    return {
+        key: str(value)
+        for key, value in run.flat_config.items()
+        if key not in SAME_VARIANT and not key.startswith(SAME_VARIANT_SECTIONS)
+    }
+
+
+def choose_split(runs: Sequence[Run]) -> str:
+    """The first of SPLITS on which all runs were measured, else the one on which most were."""
+    counts = {split: sum(bool(run.metrics(split)[1]) for run in runs) for split in SPLITS}
+    return max(SPLITS, key=lambda split: (counts[split], -SPLITS.index(split)))
+
+
+def read_all_details(
+    runs: Sequence[Run], split: str, steps: dict[str, int]
+) -> tuple[dict[str, EvaluationDetails], list[str]]:
+    """Path -> what the run's evaluation saw, of all runs or of none; and why none."""
+    missing = [run.path for run in runs if (split, steps[run.path]) not in run.details]
+    if missing:
+        how = f"python -m pipeline.evaluate run={missing[0]} split={split} step={steps[missing[0]]}"
+        return {}, [f"no intervals: {missing[0]} keeps nothing of the rows that it was measured on; {how}"]
+    found = {run.path: read_details(run.details[split, steps[run.path]]) for run in runs}
+    first = found[runs[0].path]
+    if any(len(each.blocks.rows) != len(first.blocks.rows) for each in found.values()) or not same_rows(
+        [each.blocks for each in found.values()]
+    ):
+        return {}, [
+            f"no intervals: the runs were measured on other rows of the {split} split, so they cannot be paired"
+        ]
+    return found, []
+
+
+def differing_config(variants: Sequence[Variant]) -> dict[str, list[str]]:
+    """Key -> its value in each variant."""
+    configs = [_identity(variant.runs[0]) for variant in variants]
+    keys = sorted({key for config in configs for key in config})
+    return {
+        key: [config.get(key, "-") for config in configs]
+        for key in keys
+        if len({config.get(key, "-") for config in configs}) > 1
+    }
+
+
+def describe(metric: str, letter: str, found: Difference) -> str:
+    """A sentence: B is better by 0.0012 ± 0.0004 (98 %)."""
+    amount = f"{abs(found.value):.{_places(found.half_width)}f} ± {found.half_width:.{_places(found.half_width)}f}"
+    chance = f"({100 * found.confidence:g} %)"
+    if not found.is_significant:
+        return f"{letter}: no difference seen, {'+' if found.value >= 0 else '-'}{amount} {chance}"
+    better = (found.value > 0) == is_higher_better(metric)
+    word = ("higher" if found.value > 0 else "lower") if metric == "calibration" else "better" if better else "worse"
+    if not found.seeds_known:
+        return f"{letter}'s one model is {word} on these rows by {amount} {chance}; of its config that says nothing"
+    return f"{letter} is {word} by {amount} {chance}"
+
+
+def _places(half_width: float) -> int:
+    """Decimal places that show two digits of the half width."""
+    return min(8, max(1, 1 - math.floor(math.log10(half_width)))) if half_width > 0 else 4
+
+
+def _others(variants: Sequence[Variant]) -> dict[str, list[str]]:
+    """What is known beside quality; of the variant's runs the first, or their sum or mean."""
+
+    def mean(runs: list[Run], key: str) -> str:
+        values = [run.summary["throughput"][key] for run in runs if key in run.summary.get("throughput", {})]
+        return f"{sum(values) / len(values):,.4g}" if values else "-"
+
+    def first(variant: Variant, value: Any) -> str:
+        return str(value) if value else "-"
+
+    rows: dict[str, list[str]] = {
+        "seeds": [", ".join(str(run.seed) for run in each.runs) for each in variants],
+        "steps": [", ".join(dict.fromkeys(str(run.chosen_step) for run in each.runs)) for each in variants],
+        "samples/s": [mean(each.runs, "samples_per_s") for each in variants],
+        "input stall, %": [mean(each.runs, "input_stall_percent") for each in variants],
+        "memory a rank, GiB": [mean(each.runs, "peak_memory_gb") for each in variants],
+        "rank-hours": [f"{sum(run.rank_hours for run in each.runs):.3g}" for each in variants],
+        "data set": [first(each, each.runs[0].config.get("data", {}).get("path")) for each in variants],
+        "git": [first(each, each.runs[0].starts and each.runs[0].starts[-1].commit) for each in variants],
+        "plan": [first(each, describe_plan(each.runs[0]).partition(": ")[2].partition(";")[0]) for each in variants],
+    }
+    return {key: values for key, values in rows.items() if set(values) != {"-"}}
+
+
+def _notes(
+    variants: Sequence[Variant], found: dict[str, tuple[int, dict[str, float]]], has_intervals: bool
+) -> list[str]:
+    notes = []
+    if len(variants) == 1:
+        values = [metrics.get("ne", math.nan) for _, metrics in found.values()]
+        spread = f"; their NE lies {max(values) - min(values):.5f} apart" if all(map(math.isfinite, values)) else ""
+        notes.append(f"these runs differ in their seed alone: there is nothing to be better{spread}")
+    elif has_intervals and any(
+        each is not variants[0] and len(each.runs) + len(variants[0].runs) == 2 for each in variants
+    ):
+        notes.append(
+            "one seed of each: the intervals are about these models on other rows. Another seed moves a model's metrics "
+            "too, often by more; train each with the same three seeds (trainer.seed=1 run_dir=...) and name all the runs"
+        )
+    for run in (run for variant in variants for run in variant.runs):
+        if run.state != "finished":
+            notes.append(f"{run.path} is {run.state}, at step {run.step}")
+    return notes
+
+
+def _section(title: str, rows: dict[str, list[str]], variants: Sequence[Variant]) -> list[str]:
+    if not rows:
+        return []
+    width = max(len(key) for key in rows)
+    header = f"\n{title:<{width + 2}}" + "".join(f"{each.letter:<24}" for each in variants)
+    return [header.rstrip(), *(f"  {key:<{width}}" + _cells(values) for key, values in rows.items())]
+
+
+def _cells(values: list[str]) -> str:
+    return "".join(f"  {value:<22}" if len(value) <= 22 else f"  {value}" for value in values).rstrip()
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.5g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,0 +1,222 @@
+"""Keep what an evaluation saw beside its metrics: sums over blocks of rows, a reliability diagram, and slices (without torch).
+
+A block is a stretch of the split's files, the same rows for every run over the same split, so two runs' blocks can be paired.
+One Parquet file: a row a block, and everything else as JSON in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.checkpoint.retention import is_higher_better
+from pipeline.data.quality import log_losses
+from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.storage import storage
+
+SUFFIX = ".details.parquet"
+NAME = re.compile(r"evaluation\.(\w+)\.step_(\d+)\.details\.parquet")
+MAX_BLOCKS = 10_000
+NUM_BINS = 20  # of the reliability diagram, with equally many rows in each
+KEY = b"pipeline.evaluation"
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Rows with neighbouring predictions: how many, their mean prediction and their label rate."""
+
+    rows: int
+    prediction: float
+    label_rate: float
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The rows whose first id of `feature` is `id`: sums over them; `loss` in nats."""
+
+    feature: str
+    id: int
+    rows: int
+    labels: float
+    predictions: float
+    loss: float
+
+    @property
+    def ne(self) -> float:
+        """Loss over the entropy of the slice's own label rate; NaN where its labels are all alike."""
+        rate = self.labels / self.rows
+        if not 0.0 < rate < 1.0:
+            return float("nan")
+        return float(self.loss / self.rows / -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
+
+    @property
+    def calibration(self) -> float:
+        return self.predictions / self.labels if self.labels else float("nan")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sums over the rows of each block [num_blocks]; `auc_term` sums each row's part in the AUC's deviation.
+
+    With the blocks taken m_b times, the AUC is the whole split's plus sum(m_b * auc_term_b), to first order (DeLong 1988).
+    """
+
+    rows: Floats
+    labels: Floats
+    predictions: Floats
+    loss: Floats
+    auc_term: Floats
+
+
+@dataclass(frozen=True)
+class EvaluationDetails:
+    split: str
+    step: int
+    dataset: str  # fingerprint
+    metrics: dict[str, float]
+    blocks: Blocks
+    reliability: list[Bin] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
+
+
+def summarize_rows(
+    blocks: NDArray[np.integer], logits: NDArray[np.floating], labels: NDArray[np.integer], num_blocks: int
+) -> tuple[Blocks, list[Bin]]:
+    """Of rows [n] in any order: their blocks in [0, num_blocks), logits and labels 0 or 1."""
+    predictions = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
+    losses, order = log_losses(logits, labels.astype(np.float64)), np.argsort(logits, kind="stable")
+
+    def per_block(values: Floats | None) -> Floats:
+        return np.bincount(blocks, weights=values, minlength=num_blocks).astype(np.float64)
+
+    sums = Blocks(
+        rows=per_block(None),
+        labels=per_block(labels.astype(np.float64)),
+        predictions=per_block(predictions),
+        loss=per_block(losses),
+        auc_term=per_block(auc_terms(logits, labels, order)),
+    )
+    bins = [
+        Bin(len(rows), float(predictions[rows].mean()), float(labels[rows].mean()))
+        for rows in np.array_split(order, min(NUM_BINS, len(order)))
+        if len(rows)
+    ]
+    return sums, bins
+
+
+def auc_terms(logits: NDArray[np.floating], labels: NDArray[np.integer], order: NDArray[np.integer]) -> Floats:
+    """[n]: each row's structural component of the AUC, less its mean, over the rows of its class (DeLong et al. 1988).
+
+    `order` sorts the logits ascending. Zeros where all labels are alike.
+    """
+    ordered, positive = logits[order], labels[order] > 0
+    num_positive = int(positive.sum())
+    num_negative = len(positive) - num_positive
+    terms = np.zeros(len(order))
+    if not num_positive or not num_negative:
+        return terms
+    ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, len(ordered))
+    tie_of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+
+    def share_below(of_class: NDArray[np.bool_], count: int) -> Floats:
+        """[n]: the share of a class that scores lower, those that score the same counted half."""
+        up_to = np.cumsum(of_class)[ends - 1].astype(np.float64)
+        below: Floats = ((np.concatenate([[0.0], up_to[:-1]]) + up_to) / 2 / count)[tie_of]
+        return below
+
+    above_negatives = share_below(~positive, num_negative)
+    area = float(above_negatives[positive].mean())
+    below_positives = 1.0 - share_below(positive, num_positive)
+    terms[order] = np.where(positive, (above_negatives - area) / num_positive, (below_positives - area) / num_negative)
+    return terms
+
+
+def details_path(evaluation: str) -> str:
+    """Beside an evaluation's JSON file."""
+    return evaluation.removesuffix(".json") + SUFFIX
+
+
+def write_details(path: str, details: EvaluationDetails) -> None:
+    """Whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    about = {
+        "split": details.split,
+        "step": details.step,
+        "dataset": details.dataset,
+        "metrics": {name: value for name, value in details.metrics.items() if np.isfinite(value)},
+        "reliability": [[each.rows, each.prediction, each.label_rate] for each in details.reliability],
+        "slices": [
+            [each.feature, each.id, each.rows, each.labels, each.predictions, each.loss] for each in details.slices
+        ],
+    }
+    table = pa.table({name.name: getattr(details.blocks, name.name) for name in fields(Blocks)})
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata({KEY: json.dumps(about).encode()}), buffer, compression="zstd")
+    storage.publish_bytes(path, buffer.getvalue().to_pybytes())
+
+
+def list_details(run: str) -> dict[tuple[str, int], str]:
+    """(split, step) -> file, of whole splits; ascending."""
+    found = {}
+    for name in storage.list_folder(run):
+        if match := NAME.fullmatch(name):
+            found[match[1], int(match[2])] = storage.join(run, name)
+    return dict(sorted(found.items()))
+
+
+def keep_details(run: str, details: EvaluationDetails, metric: str) -> None:
+    """Write what training has just measured. Of its earlier evaluations the best by `metric` stays, others go.
+
+    What `evaluate` has written stays too.
+    """
+    path = details_path(storage.join(run, f"evaluation.{details.split}.step_{details.step}.json"))
+    write_details(path, details)
+    sign = -1.0 if is_higher_better(metric) else 1.0
+    others = {}
+    for (split, _), other in list_details(run).items():
+        if split == details.split and not storage.exists(other.removesuffix(SUFFIX) + ".json"):
+            try:
+                others[other] = sign * _about(other)["metrics"][metric]
+            except (DamagedError, KeyError):
+                others[other] = float("inf")
+    best = min(others, key=lambda each: others[each], default=path)
+    for other in others.keys() - {best, path}:
+        storage.remove(other)
+
+
+def _about(path: str) -> Any:
+    """Raises DamagedError as read_details."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with storage.open_file(path, "rb") as file:
+            return json.loads(pq.read_metadata(file).metadata[KEY])
+    except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{path} cannot be read ({error})") from None
+
+
+def read_details(path: str) -> EvaluationDetails:
+    """Raises DamagedError for a file that is not what write_details writes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with storage.open_file(path, "rb") as file:
+            table = pq.read_table(pa.BufferReader(file.read()))
+        about = json.loads(table.schema.metadata[KEY])
+        blocks = Blocks(**{name.name: table[name.name].to_numpy() for name in fields(Blocks)})
+        reliability, slices = [Bin(*each) for each in about["reliability"]], [Slice(*each) for each in about["slices"]]
+        return EvaluationDetails(
+            about["split"], about["step"], about["dataset"], about["metrics"], blocks, reliability, slices
+        )
+    except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{path} cannot be read ({error}); evaluate the run again, which writes it anew") from None

@@ -1,0 +1,231 @@
+"""Read a run folder: config, summary, metrics, evaluations, plan, starts and tags, whatever of them is there (without torch).
+
+Run folders on disk are those that runs write; a copy of one in an object store (s3://...) is read as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import yaml
+
+from pipeline.config.saved_jobs import SAFE_LOADER
+from pipeline.runtime.errors import ConfigError, PlanError
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.lease import held_by
+from pipeline.training.runs.details import list_details
+
+CONFIG, METRICS, SUMMARY, PLAN, STARTS, TAGS = (
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "plan.json",
+    "starts.jsonl",
+    "tags.json",
+)
+EVALUATION = re.compile(r"evaluation\.(\w+)\.step_(\d+)\.json")
+DEEPEST = 4  # folders below the one to be listed
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run, as training notes it: time is UTC in ISO 8601, from_step the step that it went on from."""
+
+    time: str
+    from_step: int
+    command: str
+    host: str
+    world_size: int
+    version: str
+    commit: str  # ends in -dirty where files differed from it; empty outside a checkout
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder; each property is read when it is asked for, once."""
+
+    path: str
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """As it was saved, not typed: a run of another release or with plugins can be looked at too."""
+        values = yaml.load(storage.read_text(storage.join(self.path, CONFIG)), SAFE_LOADER)
+        return values if isinstance(values, dict) else {}
+
+    @cached_property
+    def flat_config(self) -> dict[str, Any]:
+        """Dotted key -> value."""
+        return dict(_flatten(self.config))
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """Of metrics.jsonl, in order; torn ones are left out."""
+        return [line for line in self._json_lines(METRICS) if {"kind", "step", "time"} <= line.keys()]
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Empty until the run has ended."""
+        return self._json(SUMMARY)
+
+    @cached_property
+    def starts(self) -> list[Start]:
+        """Of the training that the folder holds now, oldest first; none of a run of an earlier release."""
+        keys = [field.name for field in fields(Start)]
+        lines = [line for line in self._json_lines(STARTS) if set(keys) <= line.keys()]
+        first = max((number for number, line in enumerate(lines) if not line["from_step"]), default=0)
+        return [Start(**{key: line[key] for key in keys}) for line in lines[first:]]
+
+    @cached_property
+    def tags(self) -> list[str]:
+        return [str(tag) for tag in self._json(TAGS).get("tags", [])]
+
+    @cached_property
+    def note(self) -> str:
+        return str(self._json(TAGS).get("note", ""))
+
+    @cached_property
+    def evaluations(self) -> dict[tuple[str, int], dict[str, float]]:
+        """(split, step) -> metrics of whole splits: those of training, then those that `evaluate` has written."""
+        found = {("validation", line["step"]): _numbers(line) for line in self.lines if line["kind"] == "validation"}
+        for name in storage.list_folder(self.path):
+            if match := EVALUATION.fullmatch(name):
+                found[match[1], int(match[2])] = _numbers(self._json(name))
+        return found
+
+    @cached_property
+    def details(self) -> dict[tuple[str, int], str]:
+        """(split, step) -> the file that holds what the evaluation saw."""
+        return list_details(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def seed(self) -> int:
+        return int(self.config.get("trainer", {}).get("seed", 0))
+
+    @property
+    def step(self) -> int:
+        return max((line["step"] for line in self.lines), default=0)
+
+    @property
+    def chosen_step(self) -> int:
+        """The step that the run stands for: the best where the run keeps it, else the last one."""
+        best = self.summary.get("best_step")
+        return self.step if best is None else int(best)
+
+    @cached_property
+    def state(self) -> str:
+        """running, finished, or stopped: neither of them."""
+        if held_by(self.path, float(self.config.get("trainer", {}).get("lease_ttl_s", 120.0))):
+            return "running"
+        return "finished" if self.summary and self.summary.get("step") == self.step else "stopped"
+
+    @property
+    def seconds(self) -> float:
+        """From each start to the last line that it wrote; without starts from the first line to the last."""
+        times = [float(line["time"]) for line in self.lines]
+        begins = [datetime.fromisoformat(start.time).timestamp() for start in self.starts] or times[:1]
+        ends = [*begins[1:], float("inf")]
+        spans = (
+            (begin, [time for time in times if begin <= time < end]) for begin, end in zip(begins, ends, strict=True)
+        )
+        return sum(max(within) - begin for begin, within in spans if within)
+
+    @property
+    def rank_hours(self) -> float:
+        """What the run has cost: hours times ranks (GPUs, where ranks have one each)."""
+        ranks = max((start.world_size for start in self.starts), default=int(self.config.get("world_size", 1)))
+        return self.seconds / 3600 * ranks
+
+    def metrics(self, split: str) -> tuple[int, dict[str, float]]:
+        """(step, metrics) of the step that the run stands for, else of the last one measured; (0, {}) where there is none."""
+        steps = [step for found, step in self.evaluations if found == split]
+        if not steps:
+            return 0, {}
+        step = self.chosen_step if self.chosen_step in steps else max(steps)
+        return step, self.evaluations[split, step]
+
+    def _json_lines(self, name: str) -> list[dict[str, Any]]:
+        """Torn lines are left out."""
+        path, found = storage.join(self.path, name), []
+        for line in storage.read_text(path).splitlines() if storage.is_file(path) else []:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return [line for line in found if isinstance(line, dict)]
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """Empty where the file is missing or cannot be read."""
+        path = storage.join(self.path, name)
+        try:
+            values = json.loads(storage.read_text(path)) if storage.is_file(path) else {}
+        except ValueError:
+            return {}
+        return values if isinstance(values, dict) else {}
+
+
+def open_run(path: str) -> Run:
+    """Raises ConfigError where there is no run."""
+    path = path.rstrip("/")
+    if not storage.is_file(storage.join(path, CONFIG)):
+        raise ConfigError(
+            f"{path} is no run folder: it has no {CONFIG}; `python -m pipeline.runs list FOLDER` finds those below a folder"
+        )
+    return Run(path)
+
+
+def find_runs(root: str) -> list[Run]:
+    """Run folders at or below `root`, by path. Raises ConfigError where there is no such folder."""
+    if not storage.is_folder(root):
+        raise ConfigError(f"{root} is no folder: give the one that your runs are in, as in `runs list runs`")
+    return [Run(path) for path in sorted(_run_folders(root.rstrip("/"), DEEPEST))]
+
+
+def _run_folders(folder: str, deeper: int) -> Iterator[str]:
+    """A run's own folders are not looked into."""
+    names = storage.list_folder(folder)
+    if CONFIG in names:
+        if METRICS in names or SUMMARY in names:
+            yield folder
+        return
+    for name in names if deeper else []:
+        below = storage.join(folder, name)
+        if not name.startswith(".") and storage.is_folder(below):
+            yield from _run_folders(below, deeper - 1)
+
+
+def describe_plan(run: Run) -> str:
+    """One line of the plan that the run was trained by; empty where it has none that can be read."""
+    from pipeline.planner.explain import summarize
+    from pipeline.planner.plan_file import read_view
+
+    path = storage.join(run.path, PLAN)
+    try:
+        return summarize(read_view(path).description) if storage.is_file(path) else ""
+    except PlanError:
+        return ""
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and name not in ("step", "time")
+    }

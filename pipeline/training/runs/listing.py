@@ -1,0 +1,137 @@
+"""List run folders, tag them, and remove those that nobody needs."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.checkpoint.retention import is_higher_better
+from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.lease import take_lease
+from pipeline.training.runs.compare import choose_split
+from pipeline.training.runs.folder import TAGS, Run
+
+SHOWN = ("ne", "auc", "gauc", "recall_at_10", "mrr")
+COLUMNS = ("run", "state", "step", "seed", "samples/s", "rank-hours", "last", "tags")
+
+
+def sorted_runs(runs: Sequence[Run], by: str) -> list[Run]:
+    """By "time", the newest first, else by a metric, the best first; a run without that metric goes last.
+
+    Raises:
+        ConfigError: no run has that metric.
+    """
+    if by == "time":
+        return sorted(runs, key=lambda run: -_last_time(run))
+    values = {run.path: run.metrics(choose_split([run]))[1].get(by, math.nan) for run in runs}
+    if runs and all(math.isnan(value) for value in values.values()):
+        known = sorted({name for run in runs for name in run.metrics(choose_split([run]))[1]})
+        raise ConfigError(
+            f"sort={by}: no run was measured by it; there are time{', ' if known else ''}{', '.join(known)}"
+        )
+    sign = -1.0 if is_higher_better(by) else 1.0
+    return sorted(runs, key=lambda run: (math.isnan(values[run.path]), sign * values[run.path]))
+
+
+def as_text(runs: Sequence[Run]) -> str:
+    """A line a run, with the metrics that any of them has."""
+    measured = {run.path: (choose_split([run]), run.metrics(choose_split([run]))[1]) for run in runs}
+    names = [name for name in SHOWN if any(name in metrics for _, metrics in measured.values())]
+    header = [*COLUMNS[:4], "split", *names, *COLUMNS[4:]]
+    rows = []
+    for run in runs:
+        split, metrics = measured[run.path]
+        speed = run.summary.get("throughput", {}).get("samples_per_s")
+        rows.append([
+            run.path, run.state, str(run.chosen_step), str(run.seed), split if metrics else "-",
+            *(f"{metrics[name]:.4f}" if name in metrics else "-" for name in names),
+            f"{speed:,.0f}" if speed else "-", f"{run.rank_hours:.3g}", _time(_last_time(run)), ",".join(run.tags),
+        ])  # fmt: skip
+    widths = [max(len(row[index]) for row in [header, *rows]) for index in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    )
+
+
+def describe_run(run: Run) -> list[str]:
+    """What a run is, and everything that was measured of it."""
+    lines = [f"{run.path}  {run.state} at step {run.step}, seed {run.seed}"]
+    lines += [f"tags        {', '.join(run.tags)}"] if run.tags else []
+    lines += [f"note        {run.note}"] if run.note else []
+    for start in run.starts:
+        code = f"git {start.commit}" if start.commit else f"version {start.version}"
+        lines.append(
+            f"start       {start.time} from step {start.from_step} on {start.host}, {start.world_size} rank(s), {code}"
+        )
+        lines.append(f"            {start.command}")
+    for (split, step), metrics in sorted(run.evaluations.items()):
+        lines.append(f"{split:<11} step {step}: " + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items()))
+    lines.append(f"cost        {run.seconds:,.0f} s, {run.rank_hours:.3g} rank-hours")
+    return lines
+
+
+def as_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row a run: its figures, its metrics as <split>.<metric>, its config as config.<key> in text."""
+    found = []
+    for run in runs:
+        row: dict[str, Any] = {
+            "run": run.path, "state": run.state, "step": run.step, "chosen_step": run.chosen_step, "seed": run.seed,
+            "tags": run.tags, "note": run.note, "rank_hours": run.rank_hours,
+            "samples_per_s": run.summary.get("throughput", {}).get("samples_per_s"),
+            "commit": run.starts[-1].commit if run.starts else None,
+        }  # fmt: skip
+        for split in sorted({split for split, _ in run.evaluations}):
+            row |= {f"{split}.{name}": float(value) for name, value in run.metrics(split)[1].items()}
+        found.append(row | {f"config.{key}": str(value) for key, value in run.flat_config.items()})
+    keys = dict.fromkeys(key for row in found for key in row)
+    return [{key: row.get(key) for key in keys} for row in found]
+
+
+def write_parquet(path: str, rows: list[dict[str, Any]]) -> None:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    storage.publish_bytes(path, buffer.getvalue())
+
+
+def tag(run: Run, tags: Sequence[str], note: str | None = None) -> list[str]:
+    """Add tags (a leading - takes one away) and set the note; the tags that the run has now."""
+    kept = [each for each in run.tags if f"-{each}" not in tags]
+    kept += [each for each in dict.fromkeys(tags) if not each.startswith("-") and each not in kept]
+    content = {"tags": kept, "note": run.note if note is None else note}
+    storage.publish_text(storage.join(run.path, TAGS), json.dumps(content, indent=1))
+    return kept
+
+
+def remove(run: Run, force: bool = False) -> None:
+    """Delete the folder, checkpoints included.
+
+    Raises:
+        ConfigError: the run has a tag and `force` is not set, or its checkpoints are elsewhere.
+        RunFolderHeldError: it is being written to.
+    """
+    if run.tags and not force:
+        raise ConfigError(f"{run.path} is tagged {', '.join(run.tags)}: say force=true to remove it all the same")
+    if (folder := run.config.get("checkpoint", {}).get("folder")) and not force:
+        raise ConfigError(
+            f"{run.path} keeps its checkpoints in {folder}, which stays: say force=true to remove the run folder alone"
+        )
+    if storage.is_local(run.path):
+        take_lease(run.path, float(run.config.get("trainer", {}).get("lease_ttl_s", 120.0))).release()
+    storage.remove(run.path)
+
+
+def _last_time(run: Run) -> float:
+    return float(run.lines[-1]["time"]) if run.lines else 0.0
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M") if seconds else "-"

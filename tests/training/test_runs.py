@@ -1,0 +1,144 @@
+"""Run folders are listed, compared, shown, tagged and removed from what lies in them alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from pipeline.cli import runs as verb
+from pipeline.cli.command_line import load_config
+from pipeline.cli.words import read_words
+from pipeline.config.jobs import RunsJob
+from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.storage.lease import RunFolderHeldError, take_lease
+from pipeline.training.runs.compare import compare
+from pipeline.training.runs.details import list_details, read_details, write_details
+from pipeline.training.runs.folder import find_runs, open_run
+from tests.support.messages import mentions, names
+
+Copy = Callable[..., Path]
+
+
+def _say(*words: str) -> str:
+    return verb.run(load_config(RunsJob, read_words(words, verb.COMMANDS, "list").overrides()))
+
+
+@pytest.fixture
+def copy(small_run: Path, tmp_path: Path) -> Copy:
+    """A copy of small_run under another seed or rate, whose loss is `worse` times as high in each block."""
+
+    def make(name: str, seed: int = 0, lr: float | None = None, worse: float = 1.0) -> Path:
+        run = Path(shutil.copytree(small_run, tmp_path / "runs" / name, ignore=shutil.ignore_patterns("checkpoints")))
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["trainer"]["seed"] = seed
+        config["optimizer"]["sparse"]["lr"] = lr or config["optimizer"]["sparse"]["lr"]
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        for path in list_details(str(run)).values():
+            details = read_details(path)
+            draw = np.random.default_rng(seed).normal(worse, 0.01, len(details.blocks.loss))
+            loss = details.blocks.loss * draw
+            factor = loss.sum() / details.blocks.loss.sum()
+            metrics = {**details.metrics, "ne": details.metrics["ne"] * factor}
+            write_details(path, replace(details, metrics=metrics, blocks=replace(details.blocks, loss=loss)))
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            for line in lines:
+                if line["kind"] == "validation" and line["step"] == details.step:
+                    line["ne"] = metrics["ne"]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return run
+
+    return make
+
+
+def test_training_keeps_what_its_last_and_its_best_evaluation_saw(small_run: Path) -> None:
+    run = open_run(str(small_run))
+    assert ("validation", 30) in run.details and len(run.details) <= 2
+    details = read_details(run.details["validation", 30])
+    step, metrics = run.metrics("validation")
+    assert (step, run.state, run.seed) == (30, "finished", 0)
+    assert details.metrics == pytest.approx(metrics)
+    blocks = details.blocks
+    assert blocks.rows.sum() == metrics["num_samples"] == 1024
+    assert blocks.loss.sum() / blocks.rows.sum() == pytest.approx(metrics["logloss"], rel=1e-5)
+    assert blocks.predictions.sum() / blocks.labels.sum() == pytest.approx(metrics["calibration"], rel=1e-5)
+    assert sum(each.rows for each in details.reliability) == 1024
+    by_feature = {each.feature: 0 for each in details.slices}
+    for each in details.slices:
+        by_feature[each.feature] += each.rows
+    assert len(by_feature) == 26 and max(by_feature.values()) == 1024
+
+
+def test_a_run_says_when_where_and_by_which_code_it_was_started(small_run: Path) -> None:
+    run = open_run(str(small_run))
+    (start,) = run.starts
+    assert (start.from_step, start.world_size) == (0, 2) and start.host and start.command
+    assert 0 < run.seconds < 3600 and run.rank_hours == pytest.approx(2 * run.seconds / 3600)
+    assert mentions(_say("show", str(small_run)), "seed validation step 30 ne auc start cost rank-hours")
+
+
+def test_a_planted_difference_is_called_and_one_between_seeds_is_not(copy: Copy) -> None:
+    same = [open_run(str(copy(f"a{seed}", seed))) for seed in (1, 2)]
+    worse = [open_run(str(copy(f"b{seed}", seed, lr=0.5, worse=1.1))) for seed in (3, 4)]
+    comparison = compare([*same, *worse])
+    assert [len(variant.runs) for variant in comparison.variants] == [2, 2]
+    assert list(comparison.config) == ["optimizer.sparse.lr"]
+    assert "B is worse by 0." in comparison.as_text() and "note" not in comparison.as_text()
+    (row,) = (row for row in comparison.as_rows() if row["metric"] == "ne" and row["variant"] == "B")
+    assert row["is_called"] and row["seeds_known"] and row["difference"] > 0
+    text = compare(same).as_text()
+    assert "seed alone" in text and "is better" not in text and "is worse" not in text
+    text = compare([same[0], open_run(str(copy("c", 5, lr=0.1)))]).as_text()
+    assert "one seed of each" in text and "B is " not in text
+
+
+def test_runs_over_other_rows_or_without_details_are_compared_without_intervals(copy: Copy) -> None:
+    first, second = (open_run(str(copy(name, lr=lr))) for name, lr in (("a", 0.1), ("b", 0.2)))
+    path = second.details["validation", 30]
+    details = read_details(path)
+    write_details(path, replace(details, blocks=replace(details.blocks, labels=details.blocks.labels + 1)))
+    assert "measured on other rows" in compare([first, second]).as_text()
+    Path(path).unlink()
+    second = open_run(second.path)
+    text = compare([first, second]).as_text()
+    assert "no intervals" in text and f"run={second.path} split=validation step=30" in text
+
+
+def test_runs_are_listed_sorted_tagged_and_removed(copy: Copy, tmp_path: Path) -> None:
+    good, bad = copy("good"), copy("bad", worse=1.2)
+    (tmp_path / "runs" / "notes").mkdir()
+    assert [run.path for run in find_runs(str(tmp_path))] == sorted([str(good), str(bad)])
+    assert "tags: baseline, keep" in _say("tag", str(good), "baseline", "keep", "note='the first'")
+    assert _say("tag", str(good), "tags=[-keep]").endswith("tags: baseline")
+    lines = _say("list", str(tmp_path / "runs"), "sort=ne", f"output={tmp_path / 'runs.parquet'}").splitlines()
+    assert [line.split()[0] for line in lines] == ["run", str(good), str(bad)]
+    assert mentions(lines[0], "state step seed split ne auc rank-hours tags") and "baseline" in lines[1]
+    table = pq.read_table(tmp_path / "runs.parquet").to_pylist()
+    assert [row["note"] for row in table] == ["the first", ""]
+    assert table[0]["validation.ne"] < table[1]["validation.ne"] and table[0]["config.optimizer.sparse.lr"]
+    with pytest.raises(ConfigError, match=names("force=true")):
+        _say("remove", str(good))
+    lease = take_lease(str(bad), 60.0)
+    assert open_run(str(bad)).state == "running"
+    with pytest.raises(RunFolderHeldError):
+        _say("remove", str(bad))
+    lease.release()
+    _say("remove", str(bad))
+    _say("remove", str(good), "force=true")
+    assert find_runs(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (("compare", "runs/a"), "two runs"), (("show", "runs/absent"), "config.yaml"), (("tag", "runs/a"), "note="),
+    (("list", "absent"), "no folder"), (("compare", "a", "a", "output=x.csv"), ".parquet"),
+])  # fmt: skip
+def test_what_cannot_be_done_is_one_line(words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _say(*words)
