@@ -37,7 +37,6 @@ def columns(spec: dict[str, Any]) -> list[dict[str, Any]]:
 def settings(job: dict[str, Any]) -> dict[str, Any]:
     """What FuxiCTR's experiment files say, from the benchmark's job."""
     spec, name = job["spec"], job["model"]
-    regularizers = ("regularizer",) if name in ("LR", "FM") else ("embedding_regularizer", "net_regularizer")
     return {
         "model": name, "model_id": f"{name}_{job['seed']}", "dataset_id": spec["name"], "data_root": job["work"],
         "model_root": f"{job['work']}/models/", "data_format": "csv", "train_data": f"{job['data']}/train.csv",
@@ -49,7 +48,8 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
         "num_workers": 0, "verbose": 0, "early_stop_patience": 2, "save_best_only": True, "eval_steps": None,
         "monitor": "AUC", "monitor_mode": "max", "pickle_feature_encoder": True, "use_features": None,
         "feature_specs": None, "gpu": -1, "seed": job["seed"], "epochs": job["epochs"], "debug_mode": False,
-        "group_id": None, "data_loader": RowsInMemory, regularizers[0]: job["l2"] or None, **dict.fromkeys(regularizers[1:]), **job["model_settings"],
+        "group_id": None, "data_loader": RowsInMemory, **({"embedding_regularizer": job["l2"]} if job["l2"] else {}),
+        **job["model_settings"],
     }  # fmt: skip
 
 

@@ -191,4 +191,4 @@ def test_numbers_alone_are_data_and_what_is_no_dense_column_is_refused(folder: P
     with pytest.raises(ConfigError, match=names("data.buckets 'prize' 'price'")):
         run(tmp_path / "other", f"{folder}/rows.csv", buckets={"prize": BucketsConfig()})
     with pytest.raises(DataError, match=names("data.columns")):
-        run(tmp_path / "none", f"{folder}/rows.csv", columns=alone, buckets={})
+        run(tmp_path / "none", f"{folder}/rows.csv", columns=ColumnsConfig(label="click"), buckets={})

@@ -83,10 +83,7 @@ class Manifest:
     @cached_property
     def version(self) -> str:
         """16 hex digits of the hash of what scores depend on; worked out once, for every answer names it."""
-        about = asdict(self)
-        for feature in about["schema"]["features"]:
-            if feature["boundaries"] is None:  # as artifacts of earlier releases were counted
-                del feature["boundaries"]
+        about = self._values()
         content = {key: about[key] for key in ("files", "schema", "tables", "features", "dense", "vocabularies", "format_version")}  # fmt: skip
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -100,7 +97,15 @@ class Manifest:
         return sum(int(entry["size_bytes"]) for entry in self.files.values())
 
     def to_text(self) -> str:
-        return seal_manifest({"version": self.version, **asdict(self)})
+        return seal_manifest({"version": self.version, **self._values()})
+
+    def _values(self) -> dict[str, Any]:
+        """As the file has them. A feature without boundaries is written as earlier releases wrote it, so its hash stays."""
+        values = asdict(self)
+        for feature in values["schema"]["features"]:
+            if feature["boundaries"] is None:
+                del feature["boundaries"]
+        return values
 
 
 def read_manifest(path: str) -> Manifest:

@@ -35,10 +35,11 @@ class StepLog(Hook):
         )
         self._seconds = self._step_seconds = 0.0
         self._num_steps = self._num_logged = 0  # timed so far, and at the last line
-        self._started = self._waited_before = 0.0
+        self._cpu_seconds = 0.0  # of this process, all its threads
+        self._started = self._cpu_started = self._waited_before = 0.0
         self._comms = CommsWait() if parts.context.backend in MEASURED_BACKENDS else None
         self._comms_seconds = 0.0
-        self._logged = self._after_first = (0.0, 0.0, 0.0)  # seconds: all, input stall, comms
+        self._logged = self._after_first = (0.0, 0.0, 0.0, 0.0)  # seconds: all, input stall, comms, CPU
         self._open = ExitStack()
 
     def on_train_start(self, state: TrainingState) -> None:
@@ -47,14 +48,15 @@ class StepLog(Hook):
 
     def on_step_start(self, state: TrainingState) -> None:
         self._step_seconds, self._waited_before = 0.0, self._waited()
-        self._started = time.perf_counter()
+        self._started, self._cpu_started = time.perf_counter(), time.process_time()
 
     def on_batch_end(self, state: TrainingState, prediction: Any) -> None:
         if prediction is not None and self._measure:
             self._measure.update(prediction)
-        now = time.perf_counter()
+        now, cpu_now = time.perf_counter(), time.process_time()
         self._step_seconds += now - self._started
-        self._started = now
+        self._cpu_seconds += cpu_now - self._cpu_started
+        self._started, self._cpu_started = now, cpu_now
 
     def on_step_end(self, state: TrainingState) -> None:
         """Collective where a line is due."""
@@ -69,8 +71,8 @@ class StepLog(Hook):
     def _waited(self) -> float:
         return self._comms.seconds if self._comms else 0.0
 
-    def _now(self) -> tuple[float, float, float]:
-        return self._seconds, self.parts.reader.stall_seconds, self._comms_seconds
+    def _now(self) -> tuple[float, float, float, float]:
+        return self._seconds, self.parts.reader.stall_seconds, self._comms_seconds, self._cpu_seconds
 
     def _write(self, state: TrainingState) -> None:
         """Collective: one line for the steps timed since the last; after a rollback those that it left out included."""
@@ -110,11 +112,14 @@ class StepLog(Hook):
         rates = self._rates(self._num_steps - 1, self._after_first)
         state.throughput = {**rates, "peak_memory_gb": peak_memory_gb(self.parts.context)}
 
-    def _rates(self, num_steps: int, since: tuple[float, float, float]) -> dict[str, float]:
-        seconds, stall, comms = (now - then for now, then in zip(self._now(), since, strict=True))
+    def _rates(self, num_steps: int, since: tuple[float, float, float, float]) -> dict[str, float]:
+        seconds, stall, comms, cpu = (now - then for now, then in zip(self._now(), since, strict=True))
         seconds = max(seconds, 1e-9)
         rates = {
             "samples_per_s": num_steps * self.job.trainer.global_batch_size / seconds,
+            "samples_per_cpu_s": num_steps
+            * self.job.trainer.global_batch_size
+            / max(cpu * self.parts.context.world_size, 1e-9),
             "input_stall_percent": 100 * stall / seconds,
         }
         return rates | ({"comms_percent": 100 * comms / seconds} if self._comms else {})
