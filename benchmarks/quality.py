@@ -34,6 +34,7 @@ from typing import Any
 # Sizes are FuxiCTR's own defaults: three layers of 64, no dropout, no batch norm, two attention layers of one head of 8.
 HIDDEN = [64, 64, 64]
 PLAIN = ["model.dropout=0", "model.batch_norm=false"]
+WIDTH_OF_ONE = ["tables.default.embedding_dim=4"]  # of which the last column alone counts
 SIZES = ["model.hidden_layer_sizes=[64,64,64]", *PLAIN]
 MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "LR": ({}, "logistic_regression", []),
@@ -166,7 +167,7 @@ def read_run(run_dir: Path, job: dict[str, Any]) -> dict[str, Any]:
     test = json.loads(sorted(run_dir.glob("evaluation*test*.json"))[-1].read_text())
     summary = json.loads((run_dir / "summary.json").read_text())
     return {
-        "auc": test["metrics"]["auc"], "logloss": test["metrics"]["logloss"],
+        "auc": test["auc"], "logloss": test["logloss"],
         "best_epoch": round(best["step"] / steps), "epochs": round(evaluations[-1]["step"] / steps),
         "samples_per_s": summary["throughput"]["samples_per_s"],
         "samples_per_cpu_s": summary["throughput"]["samples_per_cpu_s"],

@@ -25,15 +25,25 @@ class DenseOptimizer(KeyedOptimizerWrapper):
     def __init__(self, params: dict[str, nn.Parameter], config: DenseOptimizerConfig, l2: float = 0.0) -> None:
         """`l2` times its weights is added to the gradient of each matrix; biases and norms are vectors."""
         super().__init__(params, lambda weights: _make_dense(weights, config))
-        self._l2, self._matrices = l2, [weight for weight in params.values() if weight.dim() > 1]
+        self._weights = list(params.values())
+        self._l2, self._matrices = l2, [weight for weight in self._weights if weight.dim() > 1]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Without the profiler range of torch's, as update() is."""
+        for weight in self._weights:
+            weight.grad = None
 
     def step(self, closure: Any = None) -> None:
+        self.update(closure)
+
+    def update(self, closure: Any = None) -> None:
+        """step() without torch's wrapper, which opens a profiler range: a fiftieth of a small model's step."""
         if self._l2:
             with torch.no_grad():
                 for weight in self._matrices:
                     if weight.grad is not None:
                         weight.grad.add_(weight, alpha=self._l2)
-        super().step(closure)
+        self._optimizer.step(closure)
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Nothing to do; the dummy step that others need here would count as a step of Adam."""
@@ -57,6 +67,7 @@ class TrainingOptimizer(CombinedOptimizer):
         parts = [fused, replicated, dense]
         super().__init__([part for part in parts if part is not None])
         self._fused, self._replicated, self._dense = fused, replicated, dense
+        self._factors: tuple[float, float] | None = None  # of the rates that are set
         self._config, self._lookups = config, lookups
         self.num_steps = 0
         for name, groups in (("sparse", self._sparse_groups()), ("dense", self._dense_groups())):
@@ -74,8 +85,21 @@ class TrainingOptimizer(CombinedOptimizer):
         """Of tables and of layers, before schedules."""
         return self._config.sparse.lr, self._config.dense.lr
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of what has gradients outside backward; the fused tables have none."""
+        for part in (self._replicated, self._dense):
+            if part is not None:
+                part.zero_grad(set_to_none=set_to_none)
+
     def step(self, closure: Any = None) -> None:
-        super().step(closure)
+        self.update()
+
+    def update(self) -> None:
+        """step() as DenseOptimizer's update(). Backward has updated the fused tables, whose own step hands them their rate again."""
+        if self._replicated is not None:
+            self._replicated.step()
+        if self._dense is not None:
+            self._dense.update()
         self.num_steps += 1
         self._tell_lookups()
 
@@ -86,6 +110,9 @@ class TrainingOptimizer(CombinedOptimizer):
 
     def scale_learning_rates(self, sparse_factor: float, dense_factor: float) -> None:
         """Set every rate to its configured one times the factor, at once also inside the fused tables."""
+        if self._factors == (sparse_factor, dense_factor):
+            return
+        self._factors = sparse_factor, dense_factor
         for group in self._sparse_groups():
             group["lr"] = self._config.sparse.lr * sparse_factor
         for group in self._dense_groups():

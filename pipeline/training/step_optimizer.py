@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.config.training import ScheduleConfig, TrainerConfig
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups
 from pipeline.training.lr_schedule import apply_schedule
-from pipeline.training.optimizer import clip_dense_gradients, clip_dense_numbers
+from pipeline.training.optimizer import TrainingOptimizer, clip_dense_gradients, clip_dense_numbers
 
 
 class StepOptimizer:
@@ -21,7 +20,7 @@ class StepOptimizer:
     def __init__(
         self,
         model: DistributedModelParallel,
-        optimizer: KeyedOptimizer,
+        optimizer: TrainingOptimizer,
         schedule: ScheduleConfig,
         trainer: TrainerConfig,
     ) -> None:
@@ -50,4 +49,4 @@ class StepOptimizer:
                 clip_dense_numbers(self._model, self._clip_value)
             if self._clip_norm is not None:
                 clip_dense_gradients(self._model, self._clip_norm)
-            self._optimizer.step()
+            self._optimizer.update()

@@ -18,6 +18,7 @@ from pipeline.training.agreement import NonFiniteLossError, StepAgreement
 from pipeline.training.batch_order import BatchOrder
 from pipeline.training.hooks.base import Hook, HookList, TrainingParts, TrainingState
 from pipeline.training.input_watch import InputWatch
+from pipeline.training.plain_pipeline import PlainPipeline
 from pipeline.training.step_optimizer import StepOptimizer
 
 PIPELINES = {"sparse_dist": ClockedSparseDist, "base": TrainPipelineBase}
@@ -148,6 +149,8 @@ class Trainer:
     def _make_pipeline(self) -> Any:
         context = self._parts.context
         kind = PIPELINES[self._config.pipeline_of(context.world_size, context.device.type)]
+        if kind is TrainPipelineBase and context.device.type == "cpu":
+            kind = PlainPipeline
         extra = {"execute_all_batches": True} if kind is ClockedSparseDist else {}
         self._parts.model.train()
         return kind(self._parts.model, self._optimizer, context.device, **extra)

@@ -15,21 +15,28 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.forks import ADDRESS, CPU_REPORT
+from tests.support.ranks import RankPool
+
 
 def cpu_seconds() -> float:
-    """User and system time of this process, of the children that it has waited for, and of those that still run."""
-    total = sum(os.times()[:4])
-    for child in psutil.Process().children(recursive=True):
-        try:
-            total += sum(child.cpu_times()[:4])
-        except psutil.Error:  # it has ended meanwhile
-            continue
-    return total
+    """User and system time of this process, of the children that it has waited for, of those that still run, and of ranks."""
+    children = [child.pid for child in psutil.Process().children(recursive=True)]
+    return sum(os.times()[:4]) + sum(_cpu_seconds_of(pid) for pid in {*children, *RankPool.pids})
+
+
+def _cpu_seconds_of(pid: int) -> float:
+    try:
+        return float(sum(psutil.Process(pid).cpu_times()[:4]))
+    except psutil.Error:  # it has ended meanwhile
+        return 0.0
 
 
 class CpuReport:
     def __init__(self, path: str) -> None:
         self._path, self._before = path, cpu_seconds()
+        if ADDRESS in os.environ:  # else the server of commands is this process's own
+            os.environ[CPU_REPORT] = str(Path(path).resolve())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Iterator[None]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ADDRESS = "TESTS_FORK_SERVER"  # environment variable: the server of the session, where one has been started
+CPU_REPORT = "TESTS_CPU_REPORT"  # environment variable: where a command's CPU seconds are written when it has ended
 PASSED = "TESTS_PASSED_FD"  # environment variable of a command: the file descriptor that its starter passed
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = dict(os.environ)  # not that of the test which happens to start the server
@@ -156,6 +157,7 @@ def _serve(listener: socket.socket) -> tuple[dict, list[int]]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the tests decide
     signal.set_wakeup_fd(woken)
     clients: dict[socket.socket, int] = {}
+    starters: dict[int, dict] = {}  # process -> environment that it was started with
     selector = selectors.DefaultSelector()
     for each in (listener, wake, 0):
         selector.register(each, selectors.EVENT_READ)
@@ -175,11 +177,12 @@ def _serve(listener: socket.socket) -> tuple[dict, list[int]]:
                 for fd in fds:
                     os.close(fd)
                 clients[client] = pid
+                starters[pid] = json.loads(content)["env"]
                 selector.register(client, selectors.EVENT_READ)
                 client.send(str(pid).encode())
             elif key.fileobj == wake:
                 os.read(wake, 1 << 16)
-                _reap(clients, selector)
+                _reap(clients, selector, starters)
             elif key.fileobj == 0:
                 for pid in clients.values():
                     os.kill(pid, signal.SIGKILL)
@@ -191,12 +194,18 @@ def _serve(listener: socket.socket) -> tuple[dict, list[int]]:
                 selector.unregister(key.fileobj)
 
 
-def _reap(clients: dict[socket.socket, int], selector: selectors.BaseSelector) -> None:
+def _reap(clients: dict[socket.socket, int], selector: selectors.BaseSelector, starters: dict[int, dict]) -> None:
     by_pid = {pid: client for client, pid in clients.items()}
     for pid, client in by_pid.items():
-        found, status = os.waitpid(pid, os.WNOHANG)
+        found, status, used = os.wait4(pid, os.WNOHANG)
         if not found:
             continue
+        environment = starters.pop(pid)
+        if CPU_REPORT in environment:
+            test = environment.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
+            line = {"test": test, "phase": "command", "cpu_s": round(used.ru_utime + used.ru_stime, 3)}
+            with open(environment[CPU_REPORT], "a") as file:
+                file.write(json.dumps(line) + "\n")
         del clients[client]
         if client in {key.fileobj for key in selector.get_map().values()}:
             selector.unregister(client)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as wait_for_any
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -58,6 +58,8 @@ def _do(
 class RankPool:
     """Processes start on first use and are reused; where one gave no answer, it may hang in a collective: all are replaced."""
 
+    pids: ClassVar[set[int]] = set()  # of all ranks of this process, those of before too
+
     def __init__(self) -> None:
         self._workers: list[tuple[WarmCommand, Connection]] = []
 
@@ -70,6 +72,7 @@ class RankPool:
             with theirs, patch.dict(os.environ, ENVIRONMENT, clear=True):
                 process = WarmCommand("tests.support.ranks", output=(1, 2), passed=theirs.fileno())
             self._workers.append((process, ours))
+            self.pids.add(process.pid)
         with tempfile.TemporaryDirectory() as folder:
             workers = self._workers[:world_size]
             for rank, (_, pipe) in enumerate(workers):

@@ -41,6 +41,7 @@ class RunningMetrics:
                 window_size=max(window_samples or 0, batch_size * context.world_size),
                 compute_on_all_ranks=True,
                 process_group=dist.group.WORLD,
+                sync_on_compute=context.world_size > 1,  # one rank would still gather each state from itself
                 **extra,
             ).to(context.device)
 

@@ -35,8 +35,10 @@ class StepLog(Hook):
         )
         self._seconds = self._step_seconds = 0.0
         self._num_steps = self._num_logged = 0  # timed so far, and at the last line
-        self._cpu_seconds = 0.0  # of this process, all its threads
-        self._started = self._cpu_started = self._waited_before = 0.0
+        self._started = self._waited_before = 0.0
+        # Of this process, all its threads. Asking costs up to half a small model's step, so steps are counted in runs of many.
+        self._cpu_seconds = 0.0
+        self._cpu_started: float | None = None
         self._comms = CommsWait() if parts.context.backend in MEASURED_BACKENDS else None
         self._comms_seconds = 0.0
         self._logged = self._after_first = (0.0, 0.0, 0.0, 0.0)  # seconds: all, input stall, comms, CPU
@@ -48,25 +50,35 @@ class StepLog(Hook):
 
     def on_step_start(self, state: TrainingState) -> None:
         self._step_seconds, self._waited_before = 0.0, self._waited()
-        self._started, self._cpu_started = time.perf_counter(), time.process_time()
+        if self._cpu_started is None:
+            self._cpu_started = time.process_time()
+        self._started = time.perf_counter()
 
     def on_batch_end(self, state: TrainingState, prediction: Any) -> None:
         if prediction is not None and self._measure:
             self._measure.update(prediction)
-        now, cpu_now = time.perf_counter(), time.process_time()
+        now = time.perf_counter()
         self._step_seconds += now - self._started
-        self._cpu_seconds += cpu_now - self._cpu_started
-        self._started, self._cpu_started = now, cpu_now
+        self._started = now
 
     def on_step_end(self, state: TrainingState) -> None:
         """Collective where a line is due."""
         self._seconds += self._step_seconds
         self._comms_seconds += self._waited() - self._waited_before
         self._num_steps += 1
+        due = state.is_due(self.job.trainer.log_every_steps)
+        if due or state.is_over or self._num_steps == 1 or state.is_evaluation_due(self.job.trainer):
+            self._count_cpu()
         if self._num_steps == 1:  # the first step also builds: pipeline stages, DDP buckets, threads
             self._after_first = self._now()
-        if not state.preempted and (state.is_due(self.job.trainer.log_every_steps) or state.is_last):
+        if not state.preempted and (due or state.is_last):
             self._write(state)
+
+    def _count_cpu(self) -> None:
+        """Of the steps since the last count; what follows until the next step is none of theirs."""
+        if self._cpu_started is not None:
+            self._cpu_seconds += time.process_time() - self._cpu_started
+            self._cpu_started = None
 
     def _waited(self) -> float:
         return self._comms.seconds if self._comms else 0.0

@@ -1,0 +1,38 @@
+"""Step on one CPU rank, where no batch is copied to a device and no exchange can overlap with compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from pipeline.data.read.batch import Batch
+from pipeline.training.step_optimizer import StepOptimizer
+
+
+class PlainPipeline:
+    """What TorchRec's TrainPipelineBase computes in training, reading one batch ahead as it does.
+
+    It leaves out the copies to a device and six profiler ranges a step, which a small model's step is not much longer than.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: StepOptimizer, device: torch.device) -> None:
+        assert device.type == "cpu"
+        self._model, self._optimizer = model, optimizer
+        self._next: Batch | None = None
+        self._is_started = False
+
+    def progress(self, batches: Iterator[Batch]) -> object:
+        """The prediction for the next batch, which the model is then trained on. Raises StopIteration after the last."""
+        if not self._is_started:
+            self._next, self._is_started = next(batches, None), True
+        batch = self._next
+        if batch is None:
+            raise StopIteration
+        self._next = next(batches, None)
+        self._optimizer.zero_grad()
+        loss, prediction = self._model(batch)
+        loss.backward()
+        self._optimizer.step()
+        return prediction
