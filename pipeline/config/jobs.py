@@ -347,6 +347,7 @@ class RunsJob(Job):
     split: str | None = None  # None: test where all were measured on it, else validation
     confidence: float = 0.98
     output: str | None = None
+    html: str | None = None  # compare: a page to write besides
     force: bool = False  # remove a run that has tags
     paths: PathsConfig = field(default_factory=PathsConfig)
 
@@ -357,12 +358,27 @@ class RunsJob(Job):
             check_choice("split", self.split, SPLITS)
         if self.output is not None and not self.output.endswith(".parquet"):
             raise ConfigError(f"output={self.output} must end in .parquet")
+        if self.html is not None and not self.html.endswith(".html"):
+            raise ConfigError(f"html={self.html} must end in .html")
         if self.command in ("show", "tag", "remove"):
             check_given("run", self.run)
         if self.command == "compare" and len(self.runs) < 2:
             raise ConfigError("compare takes two runs at least: python -m pipeline.runs compare RUN RUN")
         if self.command == "tag" and not self.tags and self.note is None:
             raise ConfigError("tag takes tags, or a note: python -m pipeline.runs tag RUN TAG..., or note='...'")
+
+
+@dataclass
+class ReportJob(Job):
+    """run: a run folder; output None: report.html in it."""
+
+    run: str = "???"
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        check_given("run", self.run)
+        if self.output is not None and not self.output.endswith(".html"):
+            raise ConfigError(f"output={self.output} must end in .html")
 
 
 @dataclass
@@ -427,4 +443,5 @@ CONFIG_NAMES: dict[type, str] = {
     CheckpointsJob: "checkpoints", ExportJob: "export",
     RetrainJob: "retrain", RegistryJob: "registry",
     PredictJob: "predict", ServeJob: "serve", RunsJob: "runs",
+    ReportJob: "report",
 }  # fmt: skip
