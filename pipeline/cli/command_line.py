@@ -123,8 +123,14 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
         elif name not in FLAGS:
             hint = f"; overrides take no dashes: {word.lstrip('-')}" if equals else did_you_mean(name, FLAGS)
             raise ConfigError(f"unknown flag {name} (there are {', '.join(FLAGS)}){hint}")
+        elif name == "--config-dir" and not equals:
+            flags[name] = next(waiting, "")
         else:
-            flags[name] = value if equals or name != "--config-dir" else next(waiting, "")
+            flags[name] = value
+            if name == "--cfg" and not equals and (word := next(waiting, "")):  # Hydra's --cfg job
+                if word == "hydra":
+                    raise ConfigError("--cfg hydra: a job has no configuration of Hydra's; --cfg prints the job")
+                waiting = iter([word, *waiting]) if word not in ("job", "all") else waiting
     return overrides, flags
 
 
@@ -149,7 +155,7 @@ def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
     lines += [
         "",
         "flags:",
-        "  --cfg               print the job that the command line makes, as YAML, and stop",
+        "  --cfg [job]         print the job that the command line makes, as YAML, and stop",
         "  --config-dir DIR    a conf folder whose options are added to the package's",
     ]
     return "\n".join(lines)

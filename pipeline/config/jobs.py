@@ -195,6 +195,11 @@ class RetrainJob(TrainJob):
                 "data.split.kind=given names the rows of one data set, and retrain prepares one of each window of `source`: "
                 "use data.split.kind=row_range or time"
             )
+        if self.windows.kind == "timestamps" and (self.data.delimiter is not None or self.data.header):
+            raise ConfigError(
+                "windows.kind=timestamps reads files with a header and their format's own delimiter: leave data.delimiter and "
+                "data.header out, or bring a file a window"
+            )
         check_at_least("max_catchup", self.max_catchup, 1)
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
         check_at_least("threads", self.threads, 1, allow_none=True)
@@ -321,9 +326,8 @@ class CheckpointsJob(Job):
     def __post_init__(self) -> None:
         check_given("run", self.run)
         check_choice("command", self.command, CHECKPOINT_COMMANDS)
-        if self.command == "export":
-            check_given("table", self.table)
-            check_given("output", self.output)
+        if self.command == "export" and (missing := [key for key in ("table", "output") if not getattr(self, key)]):
+            raise ConfigError(f"export needs {' and '.join(missing)}: table=<table> output=<file>.parquet")
 
 
 RUNS_COMMANDS = ("list", "compare", "show", "tag", "remove")
@@ -393,6 +397,7 @@ class PredictJob(Job):
     source: str = "???"
     output: str = "???"
     format: str | None = None  # None: by the files' names
+    delimiter: str | None = None  # of csv (a comma) and tsv (a tab)
     id_columns: list[str] = field(default_factory=list)
     memory: str = "ram"
     ssd: SsdConfig = field(default_factory=SsdConfig)

@@ -17,7 +17,7 @@ from pipeline.runtime.storage import storage
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
 # Later additions: absent from the file while they say nothing, so that the fingerprints of earlier data sets stay.
-ADDED_FIELDS = ("shared_rows", "group_column")
+ADDED_FIELDS = ("shared_rows", "group_column", "dense_columns")
 GROUP_COLUMN = "__group__"  # of the shards: int64, a 64-bit hash of the group's value, 0 where it is missing
 
 
@@ -83,6 +83,8 @@ class Dataset:
     # split -> its rows that are equal to a row of an earlier split in all columns; of splits that were given
     shared_rows: Dict[str, int] = field(default_factory=dict)
     group_column: Optional[str] = None  # of the source; shards hold it as GROUP_COLUMN
+    # Dense column -> kind, and mean and std where they were learnt, of its transform; of the others it is dense_transform.
+    dense_columns: Dict[str, Dict[str, Any]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @property
@@ -100,7 +102,8 @@ class Dataset:
     def schema_hash(self) -> str:
         """SHA-256 of what a model sees of the data: names, kinds and cardinalities of its columns, and transforms."""
         features = [[feature.name, feature.cardinality, feature.multi_hot] for feature in self.sparse_features]
-        schema = [self.label, self.dense_features, features, self.dense_transform]
+        schema: List[Any] = [self.label, self.dense_features, features, self.dense_transform]
+        schema += [self.dense_columns] if self.dense_columns else []
         return hashlib.sha256(json.dumps(schema).encode()).hexdigest()
 
     def to_json(self, indent: Optional[int] = 1) -> str:

@@ -51,6 +51,7 @@ class Finding:
     value: float
     limit: float
     text: str
+    bound: str = "at most"  # what the limit is
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,14 @@ def _finite(challenger: Scores) -> Finding:
 def _enough_rows(challenger: Scores, config: GateConfig) -> Finding:
     rows, rate = len(challenger.labels), float(challenger.labels.mean()) if len(challenger.labels) else 0.0
     text = f"the next window has {rows:,} rows with label rate {rate:.4f}; gate.min_rows={config.min_rows:,} of both labels are wanted"
-    return Finding("rows", rows >= config.min_rows and 0.0 < rate < 1.0, rows, config.min_rows, text)
+    return Finding("rows", rows >= config.min_rows and 0.0 < rate < 1.0, rows, config.min_rows, text, "at least")
 
 
 def _calibration(challenger: Scores, config: GateConfig) -> Finding:
     value, low, high = challenger.calibration, config.calibration_min, config.calibration_max
     text = f"calibration {value:.4f} is not within {low:g} to {high:g}"
-    return Finding("calibration", low <= value <= high, value, low if value < low else high, text)
+    bound = (low, "at least") if abs(value - low) < abs(value - high) else (high, "at most")
+    return Finding("calibration", low <= value <= high, value, bound[0], text, bound[1])
 
 
 def _absolute_ne(challenger: Scores, config: GateConfig) -> Finding:

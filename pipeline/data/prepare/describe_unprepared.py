@@ -45,6 +45,7 @@ def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
         quarantined_rows=0,
         dense_transform=config.dense_transform,
         group_column=config.group_column,
+        dense_columns={name: {"kind": kind} for name, kind in config.dense_transforms.items()},
     )
 
 

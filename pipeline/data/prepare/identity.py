@@ -60,6 +60,17 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
         recipe["group_column"] = config.group_column
     if config.buckets:
         recipe["buckets"] = {name: asdict(buckets) for name, buckets in sorted(config.buckets.items())}
+    if config.dense_transforms:
+        recipe["dense_transforms"] = dict(sorted(config.dense_transforms.items()))
+    for key in ("delimiter", "header"):
+        if value := getattr(config, key):
+            recipe[key] = value
+    if not config.columns.null_values:
+        del recipe["columns"]["null_values"]
+    if config.split.kind not in ("random", "user"):
+        del recipe["split"]["seed"]
+    if config.split.kind != "date":
+        del recipe["split"]["validation_from"], recipe["split"]["test_from"]
     # The files of a split that was given are among the sources, wherever they lie.
     recipe["split"] = {key: value for key, value in recipe["split"].items() if key not in NOT_IN_RECIPE}
     return recipe if base is None else recipe | {"vocabularies": base.describe()}

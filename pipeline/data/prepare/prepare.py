@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
 from importlib.metadata import version
@@ -27,6 +28,7 @@ from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
 from pipeline.data.prepare.buckets import learn_buckets
 from pipeline.data.prepare.encode import Features, features_of
 from pipeline.data.prepare.given_splits import count_shared_rows
+from pipeline.data.prepare.hints import find_hints
 from pipeline.data.prepare.identity import recipe_of
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.resources import Resources
@@ -39,6 +41,7 @@ from pipeline.data.prepare.splits import (
     find_boundaries,
 )
 from pipeline.data.prepare.staging import StagedFile, stage_source
+from pipeline.data.prepare.standardize import learn_transforms
 from pipeline.data.prepare.vocabulary import (
     count_values,
     map_entries,
@@ -52,20 +55,23 @@ from pipeline.data.quality import auc
 from pipeline.data.raw.layout import Layout, layout_of, with_group
 from pipeline.data.raw.source import Source
 from pipeline.data.raw.source_schemas import check_sources
+from pipeline.data.raw.transforms import Transform
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process.processes import only_one_run
 from pipeline.runtime.storage import storage
 
 QUARANTINE_FILE = "quarantine.jsonl"
+MANY_BAD_ROWS = 100  # before which no file is given up
+COMPRESSED = (".gz", ".parquet", ".pq")  # their bytes do not say how many rows there are
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
 logger = get_logger(__name__)
 
 
 def prepare_dataset(
     config: DataConfig, sources: list[Source], resources: Resources, base: BaseVocabulary | None = None
-) -> Dataset:
-    """Write the data set to config.path. Raises DataError for sources that cannot become one."""
+) -> tuple[Dataset, list[str]]:
+    """Write the data set to config.path; it, and remarks on its columns. Raises DataError for sources that cannot become one."""
     layout = with_group(layout_of(config), config.group_column)
     features = features_of(config, layout)
     if base is not None:
@@ -87,7 +93,10 @@ def prepare_dataset(
             raise OSError(code, f"{os.strerror(code)} (DuckDB: {text[:200]})", resources.staging) from error
         storage.publish_text(storage.join(config.path, FILE_NAME), dataset.to_json())
         storage.remove(resources.staging)
-    return dataset
+    negative: Counter[str] = Counter()
+    for file in files:
+        negative.update(file.num_negative)
+    return dataset, find_hints(dataset, config.path, negative)
 
 
 def stage_sources(
@@ -98,11 +107,8 @@ def stage_sources(
     with progress("reading rows", sum(source.size_bytes for source in sources)) as bar:
         for number, source in enumerate(sources):
 
-            def check(staged: StagedFile, path: str = source.path) -> None:
-                if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
-                    _refuse(
-                        config, staged.num_quarantined, staged.num_source_rows, f"{path}, {staged.first_quarantined}"
-                    )
+            def check(staged: StagedFile, position: int, number: int = number) -> None:
+                _refuse_early(config, sources, number, [*files, staged], position)
 
             file = stage_source(
                 source, number, layout, features, resources.staging,
@@ -116,6 +122,24 @@ def stage_sources(
     worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]
     _refuse(config, quarantined, rows, worst[0] if worst else "")
     return files
+
+
+def _refuse_early(
+    config: DataConfig, sources: list[Source], number: int, files: list[StagedFile], position: int
+) -> None:
+    """Raises DataError as soon as the rows to come cannot bring the share of unreadable ones below the limit.
+
+    A row of text takes a byte a column at least, so the bytes that are left bound their number; those of compressed files do not.
+    """
+    staged, rows = files[-1], sum(file.num_source_rows for file in files)
+    bad, example = sum(file.num_quarantined for file in files), f"{sources[number].path}, {staged.first_quarantined}"
+    if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
+        _refuse(config, staged.num_quarantined, staged.num_source_rows, example)
+    if bad <= MANY_BAD_ROWS or any(source.name.endswith(COMPRESSED) for source in sources[number:]):
+        return
+    to_come = sources[number].size_bytes - position + sum(source.size_bytes for source in sources[number + 1 :])
+    if bad > config.max_quarantined_fraction * (rows + to_come / max(1, len(layout_of(config).needed))):
+        _refuse(config, bad, rows, example)
 
 
 def _refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> None:
@@ -144,7 +168,8 @@ def _write_dataset(
         sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging, base)
         in_buckets = learn_buckets(engine, features, blocks, boundaries, resources.staging, base)
     sparse += in_buckets
-    shards = write_shards(config, features, blocks, boundaries, ids_path, resources, in_buckets)
+    transforms = learn_transforms(features, blocks, boundaries, base)
+    shards = write_shards(config, features, blocks, boundaries, ids_path, resources, in_buckets, transforms)
     for feature in sparse:
         if feature.vocabulary:
             _move(resources.staging, config.path, feature.vocabulary)
@@ -169,6 +194,10 @@ def _write_dataset(
         bayes_auc=_bayes_auc(shards),
         shared_rows=shared_rows,
         group_column=features.group,
+        dense_columns={
+            **{name: Transform(kind).as_dict() for name, kind in features.transforms.items() if name in features.dense},
+            **{name: transform.as_dict() for name, transform in transforms.items()},
+        },
     )
 
 
@@ -243,9 +272,17 @@ def write_shards(
     ids_path: str,
     resources: Resources,
     in_buckets: list[SparseFeature],
+    transforms: dict[str, Transform],
 ) -> list[WrittenShard]:
     writer = ShardWriter(
-        features, boundaries, ids_path, resources.staging, config.path, config.rows_per_row_group, in_buckets
+        features,
+        boundaries,
+        ids_path,
+        resources.staging,
+        config.path,
+        config.rows_per_row_group,
+        in_buckets,
+        transforms,
     )
     plans = plan_shards(blocks, config.rows_per_shard)
     for name in SPLITS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.config.data import SPLITS
 from pipeline.config.jobs import PrepareJob
@@ -17,6 +17,7 @@ class PrepareSummary:
     dataset: Dataset
     already_prepared: bool
     seconds: float
+    hints: list[str] = field(default_factory=list)  # on columns that may have been meant otherwise
 
 
 def prepare(job: PrepareJob) -> PrepareSummary:
@@ -37,8 +38,8 @@ def prepare(job: PrepareJob) -> PrepareSummary:
         return PrepareSummary(job.data.path, dataset, True, time.monotonic() - started)
     threads = job.threads or len(os.sched_getaffinity(0))
     resources = Resources(int(job.memory_limit_gb * 2**30), threads, staging_folder(job))
-    dataset = prepare_dataset(job.data, sources, resources, base)
-    return PrepareSummary(job.data.path, dataset, False, time.monotonic() - started)
+    dataset, hints = prepare_dataset(job.data, sources, resources, base)
+    return PrepareSummary(job.data.path, dataset, False, time.monotonic() - started, hints)
 
 
 def staging_folder(job: PrepareJob) -> str:
@@ -69,6 +70,7 @@ def describe(summary: PrepareSummary) -> str:
     else:
         rate = dataset.source_rows / max(summary.seconds, 1e-9)
         lines.append(f"written to {summary.path} in {summary.seconds:.1f} s ({rate:,.0f} rows/s)")
+    lines += [f"worth a look: {hint}" for hint in summary.hints]
     return "\n".join(lines)
 
 

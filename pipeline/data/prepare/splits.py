@@ -1,6 +1,6 @@
 """Divide staged rows into train, validation and test at two boundaries.
 
-Every row has a key, its number in source order or its time: below the first boundary it trains, from the second it tests.
+Every row has a key: its number in source order, its time, or a hash. Below the first boundary it trains, from the second it tests.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.data import SPLITS, SplitConfig
+from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, Features
 from pipeline.data.prepare.staging import StagedFile
 from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
+from pipeline.data.raw.cells import parse_timestamps
+from pipeline.data.read.streams import mix
 from pipeline.runtime.errors import DataError
 
 RECOUNTED_BLOCK = -1  # stands for the training rows of blocks that other splits share
@@ -25,9 +28,28 @@ RECOUNTED_BLOCK = -1  # stands for the training rows of blocks that other splits
 
 @dataclass(frozen=True)
 class Boundaries:
+    """by: what a row's key is, its number (row), its time, or a seeded hash of its number (random) or of its group (user)."""
+
     first_validation: int
     first_test: int
-    by_time: bool = False
+    by: str = "row"
+    seed: int = 0
+
+    @property
+    def column(self) -> str | None:
+        """The staged column that keys come from; None: they come from the rows' numbers."""
+        return {"time": TIMESTAMP_COLUMN, "user": GROUP_COLUMN}.get(self.by)
+
+    def columns_with(self, name: str) -> list[str]:
+        return [name] if self.column is None else [name, self.column]
+
+    def keys(self, first_row: int, num_rows: int, staged: np.ndarray | None) -> np.ndarray:
+        """[rows] int64; `staged` is the block's column of that name."""
+        keys = np.arange(first_row, first_row + num_rows) if staged is None else staged
+        if self.by not in ("random", "user"):
+            return keys
+        seeded = keys.astype(np.int64).view(np.uint64) ^ mix(np.array([self.seed], np.uint64))
+        return (mix(seeded) >> np.uint64(1)).view(np.int64)
 
     def split_of(self, keys: np.ndarray) -> np.ndarray:
         """[rows] numbers into SPLITS."""
@@ -53,6 +75,8 @@ def find_boundaries(
     total = sum(file.num_rows for file in files)
     if config.kind == "given":
         return _between_files(files, given)
+    if config.kind in ("date", "random", "user"):
+        return _by_key(config)
     if config.kind == "files":
         if len(files) < 2:
             raise DataError(
@@ -64,7 +88,30 @@ def find_boundaries(
         first, second = _cuts(total, config)
     if config.kind == "time":
         first, second = _times_at(engine, files, [first, second])
-    return Boundaries(first, second, by_time=config.kind == "time")
+    return Boundaries(first, second, by="time" if config.kind == "time" else "row")
+
+
+def _by_key(config: SplitConfig) -> Boundaries:
+    """Of the kinds whose boundaries the config alone gives."""
+    if config.kind == "date":
+        first = _time("split.validation_from", config.validation_from or "")
+        second = np.iinfo(np.int64).max if config.test_from is None else _time("split.test_from", config.test_from)
+        if second <= first:
+            raise DataError(
+                f"data.split.validation_from={config.validation_from} must be before data.split.test_from={config.test_from}"
+            )
+        return Boundaries(first, int(second), by="time")
+    first, second = _cuts(2**62, config)
+    return Boundaries(2 * first, 2 * second, by=config.kind, seed=config.seed)
+
+
+def _time(key: str, text: str) -> int:
+    try:
+        return int(parse_timestamps(pa.array([text]))[0].as_py())
+    except (pa.ArrowInvalid, TypeError):
+        raise DataError(
+            f"data.{key}={text!r} is no time: give a whole number, or 2026-11-22 or 2026-11-22T10:00:00"
+        ) from None
 
 
 def _between_files(files: list[StagedFile], given: Sequence[str | None]) -> Boundaries:
@@ -117,10 +164,9 @@ def read_block(file: StagedFile, index: int, columns: list[str] | None = None) -
 
 
 def split_of_block(block: BlockRows, boundaries: Boundaries, batch: pa.RecordBatch) -> np.ndarray:
-    """[rows] numbers into SPLITS; `batch` is the block, with its time where the split is by time."""
-    if boundaries.by_time:
-        return boundaries.split_of(batch[TIMESTAMP_COLUMN].to_numpy())
-    return boundaries.split_of(np.arange(block.first_row, block.first_row + block.num_rows))
+    """[rows] numbers into SPLITS; `batch` is the block, with the column that the keys come from."""
+    staged = None if boundaries.column is None else batch[boundaries.column].to_numpy()
+    return boundaries.split_of(boundaries.keys(block.first_row, block.num_rows, staged))
 
 
 def blocks_of(files: list[StagedFile], boundaries: Boundaries) -> list[BlockRows]:
@@ -130,9 +176,10 @@ def blocks_of(files: list[StagedFile], boundaries: Boundaries) -> list[BlockRows
     edges = np.array([0, boundaries.first_validation, boundaries.first_test, np.iinfo(np.int64).max])
     for file in files:
         for i, num_rows in enumerate(file.block_rows):
-            if boundaries.by_time:
-                times = read_block(file, i, [TIMESTAMP_COLUMN])[0].to_numpy()
-                per_split = np.bincount(boundaries.split_of(times), minlength=len(SPLITS))
+            if boundaries.by != "row":
+                staged = read_block(file, i, [boundaries.column])[0].to_numpy() if boundaries.column else None
+                keys = boundaries.keys(first_row, num_rows, staged)
+                per_split = np.bincount(boundaries.split_of(keys), minlength=len(SPLITS))
             else:
                 per_split = np.diff(np.clip(edges, first_row, first_row + num_rows))
             blocks.append(BlockRows(file, i, first_row, num_rows, first_entry, tuple(per_split.tolist())))

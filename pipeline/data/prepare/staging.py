@@ -45,6 +45,7 @@ class StagedFile:
     block_rows: list[int] = field(default_factory=list)
     num_values: list[list[int]] = field(default_factory=list)
     num_lookups: list[list[int]] = field(default_factory=list)
+    num_negative: dict[str, int] = field(default_factory=dict)  # see EncodedBlock
 
     @property
     def num_rows(self) -> int:
@@ -81,11 +82,11 @@ def stage_source(
     block_bytes: int,
     threads: int,
     advance: Callable[[int], None],
-    check: Callable[[StagedFile], None],
+    check: Callable[[StagedFile, int], None],
 ) -> StagedFile:
     """Stage a source under `root`, or take over what an earlier run has staged of it.
 
-    `advance` hears of bytes read, `check` sees the state after each block and may raise.
+    `advance` hears of bytes read, `check` sees the state after each block, and how many bytes it stands for, and may raise.
     """
     folder = os.path.join(root, f"{number:05d}-{_key(source, layout, features)}")
     staged = _finished(folder)
@@ -106,7 +107,7 @@ def stage_source(
     with reader, _Writer(staged) as writer:
         for block, parsed, encoded in map_ordered(work, reader.blocks(), threads):
             writer.add(block, parsed, encoded)
-            check(staged)
+            check(staged, reader.position)
             advance(reader.position - position)
             position = reader.position
     if teacher is not None and len(teacher) != staged.num_source_rows:
@@ -123,6 +124,7 @@ def _key(source: Source, layout: Layout, features: Features) -> str:
     parts = [STAGING_VERSION, source.name, source.size_bytes, source.digest, asdict(layout), hashed]
     parts += ["row hashes"] if features.row_hashes else []
     parts += [f"in buckets: {name}" for name in features.buckets]
+    parts += [f"{name} by {kind}" for name, kind in features.transforms.items()]
     return hashlib.sha256(json.dumps([*parts, features.dense_transform]).encode()).hexdigest()[:16]
 
 
@@ -188,6 +190,8 @@ class _Writer:
         staged.block_rows.append(encoded.rows.num_rows)
         staged.num_values.append(encoded.num_values)
         staged.num_lookups.append(encoded.num_lookups)
+        for name, count in encoded.num_negative.items():
+            staged.num_negative[name] = staged.num_negative.get(name, 0) + count
 
     def _entry_table(self, encoded: EncodedBlock) -> pa.Table:
         num_entries = len(encoded.values)

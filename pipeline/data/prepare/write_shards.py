@@ -7,7 +7,7 @@ list<int32>, and the group int64 where there is one; none is null.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from pipeline.data.prepare.encode import TRUTH_COLUMN, Features
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
 from pipeline.data.raw.buckets import bucket_numbers
+from pipeline.data.raw.transforms import Transform
 from pipeline.runtime.storage import storage
 
 # Ids are small numbers: LZ4 finds their zero bytes, a dictionary only costs the reader time. Readers verify the page
@@ -87,7 +88,9 @@ class ShardWriter:
         folder: str,
         row_group_rows: int,
         in_buckets: Sequence[SparseFeature] = (),
+        transforms: Mapping[str, Transform] | None = None,
     ) -> None:
+        self._transforms = transforms or {}  # of columns that were staged as they were read
         self._in_buckets = [(feature, ids_of_buckets(feature, staging)) for feature in in_buckets]
         self._features, self._boundaries, self._ids_path = features, boundaries, ids_path
         self._staging, self._folder, self._row_group_rows = staging, folder, row_group_rows
@@ -150,6 +153,8 @@ class ShardWriter:
         for feature, id_of_bucket in self._in_buckets:
             numbers = bucket_numbers(columns[feature.name].to_numpy(), feature.boundaries or [])
             columns[feature.name] = pa.array(id_of_bucket[numbers])
+        for name, transform in self._transforms.items():
+            columns[name] = pa.array(transform(columns[name].to_numpy()))
         return pa.table(columns)
 
 

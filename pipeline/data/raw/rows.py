@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from pipeline.data.raw.cells import LARGEST_FLOAT32, is_number, is_time, parse_timestamps
+from pipeline.data.raw.json_lists import JSON, is_json_list, json_lists
 from pipeline.data.raw.layout import Layout, check_columns, find_format
 from pipeline.data.raw.parquet_rows import not_text, with_text
 from pipeline.data.raw.source import MAX_LINE_BYTES, Block, RowReader, Source
@@ -121,12 +122,27 @@ def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Tabl
                 delimiter=layout.delimiter, quote_char='"' if layout.quoted else False, ignore_empty_lines=False
             ),
             pa.csv.ConvertOptions(
-                column_types=types, include_columns=layout.needed, null_values=[""], strings_can_be_null=True
+                column_types=types,
+                include_columns=layout.needed,
+                null_values=["", *columns.null_values],
+                strings_can_be_null=True,
             ),
         )
-        return _with_timestamps(layout, table)
+        table, garbled = _with_json_lists(layout, table)
+        return None if garbled else _with_timestamps(layout, table)
     except pa.ArrowInvalid:
         return None
+
+
+def _with_json_lists(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
+    """Text of multi-hot columns read as JSON where the layout says so, and row -> reason where it is none."""
+    reasons: dict[int, str] = {}
+    for name in layout.columns.multi_hot if layout.columns.list_separator == JSON else ():
+        if pa.types.is_string(table.schema.field(name).type) or pa.types.is_large_string(table.schema.field(name).type):
+            lists, bad = json_lists(table[name])
+            reasons |= dict.fromkeys(bad, f"{name} is no JSON list")
+            table = table.set_column(table.schema.get_field_index(name), name, lists)
+    return table, reasons
 
 
 def _with_timestamps(layout: Layout, table: pa.Table) -> pa.Table:
@@ -177,8 +193,11 @@ def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str
         if label not in ("0", "1") and not (is_number(label) and float(label) in (0.0, 1.0)):
             return f"{layout.columns.label} is {label!r}, not 0 or 1"
     for name in layout.columns.dense:
-        if values[name] and not is_number(values[name]):
+        if values[name] and values[name] not in layout.columns.null_values and not is_number(values[name]):
             return f"{name} is {values[name]!r}, not a finite 32-bit number"
+    for name in layout.columns.multi_hot if layout.columns.list_separator == JSON else ():
+        if values[name] not in layout.columns.null_values and not is_json_list(values[name]):
+            return f"{name} is no JSON list"
     if layout.columns.timestamp and not is_time(values[layout.columns.timestamp]):
         return f"{layout.columns.timestamp} is {values[layout.columns.timestamp]!r}, not a time"
     return ""
@@ -203,6 +222,8 @@ def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
     categorical = [*layout.columns.sparse, *layout.columns.multi_hot]
     table = _with_timestamps(layout, with_text(table, categorical))
     garbled = not_text(table, categorical)
+    if not garbled:
+        table, garbled = _with_json_lists(layout, table)
     reasons = {**_invalid_rows(layout, table), **garbled}
     kept = np.delete(np.arange(block.num_rows), sorted(reasons))
     readable = [name for name in table.column_names if name in layout.numbers]

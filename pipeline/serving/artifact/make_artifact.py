@@ -51,9 +51,7 @@ def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifes
     pack_vocabularies(packed, at, source.dataset, trained.keys, source.data_path, alone)
     manifest = Manifest(
         lineage=lineage_of(job, source),
-        schema=schema_of(
-            source.dataset, trained.keys, source.job.data.columns.list_separator, source.job.data.synthetic_multi_hot
-        ),
+        schema=schema_of(source.dataset, trained.keys, source.job.data.columns, source.job.data.synthetic_multi_hot),
         tables=packed.tables,
         features=[(feature.name, feature.table) for feature in trained.features],
         dense=packed.dense,

@@ -105,6 +105,9 @@ class Manifest:
         for feature in values["schema"]["features"]:
             if feature["boundaries"] is None:
                 del feature["boundaries"]
+        for key in ("dense_columns", "null_values"):
+            if not values["schema"][key]:
+                del values["schema"][key]
         return values
 
 

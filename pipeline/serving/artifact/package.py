@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.checkpoint.vocabularies import read_values
+from pipeline.config.data import ColumnsConfig
 from pipeline.data.dataset import Dataset, SparseFeature
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ServingError
@@ -159,7 +160,7 @@ def pack_layers(packed: Packed, attempt: ArtifactFolder, trained: TrainedModel, 
             packed.files[COMPILED_FILE] = write_bytes(os.path.join(attempt.path, COMPILED_FILE), file.read())
 
 
-def schema_of(dataset: Dataset, keys: list[str], list_separator: str, multi_hot: dict[str, int]) -> RawSchema:
+def schema_of(dataset: Dataset, keys: list[str], columns: ColumnsConfig, multi_hot: dict[str, int]) -> RawSchema:
     features = [
         RawFeature(
             feature.name,
@@ -172,7 +173,14 @@ def schema_of(dataset: Dataset, keys: list[str], list_separator: str, multi_hot:
         )
         for feature in map(dataset.sparse_feature, keys)
     ]
-    return RawSchema(list(dataset.dense_features), features, dataset.dense_transform, list_separator)
+    return RawSchema(
+        list(dataset.dense_features),
+        features,
+        dataset.dense_transform,
+        columns.list_separator,
+        dataset.dense_columns,
+        list(columns.null_values),
+    )
 
 
 def lookups_of(dataset: Dataset, multi_hot: dict[str, int]) -> dict[str, dict[str, Any]]:

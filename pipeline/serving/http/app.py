@@ -112,7 +112,7 @@ class ScoringApp:
         return JSONResponse(openapi_page(self._slot.model.scorer, self._limits))
 
     async def docs(self, request: Request) -> Response:
-        return HTMLResponse(docs_page(self._slot.model.scorer, self._limits))
+        return HTMLResponse(docs_page(self._slot.model.scorer, self._limits, str(request.base_url).rstrip("/")))
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

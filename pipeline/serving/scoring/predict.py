@@ -146,7 +146,7 @@ def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: Stage
     from pipeline.serving.scoring.score_parts import write_output
 
     kind = staged.progress.subject["format"]
-    layouts = [layout_of_file(source, kind, scorer.columns, job.id_columns) for source in sources]
+    layouts = [layout_of_file(source, kind, scorer.columns, job.id_columns, job.delimiter) for source in sources]
     opened = open_sources(sources, layouts, (FILE, ROW, SCORE))
     schema = output_schema(opened)
     threads = job.threads or len(os.sched_getaffinity(0))
