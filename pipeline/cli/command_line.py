@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,8 +115,9 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
     """Take --help, --cfg and --config-dir out of a command line; what is left are overrides."""
     overrides: list[str] = []
     flags: dict[str, str] = {}
-    waiting = iter(argv)
-    for word in waiting:
+    waiting = deque(argv)
+    while waiting:
+        word = waiting.popleft()
         name, equals, value = word.partition("=")
         name = "--help" if name == "-h" else name
         if not name.startswith("-"):
@@ -124,13 +126,12 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
             hint = f"; overrides take no dashes: {word.lstrip('-')}" if equals else did_you_mean(name, FLAGS)
             raise ConfigError(f"unknown flag {name} (there are {', '.join(FLAGS)}){hint}")
         elif name == "--config-dir" and not equals:
-            flags[name] = next(waiting, "")
+            flags[name] = waiting.popleft() if waiting else ""
         else:
             flags[name] = value
-            if name == "--cfg" and not equals and (word := next(waiting, "")):  # Hydra's --cfg job
-                if word == "hydra":
+            if name == "--cfg" and waiting and waiting[0] in ("job", "all", "hydra"):  # as Hydra's users type it
+                if waiting.popleft() == "hydra":
                     raise ConfigError("--cfg hydra: a job has no configuration of Hydra's; --cfg prints the job")
-                waiting = iter([word, *waiting]) if word not in ("job", "all") else waiting
     return overrides, flags
 
 

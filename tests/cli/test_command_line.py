@@ -276,7 +276,11 @@ def test_a_typo_in_a_users_file_names_file_and_key(overlay: Path, text: str, mes
 def test_an_experiment_takes_another_model_without_the_keys_that_this_one_lacks(overlay: Path) -> None:
     job = load_config(TrainJob, [QUICKSTART, "model=wide_deep"])
     assert (job.model.kind, job.name, job.trainer.global_batch_size) == ("wide_deep", "quickstart", 2048)
-    assert load_config(TrainJob, [QUICKSTART, "model=dlrm_dcn"]).model.dense_arch_layer_sizes == [64, 16]  # has them
+    assert load_config(TrainJob, [QUICKSTART, "model=dlrm_dcn"]).model.dense_arch_layer_sizes == [
+        64,
+        32,
+        16,
+    ]  # has them
     text = "# @package _global_\ndefaults:\n  - override /data: shop\nmodel:\n  over_arch_layer_sizes: [8, 1]\n"
     (overlay / "experiment" / "shop.yaml").write_text(text)
     words = ["experiment=shop", f"--config-dir={overlay}"]
