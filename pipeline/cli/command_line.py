@@ -39,6 +39,7 @@ __all__ = ["load_config", "parse_command_line", "print_user_errors", "validate_e
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 FLAGS = ("--help", "--cfg", "--config-dir")
+CFG_WORDS = ("job", "all", "hydra")  # as Hydra's users type --cfg
 
 
 def parse_command_line(
@@ -129,9 +130,9 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
             flags[name] = waiting.popleft() if waiting else ""
         else:
             flags[name] = value
-            if name == "--cfg" and waiting and waiting[0] in ("job", "all", "hydra"):  # as Hydra's users type it
-                if waiting.popleft() == "hydra":
-                    raise ConfigError("--cfg hydra: a job has no configuration of Hydra's; --cfg prints the job")
+            what = waiting.popleft() if name == "--cfg" and waiting and waiting[0] in CFG_WORDS else "job"
+            if what == "hydra":
+                raise ConfigError("--cfg hydra: a job has no configuration of Hydra's; --cfg prints the job")
     return overrides, flags
 
 
