@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 DENSE, SPARSE, MULTI_HOT = "dense", "sparse", "multi_hot"
 
@@ -30,8 +29,6 @@ class RawSchema:
     features: list[RawFeature]
     dense_transform: str
     list_separator: str
-    dense_columns: dict[str, dict[str, Any]] = field(default_factory=dict)  # of columns with a transform of their own
-    null_values: list[str] = field(default_factory=list)
 
     @property
     def columns(self) -> dict[str, str]:
