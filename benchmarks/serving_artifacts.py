@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from pipeline.config.data import ColumnsConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.data.prepare.encode import dense_values
+from pipeline.data.raw.transforms import Transform
 from pipeline.data.read.value_index import index_values
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
@@ -159,7 +160,7 @@ class IdEncoder(RowEncoder):
 
     def encode(self, rows: Rows) -> EncodedRows:
         table = as_table(rows).combine_chunks()
-        dense = np.stack([dense_values(table[name], "log1p") for name in DENSE], axis=1)
+        dense = np.stack([dense_values(table[name], Transform("log1p")) for name in DENSE], axis=1)
         ids = np.concatenate([table[name].cast(pa.int64()).fill_null(0).to_numpy() for name in SPARSE])
         offsets = torch.arange(len(ids) + 1)
         return EncodedRows(torch.from_numpy(dense), torch.from_numpy(ids), offsets, np.arange(len(table)), [])

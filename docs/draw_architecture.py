@@ -38,7 +38,7 @@ HOLDS = {
     "cli": "one thin file a verb; Hydra composes the job here, and only here",
     "retraining": "a tick: windows, challenger, gate, registry and ledger of versions",
     "serving": "`artifact/` (quantize, prune, certify), `scoring/` (predictor, tables, raw rows), `http/`",
-    "training": "train and evaluate as functions, the trainer and its hooks, optimizers, metrics",
+    "training": "train and evaluate as functions, the trainer and its hooks; `runs/` compares and reports",
     "models": "one file a model; `tasks/` hold a loss and its metrics together; `layers/`",
     "sharding": "`torchrec/` (sharder, checks, managed collision), `kernels/` (Numba), `collectives/`",
     "planner": "cost model, `search/` (arrays in, assignment out), plan files, the page",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ __all__ = ["load_config", "parse_command_line", "print_user_errors", "validate_e
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 FLAGS = ("--help", "--cfg", "--config-dir")
+CFG_WORDS = ("job", "all", "hydra")  # as Hydra's users type --cfg
 
 
 def parse_command_line(
@@ -114,8 +116,9 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
     """Take --help, --cfg and --config-dir out of a command line; what is left are overrides."""
     overrides: list[str] = []
     flags: dict[str, str] = {}
-    waiting = iter(argv)
-    for word in waiting:
+    waiting = deque(argv)
+    while waiting:
+        word = waiting.popleft()
         name, equals, value = word.partition("=")
         name = "--help" if name == "-h" else name
         if not name.startswith("-"):
@@ -123,8 +126,13 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
         elif name not in FLAGS:
             hint = f"; overrides take no dashes: {word.lstrip('-')}" if equals else did_you_mean(name, FLAGS)
             raise ConfigError(f"unknown flag {name} (there are {', '.join(FLAGS)}){hint}")
+        elif name == "--config-dir" and not equals:
+            flags[name] = waiting.popleft() if waiting else ""
         else:
-            flags[name] = value if equals or name != "--config-dir" else next(waiting, "")
+            flags[name] = value
+            what = waiting.popleft() if name == "--cfg" and waiting and waiting[0] in CFG_WORDS else "job"
+            if what == "hydra":
+                raise ConfigError("--cfg hydra: a job has no configuration of Hydra's; --cfg prints the job")
     return overrides, flags
 
 
@@ -149,7 +157,7 @@ def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
     lines += [
         "",
         "flags:",
-        "  --cfg               print the job that the command line makes, as YAML, and stop",
+        "  --cfg [job]         print the job that the command line makes, as YAML, and stop",
         "  --config-dir DIR    a conf folder whose options are added to the package's",
     ]
     return "\n".join(lines)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -44,10 +46,11 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     # A verb's own field may bear a group's name and hold a word: evaluate's tables=own.
     words = {name for name, kind in get_type_hints(job_type).items() if kind is str}
     own_groups = {group: options for group, options in groups.items() if group in _first_words(job_type) - words}
-    choices, values = _split_overrides(parsed, own_groups)
+    choices, values = _split_overrides(parsed, own_groups, len(folders) > 1)
     _register_schemas(job_type, folders)
     try:
-        config = _compose_choices(job_type, folders, choices)
+        with _for_another_model(folders, choices) as (searched, chosen):
+            config = _compose_choices(job_type, searched, chosen)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain_composition(error, job_type, groups)) from None
     except ValueError as error:  # Hydra's own, for null where a YAML file overrides the group
@@ -63,6 +66,29 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
             f"plugins={missing[0]} comes from a YAML file, too late to load it; give plugins=[...] as an override"
         )
     return job
+
+
+@contextmanager
+def _for_another_model(folders: list[Path], choices: list[str]) -> Iterator[tuple[list[Path], list[str]]]:
+    """Folders and choices; where an experiment is given another model, its keys of `model` that this one lacks are left out."""
+    chosen = dict(choice.partition("=")[::2] for choice in choices)
+    kind = components("model").get(chosen.get("model", ""))
+    files = [folder / "experiment" / f"{chosen.get('experiment', '')}.yaml" for folder in folders]
+    file = next((each for each in files if each.is_file()), None)
+    values = yaml.safe_load(file.read_text()) if file is not None and kind is not None else None
+    section = values.get("model") if isinstance(values, dict) else None
+    known = {field.name for field in dataclasses.fields(kind)} if kind is not None else set()
+    if file is None or not isinstance(values, dict) or not isinstance(section, dict) or section.keys() <= known:
+        yield folders, choices
+        return
+    with tempfile.TemporaryDirectory() as staged:
+        head = "".join(line + "\n" for line in file.read_text().splitlines() if line.startswith("#"))
+        option = f"{file.stem}__{chosen['model']}"
+        (Path(staged) / "experiment").mkdir()
+        values["model"] = {key: value for key, value in section.items() if key in known}
+        (Path(staged) / "experiment" / f"{option}.yaml").write_text(head + yaml.safe_dump(values, sort_keys=False))
+        changed = [f"experiment={option}" if choice.startswith("experiment=") else choice for choice in choices]
+        yield [*folders, Path(staged)], changed
 
 
 def _compose_choices(job_type: type, folders: list[Path], choices: list[str]) -> DictConfig:
@@ -154,6 +180,10 @@ def _parse(argv: Iterable[str]) -> list[Override]:
         except HydraException as error:
             reason = str(error).splitlines()[0].rstrip(".")
             hint = "overrides look like key=value" if "=" not in word else "quote it as 'key=\"value\"' if it is text"
+            section, _, inner = key.partition(".")
+            if " " in key and inner:  # a column's name
+                name, _, setting = inner.rpartition(".")
+                hint = f"write '{section}={{{name or inner}: {{{setting}: {value}}}}}'" if name else hint
             raise ConfigError(f"cannot read {word!r} ({reason}); {hint}") from None
         if override.is_sweep_override():
             raise ConfigError(f"{word!r} names several values; a list is key=[a,b], and a sweep is one job a value")
@@ -161,7 +191,9 @@ def _parse(argv: Iterable[str]) -> list[Override]:
     return overrides
 
 
-def _split_overrides(overrides: list[Override], groups: dict[str, list[str]]) -> tuple[list[str], list[Override]]:
+def _split_overrides(
+    overrides: list[Override], groups: dict[str, list[str]], has_overlay: bool
+) -> tuple[list[str], list[Override]]:
     """Choices of group options, checked, and settings of values."""
     choices, values = [], []
     for override in overrides:
@@ -172,7 +204,8 @@ def _split_overrides(overrides: list[Override], groups: dict[str, list[str]]) ->
         for option in value if isinstance(value, list) else [value]:
             if option is not None and str(option) not in groups[group]:
                 near = did_you_mean(str(option), groups[group])
-                raise ConfigError(f"{group}={option}: there is no such option in {', '.join(groups[group])}{near}")
+                own = "" if has_overlay else "; an option of your own needs --config-dir <your conf folder>"
+                raise ConfigError(f"{group}={option}: there is no such option in {', '.join(groups[group])}{near}{own}")
         # Every group stands in the defaults list, so `+group=option` can only mean `group=option`.
         choices.append(str(override.input_line).lstrip("+"))
     return choices, values
@@ -289,6 +322,11 @@ def _explain_composition(error: Exception, job_type: type, groups: dict[str, lis
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if match := re.search(r"Key '(\w+)' not in '(\w+)'", text):
         says = text.split(" full_key:")[0]
+        if match[1] == "experiment":
+            return (
+                "experiment=<option>: the first line of its file is not `# @package _global_`, so its keys are put under "
+                "`experiment`, which a job does not have; write that line"
+            )
         if says.startswith("In 'experiment/") and match[2] in [kind.__name__ for kind in components("model").values()]:
             return f"{says}: that experiment sets the sizes of another model; choose an experiment for this one"
         return f"{says}{_near_field_of(match[1], match[2], job_type)}"

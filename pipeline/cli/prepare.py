@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from pipeline.cli.verb import verb
+from pipeline.cli.verb import goes_on, verb
 from pipeline.config.jobs import PrepareJob
 from pipeline.data.prepare.run import describe, prepare
 
-main = verb("prepare", PrepareJob, describe=describe, written_to=lambda job: job.data.path)(prepare)
+main = verb("prepare", PrepareJob, describe=describe, when_interrupted=goes_on, written_to=lambda job: job.data.path)(
+    prepare
+)
 
 if __name__ == "__main__":
     main()

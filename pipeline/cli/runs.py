@@ -1,7 +1,7 @@
 """List, compare, show, tag and remove runs:  python -m pipeline.runs list
 
     python -m pipeline.runs list [ROOT] [sort=ne] [output=runs.parquet]
-    python -m pipeline.runs compare RUN RUN... [split=validation]    is one better, and how sure is that?
+    python -m pipeline.runs compare RUN RUN... [html=page.html]      is one better, and how sure is that?
     python -m pipeline.runs show RUN                                 what it is, and all that was measured
     python -m pipeline.runs tag RUN TAG... [note='...']              a tag with a leading - is taken away: 'tags=[-old]'
     python -m pipeline.runs remove RUN [force=true]                  the folder, checkpoints included
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command
 from pipeline.config.jobs import RunsJob
+from pipeline.runtime.storage import storage
 
 
 def list_runs(job: RunsJob) -> str:
@@ -36,10 +37,13 @@ def compare_runs(job: RunsJob) -> str:
     from pipeline.training.runs.compare import compare
     from pipeline.training.runs.folder import open_run
     from pipeline.training.runs.listing import write_parquet
+    from pipeline.training.runs.report import render_comparison
 
     comparison = compare([open_run(path) for path in job.runs], job.split, job.confidence)
     if job.output:
         write_parquet(job.output, comparison.as_rows())
+    if job.html:
+        storage.publish_text(job.html, render_comparison(comparison))
     return comparison.as_text()
 
 

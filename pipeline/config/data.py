@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pipeline.config.labels import LabelConfig, NegativeSamplingConfig, check_labels
 from pipeline.config.registry import find
 from pipeline.config.tables import is_pattern, matches
 from pipeline.runtime.errors import (
@@ -19,11 +18,12 @@ from pipeline.runtime.errors import (
     did_you_mean,
 )
 
-DENSE_TRANSFORMS = ("log1p", "none")
+DENSE_TRANSFORMS = ("log1p", "signed_log1p", "standardize", "none")
 ID_KINDS = ("vocabulary", "hash")
 BUCKET_KINDS = ("quantile", "log2")
 SPLITS = ("train", "validation", "test")
-SPLIT_KINDS = ("row_range", "time", "files", "given")
+SPLIT_KINDS = ("row_range", "time", "date", "random", "user", "files", "given")
+TEXT_FORMATS = ("csv", "tsv")  # whose delimiter and header data.delimiter and data.header give
 SHUFFLES = ("row_groups", "none")
 BAD_ROW_POLICIES = ("stop", "quarantine")
 VERIFICATIONS = ("size", "checksum")
@@ -38,42 +38,21 @@ class ColumnsConfig:
 
     A list-valued categorical column (Parquet list, or text joined by `list_separator`) goes
     into `multi_hot`; every other categorical column into `sparse`. `timestamp` (whole numbers, or ISO 8601) is read
-    where data.split.kind=time. `cat_{0..25}` in a list stands for cat_0 to cat_25. Empty text is a missing value, and for dense columns so is NaN.
-
-    A single label is binary and needs no entry in `labels`. Of several, `label` is the main one: a model of one task learns
-    it, the gate goes by it; the first binary one where `label` names none of them. weight: a column of numbers of 0 at
-    least, by which a row's losses and metrics are weighted.
+    where data.split.kind=time or date. `cat_{0..25}` in a list stands for cat_0 to cat_25. Empty text is a missing value, so is each word of
+    `null_values`, and for dense columns NaN. list_separator=json: lists are JSON, [1, 2] or ["a", "b"].
     """
 
     label: str = "label"
-    labels: dict[str, LabelConfig] = field(default_factory=dict)
-    weight: str | None = None
     dense: list[str] = field(default_factory=list)
     sparse: list[str] = field(default_factory=list)
     multi_hot: list[str] = field(default_factory=list)
     timestamp: str | None = None
     list_separator: str = "|"
+    null_values: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        check_given("data.columns.list_separator", self.list_separator)
         self.dense, self.sparse, self.multi_hot = map(expand_ranges, (self.dense, self.sparse, self.multi_hot))
-        if not self.labels:
-            return
-        check_labels(self.labels)
-        if self.label == "label" and self.label not in self.labels:
-            binary = (name for name, label in self.labels.items() if label.kind == "binary")
-            self.label = next(binary, next(iter(self.labels)))
-        elif self.label and self.label not in self.labels:
-            raise ConfigError(
-                f"data.columns.label={self.label!r} is not in data.columns.labels{did_you_mean(self.label, self.labels)}: "
-                f"name one of {', '.join(self.labels)}"
-            )
-
-    @property
-    def all_labels(self) -> dict[str, LabelConfig]:
-        """By column; empty for rows that are to be scored, where `label` is empty."""
-        if not self.label:
-            return {}
-        return self.labels or {self.label: LabelConfig()}
 
 
 def expand_ranges(names: list[str], key: str = "data.columns") -> list[str]:
@@ -160,6 +139,9 @@ class SplitConfig:
 
     row_range: the last `validation_fraction` + `test_fraction` of the rows, in source order.
     time: the same fractions by the timestamp column (rows of one timestamp stay together).
+    date: by the timestamp column too, validation from `validation_from` on and test from `test_from` on (as the column has it).
+    random: about the same fractions, each row by a hash of its number and `seed`; user: by a hash of data.group_column's value and
+    `seed`, so that all rows of one value are in one split.
     files: the last source file (1TB: day 23) is cut in halves, validation then test.
     given: `train`, `validation` and `test` name their files, each as `source` does, or a range of names (day_{0..22}).
     A split left out has no rows. Rows that are equal in every column that is read are counted across splits; where they
@@ -173,6 +155,9 @@ class SplitConfig:
     validation: str | None = None
     test: str | None = None
     max_shared_fraction: float = 0.5
+    seed: int = 0
+    validation_from: str | None = None
+    test_from: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("split.kind", self.kind, SPLIT_KINDS)
@@ -181,6 +166,16 @@ class SplitConfig:
             raise ConfigError(
                 f"split.{named[0]}={getattr(self, named[0])!r} names a split that exists, and split.kind={self.kind} cuts one "
                 "from `source`: set split.kind=given, or leave it out"
+            )
+        check_within("split.seed", self.seed, 0, 2**63 - 1)
+        if self.kind == "date" and self.validation_from is None:
+            raise ConfigError(
+                "split.kind=date needs split.validation_from=<time>, and split.test_from=<time> for a test split"
+            )
+        if self.kind != "date" and (self.validation_from is not None or self.test_from is not None):
+            raise ConfigError(
+                f"split.validation_from={self.validation_from} and split.test_from={self.test_from} go with split.kind=date, "
+                f"not {self.kind}"
             )
         check_within("split.validation_fraction", self.validation_fraction, 0.0, 0.9)
         check_within("split.test_fraction", self.test_fraction, 0.0, 0.9)
@@ -324,38 +319,6 @@ class UserItemConfig:
 
 
 @dataclass
-class ConversionsConfig:
-    """A generated data set of clicks and of conversions that follow on them, for `python -m pipeline.generate`: a TSV with a header.
-
-    click_rate is the mean over impressions, conversion_rate that of the probability to convert after a click, whether there is
-    one or not. dependence: the correlation of both logits, which have standard deviation `teacher_scale`.
-    """
-
-    num_rows: int = 1_000_000
-    num_users: int = 2000
-    num_items: int = 1000
-    num_groups: int = 8
-    num_categories: int = 10
-    user_exponent: float = 0.3
-    item_exponent: float = 0.5
-    click_rate: float = 0.2
-    conversion_rate: float = 0.2
-    dependence: float = 0.5
-    teacher_scale: float = 1.5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_rows", "num_users", "num_items", "num_groups", "num_categories"):
-            check_at_least(f"conversions.{name}", getattr(self, name), 1)
-        check_at_least("conversions.user_exponent", self.user_exponent, 0.0)
-        check_at_least("conversions.item_exponent", self.item_exponent, 0.0)
-        check_within("conversions.click_rate", self.click_rate, 0.001, 0.999)
-        check_within("conversions.conversion_rate", self.conversion_rate, 0.001, 0.999)
-        check_within("conversions.dependence", self.dependence, -1.0, 1.0)
-        check_above("conversions.teacher_scale", self.teacher_scale, 0.0)
-
-
-@dataclass
 class DataConfig:
     """One data set: its raw format, how it is prepared into `path`, and how it is read from there."""
 
@@ -372,7 +335,6 @@ class DataConfig:
         default_factory=dict
     )  # of dense columns, which then are categorical features
     split: SplitConfig = field(default_factory=SplitConfig)
-    negative_sampling: NegativeSamplingConfig | None = None  # of the training rows
     rows_per_shard: int = 1_000_000
     rows_per_row_group: int = 16_384
     max_quarantined_fraction: float = 0.001
@@ -381,7 +343,9 @@ class DataConfig:
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     synthetic: SyntheticConfig | None = None
     user_item: UserItemConfig | None = None
-    conversions: ConversionsConfig | None = None
+    delimiter: str | None = None  # of csv (a comma) and tsv (a tab)
+    header: list[str] = field(default_factory=list)  # the columns of csv and tsv files whose first line is a row
+    dense_transforms: dict[str, str] = field(default_factory=dict)  # of dense columns that have another one
 
     def __post_init__(self) -> None:
         check_given("data.name", self.name)
@@ -395,32 +359,35 @@ class DataConfig:
             raise ConfigError(
                 f"data.format={self.format} fixes its columns: drop data.columns, or name another data.format"
             )
+        if self.format not in TEXT_FORMATS and (self.delimiter is not None or self.header):
+            raise ConfigError(
+                f"data.delimiter and data.header describe text with named columns: data.format={self.format} is none, use csv or tsv"
+            )
+        if self.delimiter is not None and (
+            len(self.delimiter) != 1 or self.delimiter in '"\r\n' or not self.delimiter.isascii()
+        ):
+            raise ConfigError(f"data.delimiter={self.delimiter!r} must be one character, such as ; or a tab")
         features = self.columns.sparse + self.columns.multi_hot or [f"cat_{index}" for index in range(26)]
         self.feature_ids = self._expand(self.feature_ids, "data.feature_ids", features)
         self.synthetic_multi_hot = self._expand(self.synthetic_multi_hot, "data.synthetic_multi_hot", features)
         dense = (self.columns if fixed is None else fixed).dense
         self.buckets = self._expand(self.buckets, "data.buckets", dense)
-        if unknown := [name for name in self.buckets if name not in dense]:
-            raise ConfigError(f"data.buckets names {unknown[0]!r}, not a dense column{did_you_mean(unknown[0], dense)}")
+        self.dense_transforms = self._expand(self.dense_transforms, "data.dense_transforms", dense)
+        for key, names in (("buckets", self.buckets), ("dense_transforms", self.dense_transforms)):
+            if unknown := [name for name in names if name not in dense]:
+                raise ConfigError(
+                    f"data.{key} names {unknown[0]!r}, not a dense column{did_you_mean(unknown[0], dense)}"
+                )
+        for name, kind in self.dense_transforms.items():
+            check_choice(f"data.dense_transforms.{name}", kind, DENSE_TRANSFORMS)
         if self.synthetic is not None:
             self._check_synthetic(self.synthetic)
-        self._check_negative_sampling()
-        if self.split.kind == "time" and not self.columns.timestamp:
+        if self.split.kind in ("time", "date") and not self.columns.timestamp:
             raise ConfigError(
-                "data.split.kind=time needs data.columns.timestamp=<column>, and data.format=csv, tsv or parquet"
+                f"data.split.kind={self.split.kind} needs data.columns.timestamp=<column>, and data.format=csv, tsv or parquet"
             )
-
-    def _check_negative_sampling(self) -> None:
-        if self.negative_sampling is None:
-            return
-        name, labels = self.negative_sampling.label, self.columns.all_labels
-        if find("format", self.format, "data.format").columns is not None:
-            labels = {"label": LabelConfig()}
-        if name not in labels or labels[name].kind != "binary" or labels[name].mask is not None:
-            raise ConfigError(
-                f"data.negative_sampling.label={name!r} is no binary label that all rows have{did_you_mean(name, labels)}; "
-                f"the labels are {', '.join(labels)}"
-            )
+        if self.split.kind == "user" and self.group_column is None:
+            raise ConfigError("data.split.kind=user needs data.group_column=<the column of users>")
 
     def _expand(self, values: dict[str, Value], key: str, features: list[str]) -> dict[str, Value]:
         """With an entry for every feature that a pattern such as cat_* fits; a feature's own entry goes before patterns."""

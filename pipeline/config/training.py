@@ -264,6 +264,7 @@ class LoggerConfig:
     """What becomes of a run's numbers beside its log and metrics.jsonl, which are always written."""
 
     tensorboard: bool = True  # event files in <run_dir>/tensorboard
+    report: bool = True  # <run_dir>/report.html at the end
 
 
 @dataclass

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
+
+from pipeline.runtime.pages.charts import rect, round_up, shorten, svg, text
 
 HEIGHT = 220  # of the plot
 LEFT, TOP, BOTTOM, RIGHT = 58, 36, 40, 12
@@ -48,7 +48,7 @@ def column_chart(
     totals = [sum(column.values) for column in columns]
     highest = max(totals, default=0.0)
     drawn_limit = limit if limit and limit[0] <= LIMIT_OFF_SCALE * highest else None
-    top = _round_up(max(highest, drawn_limit[0] if drawn_limit else 0.0) or 1.0)
+    top = round_up(max(highest, drawn_limit[0] if drawn_limit else 0.0) or 1.0)
     plot_width = max(300, min(900, 60 * len(columns)))
     step = plot_width / max(len(columns), 1)
     width = min(48.0, 0.8 * step)
@@ -59,17 +59,17 @@ def column_chart(
             height = HEIGHT * value / top
             y -= height
             if height > 0:
-                marks.append(_rect(x, y, width, height, name, title))
+                marks.append(rect(x, y, width, height, name, title))
         if len(columns) <= MOST_LABELLED:
-            marks.append(_text(x + width / 2, y - 4, f"{totals[index]:.3g}", "middle"))
+            marks.append(text(x + width / 2, y - 4, f"{totals[index]:.3g}", "middle"))
     parts = [*_value_axis(top, unit, plot_width), *marks, *_rank_axis(len(columns), step, TOP + HEIGHT + 16)]
     if limit and drawn_limit:
         y = TOP + HEIGHT * (1 - limit[0] / top)
         parts.append(f'<line class="limit" x1="{LEFT}" x2="{LEFT + plot_width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(LEFT + plot_width, y - 5, limit[1], "end", "limit-text"))
+        parts.append(text(LEFT + plot_width, y - 5, limit[1], "end", "limit-text"))
     elif limit:
-        parts.append(_text(LEFT + plot_width, 13, f"{limit[1]}: far above this scale", "end", "limit-text"))
-    return _svg(label, LEFT + plot_width + RIGHT, TOP + HEIGHT + BOTTOM, parts)
+        parts.append(text(LEFT + plot_width, 13, f"{limit[1]}: far above this scale", "end", "limit-text"))
+    return svg(label, LEFT + plot_width + RIGHT, TOP + HEIGHT + BOTTOM, parts)
 
 
 def rank_map(label: str, rows: list[MapRow], num_ranks: int, ranks_per_host: int) -> str:
@@ -79,23 +79,21 @@ def rank_map(label: str, rows: list[MapRow], num_ranks: int, ranks_per_host: int
     parts = []
     for index, row in enumerate(rows):
         y = MAP_TOP + MAP_ROW * index
-        parts.append(_text(MAP_LEFT - 8, y + 13, _shorten(row.name, 22), "end", title=row.name))
-        parts.append(
-            _text(MAP_LEFT + width * num_ranks + 8, y + 13, _shorten(row.note, 52), "start", "faint", row.note)
-        )
+        parts.append(text(MAP_LEFT - 8, y + 13, shorten(row.name, 22), "end", title=row.name))
+        parts.append(text(MAP_LEFT + width * num_ranks + 8, y + 13, shorten(row.note, 52), "start", "faint", row.note))
         for ranks, cell in _runs(row.cells):
             where = f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks[0]}-{ranks[-1]}"
             x, wide = MAP_LEFT + width * ranks[0], width * len(ranks)
             title = f"{row.name}, {where}: {cell.title}"
             gap = min(1.0, width / 8)
             parts.append(
-                _rect(x + gap / 2, y + 2, wide - gap, MAP_ROW - 4, cell.colour, title, 0.25 + 0.75 * cell.weight)
+                rect(x + gap / 2, y + 2, wide - gap, MAP_ROW - 4, cell.colour, title, 0.25 + 0.75 * cell.weight)
             )
     for rank in range(0, num_ranks + 1, ranks_per_host):
         x = MAP_LEFT + width * rank
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{MAP_TOP}" y2="{bottom}"/>')
     parts += _rank_axis(num_ranks, width, bottom + 16, MAP_LEFT)
-    return _svg(label, MAP_LEFT + width * num_ranks + MAP_RIGHT, bottom + BOTTOM, parts)  # fmt: skip
+    return svg(label, MAP_LEFT + width * num_ranks + MAP_RIGHT, bottom + BOTTOM, parts)  # fmt: skip
 
 
 def _runs(cells: dict[int, Cell]) -> list[tuple[list[int], Cell]]:
@@ -105,31 +103,14 @@ def _runs(cells: dict[int, Cell]) -> list[tuple[list[int], Cell]]:
     return [([rank for _, rank in group], cell) for (_, cell), group in groups]
 
 
-def _svg(label: str, width: float, height: float, parts: list[str]) -> str:
-    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
-    return f'<svg role="img" aria-label="{escape(label)}" {size}>{"".join(parts)}</svg>'
-
-
-def _rect(x: float, y: float, width: float, height: float, colour: str, title: str, opacity: float = 1.0) -> str:
-    shade = "" if opacity >= 1 else f' fill-opacity="{opacity:.2f}"'
-    box = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
-    return f'<rect {box} style="fill:var(--{colour})"{shade}><title>{escape(title)}</title></rect>'
-
-
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "", title: str = "") -> str:
-    of_kind = f' class="{kind}"' if kind else ""
-    hover = f"<title>{escape(title)}</title>" if title and title != text else ""
-    return f'<text{of_kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}{hover}</text>'
-
-
 def _value_axis(top: float, unit: str, plot_width: float) -> list[str]:
     parts = []
     for tick in range(5):
         value = top * tick / 4
         y = TOP + HEIGHT * (1 - tick / 4)
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT + plot_width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(LEFT - 6, y + 4, f"{value:.3g}", "end", "faint"))
-    return [*parts, _text(LEFT - 6, TOP - 14, unit, "end", "faint")]
+        parts.append(text(LEFT - 6, y + 4, f"{value:.3g}", "end", "faint"))
+    return [*parts, text(LEFT - 6, TOP - 14, unit, "end", "faint")]
 
 
 def _rank_axis(num_ranks: int, step: float, y: float, left: float = LEFT) -> list[str]:
@@ -137,19 +118,5 @@ def _rank_axis(num_ranks: int, step: float, y: float, left: float = LEFT) -> lis
     every = 1
     while every * step < 26:
         every *= 2
-    numbers = [
-        _text(left + step * (rank + 0.5), y, str(rank), "middle", "faint") for rank in range(0, num_ranks, every)
-    ]
-    return [*numbers, _text(left + step * num_ranks / 2, y + 16, "rank", "middle", "faint")]
-
-
-def _round_up(value: float) -> float:
-    """The next of 1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8 times a power of ten: quarters of it are short numbers."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(
-        factor * power for factor in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if value <= factor * power * (1 + 1e-9)
-    )
-
-
-def _shorten(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+    numbers = [text(left + step * (rank + 0.5), y, str(rank), "middle", "faint") for rank in range(0, num_ranks, every)]
+    return [*numbers, text(left + step * num_ranks / 2, y + 16, "rank", "middle", "faint")]

@@ -7,7 +7,7 @@ each, and the others a line for each kind of sharding.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from pipeline.planner.charts import Cell, Column, MapRow, column_chart, rank_map
 from pipeline.planner.explain import show_ranks
 from pipeline.planner.record import PHASES, PlanDescription, RankLoad, TableChoice, show_bytes
+from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
 from pipeline.runtime.storage import storage
 
 MOST_MAPPED = 40  # tables that have a line of their own in the map, and a row in the table before it is folded
@@ -50,22 +51,12 @@ def write_page(path: str, title: str, plan: PlanDescription, shardings: Sharding
 
 def render_page(title: str, plan: PlanDescription, shardings: Shardings) -> str:
     shares = _table_shares(plan, shardings)
-    css = (Path(__file__).with_name("page.css")).read_text()
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>Plan: {escape(title)}</title><style>\n{css}</style></head><body><main>",
-            *_heading(title, plan),
-            *_memory(plan, shares),
-            *_time(plan),
-            *_map(plan, shares),
-            *_choices(plan),
-            *_rank_numbers(plan),
-            *_made_for(plan),
-            "</main></body></html>\n",
-        ]
-    )
+    sections = (
+        _heading(title, plan), _memory(plan, shares), _time(plan), _map(plan, shares), _choices(plan), _rank_numbers(plan),
+        _made_for(plan),
+    )  # fmt: skip
+    body = [part for section in sections for part in section]
+    return document(f"Plan: {title}", body, Path(__file__).with_name("page.css").read_text())
 
 
 def _table_shares(plan: PlanDescription, shardings: Shardings) -> dict[str, dict[int, TableShare]]:
@@ -99,24 +90,20 @@ def _heading(title: str, plan: PlanDescription) -> Iterator[str]:
         f"{escape(plan.hardware)}, {topology['local_world_size']} a host: "
         f"{', '.join(f'{count} {kind}' for kind, count in kinds)}. Found by {escape(plan.planner)}.</p>"
     )
-    cards = [
+    figures = [
         (f"{objective.critical_path_ms:.4g} ms", "critical path: the slowest rank of each phase, summed"),
         (f"{objective.max_rank_ms:.4g} ms", "slowest rank: all its phases, summed"),
     ]
     if objective.gap is not None and objective.lower_bound_ms is not None:
         text = f"above the best possible {objective.minimised} at most: none is below {objective.lower_bound_ms:.4g} ms"
-        cards.append((f"{100 * objective.gap:.2f} %", text))
+        figures.append((f"{100 * objective.gap:.2f} %", text))
     if plan.torchrec_objective is not None:
         other = plan.torchrec_objective
         text = f"critical path of TorchRec's own plan; its slowest rank: {other.max_rank_ms:.4g} ms"
-        cards.append((f"{other.critical_path_ms:.4g} ms", text))
+        figures.append((f"{other.critical_path_ms:.4g} ms", text))
     tier, taken, room = _fullest(plan)
-    cards.append((f"{show_bytes(taken)}", f"{tier} that tables take on the fullest rank, of {show_bytes(room)}"))
-    yield (
-        '<ul class="cards">'
-        + "".join(f"<li><b>{escape(b)}</b><span>{escape(s)}</span></li>" for b, s in cards)
-        + "</ul>"
-    )
+    figures.append((f"{show_bytes(taken)}", f"{tier} that tables take on the fullest rank, of {show_bytes(room)}"))
+    yield cards(figures)
     yield (
         '<p class="faint">Milliseconds are estimates for the embedding part of one training step; '
         f"the planner minimised {objective.minimised}.</p>"
@@ -135,7 +122,7 @@ def _memory(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> 
         "<p>What the tables take. The dashed line is what they may take: capacity less the reserve "
         "(planner.reserved_memory_fraction) and the dense part of the model.</p>"
     )
-    yield _legend(SERIES.items())
+    yield legend(SERIES.items())
     cuda = plan.fingerprint["topology"]["compute_device"] == "cuda"
     in_hbm = {choice.name for choice in plan.tables if cuda and choice.compute_kernel in IN_HBM}
     tiers = [("HBM", "hbm_bytes", plan.usable_hbm_bytes, in_hbm)] if cuda else []
@@ -148,7 +135,7 @@ def _memory(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> 
     yield '<div class="charts">'
     for tier, field, room, tables in tiers:
         taken = {load.rank: getattr(load, field) for load in plan.ranks}
-        yield _figure(f"{tier} of each rank", _memory_chart(tier, taken, room, [shares[name] for name in tables]))
+        yield figure(f"{tier} of each rank", _memory_chart(tier, taken, room, [shares[name] for name in tables]))
     yield "</div>"
 
 
@@ -184,7 +171,7 @@ def _time(plan: PlanDescription) -> Iterator[str]:
         "that hold their rows; comms exchange the looked-up embeddings, and in backward their gradients. What a collective "
         "takes to start is in its phase, on every rank.</p>"
     )
-    yield _legend(PHASE_NAMES.items())
+    yield legend(PHASE_NAMES.items())
     columns = [
         Column(
             [getattr(load, phase) for phase in PHASES],
@@ -194,10 +181,10 @@ def _time(plan: PlanDescription) -> Iterator[str]:
     ]
     label = f"rank {slowest.rank} is the slowest, {slowest.cost_ms:.4g} ms a step"
     yield '<div class="charts">'
-    yield _figure("Time of each rank, by phase", column_chart(label, "ms", PHASES, columns))
+    yield figure("Time of each rank, by phase", column_chart(label, "ms", PHASES, columns))
     rows = [_phase_row(phase, plan.ranks) for phase in PHASES]
     rows.append(["critical path", "", f"{plan.objective.critical_path_ms:.4g}", ""])
-    yield _table(("phase", "slowest rank", "its ms", "mean of all ranks"), rows, numbers=(1, 2, 3))
+    yield table(("phase", "slowest rank", "its ms", "mean of all ranks"), rows, numbers=(1, 2, 3))
     yield "</div>"
 
 
@@ -225,9 +212,12 @@ def _map(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> Ite
         )
     yield f"<p>{text}{' Upright lines part hosts.' if per_host < len(plan.ranks) else ''}</p>"
     used = dict.fromkeys(choice.sharding_type for choice in tables)
-    yield _legend((kind, f"{kind}: {MEANINGS[kind]}") for kind in used)
+    yield legend((kind, f"{kind}: {MEANINGS[kind]}") for kind in used)
     label = f"{len(tables)} tables by {len(plan.ranks)} ranks"
-    yield _figure("", f'<div class="scroll">{rank_map(label, rows, len(plan.ranks), per_host)}</div>')
+    yield figure(
+        "",
+        f'<div class="scroll" role="region" tabindex="0" aria-label="map">{rank_map(label, rows, len(plan.ranks), per_host)}</div>',
+    )
 
 
 MEANINGS = {
@@ -296,9 +286,9 @@ def _choices(plan: PlanDescription) -> Iterator[str]:
         '<p class="faint">Cost is summed over the ranks that hold a part of the table, without what collectives take to '
         "start, which all tables of one sharding share.</p>"
     )
-    yield _table(headings, rows[:MOST_MAPPED], numbers)
+    yield table(headings, rows[:MOST_MAPPED], numbers)
     if remaining := rows[MOST_MAPPED:]:
-        yield f"<details><summary>{len(remaining)} smaller tables</summary>{_table(headings, remaining, numbers)}</details>"
+        yield folded(f"{len(remaining)} smaller tables", table(headings, remaining, numbers))
 
 
 def _rank_numbers(plan: PlanDescription) -> Iterator[str]:
@@ -314,8 +304,7 @@ def _rank_numbers(plan: PlanDescription) -> Iterator[str]:
         ]
         for load in plan.ranks
     ]
-    table = _table(headings, rows, range(len(headings)))
-    yield f"<details><summary>Numbers of each rank</summary>{table}</details>"
+    yield folded("Numbers of each rank", table(headings, rows, range(len(headings))))
 
 
 def _made_for(plan: PlanDescription) -> Iterator[str]:
@@ -323,25 +312,4 @@ def _made_for(plan: PlanDescription) -> Iterator[str]:
     sections = {name: fingerprint[name] for name in ("topology", "sparse_optimizer", "libraries")}
     rows = [[f"{name}.{key}", str(value)] for name, values in sections.items() for key, value in values.items()]
     rows.append(["batch_size (a rank)", str(fingerprint["batch_size"])])
-    yield f"<details><summary>What the plan was made for</summary>{_table(('', ''), rows)}</details>"
-
-
-def _figure(caption: str, content: str) -> str:
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{content}</figure>"
-
-
-def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    marks = (f'<li><i style="background:var(--{colour})"></i>{escape(text)}</li>' for colour, text in entries)
-    return f'<ul class="legend">{"".join(marks)}</ul>'
-
-
-def _table(headings: Iterable[str], rows: list[list[str]], numbers: Iterable[int] = ()) -> str:
-    right = set(numbers)
-    kinds = dict.fromkeys(right, ' class="number"')
-
-    def line(tag: str, cells: Iterable[str]) -> str:
-        inner = (f"<{tag}{kinds.get(index, '')}>{escape(cell)}</{tag}>" for index, cell in enumerate(cells))
-        return f"<tr>{''.join(inner)}</tr>"
-
-    body = "".join(line("td", row) for row in rows)
-    return f'<div class="scroll"><table><thead>{line("th", headings)}</thead><tbody>{body}</tbody></table></div>'
+    yield folded("What the plan was made for", table(("", ""), rows, label="what the plan was made for"))

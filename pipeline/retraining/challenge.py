@@ -166,10 +166,14 @@ def parity_metrics(exported: ExportSummary) -> dict[str, Any]:
     return {"artifact": exported.version, **{name: value for name, value in found.items() if math.isfinite(value)}}
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def log_findings(what: str, findings: list[Finding]) -> None:
     """A line: each check with the figure that it looked at and the limit."""
     shown = ", ".join(
-        f"{finding.name} {finding.value:.4g} ({'within' if finding.passed else 'NOT within'} {finding.limit:.4g})"
+        f"{finding.name} {_number(finding.value)} ({'passed' if finding.passed else 'FAILED'}, {finding.bound} {_number(finding.limit)})"
         for finding in findings
     )
     logger.info("%s: %s", what, shown)

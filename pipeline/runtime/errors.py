@@ -104,7 +104,7 @@ def check_choice(field: str, value: str, choices: Collection[str]) -> None:
 def check_given(field: str, value: str) -> None:
     """Raise ConfigError for empty text."""
     if not value.strip():
-        raise ConfigError(f"{field} is empty: give it a value, or leave it out")
+        raise ConfigError(f"{field} is empty: give it a value")
 
 
 def check_finite(field: str, value: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs import EvaluateJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job
@@ -21,7 +21,9 @@ from pipeline.runtime.storage import storage
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.run import SUMMARY, describe_quality, describe_run
 from pipeline.training.run_state import checkpoint_folder, chosen_step
-from pipeline.training.runs.details import EvaluationDetails, details_path, write_details
+
+if TYPE_CHECKING:
+    from pipeline.training.runs.details import EvaluationDetails
 
 CLICK_METRICS = ("ne", "logloss", "auc", "gauc", "auprc", "calibration", "label_rate")  # in this order on the terminal
 
@@ -103,6 +105,8 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
 def _write(summary: EvaluateSummary, details: EvaluationDetails | None) -> None:
     """The metrics as JSON, and beside them what the evaluation saw."""
     if details is not None:
+        from pipeline.training.runs.details import details_path, write_details  # loads numpy
+
         write_details(details_path(summary.path), details)
     tables = {"tables": summary.tables} if summary.tables else {}
     said = {"split": summary.split, "step": summary.step, **tables, **summary.metrics}

@@ -68,6 +68,7 @@ class TrainSummary:
     compression: dict[str, Any] = field(
         default_factory=dict
     )  # of each compressed table: its parts, bytes and collisions
+    report: str = ""  # the page that shows the run, where one was written
 
 
 def train(job: TrainJob) -> TrainSummary:
@@ -159,6 +160,8 @@ def _train(
         writer.close()
         if result.throughput and not result.preempted:  # a run that had no step to train keeps the earlier summary
             _write_summary(summary)
+            if job.logger.report:
+                _write_report(summary)
     return result, summary
 
 
@@ -231,6 +234,23 @@ def _write_summary(summary: TrainSummary) -> None:
     storage.publish_text(f"{summary.run_dir}/{SUMMARY}", to_json(asdict(summary), indent=1))
 
 
+def _write_report(summary: TrainSummary) -> None:
+    """The run is done: what its page lacks must not fail it."""
+    from pipeline.runtime.logs import get_logger
+    from pipeline.training.runs.folder import Run
+    from pipeline.training.runs.report import write_report
+
+    try:
+        summary.report = write_report(Run(summary.run_dir))
+    except Exception as error:
+        get_logger("pipeline.train").warning(
+            "no report (%s: %s); `python -m pipeline.report run=%s` tries again",
+            type(error).__name__,
+            error,
+            summary.run_dir,
+        )
+
+
 def describe(summary: TrainSummary) -> str:
     """The summary as text for a terminal: files, quality, speed, and the next command."""
     best = f", best step {summary.best_step} by {summary.best_metric}" if summary.best_step is not None else ""
@@ -243,6 +263,8 @@ def describe(summary: TrainSummary) -> str:
             f"quarantine  {summary.num_bad_rows:,} bad row(s) left out, listed in {summary.run_dir}/quarantine"
         )
     lines += describe_run(summary.run_dir, summary.checkpoint, summary.throughput)
+    if summary.report:
+        lines.append(f"report      {summary.report}")
     lines.append(f"next        python -m pipeline.evaluate run={summary.run_dir} split=test")
     return "\n".join(lines)
 
@@ -266,14 +288,6 @@ def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) ->
 
 
 def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
-    """`bayes_auc`: of one label, or the main one of several."""
-    if labels := list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if "/" in name)):
-        prefixes = [f"{label}/" for label in labels]
-        parts = [
-            {name.removeprefix(each): metrics[name] for name in metrics if name.startswith(each)} for each in prefixes
-        ]
-        said = [describe_quality(part, None if number else bayes_auc) for number, part in enumerate(parts)]
-        return "; ".join(f"{label}: {text}" for label, text in zip(labels, said, strict=True))
     if "auc" not in metrics:
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if not isinstance(value, int))
     text = f"AUC {metrics['auc']:.4f}"

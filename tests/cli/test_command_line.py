@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import command_line
-from pipeline.cli.command_line import load_config, print_user_errors
+from pipeline.cli.command_line import load_config, print_user_errors, split_flags
 from pipeline.cli.verb import Verb
 from pipeline.config import saved_jobs
 from pipeline.config.data import ReaderConfig
@@ -90,7 +90,6 @@ def test_an_optional_section_comes_to_be_when_a_field_of_it_is_set() -> None:
         (["modle=dlrm"], "modle model"),
         (["model=dlrm_dnc"], "model=dlrm_dnc dlrm_dcn logistic_regression matrix_factorization two_tower wide_deep"),
         (["model.dcn_num_layers=2"], "model.dcn_num_layers"),
-        (["model=deepfm"], "experiment"),
         (["model.kind=deepfm"], "model.kind='deepfm' DLRMConfig"),
         (["trainer.global_batch_size=many"], "many str"),
         (["trainer.max_steps=1e3"], "1e3"),
@@ -272,6 +271,34 @@ def test_a_typo_in_a_users_file_names_file_and_key(overlay: Path, text: str, mes
     (overlay / "experiment" / "shop.yaml").write_text(f"# @package _global_\n{text}")
     with pytest.raises(ConfigError, match=names(message)):
         load_config(TrainJob, ["experiment=shop", f"--config-dir={overlay}"])
+
+
+def test_an_experiment_takes_another_model_without_the_keys_that_this_one_lacks(overlay: Path) -> None:
+    job = load_config(TrainJob, [QUICKSTART, "model=wide_deep"])
+    assert (job.model.kind, job.name, job.trainer.global_batch_size) == ("wide_deep", "quickstart", 2048)
+    assert load_config(TrainJob, [QUICKSTART, "model=dlrm_dcn"]).model.dense_arch_layer_sizes == [
+        64,
+        32,
+        16,
+    ]  # has them
+    text = "# @package _global_\ndefaults:\n  - override /data: shop\nmodel:\n  over_arch_layer_sizes: [8, 1]\n"
+    (overlay / "experiment" / "shop.yaml").write_text(text)
+    words = ["experiment=shop", f"--config-dir={overlay}"]
+    assert load_config(TrainJob, [*words, "model=fm"]).model.kind == "fm"
+    assert load_config(TrainJob, words).model.over_arch_layer_sizes == [8, 1]
+
+
+def test_what_newcomers_type_is_understood_or_told_the_cause(overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (overlay / "experiment" / "shop.yaml").write_text("trainer:\n  seed: 1\n")
+    with pytest.raises(ConfigError, match=names("# @package _global_")):
+        load_config(TrainJob, ["experiment=shop", f"--config-dir={overlay}"])
+    with pytest.raises(ConfigError, match=names("data=my_clicks --config-dir")):
+        load_config(TrainJob, ["data=my_clicks"])
+    with pytest.raises(ConfigError, match=names("'tables={user id: {embedding_dim: 16}}'")):
+        load_config(TrainJob, [QUICKSTART, "tables.user id.embedding_dim=16"])
+    assert split_flags(["--cfg", "job", "a=1"]) == split_flags(["a=1", "--cfg"]) == (["a=1"], {"--cfg": ""})
+    with pytest.raises(ConfigError, match=names("--cfg hydra")):
+        split_flags(["--cfg", "hydra"])
 
 
 def test_a_users_file_may_not_take_the_name_of_ours(overlay: Path) -> None:

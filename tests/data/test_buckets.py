@@ -144,7 +144,7 @@ def test_ids_in_shards_are_those_of_buckets_learnt_from_training_rows(folder: Pa
 def test_raw_rows_get_the_ids_of_the_shards_when_they_are_scored(folder: Path, way: str) -> None:
     dataset, rows = load_dataset(f"{folder}/ds"), rows_of()
     keys = ["price", "item", "tags", "count"]  # in the order of a model
-    schema = schema_of(dataset, keys, "|", {})
+    schema = schema_of(dataset, keys, ColumnsConfig(), {})
     assert schema.columns == {"age": "dense", "price": "dense", "count": "dense", "item": "sparse", "tags": "multi_hot"}
     schema.features[:] = [RawFeature(**json.loads(json.dumps(vars(feature)))) for feature in schema.features]
     vocabularies = {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
-from pipeline.cli.command_line import load_config
+from pipeline.cli.command_line import load_config, validate_train
 from pipeline.config.jobs import EvaluateJob, PrepareJob, TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
@@ -59,3 +60,24 @@ def test_real_rows_are_prepared_trained_on_and_evaluated(
     )
     assert math.isfinite(measured["ne"]) and measured["logloss"] < 2
     assert least_auc is None or measured["auc"] > least_auc
+
+
+def _documented(tmp_path: Path, samples: Path) -> list[str]:
+    """The pair of commands of docs/from_torchrec_dlrm.md: the first is run on the sample, of the second the words."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "from_torchrec_dlrm.md").read_text()
+    found = re.search(r"pipeline\.prepare (data=criteo_kaggle\w*) source=train.txt\n.* -- (experiment=\w+)\n", page)
+    assert found
+    path = f"data.path={tmp_path / 'prepared'}"
+    prepare(load_config(PrepareJob, [found[1], f"source={samples}/criteo_kaggle_head10k.txt", path]))
+    return [found[2], path, f"run_dir={tmp_path / 'run'}", "hardware=cpu", "trainer.max_steps=2"]
+
+
+def test_the_documented_pair_of_prepare_and_train_fits(samples: Path, tmp_path: Path) -> None:
+    validate_train(load_config(TrainJob, _documented(tmp_path, samples)))
+
+
+@pytest.mark.campaign
+def test_the_documented_pair_of_prepare_and_train_trains(ranks: RankPool, samples: Path, tmp_path: Path) -> None:
+    """2 GiB of tables, as in the reference."""
+    words = [*_documented(tmp_path, samples), "trainer.evaluate_max_batches=1", "checkpoint=at_end"]
+    assert ranks.run(1, _train, words)[0].step == 2

@@ -44,7 +44,13 @@ def test_its_hook_counts_steps_and_goes_on_counting_after_a_resume(gone: dict[st
 
 def test_its_run_names_it_without_an_import_path(gone: dict[str, Any]) -> None:
     assert "plugins: [tests.plugins.sample_plugin]" in gone["config"]
-    for kind in ("kind: summed_mlp", "name: signed_momentum", "kind: modulo", "format: jsonl", "hooks: [step_counter]"):
+    for kind in (
+        "kind: summed_mlp",
+        "name: signed_momentum",
+        "kind: modulo",
+        "format: json_rows",
+        "hooks: [step_counter]",
+    ):
         assert kind in gone["config"]
     assert gone["config"].count("sample_plugin") == 1
 

@@ -27,7 +27,7 @@ PLUGIN = "plugins=[tests.plugins.sample_plugin]"
 ROWS = 4000
 DATA = """
 name: shop
-format: jsonl
+format: json_rows
 dense_transform: none
 columns: {label: click, dense: [price], sparse: [shop, item], multi_hot: [tags]}
 """
@@ -55,7 +55,7 @@ def write_rows(path: Path) -> None:
 def whole_way(folder: Path) -> dict[str, Any]:
     (folder / "conf" / "data").mkdir(parents=True)
     (folder / "conf" / "data" / "shop.yaml").write_text(DATA)
-    source, data, run = folder / "rows.jsonl", folder / "prepared", folder / "run"
+    source, data, run = folder / "rows.jsonrows", folder / "prepared", folder / "run"
     write_rows(source)
 
     def job(kind: type, *overrides: str) -> Any:

@@ -19,7 +19,7 @@ from pipeline.config.data import BucketsConfig, IdsConfig
 from pipeline.data.dataset import SparseFeature
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.prepare.encode import Features
-from pipeline.data.prepare.splits import BlockRows, Boundaries, columns_of_splits, read_block, split_of_block
+from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
 from pipeline.data.prepare.vocabulary import rank_values, vocabulary_file
 from pipeline.data.raw.buckets import bucket_numbers
 from pipeline.runtime.errors import DataError
@@ -121,7 +121,7 @@ def _log2_boundaries(counted: Iterator[Counted]) -> list[float]:
 def _training_values(
     name: str, blocks: list[BlockRows], boundaries: Boundaries, schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
-    columns = [name, *columns_of_splits(boundaries)]
+    columns = boundaries.columns_with(name)
     for block in blocks:
         if block.per_split[0]:
             batch = read_block(block.file, block.index, columns)

@@ -5,7 +5,7 @@ A block's distinct values are few beside its rows, so all later work on text (co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,16 +13,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.data import BucketsConfig, DataConfig, IdsConfig
-from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.row_hashes import RowHashes
 from pipeline.data.raw.hashing import hash_ids, hash_text
 from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.transforms import Transform
 from pipeline.runtime.errors import DataError, did_you_mean
 
+STANDARDIZE = "standardize"
 # Staged beside the features; no feature has these names.
 TIMESTAMP_COLUMN = "\0timestamp"
-TRUTH_COLUMN = "\0truth "  # and the name of the label
+TRUTH_COLUMN = "\0truth"
 HASH_COLUMN = "\0hash"  # uint64, of the values of all columns that are read; where splits were given
 
 
@@ -35,26 +36,22 @@ class Features:
     one_hot: list[str]
     multi_hot: list[str]
     ids: dict[str, IdsConfig]
-    dense_transform: str
+    dense_transform: str  # of dense columns that `transforms` does not name
     timestamp: str | None
     list_separator: str
     row_hashes: bool = False
     group: str | None = None
     buckets: dict[str, BucketsConfig] = field(default_factory=dict)  # of numbers that are no dense features
-    labels: dict[str, LabelConfig] = field(default_factory=dict)  # with the main one, `label`; that alone is binary
-    weight: str | None = None
-    negative_sampling: NegativeSamplingConfig | None = None
+    transforms: dict[str, str] = field(default_factory=dict)
+    null_values: tuple[str, ...] = ()
+
+    def kind_of(self, name: str) -> str:
+        """Of a dense column's transform."""
+        return self.transforms.get(name, self.dense_transform)
 
     @property
     def sparse(self) -> list[str]:
         return [*self.one_hot, *self.multi_hot]
-
-    @property
-    def label_types(self) -> dict[str, pa.DataType]:
-        """Of all labels and of the weight, as shards hold them."""
-        types = {"binary": pa.int8(), "ordinal": pa.int16(), "regression": pa.float32()}
-        found = {name: types[label.kind] for name, label in self.labels.items()}
-        return found | ({self.weight: pa.float32()} if self.weight else {})
 
 
 def features_of(config: DataConfig, layout: Layout) -> Features:
@@ -73,21 +70,20 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
         dense_transform=config.dense_transform,
         timestamp=columns.timestamp,
         list_separator=columns.list_separator,
+        null_values=tuple(columns.null_values),
+        transforms={name: kind for name, kind in config.dense_transforms.items() if kind != config.dense_transform},
         row_hashes=config.split.kind == "given",
         group=config.group_column,
         buckets={name: config.buckets[name] for name in columns.dense if name in config.buckets},
-        labels=columns.all_labels,
-        weight=columns.weight,
-        negative_sampling=config.negative_sampling,
     )
 
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """`rows`: labels and weight as Features.label_types says, dense float32, codes uint16 (multi-hot: lists of uint32), 0 for a missing value; numbers that
-    are to be in buckets float64.
+    """`rows`: label int8, dense float32, codes uint16 (multi-hot: lists of uint32), 0 for a missing value; numbers that
+    are to be in buckets, or standardized, float64 as they are read, NaN where missing.
 
-    Code c of a feature is entry c - 1 among its `num_values` entries; `values` and `counts` hold those of all features.
+    num_negative: of dense columns whose transform takes negative values for 0, how many there are. Code c of a feature is entry c - 1 among its `num_values` entries; `values` and `counts` hold those of all features.
     The value of a hashed feature's entry is its id, in decimal.
     """
 
@@ -96,22 +92,23 @@ class EncodedBlock:
     counts: np.ndarray
     num_values: list[int]
     num_lookups: list[int]
+    num_negative: dict[str, int] = field(default_factory=dict)
 
 
-def encode_block(
-    features: Features, table: pa.Table, probabilities: Mapping[str, np.ndarray] | None = None
-) -> EncodedBlock:
-    """`probabilities` are the teacher's, label -> one a row, where the source was generated."""
-    numbers = {name: label_values(table[name]) for name in features.label_types}
-    arrays = [pa.array(numbers[name].astype(kind.to_pandas_dtype())) for name, kind in features.label_types.items()]
-    arrays += [pa.array(dense_values(table[name], features.dense_transform)) for name in features.dense]
+def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray | None = None) -> EncodedBlock:
+    """`probabilities` are the teacher's, one a row, where the source was generated."""
+    arrays = [pa.array(table[features.label].to_numpy().astype(np.int8))]
+    negative: dict[str, int] = {}
+    for name in features.dense:
+        numbers = table[name].to_numpy().astype(np.float64)  # missing values become NaN
+        if features.kind_of(name) == "log1p" and (count := int((numbers < 0).sum())):
+            negative[name] = count
+        arrays.append(pa.array(_staged_numbers(numbers, features.kind_of(name))))
     in_buckets = [pa.array(table[name].to_numpy().astype(np.float64)) for name in features.buckets]  # NaN: missing
     values, counts, lookups = [], [], []
     hashes = RowHashes(len(table)) if features.row_hashes else None
     if hashes:
-        for values_of_label in numbers.values():
-            hashes.add_numbers(values_of_label)
-        for name in (*features.dense, *features.buckets):
+        for name in (features.label, *features.dense, *features.buckets):
             hashes.add_numbers(table[name].to_numpy())
     for name in features.sparse:
         codes, distinct, lengths = encode_values(features, name, table[name])
@@ -129,13 +126,13 @@ def encode_block(
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
             arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(codes.astype(np.uint32))))
     arrays += in_buckets
-    names = [*numbers, *features.dense, *features.sparse, *features.buckets]
+    names = [features.label, *features.dense, *features.sparse, *features.buckets]
     if features.timestamp:
         arrays.append(table[features.timestamp].combine_chunks())
         names.append(TIMESTAMP_COLUMN)
-    for name, truth in (probabilities or {}).items():
-        arrays.append(pa.array(truth))
-        names.append(TRUTH_COLUMN + name)
+    if probabilities is not None:
+        arrays.append(pa.array(probabilities))
+        names.append(TRUTH_COLUMN)
     if features.group:
         arrays.append(pa.array(group_ids(table[features.group])))
         names.append(GROUP_COLUMN)
@@ -148,13 +145,8 @@ def encode_block(
         counts=np.concatenate([np.zeros(0, np.int64), *counts]),
         num_values=[len(distinct) for distinct in values],
         num_lookups=lookups,
+        num_negative=negative,
     )
-
-
-def label_values(column: pa.ChunkedArray) -> np.ndarray:
-    """[rows] float64: 0 where it is missing, as it may be where another label masks it."""
-    values: np.ndarray = column.to_numpy()
-    return np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf) if np.isnan(values).any() else values
 
 
 def group_ids(column: pa.ChunkedArray) -> np.ndarray:
@@ -172,22 +164,17 @@ def encode_values(
     lengths = None
     if name in features.multi_hot:
         values, lengths = _flatten(values, features.list_separator)
-    return *_codes(values), lengths
+    return *_codes(values, features.null_values), lengths
 
 
-def dense_values(column: pa.ChunkedArray, transform: str) -> np.ndarray:
-    """[rows] float32, missing 0. log1p takes negatives for 0, as DLRM does.
-
-    https://github.com/facebookresearch/dlrm/blob/main/data_utils.py: X_int[X_int < 0] = 0, then log(X_int + 1).
-    """
-    return transformed(column.to_numpy(), transform)  # missing values become NaN
+def _staged_numbers(values: np.ndarray, kind: str) -> np.ndarray:
+    """float64 as they are where the transform is learnt from all training rows."""
+    return values if kind == STANDARDIZE else Transform(kind)(values)
 
 
-def transformed(values: np.ndarray, transform: str) -> np.ndarray:
-    """float64 -> float32, one by one, as dense_values says; NaN is a missing value."""
-    if transform == "log1p":
-        return np.log1p(np.fmax(values, 0.0)).astype(np.float32)  # fmax takes the number where the other is NaN
-    return np.where(np.isnan(values), 0.0, values).astype(np.float32)
+def dense_values(column: pa.ChunkedArray, transform: Transform) -> np.ndarray:
+    """[rows] float32; see Transform."""
+    return transform(column.to_numpy().astype(np.float64))  # missing values become NaN
 
 
 def _flatten(column: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray]:
@@ -198,14 +185,16 @@ def _flatten(column: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray]:
     return column.flatten(), lengths
 
 
-def _codes(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """Codes from 1 (0: missing) and the distinct values behind them, as text. Empty text is a missing value."""
+def _codes(column: pa.Array, null_values: Sequence[str] = ()) -> tuple[np.ndarray, pa.Array]:
+    """Codes from 1 (0: missing) and the distinct values behind them, as text. Empty text is a missing value, as are `null_values`."""
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     codes = pc.fill_null(column.indices, -1).to_numpy() + 1
     distinct = column.dictionary.cast(pa.string())
-    empty = pc.index(distinct, "").as_py() if len(distinct) else -1
-    if empty >= 0:  # in Parquet sources and lists; CSV reads it as null
-        codes = np.where(codes == empty + 1, 0, codes - (codes > empty + 1))
-        distinct = distinct.filter(pc.not_equal(distinct, ""))
+    # In Parquet sources and lists; CSV reads them as null.
+    missing = pc.is_in(distinct, pa.array(["", *null_values])).to_numpy(zero_copy_only=False)
+    if missing.any():
+        kept = np.concatenate([[0], np.where(missing, 0, np.cumsum(~missing))])
+        codes = kept[codes]
+        distinct = distinct.filter(pa.array(~missing))
     return codes, distinct

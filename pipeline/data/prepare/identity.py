@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.config.data import SPLITS, DataConfig
-from pipeline.data.dataset import FILE_NAME, Dataset, listed_labels, load_dataset
+from pipeline.data.dataset import FILE_NAME, Dataset, load_dataset
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import DataError, UserError
@@ -56,20 +56,21 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
         "rows_per_row_group",
     )
     recipe = {key: value for key, value in asdict(config).items() if key in keys}
-    columns: dict[str, Any] = recipe["columns"]
-    if config.columns.labels:  # the main one, and weights of losses, are a training's to choose
-        columns["labels"] = {label.name: asdict(label) for label in listed_labels(config.columns.labels)}
-        del columns["label"]
-    else:
-        del columns["labels"]
-    if config.columns.weight is None:  # as group_column below, absent in data sets of earlier releases
-        del columns["weight"]
-    if config.negative_sampling is not None:
-        recipe["negative_sampling"] = asdict(config.negative_sampling)
-    if config.group_column is not None:
+    if config.group_column is not None:  # absent in data sets of earlier releases
         recipe["group_column"] = config.group_column
     if config.buckets:
         recipe["buckets"] = {name: asdict(buckets) for name, buckets in sorted(config.buckets.items())}
+    if config.dense_transforms:
+        recipe["dense_transforms"] = dict(sorted(config.dense_transforms.items()))
+    for key in ("delimiter", "header"):
+        if value := getattr(config, key):
+            recipe[key] = value
+    if not config.columns.null_values:
+        del recipe["columns"]["null_values"]
+    if config.split.kind not in ("random", "user"):
+        del recipe["split"]["seed"]
+    if config.split.kind != "date":
+        del recipe["split"]["validation_from"], recipe["split"]["test_from"]
     # The files of a split that was given are among the sources, wherever they lie.
     recipe["split"] = {key: value for key, value in recipe["split"].items() if key not in NOT_IN_RECIPE}
     return recipe if base is None else recipe | {"vocabularies": base.describe()}

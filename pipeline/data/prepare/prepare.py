@@ -12,9 +12,9 @@ import errno
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -23,11 +23,12 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.data import SPLITS, DataConfig, IdsConfig
-from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature, Split, listed_labels
+from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature, Split
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
 from pipeline.data.prepare.buckets import learn_buckets
 from pipeline.data.prepare.encode import Features, features_of
 from pipeline.data.prepare.given_splits import count_shared_rows
+from pipeline.data.prepare.hints import find_hints
 from pipeline.data.prepare.identity import recipe_of
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.resources import Resources
@@ -40,6 +41,7 @@ from pipeline.data.prepare.splits import (
     find_boundaries,
 )
 from pipeline.data.prepare.staging import StagedFile, stage_source
+from pipeline.data.prepare.standardize import learn_transforms
 from pipeline.data.prepare.vocabulary import (
     count_values,
     map_entries,
@@ -53,20 +55,23 @@ from pipeline.data.quality import auc
 from pipeline.data.raw.layout import Layout, layout_of, with_group
 from pipeline.data.raw.source import Source
 from pipeline.data.raw.source_schemas import check_sources
+from pipeline.data.raw.transforms import Transform
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process.processes import only_one_run
 from pipeline.runtime.storage import storage
 
 QUARANTINE_FILE = "quarantine.jsonl"
+MANY_BAD_ROWS = 100  # before which no file is given up
+COMPRESSED = (".gz", ".parquet", ".pq")  # their bytes do not say how many rows there are
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
 logger = get_logger(__name__)
 
 
 def prepare_dataset(
     config: DataConfig, sources: list[Source], resources: Resources, base: BaseVocabulary | None = None
-) -> Dataset:
-    """Write the data set to config.path. Raises DataError for sources that cannot become one."""
+) -> tuple[Dataset, list[str]]:
+    """Write the data set to config.path; it, and remarks on its columns. Raises DataError for sources that cannot become one."""
     layout = with_group(layout_of(config), config.group_column)
     features = features_of(config, layout)
     if base is not None:
@@ -88,7 +93,10 @@ def prepare_dataset(
             raise OSError(code, f"{os.strerror(code)} (DuckDB: {text[:200]})", resources.staging) from error
         storage.publish_text(storage.join(config.path, FILE_NAME), dataset.to_json())
         storage.remove(resources.staging)
-    return dataset
+    negative: Counter[str] = Counter()
+    for file in files:
+        negative.update(file.num_negative)
+    return dataset, find_hints(dataset, config.path, negative)
 
 
 def stage_sources(
@@ -99,11 +107,8 @@ def stage_sources(
     with progress("reading rows", sum(source.size_bytes for source in sources)) as bar:
         for number, source in enumerate(sources):
 
-            def check(staged: StagedFile, path: str = source.path) -> None:
-                if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
-                    _refuse(
-                        config, staged.num_quarantined, staged.num_source_rows, f"{path}, {staged.first_quarantined}"
-                    )
+            def check(staged: StagedFile, position: int, number: int = number) -> None:
+                _refuse_early(config, sources, number, [*files, staged], position)
 
             file = stage_source(
                 source, number, layout, features, resources.staging,
@@ -117,6 +122,24 @@ def stage_sources(
     worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]
     _refuse(config, quarantined, rows, worst[0] if worst else "")
     return files
+
+
+def _refuse_early(
+    config: DataConfig, sources: list[Source], number: int, files: list[StagedFile], position: int
+) -> None:
+    """Raises DataError as soon as the rows to come cannot bring the share of unreadable ones below the limit.
+
+    A row of text takes a byte a column at least, so the bytes that are left bound their number; those of compressed files do not.
+    """
+    staged, rows = files[-1], sum(file.num_source_rows for file in files)
+    bad, example = sum(file.num_quarantined for file in files), f"{sources[number].path}, {staged.first_quarantined}"
+    if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
+        _refuse(config, staged.num_quarantined, staged.num_source_rows, example)
+    if bad <= MANY_BAD_ROWS or any(source.name.endswith(COMPRESSED) for source in sources[number:]):
+        return
+    to_come = sources[number].size_bytes - position + sum(source.size_bytes for source in sources[number + 1 :])
+    if bad > config.max_quarantined_fraction * (rows + to_come / max(1, len(layout_of(config).needed))):
+        _refuse(config, bad, rows, example)
 
 
 def _refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> None:
@@ -140,13 +163,13 @@ def _write_dataset(
     spill = os.path.join(resources.staging, "spill")
     with closing(open_engine(spill, resources.engine_bytes, resources.engine_threads)) as engine:
         boundaries = find_boundaries(config.split, files, engine, [source.split for source in sources])
-        boundaries = replace(boundaries, sampling=features.negative_sampling)
         blocks = blocks_of(files, boundaries)
         shared_rows = count_shared_rows(config.split, blocks, engine) if features.row_hashes else {}
         sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging, base)
         in_buckets = learn_buckets(engine, features, blocks, boundaries, resources.staging, base)
     sparse += in_buckets
-    shards = write_shards(config, features, blocks, boundaries, ids_path, resources, in_buckets)
+    transforms = learn_transforms(features, blocks, boundaries, base)
+    shards = write_shards(config, features, blocks, boundaries, ids_path, resources, in_buckets, transforms)
     for feature in sparse:
         if feature.vocabulary:
             _move(resources.staging, config.path, feature.vocabulary)
@@ -168,12 +191,13 @@ def _write_dataset(
         sources=[_describe(source, file) for source, file in zip(sources, files, strict=True)],
         recipe=recipe_of(config, base),
         versions={name: version(name) for name in ("duckdb", "numpy", "pyarrow")},
-        bayes_auc=_bayes_auc(shards, features),
+        bayes_auc=_bayes_auc(shards),
         shared_rows=shared_rows,
         group_column=features.group,
-        labels=listed_labels(config.columns.labels),
-        weight_column=features.weight,
-        negative_sampling=_describe_sampling(features, blocks),
+        dense_columns={
+            **{name: Transform(kind).as_dict() for name, kind in features.transforms.items() if name in features.dense},
+            **{name: transform.as_dict() for name, transform in transforms.items()},
+        },
     )
 
 
@@ -248,14 +272,22 @@ def write_shards(
     ids_path: str,
     resources: Resources,
     in_buckets: list[SparseFeature],
+    transforms: dict[str, Transform],
 ) -> list[WrittenShard]:
     writer = ShardWriter(
-        features, boundaries, ids_path, resources.staging, config.path, config.rows_per_row_group, in_buckets
+        features,
+        boundaries,
+        ids_path,
+        resources.staging,
+        config.path,
+        config.rows_per_row_group,
+        in_buckets,
+        transforms,
     )
     plans = plan_shards(blocks, config.rows_per_shard)
     for name in SPLITS:
         storage.make_folder(storage.join(config.path, name))
-    num_columns = len(features.label_types) + len(features.dense) + len(features.sparse) + len(features.buckets)
+    num_columns = 1 + len(features.dense) + len(features.sparse) + len(features.buckets)
     threads = resources.shard_threads(config.rows_per_row_group, num_columns)
     shards = []
     with progress("writing shards", sum(plan.num_rows for plan in plans)) as bar:
@@ -274,30 +306,16 @@ def _split(shards: list[WrittenShard], number: int) -> Split:
     )
 
 
-def _bayes_auc(shards: list[WrittenShard], features: Features) -> dict[str, float]:
-    """Of the teacher's own probabilities, by split for the main label and by split/label for others; empty for sources that
-    were not generated. A label that is masked counts where its mask is 1."""
+def _bayes_auc(shards: list[WrittenShard]) -> dict[str, float]:
+    """Split -> AUC of the teacher's own probabilities on its rows; empty for sources that were not generated."""
     aucs = {}
-    for number, split in enumerate(SPLITS):
+    for number, name in enumerate(SPLITS):
         held = [shard for shard in shards if shard.split == number]
-        for name in held[0].truth if held else {}:
-            truth, labels = (
-                np.concatenate(parts) for parts in zip(*((s.truth[name], s.labels[name]) for s in held), strict=True)
-            )
-            if mask := features.labels[name].mask:
-                counts = np.concatenate([shard.labels[mask] for shard in held]) == 1
-                truth, labels = truth[counts], labels[counts]
+        if held and all(len(shard.truth) for shard in held):
+            truth, labels = (np.concatenate(parts) for parts in zip(*((s.truth, s.labels) for s in held), strict=True))
             area = auc(truth, labels)
-            key = split if name == features.label else f"{split}/{name}"
-            aucs[key] = 0.5 if math.isnan(area) else round(area, 9)  # labels of one kind: nothing to rank
+            aucs[name] = 0.5 if math.isnan(area) else round(area, 9)  # labels of one kind: nothing to rank
     return aucs
-
-
-def _describe_sampling(features: Features, blocks: list[BlockRows]) -> dict[str, Any]:
-    if (sampling := features.negative_sampling) is None:
-        return {}
-    dropped = sum(block.num_rows - sum(block.per_split) for block in blocks)
-    return {"label": sampling.label, "keep": sampling.keep, "dropped_rows": dropped}
 
 
 def _publish_quarantine(sources: list[Source], files: list[StagedFile], staging: str, folder: str) -> None:

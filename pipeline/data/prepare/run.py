@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.config.data import SPLITS
 from pipeline.config.jobs import PrepareJob
@@ -17,6 +17,7 @@ class PrepareSummary:
     dataset: Dataset
     already_prepared: bool
     seconds: float
+    hints: list[str] = field(default_factory=list)  # on columns that may have been meant otherwise
 
 
 def prepare(job: PrepareJob) -> PrepareSummary:
@@ -37,8 +38,8 @@ def prepare(job: PrepareJob) -> PrepareSummary:
         return PrepareSummary(job.data.path, dataset, True, time.monotonic() - started)
     threads = job.threads or len(os.sched_getaffinity(0))
     resources = Resources(int(job.memory_limit_gb * 2**30), threads, staging_folder(job))
-    dataset = prepare_dataset(job.data, sources, resources, base)
-    return PrepareSummary(job.data.path, dataset, False, time.monotonic() - started)
+    dataset, hints = prepare_dataset(job.data, sources, resources, base)
+    return PrepareSummary(job.data.path, dataset, False, time.monotonic() - started, hints)
 
 
 def staging_folder(job: PrepareJob) -> str:
@@ -61,18 +62,15 @@ def describe(summary: PrepareSummary) -> str:
     lines.append(
         f"  {len(dataset.dense_features)} dense features, {len(dataset.sparse_features)} sparse with {ids:,} ids"
     )
-    if sampling := dataset.negative_sampling:
-        lines.append(
-            f"  {sampling['dropped_rows']:,} training rows where {sampling['label']} is 0 left out, {sampling['keep']:g} of them kept"
-        )
     if dataset.bayes_auc:
-        best = ", ".join(f"{name} {value:.4f}" for name, value in dataset.bayes_auc.items())
+        best = ", ".join(f"{name} {dataset.bayes_auc[name]:.4f}" for name in SPLITS if name in dataset.bayes_auc)
         lines.append(f"  best possible AUC: {best}")
     if summary.already_prepared:
         lines.append(f"already prepared in {summary.path}: nothing to do")
     else:
         rate = dataset.source_rows / max(summary.seconds, 1e-9)
         lines.append(f"written to {summary.path} in {summary.seconds:.1f} s ({rate:,.0f} rows/s)")
+    lines += [f"worth a look: {hint}" for hint in summary.hints]
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """Divide staged rows into train, validation and test at two boundaries.
 
-Every row has a key, its number in source order or its time: below the first boundary it trains, from the second it tests.
+Every row has a key: its number in source order, its time, or a hash. Below the first boundary it trains, from the second it tests.
 """
 
 from __future__ import annotations
@@ -15,25 +15,41 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.data import SPLITS, SplitConfig
-from pipeline.config.labels import NegativeSamplingConfig
+from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, Features
 from pipeline.data.prepare.staging import StagedFile
 from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
-from pipeline.data.raw.hashing import mix
+from pipeline.data.raw.cells import parse_timestamps
+from pipeline.data.read.streams import mix
 from pipeline.runtime.errors import DataError
 
-DROPPED = len(SPLITS)  # the number of no split, of negatives that sampling leaves out
 RECOUNTED_BLOCK = -1  # stands for the training rows of blocks that other splits share
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """`sampling` leaves out some of the rows that train."""
+    """by: what a row's key is, its number (row), its time, or a seeded hash of its number (random) or of its group (user)."""
 
     first_validation: int
     first_test: int
-    by_time: bool = False
-    sampling: NegativeSamplingConfig | None = None
+    by: str = "row"
+    seed: int = 0
+
+    @property
+    def column(self) -> str | None:
+        """The staged column that keys come from; None: they come from the rows' numbers."""
+        return {"time": TIMESTAMP_COLUMN, "user": GROUP_COLUMN}.get(self.by)
+
+    def columns_with(self, name: str) -> list[str]:
+        return [name] if self.column is None else [name, self.column]
+
+    def keys(self, first_row: int, num_rows: int, staged: np.ndarray | None) -> np.ndarray:
+        """[rows] int64; `staged` is the block's column of that name."""
+        keys = np.arange(first_row, first_row + num_rows) if staged is None else staged
+        if self.by not in ("random", "user"):
+            return keys
+        seeded = keys.astype(np.int64).view(np.uint64) ^ mix(np.array([self.seed], np.uint64))
+        return (mix(seeded) >> np.uint64(1)).view(np.int64)
 
     def split_of(self, keys: np.ndarray) -> np.ndarray:
         """[rows] numbers into SPLITS."""
@@ -59,6 +75,8 @@ def find_boundaries(
     total = sum(file.num_rows for file in files)
     if config.kind == "given":
         return _between_files(files, given)
+    if config.kind in ("date", "random", "user"):
+        return _by_key(config)
     if config.kind == "files":
         if len(files) < 2:
             raise DataError(
@@ -70,7 +88,30 @@ def find_boundaries(
         first, second = _cuts(total, config)
     if config.kind == "time":
         first, second = _times_at(engine, files, [first, second])
-    return Boundaries(first, second, by_time=config.kind == "time")
+    return Boundaries(first, second, by="time" if config.kind == "time" else "row")
+
+
+def _by_key(config: SplitConfig) -> Boundaries:
+    """Of the kinds whose boundaries the config alone gives."""
+    if config.kind == "date":
+        first = _time("split.validation_from", config.validation_from or "")
+        second = np.iinfo(np.int64).max if config.test_from is None else _time("split.test_from", config.test_from)
+        if second <= first:
+            raise DataError(
+                f"data.split.validation_from={config.validation_from} must be before data.split.test_from={config.test_from}"
+            )
+        return Boundaries(first, int(second), by="time")
+    first, second = _cuts(2**62, config)
+    return Boundaries(2 * first, 2 * second, by=config.kind, seed=config.seed)
+
+
+def _time(key: str, text: str) -> int:
+    try:
+        return int(parse_timestamps(pa.array([text]))[0].as_py())
+    except (pa.ArrowInvalid, TypeError):
+        raise DataError(
+            f"data.{key}={text!r} is no time: give a whole number, or 2026-11-22 or 2026-11-22T10:00:00"
+        ) from None
 
 
 def _between_files(files: list[StagedFile], given: Sequence[str | None]) -> Boundaries:
@@ -123,37 +164,22 @@ def read_block(file: StagedFile, index: int, columns: list[str] | None = None) -
 
 
 def split_of_block(block: BlockRows, boundaries: Boundaries, batch: pa.RecordBatch) -> np.ndarray:
-    """[rows] numbers into SPLITS, or DROPPED; `batch` is the block, with the columns that columns_of_splits names."""
-    return _split_of_rows(block.first_row, block.num_rows, boundaries, batch)
-
-
-def _split_of_rows(first_row: int, num_rows: int, boundaries: Boundaries, batch: pa.RecordBatch) -> np.ndarray:
-    numbers = np.arange(first_row, first_row + num_rows)
-    splits = boundaries.split_of(batch[TIMESTAMP_COLUMN].to_numpy() if boundaries.by_time else numbers)
-    if (sampling := boundaries.sampling) is not None:
-        shares = mix(mix(np.array([sampling.seed], np.uint64)) ^ numbers.astype(np.uint64)) / 2.0**64
-        negative = batch[sampling.label].to_numpy() == 0
-        splits[(splits == 0) & negative & (shares >= sampling.keep)] = DROPPED
-    return splits
-
-
-def columns_of_splits(boundaries: Boundaries) -> list[str]:
-    """What of a staged block split_of_block looks at; nothing where row numbers say all."""
-    times = [TIMESTAMP_COLUMN] if boundaries.by_time else []
-    return [*times, *([boundaries.sampling.label] if boundaries.sampling else [])]
+    """[rows] numbers into SPLITS; `batch` is the block, with the column that the keys come from."""
+    staged = None if boundaries.column is None else batch[boundaries.column].to_numpy()
+    return boundaries.split_of(boundaries.keys(block.first_row, block.num_rows, staged))
 
 
 def blocks_of(files: list[StagedFile], boundaries: Boundaries) -> list[BlockRows]:
     """All blocks in source order. Raises DataError where nothing is left to train on."""
     blocks = []
     first_row = first_entry = 0
-    columns = columns_of_splits(boundaries)
     edges = np.array([0, boundaries.first_validation, boundaries.first_test, np.iinfo(np.int64).max])
     for file in files:
         for i, num_rows in enumerate(file.block_rows):
-            if columns:
-                splits = _split_of_rows(first_row, num_rows, boundaries, read_block(file, i, columns))
-                per_split = np.bincount(splits, minlength=DROPPED + 1)[:DROPPED]
+            if boundaries.by != "row":
+                staged = read_block(file, i, [boundaries.column])[0].to_numpy() if boundaries.column else None
+                keys = boundaries.keys(first_row, num_rows, staged)
+                per_split = np.bincount(boundaries.split_of(keys), minlength=len(SPLITS))
             else:
                 per_split = np.diff(np.clip(edges, first_row, first_row + num_rows))
             blocks.append(BlockRows(file, i, first_row, num_rows, first_entry, tuple(per_split.tolist())))

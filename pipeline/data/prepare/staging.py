@@ -45,6 +45,7 @@ class StagedFile:
     block_rows: list[int] = field(default_factory=list)
     num_values: list[list[int]] = field(default_factory=list)
     num_lookups: list[list[int]] = field(default_factory=list)
+    num_negative: dict[str, int] = field(default_factory=dict)  # see EncodedBlock
 
     @property
     def num_rows(self) -> int:
@@ -81,11 +82,11 @@ def stage_source(
     block_bytes: int,
     threads: int,
     advance: Callable[[int], None],
-    check: Callable[[StagedFile], None],
+    check: Callable[[StagedFile, int], None],
 ) -> StagedFile:
     """Stage a source under `root`, or take over what an earlier run has staged of it.
 
-    `advance` hears of bytes read, `check` sees the state after each block and may raise.
+    `advance` hears of bytes read, `check` sees the state after each block, and how many bytes it stands for, and may raise.
     """
     folder = os.path.join(root, f"{number:05d}-{_key(source, layout, features)}")
     staged = _finished(folder)
@@ -94,25 +95,24 @@ def stage_source(
         return staged
     atomic.begin_marked_folder(folder)
     staged = StagedFile(folder, number)
-    teacher = _read_teacher(source, features)
+    teacher = _read_teacher(source)
     reader, names = open_source(layout, source, block_bytes)
 
     def work(block: Block) -> tuple[Block, ParsedRows, EncodedBlock]:
         parsed = parse_block(layout, names, block)
-        rows = slice(block.first_row, block.first_row + block.num_rows)
-        truth = {name: of_label[rows][parsed.kept] for name, of_label in teacher.items()}
+        truth = None if teacher is None else teacher[block.first_row : block.first_row + block.num_rows][parsed.kept]
         return block, parsed, encode_block(features, parsed.table, truth)
 
     position = 0
     with reader, _Writer(staged) as writer:
         for block, parsed, encoded in map_ordered(work, reader.blocks(), threads):
             writer.add(block, parsed, encoded)
-            check(staged)
+            check(staged, reader.position)
             advance(reader.position - position)
             position = reader.position
-    if teacher and (rows := len(next(iter(teacher.values())))) != staged.num_source_rows:
+    if teacher is not None and len(teacher) != staged.num_source_rows:
         raise DataError(
-            f"{source.path}{TEACHER_SUFFIX} has {rows} rows, its source {staged.num_source_rows}: generate both again"
+            f"{source.path}{TEACHER_SUFFIX} has {len(teacher)} rows, its source {staged.num_source_rows}: generate both again"
         )
     atomic.finish_marked_folder(folder, DONE, json.dumps(asdict(staged) | {"sizes": staged.sizes}))
     return staged
@@ -124,6 +124,7 @@ def _key(source: Source, layout: Layout, features: Features) -> str:
     parts = [STAGING_VERSION, source.name, source.size_bytes, source.digest, asdict(layout), hashed]
     parts += ["row hashes"] if features.row_hashes else []
     parts += [f"in buckets: {name}" for name in features.buckets]
+    parts += [f"{name} by {kind}" for name, kind in features.transforms.items()]
     return hashlib.sha256(json.dumps([*parts, features.dense_transform]).encode()).hexdigest()[:16]
 
 
@@ -138,15 +139,13 @@ def _finished(folder: str) -> StagedFile | None:
     return staged if staged.sizes == sizes else None
 
 
-def _read_teacher(source: Source, features: Features) -> dict[str, np.ndarray]:
-    """Label -> [rows] true probabilities of a generated source; those of a single label have a name of their own."""
+def _read_teacher(source: Source) -> np.ndarray | None:
+    """[rows] true probabilities of a generated source."""
     path = source.path + TEACHER_SUFFIX
     if not storage.is_file(path):
-        return {}
+        return None
     with storage.open_file(path, "rb") as file:
-        table = pq.read_table(file)
-    names = {TEACHER_COLUMN: features.label, **{name: name for name in features.labels}}
-    return {names[name]: table[name].to_numpy() for name in table.column_names if name in names}
+        return pq.read_table(file, columns=[TEACHER_COLUMN])[0].to_numpy()
 
 
 class _Writer:
@@ -191,6 +190,8 @@ class _Writer:
         staged.block_rows.append(encoded.rows.num_rows)
         staged.num_values.append(encoded.num_values)
         staged.num_lookups.append(encoded.num_lookups)
+        for name, count in encoded.num_negative.items():
+            staged.num_negative[name] = staged.num_negative.get(name, 0) + count
 
     def _entry_table(self, encoded: EncodedBlock) -> pa.Table:
         num_entries = len(encoded.values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +28,7 @@ def parse_timestamps(values: pa.Array) -> pa.Array:
     raise pa.ArrowInvalid(f"neither whole numbers nor ISO 8601 times: {values[:3]}")
 
 
+@lru_cache(maxsize=4096)  # what is no number is mostly the same word again and again
 def is_number(cell: str) -> bool:
     """As pyarrow reads it, so that the slow path keeps what the fast path keeps."""
     if PLAIN_NUMBER.fullmatch(cell):

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from pipeline.data.raw.source import Block, RowReader, Source
 
 
+OTHER_DELIMITERS = (";", "\t", "|", ",")
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a source's rows are written. `header` is None where the file's first line, or its schema, names the columns.
@@ -31,12 +34,7 @@ class Layout:
 
     @property
     def numbers(self) -> list[str]:
-        return [*self.columns.all_labels, *self.weights, *self.columns.dense]
-
-    @property
-    def weights(self) -> list[str]:
-        """The column of sample weights, where there is one and the rows are not to be scored."""
-        return [self.columns.weight] if self.columns.weight and self.columns.label else []
+        return [*([self.columns.label] if self.columns.label else []), *self.columns.dense]
 
     @property
     def needed(self) -> list[str]:
@@ -114,8 +112,12 @@ def columns_of(config: DataConfig) -> ColumnsConfig:
 def layout_of(config: DataConfig) -> Layout:
     """Raises DataError where a column has two roles, or none is left to learn from."""
     columns = columns_of(config)
-    timestamp = columns.timestamp if config.split.kind == "time" else None
+    timestamp = columns.timestamp if config.split.kind in ("time", "date") else None
     layout = find_format(config.format).layout(config.format, replace(columns, timestamp=timestamp))
+    if config.delimiter is not None:
+        layout = replace(layout, delimiter=config.delimiter)
+    if config.header:
+        layout = replace(layout, header=tuple(config.header))
     twice = sorted({name for name in layout.needed if layout.needed.count(name) > 1})
     if twice:
         raise DataError(f"data.columns gives {', '.join(map(repr, twice))} two roles: name each column once")
@@ -138,10 +140,19 @@ def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
     missing = [name for name in layout.needed if name not in names]
     if missing:
         listed = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in missing[:5])
-        raise DataError(
-            f"{path} lacks {len(missing)} of {len(layout.needed)} columns: {listed}. "
+        has = (
             f"It has {', '.join(names[:60])}; correct data.columns"
+            if names
+            else "No column was found in it; correct data.format"
         )
+        hint = ""
+        if (
+            len(names) == 1
+            and layout.header is None
+            and (other := [each for each in OTHER_DELIMITERS if each in names[0]])
+        ):
+            hint = f", or set data.delimiter={other[0]!r}, which stands in its first line"
+        raise DataError(f"{path} lacks {len(missing)} of {len(layout.needed)} columns: {listed}. {has}{hint}")
     doubled = sorted({name for name in layout.needed if names.count(name) > 1})
     if doubled:
         raise DataError(f"{path} names column {doubled[0]!r} {names.count(doubled[0])} times: rename one")

@@ -38,7 +38,8 @@ def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
     kinds = {}
     for name in (*columns.sparse, *columns.multi_hot, *([columns.timestamp] if columns.timestamp else [])):
         kind = inner = schema.field(name).type
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        if is_list:
             inner = kind.value_type
         if pa.types.is_dictionary(inner):
             inner = inner.value_type
@@ -46,7 +47,24 @@ def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
             raise DataError(
                 f"{source.path}: column {name!r} has type {kind}: give text, whole numbers, or lists of them"
             )
+        if is_list and name not in columns.multi_hot:
+            raise DataError(
+                f"{source.path}: column {name!r} has type {kind}, a list a row: name it under data.columns.multi_hot, not "
+                f"{'sparse' if name in columns.sparse else 'timestamp'}"
+            )
+        if name in columns.multi_hot and not is_list and not _is_text(inner):
+            raise DataError(
+                f"{source.path}: column {name!r} has type {kind}, one value a row: name it under data.columns.sparse, not "
+                "multi_hot (lists, or text joined by data.columns.list_separator)"
+            )
         is_time = pa.types.is_temporal(inner)
         is_fraction = pa.types.is_floating(inner) or pa.types.is_decimal(inner)
         kinds[name] = "times" if is_time else "fractions" if is_fraction else "values"
     return kinds
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return any(
+        check(kind)
+        for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    )

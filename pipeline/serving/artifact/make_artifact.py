@@ -51,9 +51,7 @@ def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifes
     pack_vocabularies(packed, at, source.dataset, trained.keys, source.data_path, alone)
     manifest = Manifest(
         lineage=lineage_of(job, source),
-        schema=schema_of(
-            source.dataset, trained.keys, source.job.data.columns.list_separator, source.job.data.synthetic_multi_hot
-        ),
+        schema=schema_of(source.dataset, trained.keys, source.job.data.columns, source.job.data.synthetic_multi_hot),
         tables=packed.tables,
         features=[(feature.name, feature.table) for feature in trained.features],
         dense=packed.dense,
@@ -63,7 +61,6 @@ def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifes
         sizes=packed.sizes(trained),
         versions=library_versions(),
         settings=settings_of(job),
-        tasks=trained.tasks,
     )
     return _certified(job, reference, manifest, at, kept)
 
@@ -84,16 +81,15 @@ def _make_reference(job: ExportJob, source: Source, at: ArtifactFolder) -> Refer
             job.parity.max_rows,
             data.reader,
             data.synthetic_multi_hot,
-            source.trained,
+            source.trained.keys,
+            source.trained.composed,
         )
         for split in splits
     }
     reference = make_reference(source.trained, samples, at.scratch)
     for split, found in reference.qualities.items():
         rows = len(reference.scores[split])
-        for target, each in zip(source.trained.targets, found, strict=True):
-            name = f", {target.name}" if len(found) > 1 else ""
-            logger.info("model      %s%s: NE %.5f, AUC %.5f on %s rows", split, name, each.ne, each.auc, f"{rows:,}")
+        logger.info("model      %s: NE %.5f, AUC %.5f on %s rows", split, found.ne, found.auc, f"{rows:,}")
     return reference
 
 

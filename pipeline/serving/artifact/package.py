@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.checkpoint.vocabularies import read_values
+from pipeline.config.data import ColumnsConfig
 from pipeline.data.dataset import Dataset, SparseFeature
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ServingError
@@ -24,7 +25,6 @@ from pipeline.serving.artifact.dense_export import compile_layers, export_layers
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, UNFINISHED, TableFiles
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
-from pipeline.serving.artifact.served_tasks import width_of
 from pipeline.serving.artifact.table_files import checkpoint_rows, write_bytes, write_rows
 from pipeline.serving.artifact.trained_model import TrainedModel
 
@@ -150,9 +150,7 @@ def _vocabulary_path(feature: SparseFeature, data_path: str) -> str:
 
 
 def pack_layers(packed: Packed, attempt: ArtifactFolder, trained: TrainedModel, precision: str, compiled: bool) -> None:
-    program = export_layers(
-        trained.model, precision, trained.num_dense, sum(trained.model_dims), width_of(trained.tasks)
-    )
+    program = export_layers(trained.model, precision, trained.num_dense, sum(trained.model_dims))
     packed.files[DENSE_FILE] = write_bytes(os.path.join(attempt.path, DENSE_FILE), program_bytes(program))
     packed.dense = {"precision": precision, "compiled": compiled}
     if compiled:
@@ -162,7 +160,7 @@ def pack_layers(packed: Packed, attempt: ArtifactFolder, trained: TrainedModel, 
             packed.files[COMPILED_FILE] = write_bytes(os.path.join(attempt.path, COMPILED_FILE), file.read())
 
 
-def schema_of(dataset: Dataset, keys: list[str], list_separator: str, multi_hot: dict[str, int]) -> RawSchema:
+def schema_of(dataset: Dataset, keys: list[str], columns: ColumnsConfig, multi_hot: dict[str, int]) -> RawSchema:
     features = [
         RawFeature(
             feature.name,
@@ -175,7 +173,14 @@ def schema_of(dataset: Dataset, keys: list[str], list_separator: str, multi_hot:
         )
         for feature in map(dataset.sparse_feature, keys)
     ]
-    return RawSchema(list(dataset.dense_features), features, dataset.dense_transform, list_separator)
+    return RawSchema(
+        list(dataset.dense_features),
+        features,
+        dataset.dense_transform,
+        columns.list_separator,
+        dataset.dense_columns,
+        list(columns.null_values),
+    )
 
 
 def lookups_of(dataset: Dataset, multi_hot: dict[str, int]) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 DENSE, SPARSE, MULTI_HOT = "dense", "sparse", "multi_hot"
 
@@ -29,6 +30,8 @@ class RawSchema:
     features: list[RawFeature]
     dense_transform: str
     list_separator: str
+    dense_columns: dict[str, dict[str, Any]] = field(default_factory=dict)  # of columns with a transform of their own
+    null_values: list[str] = field(default_factory=list)
 
     @property
     def columns(self) -> dict[str, str]:

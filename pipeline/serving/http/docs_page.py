@@ -13,10 +13,11 @@ from pipeline.serving.scoring.scorer import Scorer
 STYLE = "body{font:16px/1.5 sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem}pre{background:#eee;padding:.6rem;overflow:auto}td,th{text-align:left;padding:.1rem .8rem .1rem 0}"
 
 
-def docs_page(scorer: Scorer, limits: LimitsConfig) -> str:
+def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
+    """`address` is what the reader's own request went to."""
     page = openapi_page(scorer, limits)
     row = example_row(scorer)
-    command = f"curl -H 'Content-Type: application/json' http://127.0.0.1:8000/score -d '{json.dumps({'rows': [row]})}'"
+    command = f"curl -H 'Content-Type: application/json' {address}/score -d '{json.dumps({'rows': [row]})}'"
     columns = scorer.columns
     kinds = [
         *((name, "number") for name in columns.dense),

@@ -52,7 +52,7 @@ class RequestReader:
         try:
             rows = self._decoder.decode(body).rows
         except msgspec.ValidationError as error:
-            raise BadRequest(422, f"{_plain(error)}{self._near_column(str(error))}") from None
+            raise BadRequest(422, f"{_plain(error)}{self._near_column(str(error))}{_limit_in(str(error))}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(400, f"the body is not JSON: {_plain(error)}") from None
         values = list(zip(*map(msgspec.structs.astuple, rows), strict=True)) if rows else [()] * len(self.schema)
@@ -101,7 +101,7 @@ class RequestReader:
         for batch in stream:
             num_rows += batch.num_rows
             if num_rows > self._limits.rows:
-                raise BadRequest(413, f"more than {self._limits.rows} rows: send them in several requests")
+                raise BadRequest(413, f"more than limits.rows={self._limits.rows} rows: send them in several requests")
             batches.append(batch)
         return batches
 
@@ -109,7 +109,9 @@ class RequestReader:
         for name in self.columns.multi_hot:
             most = pa.compute.max(pa.compute.list_value_length(table[name])).as_py() or 0
             if most > self._limits.values_per_cell:
-                raise BadRequest(422, f"{name} has {most} values in a row, the limit is {self._limits.values_per_cell}")
+                raise BadRequest(
+                    422, f"{name} has {most} values in a row, limits.values_per_cell is {self._limits.values_per_cell}"
+                )
 
 
 def _body_type(columns: ColumnsConfig, limits: LimitsConfig) -> Any:
@@ -198,6 +200,13 @@ def _field(data: bytes, table: int, number: int) -> int:
 def _table_at(data: bytes, table: int, number: int) -> int:
     offset = _field(data, table, number)
     return offset + int(struct.unpack_from("<I", data, offset)[0]) if offset else 0
+
+
+def _limit_in(message: str) -> str:
+    """The key of the limit in `Expected `array` of length <= 4096 - at `$.rows``."""
+    if "of length <=" not in message:
+        return ""
+    return " (limits.rows)" if message.endswith("`$.rows`") else " (limits.values_per_cell)"
 
 
 def _plain(error: Exception) -> str:

@@ -26,7 +26,10 @@ class FeatureIds:
     For one caller at a time.
     """
 
-    def __init__(self, features: Sequence[RawFeature], vocabularies: Mapping[str, pa.Table]) -> None:
+    def __init__(
+        self, features: Sequence[RawFeature], vocabularies: Mapping[str, pa.Table], null_values: Sequence[str] = ()
+    ) -> None:
+        self._missing: dict[str | None, int] = {None: 0, "": 0, **dict.fromkeys(null_values, 0)}
         listed = [feature.hash_size is None for feature in features]
         self._index = ValueIndex(vocabularies[feature.name] for feature in features if feature.hash_size is None)
         self._vocabularies = np.cumsum(listed) - 1  # of a feature, the number of its vocabulary
@@ -34,7 +37,7 @@ class FeatureIds:
         self._seeds = np.array([feature.hash_seed for feature in features], np.int64)
         self._kinds = {None if feature.hash_size is None else feature.hash_seed for feature in features}
         self._is_listed = np.array(listed, np.bool_)
-        self._known: list[dict[str | None, int]] = [_nothing_known() for _ in features]
+        self._known: list[dict[str | None, int]] = [dict(self._missing) for _ in features]
         self._room = REMEMBERED // max(1, len(features))
 
     def look_up(self, features: NDArray[np.int64], values: pa.Array) -> NDArray[np.int64]:
@@ -78,13 +81,9 @@ class FeatureIds:
         known = self._known[feature]
         if not self._is_listed[feature]:
             if len(known) >= self._room:
-                known = self._known[feature] = _nothing_known()
+                known = self._known[feature] = dict(self._missing)
             known[text] = found
         elif (
             0 < found <= self._room
         ):  # ids are in the order of frequency: these are the most frequent values, and no others
             known[text] = found
-
-
-def _nothing_known() -> dict[str | None, int]:
-    return {None: 0, "": 0}

@@ -33,9 +33,11 @@ def _format_of(name: str, columns: ColumnsConfig) -> str:
     return min(fitting, key=lambda known: formats[known].columns is None)  # one that fixes just these columns first
 
 
-def layout_of_file(source: Source, kind: str, columns: ColumnsConfig, id_columns: list[str]) -> Layout:
+def layout_of_file(
+    source: Source, kind: str, columns: ColumnsConfig, id_columns: list[str], delimiter: str | None = None
+) -> Layout:
     """Labels are not read. Raises DataError where the file has other columns than the artifact was made from."""
     read = find_format(kind)
     header = read.unlabelled_header(source, columns)
     layout = read.layout(kind, replace(columns, label=""))
-    return replace(layout, header=header, carried=tuple(id_columns))
+    return replace(layout, header=header, carried=tuple(id_columns), delimiter=delimiter or layout.delimiter)

@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.data import ColumnsConfig, IdsConfig
-from pipeline.data.prepare.encode import Features, dense_values, encode_values, transformed
+from pipeline.data.prepare.encode import Features, dense_values, encode_values
 from pipeline.data.raw.buckets import bucket_column, bucket_texts
 from pipeline.data.raw.cells import LARGEST_FLOAT32
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import QuarantinedRow, parse_block
 from pipeline.data.raw.source import Block
+from pipeline.data.raw.transforms import Transform, transform_of
 from pipeline.data.read.multi_hot import sample_bags
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
@@ -55,15 +56,16 @@ class RowEncoder:
         multi_hot = [feature.name for feature in schema.features if feature.multi_hot]
         columns = ColumnsConfig(
             label="", dense=[*schema.dense, *self._in_buckets], sparse=one_hot, multi_hot=multi_hot,
-            list_separator=schema.list_separator,
+            list_separator=schema.list_separator, null_values=list(schema.null_values),
         )  # fmt: skip
         self.layout = Layout(columns, "parquet")
         self._features = Features(
             label="", dense=schema.dense, one_hot=one_hot, multi_hot=multi_hot, timestamp=None,
             ids={feature.name: IdsConfig() for feature in schema.features}, dense_transform=schema.dense_transform,
-            list_separator=schema.list_separator,
+            list_separator=schema.list_separator, null_values=tuple(schema.null_values),
         )  # fmt: skip
-        self._ids = FeatureIds(schema.features, vocabularies)
+        self._transforms = [transform_of(name, schema.dense_transform, schema.dense_columns) for name in schema.dense]
+        self._ids = FeatureIds(schema.features, vocabularies, schema.null_values)
         self._num_numbers = len(schema.dense) + len(self._in_buckets)
         self._names = [*schema.dense, *self._in_buckets, *one_hot, *multi_hot]  # of ColumnLists
         self._positions = [self._names.index(feature.name, len(schema.dense)) for feature in schema.features]
@@ -113,7 +115,7 @@ class RowEncoder:
         numbers = np.array(rows.columns[: self._num_numbers], np.float64).reshape(self._num_numbers, num_rows)
         if (np.abs(numbers) > LARGEST_FLOAT32).any():
             return None
-        dense = np.ascontiguousarray(transformed(numbers[:num_dense], self.schema.dense_transform).T)
+        dense = self._dense(numbers[:num_dense])
         buckets = [bucket_texts(*column) for column in zip(numbers[num_dense:], self._in_buckets.values(), strict=True)]
         all_columns = [*rows.columns[:num_dense], *buckets, *rows.columns[self._num_numbers :]]
         columns = [all_columns[position] for position in self._positions]
@@ -133,13 +135,19 @@ class RowEncoder:
         bags = [_bag(*feature) for feature in zip(self.schema.features, by_feature, lengths, strict=True)]
         return _joined(dense, bags, kept, [])
 
+    def _dense(self, numbers: NDArray[np.float64]) -> NDArray[np.float32]:
+        """[rows, columns] of [columns, rows]."""
+        if not self.schema.dense_columns:
+            return np.ascontiguousarray(Transform(self.schema.dense_transform)(numbers).T)
+        return np.stack([transform(row) for transform, row in zip(self._transforms, numbers, strict=True)], axis=1)
+
     def _encode_table(self, rows: pa.Table) -> EncodedRows:
         table = self._needed(rows)
         try:
             parsed = parse_block(self.layout, tuple(table.column_names), Block(1, 0, table.num_rows, table=table))
             dense = np.empty((len(parsed.kept), len(self.schema.dense)), np.float32)
             for position, name in enumerate(self.schema.dense):
-                dense[:, position] = dense_values(parsed.table[name], self.schema.dense_transform)
+                dense[:, position] = dense_values(parsed.table[name], self._transforms[position])
             bags = self._bags(self._with_buckets(parsed.table))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
             raise ServingError(f"the rows cannot be read: {' '.join(str(error).split())[:300]}") from None

@@ -73,7 +73,7 @@ def _line(plan: PlanDescription, load: RankLoad, measured: int) -> str:
     tables = load.hbm_bytes if plan.usable_hbm_bytes else load.ddr_bytes
     return (
         f"  rank {load.rank}: predicted {show_bytes(tables + plan.dense_bytes)} (tables {show_bytes(tables)}, "
-        f"dense part {show_bytes(plan.dense_bytes)}), measured {show_bytes(measured)}"
+        f"dense part {show_bytes(plan.dense_bytes)}), measured {show_bytes(measured) if measured else 'no growth'}"
     )
 
 

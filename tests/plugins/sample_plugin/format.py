@@ -10,9 +10,9 @@ from pipeline.data.raw.rows import ParsedRows, parse_objects
 from pipeline.data.raw.source import Block, Source, TextReader
 
 
-@register("format", "jsonl")
-class JsonLines(Format):
-    suffixes = ("jsonl",)
+@register("format", "json_rows")
+class JsonRows(Format):
+    suffixes = ("jsonrows",)
     header_lines = 0
 
     def open(self, source: Source, layout: Layout, block_bytes: int) -> tuple[TextReader, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Count the rows of a file:  python -m pipeline count_lines plugins=[tests.plugins.sample_plugin] source=rows.jsonl"""
+"""Count the rows of a file:  python -m pipeline count_lines plugins=[tests.plugins.sample_plugin] source=rows.jsonrows"""
 
 from __future__ import annotations
 

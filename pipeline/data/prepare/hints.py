@@ -1,0 +1,71 @@
+"""Remark on columns whose values look as if they were read otherwise than meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pyarrow.parquet as pq
+
+from pipeline.data.dataset import Dataset, SparseFeature
+from pipeline.runtime.storage import storage
+
+LOOKED_AT = 200  # most frequent values of each feature
+ONE_VALUE_SHARE = 0.99
+NULL_WORDS = ("NULL", "null", "\\N", "NA", "N/A", "n/a", "nan", "NaN", "None", "none", "<NA>")
+MOST_NAMED = 5
+
+
+def find_hints(dataset: Dataset, folder: str, num_negative: Mapping[str, int]) -> list[str]:
+    """A line for each kind of finding, with the columns and the key to use."""
+    tokens = {each.name: _frequent(each, folder) for each in dataset.sparse_features if each.boundaries is None}
+    lists = [name for name, values in tokens.items() if _mostly_in_brackets(values)]
+    words = {name: [word for word in NULL_WORDS if word in values] for name, values in tokens.items()}
+    nulls = sorted({word for found in words.values() for word in found})
+    constant = [
+        each.name
+        for each in dataset.sparse_features
+        if each.cardinality > 2
+        and each.frequency_curve.ranks[:1] == [1]
+        and each.frequency_curve.shares[0] >= ONE_VALUE_SHARE
+    ]
+    lines = []
+    if num_negative:
+        rows = dataset.accepted_rows
+        counts = [f"{name} ({count:,} of {rows:,})" for name, count in num_negative.items()]
+        lines.append(
+            f"negative values that log1p takes for 0: {_named(counts)}; data.dense_transforms.<column>=signed_log1p, "
+            "standardize or none keeps them"
+        )
+    if lists:
+        lines.append(
+            f"values in brackets, each list one id: {_named(lists)}; data.columns.multi_hot and "
+            "data.columns.list_separator=json read lists"
+        )
+    if nulls:
+        named = [name for name, found in words.items() if found]
+        lines.append(
+            f"{', '.join(map(repr, nulls))} as values of {_named(named)}; data.columns.null_values=[{','.join(nulls)}] takes "
+            "them for missing"
+        )
+    if constant:
+        lines.append(
+            f"one value in {ONE_VALUE_SHARE:.0%} of the rows or more: {_named(constant)}; is that the right column?"
+        )
+    return lines
+
+
+def _frequent(feature: SparseFeature, folder: str) -> list[str]:
+    if feature.vocabulary is None:
+        return []
+    with storage.open_file(storage.join(folder, feature.vocabulary), "rb") as raw, pq.ParquetFile(raw) as file:
+        batch = next(file.iter_batches(LOOKED_AT, columns=["value"]), None)
+    return [] if batch is None else [str(value) for value in batch["value"].to_pylist()]
+
+
+def _mostly_in_brackets(values: list[str]) -> bool:
+    return 2 * sum(value[:1] == "[" and value[-1:] == "]" for value in values) > len(values)
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

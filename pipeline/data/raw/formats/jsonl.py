@@ -1,0 +1,47 @@
+"""`jsonl`: one JSON object a line; an absent or null key is a missing value, a list one of a multi-hot column."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.registry import register
+from pipeline.data.raw.layout import Format, Layout
+
+if TYPE_CHECKING:
+    from pipeline.data.raw.rows import ParsedRows
+    from pipeline.data.raw.source import Block, Source, TextReader
+
+LOOKED_AT_BYTES = 1 << 20  # of a file, for the keys that its objects have
+
+
+@register("format", "jsonl")
+class JsonLines(Format):
+    suffixes = ("jsonl", "ndjson")
+    header_lines = 0
+
+    def open(self, source: Source, layout: Layout, block_bytes: int) -> tuple[TextReader, tuple[str, ...]]:
+        from pipeline.data.raw.source import TextReader
+
+        names: dict[str, None] = {}
+        with TextReader(source, LOOKED_AT_BYTES) as first:
+            block = next(first.blocks(), None)
+        for line in (block.text if block else b"").split(b"\n"):
+            try:
+                names |= dict.fromkeys(_object(line))
+            except ValueError:
+                continue  # the quarantine's
+        return TextReader(source, block_bytes), tuple(names)
+
+    def parse(self, layout: Layout, names: tuple[str, ...], block: Block) -> ParsedRows:
+        from pipeline.data.raw.rows import parse_objects
+
+        return parse_objects(layout, block, _object)
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    """Raises ValueError for a line that is none."""
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value

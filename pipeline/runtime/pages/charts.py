@@ -1,0 +1,169 @@
+"""Draw SVG charts of lines and points, small enough for a phone, with a text on every mark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 272, 150  # of the plot: with its margins it fits a phone's width
+LEFT, TOP, BOTTOM, RIGHT = 54, 24, 38, 12
+MOST_POINTS = 300  # of a line: more cannot be told apart
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """`colour` names a CSS colour. marks: a dot at each point, where there are few."""
+
+    name: str
+    colour: str
+    points: list[Point]
+    marks: bool = False
+
+
+def line_chart(
+    label: str,
+    unit: str,
+    lines: Sequence[Line],
+    x_name: str = "step",
+    log: bool = False,
+    diagonal: bool = False,
+    bounds: tuple[float, float] | None = None,
+) -> str:
+    """Points that are not finite are left out. log: the values on a logarithmic scale; diagonal: a line where y is x."""
+    drawn = [Line(line.name, line.colour, thinned(_finite(line.points, log)), line.marks) for line in lines]
+    points = [point for line in drawn for point in line.points]
+    if not points:
+        return ""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    left, right = min(xs), max(max(xs), min(xs) + 1e-12)
+    low, high = bounds or _bounds(min(ys), max(ys), log)
+    if diagonal:
+        left = low = 0.0
+        right = high = round_up(max(*xs, *ys))
+
+    def at(x: float, y: float) -> Point:
+        if log:
+            share = (math.log10(y) - math.log10(low)) / (math.log10(high) - math.log10(low))
+        else:
+            share = (y - low) / (high - low)
+        return LEFT + WIDTH * (x - left) / (right - left), TOP + HEIGHT * (1 - min(1.0, max(0.0, share)))
+
+    parts = [*_value_axis(_ticks(low, high, log), unit, lambda y: at(left, y)[1]), *_step_axis(left, right, x_name)]
+    if diagonal:
+        (x1, y1), (x2, y2) = at(left, low), at(right, high)
+        parts.append(f'<line class="limit" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
+    for line in drawn:
+        parts += _line(line, at, x_name)
+    return svg(label, LEFT + WIDTH + RIGHT, TOP + HEIGHT + BOTTOM, parts)
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most MOST_POINTS: of neighbours the mean; the last point stays."""
+    if len(points) <= MOST_POINTS:
+        return list(points)
+    size = len(points) / MOST_POINTS
+    groups = [points[int(index * size) : int((index + 1) * size)] for index in range(MOST_POINTS)]
+    return [
+        *((group[-1][0], sum(y for _, y in group) / len(group)) for group in groups[:-1]),
+        points[-1],
+    ]
+
+
+def _finite(points: Sequence[Point], positive: bool) -> list[Point]:
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y) and (y > 0 or not positive)]
+
+
+def _bounds(low: float, high: float, log: bool) -> tuple[float, float]:
+    """Whole ticks around the values; whole powers of ten on a logarithmic scale, 0 where values are near enough to it."""
+    if log:
+        return 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high) + 1e-9)
+    if 0 <= low < 0.35 * high:
+        return 0.0, round_up(high)
+    if high - low < 1e-9 * max(abs(high), 1.0):
+        low, high = low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0)
+    step = _tick_step(low, high)
+    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+
+
+def _tick_step(low: float, high: float) -> float:
+    """1, 2 or 5 times a power of ten, so that three to six steps fit."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 4))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (high - low) / 4 * 0.999)
+
+
+def _ticks(low: float, high: float, log: bool) -> list[float]:
+    if log:
+        powers = range(round(math.log10(low)), round(math.log10(high)) + 1)
+        return [10.0**power for power in powers][:: max(1, len(powers) // 5)]
+    if low == 0:
+        return [high * tick / 4 for tick in range(5)]
+    step = _tick_step(low, high)
+    return [low + step * tick for tick in range(round((high - low) / step) + 1)]
+
+
+def _value_axis(ticks: Sequence[float], unit: str, y_of: Callable[[float], float]) -> list[str]:
+    parts = []
+    texts = [f"{tick:,.0f}" if abs(tick) >= 1000 else f"{tick:.4g}" for tick in ticks]
+    for tick, shown in zip(ticks, texts, strict=True):
+        y = y_of(tick)
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(text(LEFT - 5, y + 4, shown, "end", "faint"))
+    return [*parts, text(LEFT, TOP - 10, unit, "start", "faint")]
+
+
+def _step_axis(left: float, right: float, name: str) -> list[str]:
+    y = TOP + HEIGHT + 16
+    ends = [text(LEFT, y, f"{left:,.4g}", "start", "faint"), text(LEFT + WIDTH, y, f"{right:,.6g}", "end", "faint")]
+    return [*ends, text(LEFT + WIDTH / 2, y + 14, name, "middle", "faint")]
+
+
+def _line(line: Line, at: Callable[[float, float], Point], x_name: str) -> list[str]:
+    places = [at(x, y) for x, y in line.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    title = (
+        f"<title>{escape(line.name)}: {line.points[-1][1]:.5g} at {x_name} {line.points[-1][0]:g}</title>"
+        if places
+        else ""
+    )
+    parts = [f'<polyline class="line" style="stroke:var(--{line.colour})" points="{path}">{title}</polyline>']
+    if line.marks or len(places) == 1:
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:var(--{line.colour})">'
+            f"<title>{escape(line.name)}: {point[1]:.5g} at {x_name} {point[0]:.6g}</title></circle>"
+            for (x, y), point in zip(places, line.points, strict=True)
+        ]
+    return parts
+
+
+def svg(label: str, width: float, height: float, parts: Sequence[str]) -> str:
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+    return f'<svg role="img" aria-label="{escape(label)}" {size}>{"".join(parts)}</svg>'
+
+
+def rect(x: float, y: float, width: float, height: float, colour: str, title: str, opacity: float = 1.0) -> str:
+    shade = "" if opacity >= 1 else f' fill-opacity="{opacity:.2f}"'
+    box = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return f'<rect {box} style="fill:var(--{colour})"{shade}><title>{escape(title)}</title></rect>'
+
+
+def text(x: float, y: float, content: str, anchor: str, kind: str = "", title: str = "") -> str:
+    of_kind = f' class="{kind}"' if kind else ""
+    hover = f"<title>{escape(title)}</title>" if title and title != content else ""
+    return f'<text{of_kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}{hover}</text>'
+
+
+def round_up(value: float) -> float:
+    """The next of 1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8 times a power of ten: quarters of it are short numbers."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(
+        factor * power for factor in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if value <= factor * power * (1 + 1e-9)
+    )
+
+
+def shorten(content: str, most: int) -> str:
+    return content if len(content) <= most else content[: most - 1] + "…"

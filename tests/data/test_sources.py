@@ -1,0 +1,235 @@
+"""Sources as people have them: words for missing values, lists as JSON, delimiters, no header, JSON lines, splits, transforms."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config.data import ColumnsConfig, DataConfig, SplitConfig
+from pipeline.config.jobs import PrepareJob
+from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.data.prepare import prepare as preparation
+from pipeline.data.prepare.run import PrepareSummary, describe, prepare
+from pipeline.runtime.errors import ConfigError, DataError
+from pipeline.serving.artifact.package import schema_of
+from pipeline.serving.scoring.column_lists import ColumnLists
+from pipeline.serving.scoring.raw_rows import RowEncoder
+from pipeline.serving.scoring.scorer import schema_of as schema_of_columns
+from tests.data.criteo_rows import read_split
+from tests.support.messages import mentions, names
+
+COLUMNS = {"label": "y", "dense": ["x"], "sparse": ["c"], "multi_hot": ["m"]}
+TRAIN_ALONE = SplitConfig(validation_fraction=0.0, test_fraction=0.0)
+
+
+def _prepare(
+    tmp_path: Path, source: Path | str, columns: dict[str, Any] | None = None, **settings: Any
+) -> PrepareSummary:
+    settings = {"format": "csv", "split": TRAIN_ALONE, "max_quarantined_fraction": 0.0, **settings}
+    data = DataConfig(
+        name="rows", path=str(tmp_path / "data"), columns=ColumnsConfig(**(columns or COLUMNS)), **settings
+    )
+    return prepare(PrepareJob(data=data, source=str(source)))
+
+
+def _write(path: Path, lines: Sequence[str]) -> Path:
+    path.write_text("\n".join([*lines, ""]))
+    return path
+
+
+def _rows(tmp_path: Path, dataset: Dataset, split: str = "train") -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = read_split(tmp_path / "data", dataset, split).to_pydict()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "words"),
+    [("m", "list<element: int64>", "sparse"), ("c", "int64", "multi_hot"), ("m", "list<element: int64>", "timestamp")],
+)
+def test_a_column_of_the_wrong_shape_is_named_with_its_type_and_the_key_to_use(
+    tmp_path: Path, column: str, kind: str, words: str
+) -> None:
+    source = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"y": [0, 1], "x": [0.5, 1.0], "c": [3, 4], "m": [[1, 2], []], "t": [1, 2]}), source)
+    columns = {**COLUMNS, "sparse": [], "multi_hot": [], words: column if words == "timestamp" else [column]}
+    split = SplitConfig(kind="time") if words == "timestamp" else TRAIN_ALONE
+    with pytest.raises(DataError, match=names(f"{column!r} {kind} data.columns. {words}")):
+        _prepare(tmp_path, source, columns, format="parquet", split=split)
+
+
+def test_words_for_missing_values_are_missing_in_every_kind_of_column(tmp_path: Path) -> None:
+    lines = ["y,x,c,m", "1,NULL,NULL,1|NULL|2", "0,2.5,\\N,NULL", "1,,a,", "0,1e1,b,2"]
+    kept = {**COLUMNS, "null_values": ["NULL", "\\N"]}
+    rows = _rows(
+        tmp_path, _prepare(tmp_path, _write(tmp_path / "rows.csv", lines), kept, dense_transform="none").dataset
+    )
+    assert rows["x"] == [0.0, 2.5, 0.0, 10.0]
+    assert rows["c"] == [0, 0, 1, 2]
+    assert [len(ids) for ids in rows["m"]] == [3, 0, 0, 1] and rows["m"][0][1] == 0
+    with pytest.raises(DataError, match=names("1 of 4 line 2 x 'NULL'")):
+        _prepare(tmp_path / "other", tmp_path / "rows.csv")
+
+
+def test_lists_in_json_text_are_lists_in_files_and_in_requests(tmp_path: Path) -> None:
+    lines = ["y;x;c;m", '1;-1;"a";"[1, 2]"', '0;2;b;"[""x,y"", null]"', "1;3;a;[]", "0;4;b;", "0;5;b;[2"]
+    columns = {**COLUMNS, "list_separator": "json"}
+    summary = _prepare(
+        tmp_path, _write(tmp_path / "rows.csv", lines), columns, delimiter=";", max_quarantined_fraction=0.2
+    )
+    rows = _rows(tmp_path, summary.dataset)
+    assert [len(ids) for ids in rows["m"]] == [2, 2, 0, 0] and summary.dataset.quarantined_rows == 1
+    assert rows["m"][1][1] == 0
+    typed = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"y": [1, 0], "x": [1, 2], "c": ["a", "b"], "m": ["[1, 2]", "[1"]}), typed)
+    again = _prepare(tmp_path / "typed", typed, columns, format="parquet", max_quarantined_fraction=0.5).dataset
+    assert (again.accepted_rows, again.quarantined_rows) == (1, 1)
+
+
+def test_prepare_remarks_on_columns_that_may_have_been_meant_otherwise(tmp_path: Path) -> None:
+    lines = [f"{n % 2},{n - 10},{'NA' if n % 3 else 'a'},[{n}, 1]" for n in range(30)]
+    lines = ["y;x;c;m;k", *(line.replace(",", ";", 3) + (";r" if n == 7 else ";s") for n, line in enumerate(lines))]
+    many = [lines[0], *lines[1:] * 5]
+    summary = _prepare(tmp_path, _write(tmp_path / "rows.csv", many), {**COLUMNS, "sparse": ["c", "k"]}, delimiter=";")
+    text = describe(summary)
+    assert mentions(text, "x (50 of 150) data.dense_transforms.<column>=signed_log1p")
+    assert mentions(text, "brackets m list_separator=json 'NA' c data.columns.null_values=[NA]")
+    assert "one value" not in text
+    _write(tmp_path / "one.csv", ["y,c", *["0,s"] * 199, "1,r"])
+    summary = _prepare(tmp_path / "one", tmp_path / "one.csv", {"label": "y", "sparse": ["c"]})
+    assert mentions(describe(summary), "one value 99% c")
+
+
+def test_dense_columns_have_transforms_of_their_own_alike_in_serving(tmp_path: Path) -> None:
+    values = [-3.0, 0.0, 4.0, math.nan, 7.0]
+    lines = [
+        "y,a,b,c,d",
+        *(",".join(["01"[n % 2], *["" if math.isnan(v) else str(v)] * 4]) for n, v in enumerate(values)),
+    ]
+    columns = {"label": "y", "dense": ["a", "b", "c", "d"]}
+    transforms = {"b": "signed_log1p", "c": "standardize", "d": "none"}
+    split = SplitConfig(validation_fraction=0.2, test_fraction=0.0)  # the last row is not learnt from
+    dataset = _prepare(
+        tmp_path, _write(tmp_path / "rows.csv", lines), columns, dense_transforms=transforms, split=split
+    ).dataset
+    mean, std = 1 / 3, math.sqrt((10 / 3) ** 2 / 3 + (1 / 3) ** 2 / 3 + (11 / 3) ** 2 / 3)
+    assert dataset.dense_columns["c"] == pytest.approx({"kind": "standardize", "mean": mean, "std": std}, abs=1e-12)
+    rows = _rows(tmp_path, dataset)
+    expected = {
+        "a": [0, 0, math.log(5), 0], "b": [-math.log(4), 0, math.log(5), 0], "d": [-3, 0, 4, 0],
+        "c": [(value - mean) / std for value in values[:3]] + [0],
+    }  # fmt: skip
+    for name, column in expected.items():
+        assert rows[name] == pytest.approx(column, rel=1e-6)
+    assert load_dataset(str(tmp_path / "data")) == dataset
+    encoder = RowEncoder(schema_of(dataset, [], ColumnsConfig(), {}), {})
+    table = pa.table(dict.fromkeys("abcd", pa.array([None if math.isnan(v) else v for v in values[:4]])))
+    few = ColumnLists(schema_of_columns(encoder.layout.columns), [table[name].to_pylist() for name in "abcd"], 4)
+    for dense in (encoder.encode(table).dense, encoder.encode(few).dense, encoder._encode_table(table).dense):
+        assert dense.numpy().tolist() == [[rows[name][row] for name in "abcd"] for row in range(4)]
+
+
+def test_a_file_without_a_header_and_files_with_other_orders_of_columns_are_read(tmp_path: Path) -> None:
+    columns = {"label": "y", "dense": ["x"], "sparse": ["c"]}
+    source = _write(tmp_path / "rows.tsv", ["1\t2.5\ta", "0\t1\tb"])
+    dataset = _prepare(tmp_path, source, columns, format="tsv", header=["y", "x", "c"], dense_transform="none").dataset
+    assert _rows(tmp_path, dataset) == {"y": [1, 0], "x": [2.5, 1.0], "c": [1, 2]}
+    days = tmp_path / "days"
+    days.mkdir()
+    _write(days / "day_1.csv", ["y,x,c", "1,2.5,a"])
+    _write(days / "day_2.csv", ["c,extra,y,x", "b,9,0,1"])
+    dataset = _prepare(tmp_path / "days", days, columns, dense_transform="none").dataset
+    assert _rows(tmp_path / "days", dataset) == {"y": [1, 0], "x": [2.5, 1.0], "c": [1, 2]}
+
+
+def test_json_lines_are_read_and_bad_ones_quarantined(tmp_path: Path) -> None:
+    objects = [{"y": 1, "x": 2.5, "c": "a", "m": [1, 2]}, {"y": 0, "c": 7, "m": []}, {"y": 0, "x": None, "m": ["q"]}]
+    source = _write(tmp_path / "rows.jsonl", [*map(json.dumps, objects), "{", "[1]", '{"y": 2}'])
+    dataset = _prepare(tmp_path, source, format="jsonl", dense_transform="none", max_quarantined_fraction=0.5).dataset
+    rows = _rows(tmp_path, dataset)
+    assert (rows["y"], rows["x"], [len(ids) for ids in rows["m"]]) == ([1, 0, 0], [2.5, 0.0, 0.0], [2, 0, 1])
+    assert dataset.quarantined_rows == 3
+    with pytest.raises(DataError, match=names("'z' lacks 1 of 2 y, x, c, m")):
+        _prepare(tmp_path / "other", source, {"label": "y", "sparse": ["z"]}, format="jsonl")
+
+
+def test_a_wrong_delimiter_is_named(tmp_path: Path) -> None:
+    source = _write(tmp_path / "rows.csv", ["y;x;c", "1;2;a"])
+    with pytest.raises(DataError, match=names("'y' data.delimiter=';'")):
+        _prepare(tmp_path, source, {"label": "y", "dense": ["x"], "sparse": ["c"]})
+    with pytest.raises(ConfigError, match=names("data.delimiter ;;")):
+        DataConfig(name="x", path="x", format="csv", delimiter=";;")
+    with pytest.raises(ConfigError, match=names("data.delimiter parquet")):
+        DataConfig(name="x", path="x", format="parquet", delimiter=";")
+
+
+def _split_source(tmp_path: Path) -> Path:
+    lines = [f"{n % 2},{n},u{n % 97},{1000 + n * 7 % 500}" for n in range(3000)]
+    return _write(tmp_path / "rows.csv", ["y,x,user,t", *lines])
+
+
+@pytest.mark.parametrize("kind", ["random", "user"])
+def test_rows_are_divided_at_random_or_by_user_whatever_the_blocks(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"label": "y", "dense": ["x"], "sparse": ["user"]}
+    source, settings = _split_source(tmp_path), {"dense_transform": "none", "group_column": "user"}
+    split = SplitConfig(kind=kind, validation_fraction=0.2, test_fraction=0.1)
+    dataset = _prepare(tmp_path, source, columns, split=split, **settings).dataset
+    held = {name: np.array(_rows(tmp_path, dataset, name)["x"], np.int64) for name in dataset.splits}
+    assert sorted(np.concatenate(list(held.values()))) == list(range(3000))
+    assert 0.6 < len(held["train"]) / 3000 < 0.8 and 0.04 < len(held["test"]) / 3000 < 0.17
+    if kind == "user":
+        users = [set(rows % 97) for rows in held.values()]
+        assert not users[0] & users[1] and not users[0] & users[2] and not users[1] & users[2]
+    from pipeline.data.prepare import resources
+
+    monkeypatch.setattr(resources, "MIN_BLOCK_BYTES", 3_000)
+    monkeypatch.setattr(resources, "MAX_BLOCK_BYTES", 3_000)
+    again = _prepare(tmp_path / "small", source, columns, split=split, **settings).dataset
+    assert _rows(tmp_path / "small", again, "test")["x"] == held["test"].tolist()
+    other = SplitConfig(kind=kind, validation_fraction=0.2, test_fraction=0.1, seed=1)
+    changed = _prepare(tmp_path / "seed", source, columns, split=other, **settings).dataset
+    assert _rows(tmp_path / "seed", changed, "test")["x"] != held["test"].tolist()
+
+
+def test_rows_are_divided_at_dates(tmp_path: Path) -> None:
+    columns = {"label": "y", "dense": ["x"], "timestamp": "t"}
+    source = _split_source(tmp_path)
+    split = SplitConfig(kind="date", validation_from="1300", test_from="1400")
+    dataset = _prepare(tmp_path, source, columns, split=split, dense_transform="none").dataset
+    for name, (first, end) in {"train": (1000, 1300), "validation": (1300, 1400), "test": (1400, 1500)}.items():
+        times = {1000 + int(x) * 7 % 500 for x in _rows(tmp_path, dataset, name)["x"]}
+        assert times == set(range(first, end))
+    with pytest.raises(DataError, match=names("validation_from=1300 test_from=1300")):
+        late = SplitConfig(kind="date", validation_from="1300", test_from="1300")
+        _prepare(tmp_path / "late", source, columns, split=late)
+    with pytest.raises(ConfigError, match=names("validation_from date")):
+        SplitConfig(kind="date")
+
+
+def test_too_many_bad_rows_end_a_preparation_before_its_last_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.data.prepare import resources
+
+    monkeypatch.setattr(resources, "MIN_BLOCK_BYTES", 3_000)
+    monkeypatch.setattr(resources, "MAX_BLOCK_BYTES", 3_000)
+    read: list[int] = []
+    early = preparation._refuse_early
+    monkeypatch.setattr(
+        preparation, "_refuse_early", lambda *given: (read.append(given[3][-1].num_source_rows), early(*given))
+    )
+    lines = [f'{n % 2},{n},"a, {"quoted" * 5}"' if n % 10 else "2,bad,b" for n in range(20_000)]
+    source = _write(tmp_path / "rows.csv", ["y,x,c", *lines])
+    columns = {"label": "y", "dense": ["x"], "sparse": ["c"]}
+    with pytest.raises(DataError, match=names("max_quarantined_fraction 0.10% line y")):
+        _prepare(tmp_path, source, columns, max_quarantined_fraction=0.001)
+    assert read[-1] < 5_000

@@ -1,0 +1,145 @@
+"""A run's page opens from disk and loads nothing, says what the run folder holds, and reads well on every screen."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import report as verb
+from pipeline.cli import runs as runs_verb
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import ReportJob, RunsJob
+from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.pages.charts import MOST_POINTS, Line, line_chart, thinned
+from pipeline.training.runs.details import Slice
+from pipeline.training.runs.folder import open_run
+from pipeline.training.runs.report import render_report, warnings_of, worst_slices
+from tests.support.browser import open_page
+from tests.support.messages import names
+
+VOID = {"meta", "br"}
+
+
+class Outline(HTMLParser):
+    """Headings, tables and pictures of a page; fails where an element is closed that is not open."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for found, attributes in self.found if found == tag]
+
+
+@pytest.fixture(scope="module")
+def page(small_run: Path) -> str:
+    return render_report(open_run(str(small_run)))
+
+
+def test_training_ends_with_a_page_that_loads_nothing(small_run: Path) -> None:
+    page = (small_run / "report.html").read_text()
+    assert not re.search(r"(src|href)=|url\(|@import|https?:|<script", page)
+    assert "default-src 'none'" in page and len(page.encode()) < 2_000_000
+
+
+def test_the_page_is_well_formed_and_says_what_the_run_holds(page: str) -> None:
+    outline = Outline(page)
+    assert len(outline.all("h1")) == 1
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert headings == [
+        "Quality", "Reliability", "Rates, speed and memory", "Features", "Worst slices", "Evaluations", "Sharding plan",
+        "Data set", "Starts", "Config",
+    ]  # fmt: skip
+    assert all(picture["aria-label"] and picture["role"] == "img" for picture in outline.all("svg"))
+    assert len(outline.all("svg")) == 10
+    assert all(cell.get("scope") == "col" for cell in outline.all("th"))
+    assert {attributes.get("lang") for attributes in outline.all("html")} == {"en"}
+    for text in (
+        "dlrm on 2 rank(s), finished at step 30",
+        "on the validation split, step 30",
+        "cat_25",
+        "row_wise",
+        "best possible AUC",
+    ):
+        assert text in page
+
+
+def test_a_comparison_has_a_page_too(small_run: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(small_run, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoints"))
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(
+        config.replace("model: {", "model: {dropout: 0.5, ").replace("dropout: 0.5, dropout", "dropout")
+    )
+    words = ["command=compare", f"runs=[{small_run},{other}]", f"html={tmp_path}/page.html"]
+    runs_verb.run(load_config(RunsJob, words))
+    page = (tmp_path / "page.html").read_text()
+    assert len(Outline(page).all("svg")) == 4 and str(other) in page
+
+
+def test_what_a_colleague_would_point_at_stands_on_top(small_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(small_run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints")))
+    (run / "summary.json").unlink()
+    for file in run.glob("*.parquet"):
+        file.unlink()
+    found = " ".join(warnings_of(open_run(str(run)), {"calibration": 1.2}, None))
+    for text in ("stopped at step 30", "20% too high", "kept no details"):
+        assert text in found
+    page = render_report(open_run(str(run)))  # without what is gone
+    assert "Reliability" not in page and 'aria-label="warnings"' in page
+    assert Outline(page).all("h1")
+
+
+def test_slices_that_chance_explains_are_not_among_the_worst() -> None:
+    off = Slice("a", 1, 1000, 100.0, 200.0, 400.0)
+    fine = Slice("a", 2, 1000, 100.0, 101.0, 400.0)
+    few = Slice("a", 3, 50, 0.0, 25.0, 40.0)
+    assert worst_slices([fine, few, off]) == [off, fine]
+    assert off.calibration == 2.0 and fine.ne == pytest.approx(400.0 / 1000 / 0.32508, rel=1e-3)
+
+
+def test_long_lines_are_thinned_and_odd_ones_drawn() -> None:
+    points = [(float(step), 1.0 / (step + 1)) for step in range(10_000)]
+    assert len(thinned(points)) == MOST_POINTS and thinned(points)[-1] == points[-1]
+    assert line_chart("none", "", [Line("a", "train", [(1.0, float("nan"))])]) == ""
+    for values in ([0.0], [5.0, 5.0], [-1.0, 3.0], [1e-9, 2e-9], [1e6, 3e6]):
+        drawn = line_chart("l", "u", [Line("a", "train", [(float(x), y) for x, y in enumerate(values)])])
+        assert "<polyline" in drawn and "nan" not in drawn and "inf" not in drawn
+    assert ">0.01<" in line_chart("l", "u", [Line("a", "train", [(0.0, 0.02), (1.0, 0.5)])], log=True)
+
+
+def test_the_verb_writes_where_it_is_told(small_run: Path, tmp_path: Path) -> None:
+    job = load_config(ReportJob, [f"run={small_run}", f"output={tmp_path}/deep/page.html"])
+    assert verb.report(job) == f"{tmp_path}/deep/page.html" and Path(verb.report(job)).stat().st_size > 10_000
+    with pytest.raises(ConfigError, match=names("output=page.txt .html")):
+        load_config(ReportJob, [f"run={small_run}", "output=page.txt"])
+    with pytest.raises(ConfigError, match="no run folder"):
+        verb.report(load_config(ReportJob, [f"run={tmp_path}"]))
+
+
+SCREENS = [(390, "dark"), *(pytest.param(width, scheme, marks=pytest.mark.campaign)
+                            for width, scheme in [(390, "light"), (1280, "light"), (1280, "dark")])]  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+def test_the_page_fits_the_screen_and_has_no_accessibility_fault(
+    page: str, tmp_path: Path, width: int, scheme: str
+) -> None:
+    seen = open_page(page, tmp_path, width, scheme)
+    assert seen.requests == [] and seen.violations == []
+    assert seen.content <= seen.width == width
+    assert seen.background == {"dark": "rgb(20, 24, 28)", "light": "rgb(255, 255, 255)"}[scheme]
