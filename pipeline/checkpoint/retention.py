@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-HIGHER_IS_BETTER = ("auc", "gauc", "ndcg_at_", "hit_rate_at_", "recall_at_", "mrr")
+HIGHER_IS_BETTER = ("auc", "gauc", "ndcg_at_", "hit_rate_at_", "recall_at_", "mrr", "r2")
 LATER_VERIFIED = 2  # a step goes only when as many later ones are known to be intact
 
 
@@ -36,7 +36,8 @@ class Retention:
 
 
 def is_higher_better(metric: str) -> bool:
-    return metric.startswith(HIGHER_IS_BETTER)
+    """`metric` may be one of several labels': <label>/<metric>."""
+    return metric.rpartition("/")[2].startswith(HIGHER_IS_BETTER)
 
 
 def measured_metric(manifest: Mapping[str, object], name: str) -> float | None:

@@ -20,12 +20,15 @@ class GenerateSummary:
 def generate(job: GenerateJob) -> GenerateSummary:
     """Equal settings give equal bytes, whatever the number of threads."""
     # Here, so that a typo in the command fails before numpy and pyarrow are imported.
-    from pipeline.data.generate import synthetic, user_item
+    from pipeline.data.generate import conversions, synthetic, user_item
 
     started = time.monotonic()
     if job.data.user_item is not None:
         num_rows = job.data.user_item.num_rows
         user_item.write_source(job.data.user_item, job.output, job.threads)
+    elif job.data.conversions is not None:
+        num_rows = job.data.conversions.num_rows
+        conversions.write_source(job.data.conversions, job.output, job.threads)
     else:
         assert job.data.synthetic is not None
         num_rows = job.data.synthetic.num_rows

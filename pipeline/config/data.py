@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from pipeline.config.labels import LabelConfig, NegativeSamplingConfig, check_labels
 from pipeline.config.registry import find
 from pipeline.config.tables import is_pattern, matches
 from pipeline.runtime.errors import (
@@ -40,9 +41,15 @@ class ColumnsConfig:
     into `multi_hot`; every other categorical column into `sparse`. `timestamp` (whole numbers, or ISO 8601) is read
     where data.split.kind=time or date. `cat_{0..25}` in a list stands for cat_0 to cat_25. Empty text is a missing value, so is each word of
     `null_values`, and for dense columns NaN. list_separator=json: lists are JSON, [1, 2] or ["a", "b"].
+
+    A single label is binary and needs no entry in `labels`. Of several, `label` is the main one: a model of one task learns
+    it, the gate goes by it; the first binary one where `label` names none of them. weight: a column of numbers of 0 at
+    least, by which a row's losses and metrics are weighted.
     """
 
     label: str = "label"
+    labels: dict[str, LabelConfig] = field(default_factory=dict)
+    weight: str | None = None
     dense: list[str] = field(default_factory=list)
     sparse: list[str] = field(default_factory=list)
     multi_hot: list[str] = field(default_factory=list)
@@ -53,6 +60,24 @@ class ColumnsConfig:
     def __post_init__(self) -> None:
         check_given("data.columns.list_separator", self.list_separator)
         self.dense, self.sparse, self.multi_hot = map(expand_ranges, (self.dense, self.sparse, self.multi_hot))
+        if not self.labels:
+            return
+        check_labels(self.labels)
+        if self.label == "label" and self.label not in self.labels:
+            binary = (name for name, label in self.labels.items() if label.kind == "binary")
+            self.label = next(binary, next(iter(self.labels)))
+        elif self.label and self.label not in self.labels:
+            raise ConfigError(
+                f"data.columns.label={self.label!r} is not in data.columns.labels{did_you_mean(self.label, self.labels)}: "
+                f"name one of {', '.join(self.labels)}"
+            )
+
+    @property
+    def all_labels(self) -> dict[str, LabelConfig]:
+        """By column; empty for rows that are to be scored, where `label` is empty."""
+        if not self.label:
+            return {}
+        return self.labels or {self.label: LabelConfig()}
 
 
 def expand_ranges(names: list[str], key: str = "data.columns") -> list[str]:
@@ -319,6 +344,38 @@ class UserItemConfig:
 
 
 @dataclass
+class ConversionsConfig:
+    """A generated data set of clicks and of conversions that follow on them, for `python -m pipeline.generate`: a TSV with a header.
+
+    click_rate is the mean over impressions, conversion_rate that of the probability to convert after a click, whether there is
+    one or not. dependence: the correlation of both logits, which have standard deviation `teacher_scale`.
+    """
+
+    num_rows: int = 1_000_000
+    num_users: int = 2000
+    num_items: int = 1000
+    num_groups: int = 8
+    num_categories: int = 10
+    user_exponent: float = 0.3
+    item_exponent: float = 0.5
+    click_rate: float = 0.2
+    conversion_rate: float = 0.2
+    dependence: float = 0.5
+    teacher_scale: float = 1.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_rows", "num_users", "num_items", "num_groups", "num_categories"):
+            check_at_least(f"conversions.{name}", getattr(self, name), 1)
+        check_at_least("conversions.user_exponent", self.user_exponent, 0.0)
+        check_at_least("conversions.item_exponent", self.item_exponent, 0.0)
+        check_within("conversions.click_rate", self.click_rate, 0.001, 0.999)
+        check_within("conversions.conversion_rate", self.conversion_rate, 0.001, 0.999)
+        check_within("conversions.dependence", self.dependence, -1.0, 1.0)
+        check_above("conversions.teacher_scale", self.teacher_scale, 0.0)
+
+
+@dataclass
 class DataConfig:
     """One data set: its raw format, how it is prepared into `path`, and how it is read from there."""
 
@@ -335,6 +392,7 @@ class DataConfig:
         default_factory=dict
     )  # of dense columns, which then are categorical features
     split: SplitConfig = field(default_factory=SplitConfig)
+    negative_sampling: NegativeSamplingConfig | None = None  # of the training rows
     rows_per_shard: int = 1_000_000
     rows_per_row_group: int = 16_384
     max_quarantined_fraction: float = 0.001
@@ -346,6 +404,7 @@ class DataConfig:
     delimiter: str | None = None  # of csv (a comma) and tsv (a tab)
     header: list[str] = field(default_factory=list)  # the columns of csv and tsv files whose first line is a row
     dense_transforms: dict[str, str] = field(default_factory=dict)  # of dense columns that have another one
+    conversions: ConversionsConfig | None = None
 
     def __post_init__(self) -> None:
         check_given("data.name", self.name)
@@ -382,12 +441,25 @@ class DataConfig:
             check_choice(f"data.dense_transforms.{name}", kind, DENSE_TRANSFORMS)
         if self.synthetic is not None:
             self._check_synthetic(self.synthetic)
+        self._check_negative_sampling()
         if self.split.kind in ("time", "date") and not self.columns.timestamp:
             raise ConfigError(
                 f"data.split.kind={self.split.kind} needs data.columns.timestamp=<column>, and data.format=csv, tsv or parquet"
             )
         if self.split.kind == "user" and self.group_column is None:
             raise ConfigError("data.split.kind=user needs data.group_column=<the column of users>")
+
+    def _check_negative_sampling(self) -> None:
+        if self.negative_sampling is None:
+            return
+        name, labels = self.negative_sampling.label, self.columns.all_labels
+        if find("format", self.format, "data.format").columns is not None:
+            labels = {"label": LabelConfig()}
+        if name not in labels or labels[name].kind != "binary" or labels[name].mask is not None:
+            raise ConfigError(
+                f"data.negative_sampling.label={name!r} is no binary label that all rows have{did_you_mean(name, labels)}; "
+                f"the labels are {', '.join(labels)}"
+            )
 
     def _expand(self, values: dict[str, Value], key: str, features: list[str]) -> dict[str, Value]:
         """With an entry for every feature that a pattern such as cat_* fits; a feature's own entry goes before patterns."""

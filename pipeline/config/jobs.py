@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.data import SPLITS, BaseVocabularyConfig, DataConfig
+from pipeline.config.labels import LABEL_METRICS
 from pipeline.config.model import ModelConfig
 from pipeline.config.paths import PathsConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig
@@ -32,7 +33,7 @@ from pipeline.config.training import (
     profiled_steps,
 )
 from pipeline.config.warm_start import WarmStartConfig
-from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within, did_you_mean
 
 
 @dataclass
@@ -79,7 +80,7 @@ class PrepareJob(Job):
 
 @dataclass
 class GenerateJob(Job):
-    """data.synthetic or data.user_item says what is generated; `output` is the text that prepare then takes for its source."""
+    """data.synthetic, data.user_item or data.conversions says what is generated; `output` is the text that prepare then takes for its source."""
 
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "${paths.raw}/${data.name}.tsv"
@@ -88,10 +89,10 @@ class GenerateJob(Job):
 
     def __post_init__(self) -> None:
         check_at_least("threads", self.threads, 1, allow_none=True)
-        if self.data.synthetic is None and self.data.user_item is None:
+        if self.data.synthetic is self.data.user_item is self.data.conversions is None:
             raise ConfigError(
-                f"data={self.data.name} has no `synthetic` or `user_item` section to generate from; data=quickstart and "
-                "data=user_item have one"
+                f"data={self.data.name} has no `synthetic`, `user_item` or `conversions` section to generate from; data=quickstart, "
+                "data=user_item and data=conversions have one"
             )
 
 
@@ -136,17 +137,34 @@ class TrainJob(Job):
     @property
     def early_stop_metric(self) -> str:
         """The model's first metric where the config names none."""
-        return self.trainer.early_stop.metric or self.model.metrics[0]
+        return self.trainer.early_stop.metric or self.metrics[0]
 
     @property
     def plateau_metric(self) -> str:
         """That of schedule.plateau; the model's first metric where the config names none."""
-        return self.schedule.plateau.metric or self.model.metrics[0]
+        return self.schedule.plateau.metric or self.metrics[0]
 
     @property
     def best_metric(self) -> str:
         """That of the checkpoints to be kept; the model's first metric where the config names none."""
-        return self.checkpoint.best_metric or self.model.metrics[0]
+        return self.checkpoint.best_metric or self.metrics[0]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What an evaluation measures that early stopping and checkpoints can go by, the main label's first.
+
+        Of several labels they are <label>/<metric>.
+        """
+        main, labels = self.data.columns.label, self.data.columns.all_labels
+        learnt = [main, *(name for name in labels if name != main)] if self.model.learns_all else [main]
+        found: list[str] = []
+        for name in learnt:
+            kind = labels[name].kind if name in labels else "binary"
+            metrics = self.model.metrics if kind == "binary" else LABEL_METRICS[kind]
+            prefix = f"{name}/" if len(learnt) > 1 else ""
+            found += [prefix + metric for metric in metrics]
+            found += [prefix + metric for metric in self._group_metrics() if kind == "binary"]
+        return tuple(found)
 
     def _group_metrics(self) -> tuple[str, ...]:
         if self.data.group_column is None or "auc" not in self.model.metrics:
@@ -155,10 +173,9 @@ class TrainJob(Job):
         return ("gauc", *(f"ndcg_at_{k}" for k in at), *(f"hit_rate_at_{k}" for k in at))
 
     def _check_metrics(self) -> None:
-        known = self.model.metrics + self._group_metrics()
-        check_choice(f"trainer.early_stop.metric (model={self.model.kind})", self.early_stop_metric, known)
-        check_choice(f"checkpoint.best_metric (model={self.model.kind})", self.best_metric, known)
-        check_choice(f"schedule.plateau.metric (model={self.model.kind})", self.plateau_metric, known)
+        check_choice(f"trainer.early_stop.metric (model={self.model.kind})", self.early_stop_metric, self.metrics)
+        check_choice(f"checkpoint.best_metric (model={self.model.kind})", self.best_metric, self.metrics)
+        check_choice(f"schedule.plateau.metric (model={self.model.kind})", self.plateau_metric, self.metrics)
 
 
 @dataclass
@@ -203,6 +220,7 @@ class RetrainJob(TrainJob):
         check_at_least("max_catchup", self.max_catchup, 1)
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
         check_at_least("threads", self.threads, 1, allow_none=True)
+        self._check_gate_tasks()
         if self.warm_start is not None:
             raise ConfigError(
                 "retrain starts from the champion; leave warm_start out (growth.* says what becomes of tables)"
@@ -213,6 +231,26 @@ class RetrainJob(TrainJob):
             raise ConfigError(
                 "retrain keeps a run's checkpoints below run_dir until they are promoted: leave checkpoint.folder out"
             )
+
+    def _check_gate_tasks(self) -> None:
+        """The gate goes by a binary label that the model learns, and holds others."""
+        main, labels = self.data.columns.label, self.data.columns.all_labels
+        learnt = labels if self.model.learns_all else {name: label for name, label in labels.items() if name == main}
+        if learnt and (self.gate.task or main) not in learnt:
+            raise ConfigError(
+                f"gate.task={self.gate.task!r} is no label that model={self.model.kind} learns; choose among {', '.join(learnt)}"
+            )
+        if learnt and learnt[self.gate.task or main].kind != "binary":
+            raise ConfigError(
+                f"the gate goes by label {self.gate.task or main!r}, of kind {learnt[self.gate.task or main].kind}: name a "
+                "binary one by gate.task"
+            )
+        for name in self.gate.held:
+            if name not in learnt or name == (self.gate.task or main):
+                raise ConfigError(
+                    f"gate.held names {name!r}, which is no other label that model={self.model.kind} learns"
+                    f"{did_you_mean(name, learnt)}; it learns {', '.join(learnt)}"
+                )
 
 
 @dataclass

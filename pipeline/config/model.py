@@ -11,6 +11,7 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_below_one
 if TYPE_CHECKING:
     from torch import nn
 
+    from pipeline.data.targets import Target
     from pipeline.embeddings.table import Table
 
 CLICK_METRICS = ("ne", "auc", "logloss")
@@ -41,10 +42,15 @@ class ModelConfig:
         return "click"
 
     @property
+    def learns_all(self) -> bool:
+        """Whether it learns all labels of the data set, in their order, and not the main one alone."""
+        return False
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """What an evaluation measures that early stopping and checkpoints can go by; the first where none is chosen.
 
-        auc, mrr and recall_at_<k> are the better the higher, all others the lower.
+        Of a binary label. auc, mrr, r2 and recall_at_<k> are the better the higher, all others the lower.
         """
         return CLICK_METRICS
 
@@ -65,9 +71,13 @@ class ModelConfig:
         """The model, with tables on the meta device; import torch in here, for a config is composed without it.
 
         `tables` are those of the features that the model reads. Its forward(dense_features [batch, num_dense_features],
-        sparse_features: KeyedJaggedTensor) gives logits [batch, 1].
+        sparse_features: KeyedJaggedTensor) gives logits [batch, 1]. One that learns all labels has build_for in its place.
         """
         raise NotImplementedError(f"{type(self).__name__} has no build()")
+
+    def build_for(self, tables: list[Table], num_dense_features: int, targets: list[Target]) -> nn.Module:
+        """As build(), of the labels that the model learns: outputs [batch, sum of the targets' widths]."""
+        return self.build(tables, num_dense_features)
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,13 @@ class GateConfig:
     (one-sided, `confidence`). slices: feature -> how much worse, relative, the NE of any of its values may be (point
     estimate, values with at least `slice_min_rows` rows and clicks and non-clicks among them). max_ne is for the first
     version, which has no champion to be held to.
+
+    Of a model of several labels, `task` is the binary label that all this is about; None: the main one. held: label -> how
+    much its NE may rise, relative, at the bootstrap's upper bound; of a regression its squared error.
     """
 
+    task: str | None = None
+    held: dict[str, float] = field(default_factory=dict)
     ne_tolerance: float = 0.001
     confidence: float = 0.95
     bootstrap_samples: int = 1000
@@ -157,6 +162,8 @@ class GateConfig:
         check_above("gate.max_ne", self.max_ne, 0.0)
         for name, limit in self.slices.items():
             check_at_least(f"gate.slices.{name}", limit, 0.0)
+        for name, limit in self.held.items():
+            check_at_least(f"gate.held.{name}", limit, 0.0)
 
 
 @dataclass

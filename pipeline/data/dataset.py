@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, Optional
 
+from pipeline.config.labels import LabelConfig
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
 # Later additions: absent from the file while they say nothing, so that the fingerprints of earlier data sets stay.
-ADDED_FIELDS = ("shared_rows", "group_column", "dense_columns")
+ADDED_FIELDS = ("shared_rows", "group_column", "dense_columns", "labels", "weight_column", "negative_sampling")
 GROUP_COLUMN = "__group__"  # of the shards: int64, a 64-bit hash of the group's value, 0 where it is missing
 
 
@@ -34,6 +36,8 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Split:
+    """num_positives: rows where the main label is not 0."""
+
     files: List[ShardFile]
     num_rows: int
     num_positives: int
@@ -65,7 +69,19 @@ class SparseFeature:
 
 
 @dataclass(frozen=True)
+class Label:
+    """What config.labels.LabelConfig says of a label, but for the weight of its loss, which training may choose."""
+
+    name: str
+    kind: str = "binary"
+    num_buckets: Optional[int] = None
+    mask: Optional[str] = None
+
+
+@dataclass(frozen=True)
 class Dataset:
+    """`label` is the main one of `labels`, which are listed where data.columns.labels gave them."""
+
     name: str
     label: str
     dense_features: List[str]
@@ -79,17 +95,32 @@ class Dataset:
     sources: List[Dict[str, Any]] = field(default_factory=list)
     recipe: Dict[str, Any] = field(default_factory=dict)  # the part of DataConfig that the files depend on
     versions: Dict[str, str] = field(default_factory=dict)
-    bayes_auc: Dict[str, float] = field(default_factory=dict)  # split -> best possible AUC; generated data only
+    # split -> best possible AUC of the main label, and split/label -> that of others; generated data only
+    bayes_auc: Dict[str, float] = field(default_factory=dict)
     # split -> its rows that are equal to a row of an earlier split in all columns; of splits that were given
     shared_rows: Dict[str, int] = field(default_factory=dict)
     group_column: Optional[str] = None  # of the source; shards hold it as GROUP_COLUMN
     # Dense column -> kind, and mean and std where they were learnt, of its transform; of the others it is dense_transform.
     dense_columns: Dict[str, Dict[str, Any]] = field(default_factory=dict)
+    labels: List[Label] = field(default_factory=list)
+    weight_column: Optional[str] = None
+    # label and keep, as data.negative_sampling says them, and dropped_rows
+    negative_sampling: Dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @property
     def sparse_feature_names(self) -> List[str]:
         return [feature.name for feature in self.sparse_features]
+
+    @property
+    def all_labels(self) -> List[Label]:
+        """At least one: where there is only one, and nothing was said of it, it is binary."""
+        return self.labels or [Label(self.label)]
+
+    @property
+    def label_columns(self) -> List[str]:
+        """Of the shards: the labels', and that of the sample weights where there is one."""
+        return [label.name for label in self.all_labels] + ([self.weight_column] if self.weight_column else [])
 
     def sparse_feature(self, name: str) -> SparseFeature:
         """Raises KeyError for an unknown name."""
@@ -102,7 +133,8 @@ class Dataset:
     def schema_hash(self) -> str:
         """SHA-256 of what a model sees of the data: names, kinds and cardinalities of its columns, and transforms."""
         features = [[feature.name, feature.cardinality, feature.multi_hot] for feature in self.sparse_features]
-        schema: List[Any] = [self.label, self.dense_features, features, self.dense_transform]
+        label: Any = [list(asdict(label).values()) for label in self.labels] or self.label
+        schema: List[Any] = [label, self.dense_features, features, self.dense_transform]
         schema += [self.dense_columns] if self.dense_columns else []
         return hashlib.sha256(json.dumps(schema).encode()).hexdigest()
 
@@ -141,7 +173,12 @@ def _decode_parts(raw: Dict[str, Any]) -> Dict[str, Any]:
         name: Split(**{**split, "files": [ShardFile(**shard) for shard in split["files"]]})
         for name, split in raw["splits"].items()
     }
-    return {"sparse_features": features, "splits": splits}
+    return {"sparse_features": features, "splits": splits, "labels": [Label(**each) for each in raw.get("labels", [])]}
+
+
+def listed_labels(labels: Mapping[str, LabelConfig]) -> List[Label]:
+    """What of data.columns.labels a data set keeps."""
+    return [Label(name, label.kind, label.num_buckets, label.mask) for name, label in labels.items()]
 
 
 def load_dataset(folder: str) -> Dataset:

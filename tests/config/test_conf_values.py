@@ -12,8 +12,9 @@ import yaml
 
 from pipeline.cli.compose import _config_classes
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.data import BaseVocabularyConfig, BucketsConfig, SyntheticConfig, UserItemConfig
+from pipeline.config.data import BaseVocabularyConfig, BucketsConfig, ConversionsConfig, SyntheticConfig, UserItemConfig
 from pipeline.config.jobs import CONFIG_NAMES
+from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.registry import components
 from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig
 from pipeline.config.warm_start import WarmStartConfig
@@ -38,6 +39,9 @@ OPTIONAL: list[tuple[type, str, tuple[str, ...]]] = [
     (BaseVocabularyConfig, "vocabularies/extend", ()),
     (SyntheticConfig, "data/quickstart", ("synthetic",)),
     (UserItemConfig, "data/user_item", ("user_item",)),
+    (ConversionsConfig, "data/conversions", ("conversions",)),
+    (LabelConfig, "data/conversions", ("columns", "labels", "click")),
+    (NegativeSamplingConfig, "data/conversions_sampled", ("negative_sampling",)),
     (BucketsConfig, "data/open_bandit_buckets", ("buckets", "user-item_affinity_*")),
     (TableConfig, "tables/all_settings", ("default",)),
     (CompressionConfig, "tables/all_settings", ("default", "compression")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -164,11 +164,18 @@ def write_source(
 
 
 def write_chunks(
-    sample_chunk: Callable[[int], tuple[bytes, np.ndarray]], num_rows: int, output: str, threads: int
+    sample_chunk: Callable[[int], tuple[bytes, np.ndarray]],
+    num_rows: int,
+    output: str,
+    threads: int,
+    labels: Sequence[str] = (TEACHER_COLUMN,),
 ) -> None:
-    """Write the text of every chunk to `output`, in order, and its rows' true probabilities to the side file."""
+    """Write the text of every chunk to `output`, in order, and its rows' true probabilities to the side file.
+
+    Those of one label are [rows]; of several, whose columns `labels` names, [rows, labels].
+    """
     chunks = range(-(-num_rows // ROWS_PER_CHUNK))
-    schema = pa.schema([(TEACHER_COLUMN, pa.float64())])
+    schema = pa.schema([(name, pa.float64()) for name in labels])
     folder = storage.dirname(output)
     storage.make_folder(folder)
     with tempfile.TemporaryDirectory(dir=folder if storage.is_local(folder) else None) as staging:
@@ -180,7 +187,8 @@ def write_chunks(
         ):
             for rows, probabilities in map_ordered(sample_chunk, chunks, threads):
                 text.write(rows)
-                truth.write_table(pa.table([probabilities], schema=schema))
+                columns = list(probabilities.reshape(len(probabilities), -1).T.copy())
+                truth.write_table(pa.table(columns, schema=schema))
                 bar.advance(len(probabilities))
         storage.move_file(truth_path, output + TEACHER_SUFFIX)
         storage.move_file(text_path, output)  # last: where it lies, it is whole

@@ -121,7 +121,7 @@ def _log2_boundaries(counted: Iterator[Counted]) -> list[float]:
 def _training_values(
     name: str, blocks: list[BlockRows], boundaries: Boundaries, schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
-    columns = boundaries.columns_with(name)
+    columns = [name, *boundaries.columns]
     for block in blocks:
         if block.per_split[0]:
             batch = read_block(block.file, block.index, columns)

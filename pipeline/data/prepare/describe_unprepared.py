@@ -7,7 +7,7 @@ for; how lookups fall on ids is assumed even, the least that a cache can count o
 from __future__ import annotations
 
 from pipeline.config.data import DataConfig
-from pipeline.data.dataset import FILE_NAME, Dataset, FrequencyCurve, SparseFeature
+from pipeline.data.dataset import FILE_NAME, Dataset, FrequencyCurve, SparseFeature, listed_labels
 from pipeline.data.raw.layout import columns_of
 from pipeline.runtime.errors import DataError
 
@@ -46,6 +46,8 @@ def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
         dense_transform=config.dense_transform,
         group_column=config.group_column,
         dense_columns={name: {"kind": kind} for name, kind in config.dense_transforms.items()},
+        labels=listed_labels(columns.labels),
+        weight_column=columns.weight,
     )
 
 

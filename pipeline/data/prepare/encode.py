@@ -5,7 +5,7 @@ A block's distinct values are few beside its rows, so all later work on text (co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.data import BucketsConfig, DataConfig, IdsConfig
+from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.row_hashes import RowHashes
 from pipeline.data.raw.hashing import hash_ids, hash_text
@@ -23,7 +24,7 @@ from pipeline.runtime.errors import DataError, did_you_mean
 STANDARDIZE = "standardize"
 # Staged beside the features; no feature has these names.
 TIMESTAMP_COLUMN = "\0timestamp"
-TRUTH_COLUMN = "\0truth"
+TRUTH_COLUMN = "\0truth "  # and the name of the label
 HASH_COLUMN = "\0hash"  # uint64, of the values of all columns that are read; where splits were given
 
 
@@ -45,6 +46,10 @@ class Features:
     transforms: dict[str, str] = field(default_factory=dict)
     null_values: tuple[str, ...] = ()
 
+    labels: dict[str, LabelConfig] = field(default_factory=dict)  # with the main one, `label`; that alone is binary
+    weight: str | None = None
+    negative_sampling: NegativeSamplingConfig | None = None
+
     def kind_of(self, name: str) -> str:
         """Of a dense column's transform."""
         return self.transforms.get(name, self.dense_transform)
@@ -52,6 +57,13 @@ class Features:
     @property
     def sparse(self) -> list[str]:
         return [*self.one_hot, *self.multi_hot]
+
+    @property
+    def label_types(self) -> dict[str, pa.DataType]:
+        """Of all labels and of the weight, as shards hold them."""
+        types = {"binary": pa.int8(), "ordinal": pa.int16(), "regression": pa.float32()}
+        found = {name: types[label.kind] for name, label in self.labels.items()}
+        return found | ({self.weight: pa.float32()} if self.weight else {})
 
 
 def features_of(config: DataConfig, layout: Layout) -> Features:
@@ -75,13 +87,16 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
         row_hashes=config.split.kind == "given",
         group=config.group_column,
         buckets={name: config.buckets[name] for name in columns.dense if name in config.buckets},
+        labels=columns.all_labels,
+        weight=columns.weight,
+        negative_sampling=config.negative_sampling,
     )
 
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """`rows`: label int8, dense float32, codes uint16 (multi-hot: lists of uint32), 0 for a missing value; numbers that
-    are to be in buckets, or standardized, float64 as they are read, NaN where missing.
+    """`rows`: labels and weight as Features.label_types says, dense float32, codes uint16 (multi-hot: lists of uint32), 0 for
+    a missing value; numbers that are to be in buckets, or standardized, float64 as they are read, NaN where missing.
 
     num_negative: of dense columns whose transform takes negative values for 0, how many there are. Code c of a feature is entry c - 1 among its `num_values` entries; `values` and `counts` hold those of all features.
     The value of a hashed feature's entry is its id, in decimal.
@@ -95,9 +110,12 @@ class EncodedBlock:
     num_negative: dict[str, int] = field(default_factory=dict)
 
 
-def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray | None = None) -> EncodedBlock:
-    """`probabilities` are the teacher's, one a row, where the source was generated."""
-    arrays = [pa.array(table[features.label].to_numpy().astype(np.int8))]
+def encode_block(
+    features: Features, table: pa.Table, probabilities: Mapping[str, np.ndarray] | None = None
+) -> EncodedBlock:
+    """`probabilities` are the teacher's, label -> one a row, where the source was generated."""
+    labels = {name: label_values(table[name]) for name in features.label_types}
+    arrays = [pa.array(labels[name].astype(kind.to_pandas_dtype())) for name, kind in features.label_types.items()]
     negative: dict[str, int] = {}
     for name in features.dense:
         numbers = table[name].to_numpy().astype(np.float64)  # missing values become NaN
@@ -108,7 +126,9 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
     values, counts, lookups = [], [], []
     hashes = RowHashes(len(table)) if features.row_hashes else None
     if hashes:
-        for name in (features.label, *features.dense, *features.buckets):
+        for values_of_label in labels.values():
+            hashes.add_numbers(values_of_label)
+        for name in (*features.dense, *features.buckets):
             hashes.add_numbers(table[name].to_numpy())
     for name in features.sparse:
         codes, distinct, lengths = encode_values(features, name, table[name])
@@ -126,13 +146,13 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
             arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(codes.astype(np.uint32))))
     arrays += in_buckets
-    names = [features.label, *features.dense, *features.sparse, *features.buckets]
+    names = [*labels, *features.dense, *features.sparse, *features.buckets]
     if features.timestamp:
         arrays.append(table[features.timestamp].combine_chunks())
         names.append(TIMESTAMP_COLUMN)
-    if probabilities is not None:
-        arrays.append(pa.array(probabilities))
-        names.append(TRUTH_COLUMN)
+    for name, truth in (probabilities or {}).items():
+        arrays.append(pa.array(truth))
+        names.append(TRUTH_COLUMN + name)
     if features.group:
         arrays.append(pa.array(group_ids(table[features.group])))
         names.append(GROUP_COLUMN)
@@ -147,6 +167,12 @@ def encode_block(features: Features, table: pa.Table, probabilities: np.ndarray 
         num_lookups=lookups,
         num_negative=negative,
     )
+
+
+def label_values(column: pa.ChunkedArray) -> np.ndarray:
+    """[rows] float64: 0 where it is missing, as it may be where another label masks it."""
+    values: np.ndarray = column.to_numpy()
+    return np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf) if np.isnan(values).any() else values
 
 
 def group_ids(column: pa.ChunkedArray) -> np.ndarray:

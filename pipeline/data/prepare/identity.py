@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.config.data import SPLITS, DataConfig
-from pipeline.data.dataset import FILE_NAME, Dataset, load_dataset
+from pipeline.data.dataset import FILE_NAME, Dataset, listed_labels, load_dataset
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import DataError, UserError
@@ -56,7 +56,17 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
         "rows_per_row_group",
     )
     recipe = {key: value for key, value in asdict(config).items() if key in keys}
-    if config.group_column is not None:  # absent in data sets of earlier releases
+    columns: dict[str, Any] = recipe["columns"]
+    if config.columns.labels:  # the main one, and weights of losses, are a training's to choose
+        columns["labels"] = {label.name: asdict(label) for label in listed_labels(config.columns.labels)}
+        del columns["label"]
+    else:
+        del columns["labels"]
+    if config.columns.weight is None:  # as group_column below, absent in data sets of earlier releases
+        del columns["weight"]
+    if config.negative_sampling is not None:
+        recipe["negative_sampling"] = asdict(config.negative_sampling)
+    if config.group_column is not None:
         recipe["group_column"] = config.group_column
     if config.buckets:
         recipe["buckets"] = {name: asdict(buckets) for name, buckets in sorted(config.buckets.items())}

@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.data import SPLITS, DataConfig, IdsConfig
-from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature, Split
+from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature, Split, listed_labels
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
 from pipeline.data.prepare.buckets import learn_buckets
 from pipeline.data.prepare.encode import Features, features_of
@@ -163,6 +164,7 @@ def _write_dataset(
     spill = os.path.join(resources.staging, "spill")
     with closing(open_engine(spill, resources.engine_bytes, resources.engine_threads)) as engine:
         boundaries = find_boundaries(config.split, files, engine, [source.split for source in sources])
+        boundaries = replace(boundaries, sampling=features.negative_sampling)
         blocks = blocks_of(files, boundaries)
         shared_rows = count_shared_rows(config.split, blocks, engine) if features.row_hashes else {}
         sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging, base)
@@ -191,13 +193,16 @@ def _write_dataset(
         sources=[_describe(source, file) for source, file in zip(sources, files, strict=True)],
         recipe=recipe_of(config, base),
         versions={name: version(name) for name in ("duckdb", "numpy", "pyarrow")},
-        bayes_auc=_bayes_auc(shards),
+        bayes_auc=_bayes_auc(shards, features),
         shared_rows=shared_rows,
         group_column=features.group,
         dense_columns={
             **{name: Transform(kind).as_dict() for name, kind in features.transforms.items() if name in features.dense},
             **{name: transform.as_dict() for name, transform in transforms.items()},
         },
+        labels=listed_labels(config.columns.labels),
+        weight_column=features.weight,
+        negative_sampling=_describe_sampling(features, blocks),
     )
 
 
@@ -287,7 +292,7 @@ def write_shards(
     plans = plan_shards(blocks, config.rows_per_shard)
     for name in SPLITS:
         storage.make_folder(storage.join(config.path, name))
-    num_columns = 1 + len(features.dense) + len(features.sparse) + len(features.buckets)
+    num_columns = len(features.label_types) + len(features.dense) + len(features.sparse) + len(features.buckets)
     threads = resources.shard_threads(config.rows_per_row_group, num_columns)
     shards = []
     with progress("writing shards", sum(plan.num_rows for plan in plans)) as bar:
@@ -306,16 +311,30 @@ def _split(shards: list[WrittenShard], number: int) -> Split:
     )
 
 
-def _bayes_auc(shards: list[WrittenShard]) -> dict[str, float]:
-    """Split -> AUC of the teacher's own probabilities on its rows; empty for sources that were not generated."""
+def _bayes_auc(shards: list[WrittenShard], features: Features) -> dict[str, float]:
+    """Of the teacher's own probabilities, by split for the main label and by split/label for others; empty for sources that
+    were not generated. A label that is masked counts where its mask is 1."""
     aucs = {}
-    for number, name in enumerate(SPLITS):
+    for number, split in enumerate(SPLITS):
         held = [shard for shard in shards if shard.split == number]
-        if held and all(len(shard.truth) for shard in held):
-            truth, labels = (np.concatenate(parts) for parts in zip(*((s.truth, s.labels) for s in held), strict=True))
+        for name in held[0].truth if held else {}:
+            truth, labels = (
+                np.concatenate(parts) for parts in zip(*((s.truth[name], s.labels[name]) for s in held), strict=True)
+            )
+            if mask := features.labels[name].mask:
+                counts = np.concatenate([shard.labels[mask] for shard in held]) == 1
+                truth, labels = truth[counts], labels[counts]
             area = auc(truth, labels)
-            aucs[name] = 0.5 if math.isnan(area) else round(area, 9)  # labels of one kind: nothing to rank
+            key = split if name == features.label else f"{split}/{name}"
+            aucs[key] = 0.5 if math.isnan(area) else round(area, 9)  # labels of one kind: nothing to rank
     return aucs
+
+
+def _describe_sampling(features: Features, blocks: list[BlockRows]) -> dict[str, Any]:
+    if (sampling := features.negative_sampling) is None:
+        return {}
+    dropped = sum(block.num_rows - sum(block.per_split) for block in blocks)
+    return {"label": sampling.label, "keep": sampling.keep, "dropped_rows": dropped}
 
 
 def _publish_quarantine(sources: list[Source], files: list[StagedFile], staging: str, folder: str) -> None:

@@ -62,8 +62,12 @@ def describe(summary: PrepareSummary) -> str:
     lines.append(
         f"  {len(dataset.dense_features)} dense features, {len(dataset.sparse_features)} sparse with {ids:,} ids"
     )
+    if sampling := dataset.negative_sampling:
+        lines.append(
+            f"  {sampling['dropped_rows']:,} training rows where {sampling['label']} is 0 left out, {sampling['keep']:g} of them kept"
+        )
     if dataset.bayes_auc:
-        best = ", ".join(f"{name} {dataset.bayes_auc[name]:.4f}" for name in SPLITS if name in dataset.bayes_auc)
+        best = ", ".join(f"{name} {value:.4f}" for name, value in dataset.bayes_auc.items())
         lines.append(f"  best possible AUC: {best}")
     if summary.already_prepared:
         lines.append(f"already prepared in {summary.path}: nothing to do")

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.data import SPLITS, SplitConfig
+from pipeline.config.labels import NegativeSamplingConfig
 from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, Features
 from pipeline.data.prepare.staging import StagedFile
@@ -23,25 +24,31 @@ from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.read.streams import mix
 from pipeline.runtime.errors import DataError
 
+DROPPED = len(SPLITS)  # the number of no split, of negatives that sampling leaves out
 RECOUNTED_BLOCK = -1  # stands for the training rows of blocks that other splits share
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """by: what a row's key is, its number (row), its time, or a seeded hash of its number (random) or of its group (user)."""
+    """by: what a row's key is, its number (row), its time, or a seeded hash of its number (random) or of its group (user).
+    `sampling` leaves out some of the rows that train."""
 
     first_validation: int
     first_test: int
     by: str = "row"
     seed: int = 0
+    sampling: NegativeSamplingConfig | None = None
 
     @property
     def column(self) -> str | None:
         """The staged column that keys come from; None: they come from the rows' numbers."""
         return {"time": TIMESTAMP_COLUMN, "user": GROUP_COLUMN}.get(self.by)
 
-    def columns_with(self, name: str) -> list[str]:
-        return [name] if self.column is None else [name, self.column]
+    @property
+    def columns(self) -> list[str]:
+        """What of a staged block decides on its rows' splits; nothing where row numbers say all."""
+        keys = [] if self.column is None else [self.column]
+        return [*keys, *([self.sampling.label] if self.sampling else [])]
 
     def keys(self, first_row: int, num_rows: int, staged: np.ndarray | None) -> np.ndarray:
         """[rows] int64; `staged` is the block's column of that name."""
@@ -164,22 +171,34 @@ def read_block(file: StagedFile, index: int, columns: list[str] | None = None) -
 
 
 def split_of_block(block: BlockRows, boundaries: Boundaries, batch: pa.RecordBatch) -> np.ndarray:
-    """[rows] numbers into SPLITS; `batch` is the block, with the column that the keys come from."""
-    staged = None if boundaries.column is None else batch[boundaries.column].to_numpy()
-    return boundaries.split_of(boundaries.keys(block.first_row, block.num_rows, staged))
+    """[rows] numbers into SPLITS, or DROPPED; `batch` is the block, with boundaries.columns."""
+    return _split_of_rows(block.first_row, block.num_rows, boundaries, batch)
+
+
+def _split_of_rows(first_row: int, num_rows: int, boundaries: Boundaries, batch: pa.RecordBatch | None) -> np.ndarray:
+    """`batch` may be None where no column decides."""
+    staged = None if batch is None or boundaries.column is None else batch[boundaries.column].to_numpy()
+    splits = boundaries.split_of(boundaries.keys(first_row, num_rows, staged))
+    if batch is not None and (sampling := boundaries.sampling) is not None:
+        numbers = np.arange(first_row, first_row + num_rows).astype(np.uint64)
+        shares = mix(mix(np.array([sampling.seed], np.uint64)) ^ numbers) / 2.0**64
+        negative = batch[sampling.label].to_numpy() == 0
+        splits[(splits == 0) & negative & (shares >= sampling.keep)] = DROPPED
+    return splits
 
 
 def blocks_of(files: list[StagedFile], boundaries: Boundaries) -> list[BlockRows]:
     """All blocks in source order. Raises DataError where nothing is left to train on."""
     blocks = []
     first_row = first_entry = 0
+    columns = boundaries.columns
     edges = np.array([0, boundaries.first_validation, boundaries.first_test, np.iinfo(np.int64).max])
     for file in files:
         for i, num_rows in enumerate(file.block_rows):
-            if boundaries.by != "row":
-                staged = read_block(file, i, [boundaries.column])[0].to_numpy() if boundaries.column else None
-                keys = boundaries.keys(first_row, num_rows, staged)
-                per_split = np.bincount(boundaries.split_of(keys), minlength=len(SPLITS))
+            if boundaries.by != "row" or columns:
+                batch = read_block(file, i, columns) if columns else None
+                splits = _split_of_rows(first_row, num_rows, boundaries, batch)
+                per_split = np.bincount(splits, minlength=DROPPED + 1)[:DROPPED]
             else:
                 per_split = np.diff(np.clip(edges, first_row, first_row + num_rows))
             blocks.append(BlockRows(file, i, first_row, num_rows, first_entry, tuple(per_split.tolist())))

@@ -95,12 +95,13 @@ def stage_source(
         return staged
     atomic.begin_marked_folder(folder)
     staged = StagedFile(folder, number)
-    teacher = _read_teacher(source)
+    teacher = _read_teacher(source, features)
     reader, names = open_source(layout, source, block_bytes)
 
     def work(block: Block) -> tuple[Block, ParsedRows, EncodedBlock]:
         parsed = parse_block(layout, names, block)
-        truth = None if teacher is None else teacher[block.first_row : block.first_row + block.num_rows][parsed.kept]
+        rows = slice(block.first_row, block.first_row + block.num_rows)
+        truth = {name: of_label[rows][parsed.kept] for name, of_label in teacher.items()}
         return block, parsed, encode_block(features, parsed.table, truth)
 
     position = 0
@@ -110,9 +111,9 @@ def stage_source(
             check(staged, reader.position)
             advance(reader.position - position)
             position = reader.position
-    if teacher is not None and len(teacher) != staged.num_source_rows:
+    if teacher and (rows := len(next(iter(teacher.values())))) != staged.num_source_rows:
         raise DataError(
-            f"{source.path}{TEACHER_SUFFIX} has {len(teacher)} rows, its source {staged.num_source_rows}: generate both again"
+            f"{source.path}{TEACHER_SUFFIX} has {rows} rows, its source {staged.num_source_rows}: generate both again"
         )
     atomic.finish_marked_folder(folder, DONE, json.dumps(asdict(staged) | {"sizes": staged.sizes}))
     return staged
@@ -139,13 +140,15 @@ def _finished(folder: str) -> StagedFile | None:
     return staged if staged.sizes == sizes else None
 
 
-def _read_teacher(source: Source) -> np.ndarray | None:
-    """[rows] true probabilities of a generated source."""
+def _read_teacher(source: Source, features: Features) -> dict[str, np.ndarray]:
+    """Label -> [rows] true probabilities of a generated source; those of a single label have a name of their own."""
     path = source.path + TEACHER_SUFFIX
     if not storage.is_file(path):
-        return None
+        return {}
     with storage.open_file(path, "rb") as file:
-        return pq.read_table(file, columns=[TEACHER_COLUMN])[0].to_numpy()
+        table = pq.read_table(file)
+    names = {TEACHER_COLUMN: features.label, **{name: name for name in features.labels}}
+    return {names[name]: table[name].to_numpy() for name in table.column_names if name in names}
 
 
 class _Writer:

@@ -32,7 +32,7 @@ def _learn(name: str, blocks: list[BlockRows], boundaries: Boundaries) -> Transf
     for block in blocks:
         if not block.per_split[0]:
             continue
-        batch = read_block(block.file, block.index, boundaries.columns_with(name))
+        batch = read_block(block.file, block.index, [name, *boundaries.columns])
         values = batch[name].to_numpy()[split_of_block(block, boundaries, batch) == 0]
         values = values[~np.isnan(values)]
         if not len(values):

@@ -1,12 +1,13 @@
 """Write staged rows, with the ids of their codes, as Parquet shards.
 
-Columns: the label int8, dense features float32, one-hot features and those in buckets int32, multi-hot features
+Columns: labels and weight as Features.label_types says, dense features float32, one-hot features and those in buckets int32, multi-hot features
 list<int32>, and the group int64 where there is one; none is null.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,13 +54,13 @@ class ShardPlan:
 
 @dataclass
 class WrittenShard:
-    """`truth` are the teacher's probabilities and `labels` what was sampled from them, empty for a source that was not generated."""
+    """`truth`: label -> the teacher's probabilities, and `labels` what was sampled from them; empty where nothing was generated."""
 
     split: int
     file: ShardFile
     num_positives: int
-    labels: np.ndarray = field(repr=False)
-    truth: np.ndarray = field(repr=False)
+    labels: dict[str, np.ndarray] = field(repr=False)
+    truth: dict[str, np.ndarray] = field(repr=False)
 
 
 def plan_shards(blocks: list[BlockRows], rows_per_shard: int) -> list[ShardPlan]:
@@ -94,7 +95,7 @@ class ShardWriter:
         self._in_buckets = [(feature, ids_of_buckets(feature, staging)) for feature in in_buckets]
         self._features, self._boundaries, self._ids_path = features, boundaries, ids_path
         self._staging, self._folder, self._row_group_rows = staging, folder, row_group_rows
-        kinds = [(features.label, pa.int8()), *((name, pa.float32()) for name in features.dense)]
+        kinds = [*features.label_types.items(), *((name, pa.float32()) for name in features.dense)]
         kinds += [(name, pa.int32()) for name in (*features.one_hot, *features.buckets)]
         kinds += [(name, pa.list_(pa.field("element", pa.int32(), nullable=False))) for name in features.multi_hot]
         kinds += [(GROUP_COLUMN, pa.int64())] if features.group else []
@@ -102,23 +103,28 @@ class ShardWriter:
 
     def write(self, plan: ShardPlan) -> WrittenShard:
         staged = os.path.join(self._staging, plan.path.replace("/", "-"))
-        row_groups, labels, truth = [], [], []
+        row_groups, num_positives = [], 0
+        truth: dict[str, list[np.ndarray]] = defaultdict(list)
+        labels: dict[str, list[np.ndarray]] = defaultdict(list)
         with pq.ParquetWriter(staged, self._schema, **PARQUET_OPTIONS) as out:
             for table in in_row_groups(self._read(plan), self._row_group_rows):
                 out.write_table(table.select(self._schema.names).cast(self._schema))
                 row_groups.append(table.num_rows)
-                labels.append(table[self._features.label].to_numpy())
-                if TRUTH_COLUMN in table.schema.names:
-                    truth.append(table[TRUTH_COLUMN].to_numpy())
+                num_positives += int(np.count_nonzero(table[self._features.label].to_numpy()))
+                generated = [name for name in self._features.labels if TRUTH_COLUMN + name in table.schema.names]
+                for name in generated:
+                    truth[name].append(table[TRUTH_COLUMN + name].to_numpy())
+                for name in self._features.labels if generated else ():
+                    labels[name].append(table[name].to_numpy())
         assert sum(row_groups) == plan.num_rows
         size, digest = os.path.getsize(staged), storage.sha256_of(staged)
         storage.move_file(staged, storage.join(self._folder, plan.path))
         return WrittenShard(
             split=plan.split,
             file=ShardFile(plan.path, plan.num_rows, size, digest, row_groups),
-            num_positives=sum(int(part.sum()) for part in labels),
-            labels=np.concatenate(labels) if truth else np.zeros(0, np.int8),
-            truth=np.concatenate(truth) if truth else np.zeros(0),
+            num_positives=num_positives,
+            labels={name: np.concatenate(parts) for name, parts in labels.items()},
+            truth={name: np.concatenate(parts) for name, parts in truth.items()},
         )
 
     def _read(self, plan: ShardPlan) -> Iterator[pa.Table]:

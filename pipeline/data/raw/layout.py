@@ -34,7 +34,12 @@ class Layout:
 
     @property
     def numbers(self) -> list[str]:
-        return [*([self.columns.label] if self.columns.label else []), *self.columns.dense]
+        return [*self.columns.all_labels, *self.weights, *self.columns.dense]
+
+    @property
+    def weights(self) -> list[str]:
+        """The column of sample weights, where there is one and the rows are not to be scored."""
+        return [self.columns.weight] if self.columns.weight and self.columns.label else []
 
     @property
     def needed(self) -> list[str]:

@@ -6,6 +6,7 @@ The fast path lets pyarrow read the whole block. Only a block with something wro
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from pipeline.config.labels import LabelConfig
 from pipeline.data.raw.cells import LARGEST_FLOAT32, is_number, is_time, parse_timestamps
 from pipeline.data.raw.json_lists import JSON, is_json_list, json_lists
 from pipeline.data.raw.layout import Layout, check_columns, find_format
@@ -23,6 +25,7 @@ from pipeline.data.raw.source import MAX_LINE_BYTES, Block, RowReader, Source
 from pipeline.runtime.errors import DataError
 
 MAX_TEXT_CHARACTERS = 500
+WANTED_WEIGHT = "a finite number of 0 at least"
 csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 
 
@@ -162,8 +165,14 @@ def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
             for row in np.flatnonzero(invalid.to_numpy()):
                 reasons.setdefault(int(row), f"{column} is {table[column][int(row)].as_py()!r}, not {wanted}")
 
-    if label := layout.columns.label:
-        note(label, pc.invert(pc.is_in(table[label], pa.array([0.0, 1.0]))), "0 or 1")
+    for name, label in layout.columns.all_labels.items():
+        column, invalid = table[name], invalid_labels(label, table[name])
+        if label.mask is not None:  # a missing value is one where it counts
+            counts = pc.fill_null(pc.equal(table[label.mask], 1.0), False)
+            invalid = pc.if_else(pc.is_null(column, nan_is_null=True), counts, invalid)
+        note(name, pc.fill_null(invalid, True), wanted_label(label))
+    for name in layout.weights:
+        note(name, pc.fill_null(pc.invert(_within(table[name], 0.0, LARGEST_FLOAT32)), True), WANTED_WEIGHT)
     for name in layout.columns.dense:
         # NaN compares false: it is a missing value, as pandas writes it.
         ends = pc.min_max(table[name]).as_py().values()
@@ -172,6 +181,39 @@ def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
     if layout.columns.timestamp:
         note(layout.columns.timestamp, pc.is_null(table[layout.columns.timestamp]), "a time")
     return reasons
+
+
+def _within(column: pa.ChunkedArray, low: float, high: float) -> pa.ChunkedArray:
+    """NaN is within nothing."""
+    return pc.and_(pc.greater_equal(column, low), pc.less_equal(column, high))
+
+
+def invalid_labels(label: LabelConfig, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Of float64 values, which are none of that label; null where a value is."""
+    if label.kind == "binary":
+        return pc.invert(pc.is_in(column, pa.array([0.0, 1.0])))
+    if label.kind == "regression":
+        return pc.invert(_within(column, -LARGEST_FLOAT32, LARGEST_FLOAT32))
+    is_whole = pc.equal(pc.floor(column), column)
+    return pc.invert(pc.and_(is_whole, _within(column, 0.0, float((label.num_buckets or 0) - 1))))
+
+
+def wanted_label(label: LabelConfig) -> str:
+    if label.kind == "ordinal":
+        return f"a whole number from 0 to {(label.num_buckets or 0) - 1}"
+    return "0 or 1" if label.kind == "binary" else "a finite 32-bit number"
+
+
+def _why_no_label(label: LabelConfig, cell: str, mask: str) -> str:
+    """Empty, or what the text of a cell should be; `mask` is the cell of the label that masks it."""
+    if cell in ("0", "1") and label.kind == "binary":
+        return ""
+    value = float(cell) if cell and is_number(cell) else math.nan
+    if math.isnan(value) and (not cell or is_number(cell)) and label.mask is not None:
+        counts = bool(mask) and is_number(mask) and float(mask) == 1.0
+        return wanted_label(label) if counts else ""
+    invalid = pc.fill_null(invalid_labels(label, pa.chunked_array([[value]], pa.float64())), True)
+    return wanted_label(label) if invalid[0].as_py() else ""
 
 
 def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
@@ -188,10 +230,13 @@ def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str
     if len(cells) != len(header):
         return f"{len(cells)} columns, not {len(header)}"
     values = dict(zip(header, cells, strict=True))
-    if layout.columns.label:
-        label = values[layout.columns.label]
-        if label not in ("0", "1") and not (is_number(label) and float(label) in (0.0, 1.0)):
-            return f"{layout.columns.label} is {label!r}, not 0 or 1"
+    for name, label in layout.columns.all_labels.items():
+        cell = "" if values[name] in layout.columns.null_values else values[name]
+        if problem := _why_no_label(label, cell, values.get(label.mask or "", "")):
+            return f"{name} is {values[name]!r}, not {problem}"
+    for name in layout.weights:
+        if not is_number(values[name]) or not 0.0 <= float(values[name]) <= LARGEST_FLOAT32:
+            return f"{name} is {values[name]!r}, not {WANTED_WEIGHT}"
     for name in layout.columns.dense:
         if values[name] and values[name] not in layout.columns.null_values and not is_number(values[name]):
             return f"{name} is {values[name]!r}, not a finite 32-bit number"

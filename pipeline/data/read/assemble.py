@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
-from pipeline.data.read.check_rows import Lists
+from pipeline.data.read.check_rows import Lists, label_shape
 from pipeline.data.read.decode import Block
 from pipeline.data.read.multi_hot import sample_bags
+from pipeline.data.read.target_columns import TargetColumns
 
 
 class Piece(NamedTuple):
@@ -51,7 +52,16 @@ class _Column(NamedTuple):
 class BatchAssembler:
     """Makes the Batches of `num_streams` streams that give `rows_per_stream` rows each to a step."""
 
-    def __init__(self, dataset: Dataset, multi_hot: dict[str, int], num_streams: int, rows_per_stream: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        multi_hot: dict[str, int],
+        num_streams: int,
+        rows_per_stream: int,
+        targets: TargetColumns,
+    ) -> None:
+        self._targets = targets
+        self._labels_shape = label_shape(dataset)
         self.num_streams = num_streams
         self.rows_per_stream = rows_per_stream
         self.batch_size = num_streams * rows_per_stream
@@ -74,7 +84,7 @@ class BatchAssembler:
 
     def _lay_out(self, pieces: list[Piece], num_rows: int) -> Chunk:
         dense = np.zeros((num_rows, self.num_dense), np.float32)
-        labels = np.zeros(num_rows, np.float32)
+        labels = np.zeros((num_rows, *self._labels_shape), np.float32)
         present = np.zeros(num_rows, np.bool_)
         id_dtype = pieces[0].block.one_hot.dtype if pieces else np.int32
         one_hot = np.zeros((len(self._columns) - self._num_lists, num_rows), id_dtype)
@@ -101,12 +111,14 @@ class BatchAssembler:
         sparse = keyed_jagged_tensor(
             self.keys, torch.from_numpy(values), torch.from_numpy(lengths.reshape(-1)), self.batch_size, length_per_key
         )
+        targets = self._targets(np.take(chunk.block.labels, rows, axis=0), present)
         return Batch(
             torch.from_numpy(np.take(chunk.block.dense, rows, axis=0)),
             sparse,
-            torch.from_numpy(np.take(chunk.block.labels, rows)),
-            torch.from_numpy(present.astype(np.float32)),
+            torch.from_numpy(targets.labels),
+            torch.from_numpy(targets.weights),
             None if chunk.block.groups is None else torch.from_numpy(np.take(chunk.block.groups, rows)),
+            None if targets.present is None else torch.from_numpy(targets.present),
         )
 
     def _bags(

@@ -20,9 +20,10 @@ class Batch(Pipelineable):
 
     dense_features: [batch, num_dense] float32
     sparse_features: keys in the data set's order, int64 values, int32 lengths [num_features * batch]
-    labels: [batch] float32, 0 or 1
-    sample_weights: [batch] float32; 0 marks rows that count nothing (dense 0, label 0, no ids):
-        the padding of an evaluation batch, and quarantined rows
+    labels: [batch] float32; of a job that learns several, [batch, targets] (data.targets)
+    sample_weights: as labels; 0 marks rows that count nothing: the padding of an evaluation batch and quarantined rows
+        (dense 0, label 0, no ids), and those that a label's mask leaves out
+    present: [batch] bool, the rows that are neither padding nor quarantined; None: those of sample weight above 0
     groups: [batch] int64, of an evaluation over data with data.group_column, 0 where a row has none; no model reads it,
         and it stays on the host, with the batch that the reader gave
     """
@@ -32,6 +33,12 @@ class Batch(Pipelineable):
     labels: torch.Tensor
     sample_weights: torch.Tensor
     groups: torch.Tensor | None = None
+    present: torch.Tensor | None = None
+
+    @property
+    def is_present(self) -> torch.Tensor:
+        """[batch] bool"""
+        return self.sample_weights > 0 if self.present is None else self.present
 
     @property
     def batch_size(self) -> int:
@@ -44,6 +51,7 @@ class Batch(Pipelineable):
             self.sparse_features.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
             self.sample_weights.to(device, non_blocking=non_blocking),
+            present=None if self.present is None else self.present.to(device, non_blocking=non_blocking),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -51,6 +59,8 @@ class Batch(Pipelineable):
         self.sparse_features.record_stream(stream)
         self.labels.record_stream(stream)
         self.sample_weights.record_stream(stream)
+        if self.present is not None:
+            self.present.record_stream(stream)
 
     def pin_memory(self) -> Batch:
         return Batch(
@@ -59,6 +69,7 @@ class Batch(Pipelineable):
             self.labels.pin_memory(),
             self.sample_weights.pin_memory(),
             self.groups,
+            None if self.present is None else self.present.pin_memory(),
         )
 
 

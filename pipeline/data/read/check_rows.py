@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.data.dataset import GROUP_COLUMN, Dataset, SparseFeature
+from pipeline.data.dataset import GROUP_COLUMN, Dataset, Label, SparseFeature
 
 MAX_VALUE_CHARACTERS = 80
 
@@ -42,7 +42,7 @@ class Columns:
     dense: NDArray[np.float32]  # [num_dense, rows]
     one_hot: NDArray[np.signedinteger]  # [num_one_hot, rows]
     lists: list[Lists]
-    labels: NDArray[np.float32]  # [rows]
+    labels: NDArray[np.float32]  # [rows], or [rows, label columns] of several
     groups: NDArray[np.int64] | None = None  # [rows], where they were read
 
 
@@ -69,10 +69,14 @@ def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int,
     costs more than the work on one column.
     """
     faults = Faults(table)
-    labels = _matrix(table, [dataset.label], pa.float32(), faults)[0]
-    known = (labels == 0) | (labels == 1)
-    if not known.all():
-        faults.note(np.flatnonzero(~known), dataset.label, "0 or 1")
+    labels = _matrix(table, dataset.label_columns, pa.float32(), faults)
+    for label, values in zip(dataset.all_labels, labels, strict=False):
+        _check_label(label, values, faults)
+    if dataset.weight_column is not None:
+        sound = (labels[-1] >= 0) & np.isfinite(labels[-1])
+        if not sound.all():
+            faults.note(np.flatnonzero(~sound), dataset.weight_column, "a finite number of 0 at least")
+    labels = np.ascontiguousarray(labels.T) if label_shape(dataset) else labels[0]
     dense = _matrix(table, dataset.dense_features, pa.float32(), faults)
     _check_finite(dense, dataset.dense_features, faults)
     features = [feature for feature in dataset.sparse_features if not feature.multi_hot]
@@ -83,6 +87,26 @@ def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int,
     has_groups = GROUP_COLUMN in table.schema.names
     groups = _matrix(table, [GROUP_COLUMN], pa.int64(), faults)[0] if has_groups else None
     return Columns(dense, one_hot, lists, labels, groups), faults.reasons
+
+
+def label_shape(dataset: Dataset) -> tuple[int, ...]:
+    """Of what a row's label columns hold: one number, or several."""
+    count = len(dataset.label_columns)
+    return () if count == 1 else (count,)
+
+
+def _check_label(label: Label, values: NDArray[np.float32], faults: Faults) -> None:
+    """`values` [rows]."""
+    if label.kind == "binary":
+        known, wanted = (values == 0) | (values == 1), "0 or 1"
+    elif label.kind == "regression":
+        known, wanted = np.isfinite(values), "a finite 32-bit number"
+    else:
+        last = (label.num_buckets or 0) - 1
+        known = (values >= 0) & (values <= last) & (np.floor(values) == values)
+        wanted = f"a whole number from 0 to {last}"
+    if not known.all():
+        faults.note(np.flatnonzero(~known), label.name, wanted)
 
 
 def _check_finite(dense: NDArray[np.float32], names: list[str], faults: Faults) -> None:

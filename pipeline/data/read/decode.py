@@ -1,7 +1,7 @@
 """Decode a row group of a Parquet shard to a Block of checked, shuffled columns.
 
 What would train wrong without an error stops here, or is quarantined (data.read.check_rows says which rows): ids outside the
-table, labels other than 0 and 1, values that are missing or not finite, files that are not the ones dataset.json names.
+table, labels that are none of their kind, values that are missing or not finite, files that are not the ones dataset.json names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.data.dataset import GROUP_COLUMN, Dataset, Split
-from pipeline.data.read.check_rows import Columns, Lists, check_columns
+from pipeline.data.read.check_rows import Columns, Lists, check_columns, label_shape
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.shard_files import WAY_OUT, ShardError, ShardFiles, check_layout
 from pipeline.data.read.streams import Segment, row_permutation
@@ -40,7 +40,7 @@ class Block:
     dense: NDArray[np.float32]  # [rows, num_dense]
     one_hot: NDArray[np.signedinteger]  # [num_one_hot, rows]
     lists: list[Lists]
-    labels: NDArray[np.float32]  # [rows]
+    labels: NDArray[np.float32]  # [rows], or [rows, label columns] of several
     present: NDArray[np.bool_] | None = None  # None: all are
     groups: NDArray[np.int64] | None = None  # [rows], where they were read
 
@@ -69,7 +69,7 @@ class Shards:
             for i, shard in enumerate(split.files)
             for group, first in enumerate(accumulate(shard.row_groups[:-1], initial=0))
         ]
-        self._columns = [dataset.label, *dataset.dense_features, *dataset.sparse_feature_names]
+        self._columns = [*dataset.label_columns, *dataset.dense_features, *dataset.sparse_feature_names]
         if with_groups:
             self._columns.append(GROUP_COLUMN)
         self._idle: OrderedDict[int, list[pq.ParquetFile]] = OrderedDict()
@@ -123,7 +123,7 @@ class Shards:
             np.zeros((num_rows, len(self.dataset.dense_features)), np.float32),
             np.zeros((num_one_hot, num_rows), np.int32),
             [no_lists] * num_lists,
-            np.zeros(num_rows, np.float32),
+            np.zeros((num_rows, *label_shape(self.dataset)), np.float32),
             np.zeros(num_rows, np.bool_),
         )
 
@@ -170,7 +170,7 @@ class Shards:
 def take_rows(columns: Columns, rows: NDArray[np.int64], present: NDArray[np.bool_] | None = None) -> Block:
     """The chosen rows of a row group, in the order of `rows`."""
     dense = np.take(np.ascontiguousarray(columns.dense.T), rows, axis=0)
-    labels = np.take(columns.labels, rows)
+    labels = np.take(columns.labels, rows, axis=0)
     lists = [column.take(rows, present) for column in columns.lists]
     if present is not None:
         dense[~present] = 0.0

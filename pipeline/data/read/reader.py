@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,6 +29,8 @@ from pipeline.data.read.positions import batch_positions
 from pipeline.data.read.prefetch import Prefetcher
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.streams import EpochOrder, Segment, num_steps, row_permutation
+from pipeline.data.read.target_columns import TargetColumns
+from pipeline.data.targets import Target
 from pipeline.runtime.errors import DataError
 
 CHUNK_ROWS = 16_384  # batches are made from about so many rows at once
@@ -42,6 +44,7 @@ class ShardReader:
     drop_last=False: every row exactly once; where a stream has run dry, rows of weight 0 without ids fill up,
     so that ranks keep equal steps and equal batch sizes.
     multi_hot: feature -> ids a sample, sampled from the one-hot id (data.read.multi_hot).
+    targets: the labels that batches have, with their masks; None: the data set's main one.
     split_ids: what the ids of every batch go through (embeddings.id_splitter), on the prefetch thread.
     pin_memory: hand out batches in pinned memory, copied on the prefetch thread.
     with_groups: batches have the groups of rows, where the data set has some.
@@ -69,6 +72,7 @@ class ShardReader:
         pin_memory: bool = False,
         quarantine_path: str | None = None,
         split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
+        targets: Sequence[Target] | None = None,
     ) -> None:
         check_batch_geometry(global_batch_size, config.num_streams, world_size)
         if not 0 <= rank < world_size:
@@ -95,7 +99,10 @@ class ShardReader:
         self._shards = Shards(folder, dataset, dataset.splits[split], quarantine, self.has_groups)
         if config.verify == "checksum":
             self._shards.files.verify_checksums(range(rank, len(dataset.splits[split].files), world_size))
-        self._assembler = BatchAssembler(dataset, multi_hot or {}, streams, global_batch_size // config.num_streams)
+        columns = TargetColumns(dataset, targets, split=split, for_training=drop_last)
+        self._assembler = BatchAssembler(
+            dataset, multi_hot or {}, streams, global_batch_size // config.num_streams, columns
+        )
 
     @property
     def order_fingerprint(self) -> str:

@@ -156,7 +156,7 @@ def check_layout(path: str, shard: ShardFile, file: pq.ParquetFile, dataset: Dat
             f"{len(shard.row_groups)} with {shard.num_rows} (or other sizes of single ones); {WAY_OUT}"
         )
     types = {field.name: field.type for field in file.schema_arrow}
-    wanted = {dataset.label: "a number", **dict.fromkeys(dataset.dense_features, "a number")}
+    wanted = dict.fromkeys([*dataset.label_columns, *dataset.dense_features], "a number")
     wanted |= {f.name: "a list of integers" if f.multi_hot else "an integer" for f in dataset.sparse_features}
     wanted |= {GROUP_COLUMN: "an integer"} if dataset.group_column else {}
     for name, kind in wanted.items():

@@ -1,0 +1,137 @@
+"""Generate impressions with clicks, and conversions that follow on clicks, from a planted teacher: a TSV with a header.
+
+The logit of a click is the sum of effects of user and item and of one for each pair of the user's group and the item's
+category. That of a conversion after a click is such a sum too, correlated with the click's by `dependence`: who is clicked
+more converts more, so that rows that were clicked are not like all rows. The true probabilities of a click, and of a
+conversion after one, go to `<output>.teacher.parquet`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+
+from pipeline.config.data import ConversionsConfig
+from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, power_law, sigmoid, write_chunks
+
+LABELS = ("click", "conversion")
+FEATURES = ("user_id", "user_group", "item_id", "item_category")
+
+
+@dataclass(frozen=True)
+class Impressions:
+    """Numbers from 0 of each row's user, group, item and category, [rows] each."""
+
+    users: np.ndarray
+    groups: np.ndarray
+    items: np.ndarray
+    categories: np.ndarray
+
+
+@dataclass(frozen=True)
+class Effects:
+    """On one logit: users [num_users], items [num_items], pairs [num_groups, num_categories]; `scale` and `bias` of their sum."""
+
+    users: np.ndarray
+    items: np.ndarray
+    pairs: np.ndarray
+    scale: float = 1.0
+    bias: float = 0.0
+
+    def logits(self, rows: Impressions) -> np.ndarray:
+        sums = self.users[rows.users] + self.items[rows.items] + self.pairs[rows.groups, rows.categories]
+        return self.scale * sums + self.bias
+
+
+@dataclass(frozen=True)
+class Funnel:
+    """The planted teacher."""
+
+    user_groups: np.ndarray
+    item_categories: np.ndarray
+    click: Effects
+    conversion: Effects
+
+    def sample(self, config: ConversionsConfig, random: np.random.Generator, num_rows: int) -> Impressions:
+        users = power_law(random.random(num_rows), config.num_users, config.user_exponent) - 1
+        items = power_law(random.random(num_rows), config.num_items, config.item_exponent) - 1
+        return Impressions(users, self.user_groups[users], items, self.item_categories[items])
+
+    def probabilities(self, rows: Impressions) -> np.ndarray:
+        """[rows, 2]: of a click, and of a conversion after a click."""
+        return np.stack([sigmoid(self.click.logits(rows)), sigmoid(self.conversion.logits(rows))], axis=1)
+
+
+def make_funnel(config: ConversionsConfig) -> Funnel:
+    """Both logits have standard deviation config.teacher_scale over impressions, their means config's rates."""
+    random = np.random.default_rng([config.seed, 0])
+    groups = random.integers(0, config.num_groups, config.num_users)
+    categories = random.integers(0, config.num_categories, config.num_items)
+    click, other = _effects(config, random), _effects(config, random)
+    own, shared = (1.0 - config.dependence**2) ** 0.5, config.dependence
+    mixed = (
+        shared * of_click + own * of_other for of_click, of_other in zip(_parts(click), _parts(other), strict=True)
+    )
+    funnel = Funnel(groups, categories, click, Effects(*mixed))
+    rows = funnel.sample(config, np.random.default_rng([config.seed, 1]), ROWS_PER_CHUNK)
+    fitted = [
+        _fitted(effects, rows, config.teacher_scale, rate)
+        for effects, rate in ((funnel.click, config.click_rate), (funnel.conversion, config.conversion_rate))
+    ]
+    return Funnel(groups, categories, *fitted)
+
+
+def _effects(config: ConversionsConfig, random: np.random.Generator) -> Effects:
+    return Effects(
+        random.normal(0, 0.7, config.num_users),
+        random.normal(0, 1.0, config.num_items),
+        random.normal(0, 0.7, (config.num_groups, config.num_categories)),
+    )
+
+
+def _parts(effects: Effects) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return effects.users, effects.items, effects.pairs
+
+
+def _fitted(effects: Effects, rows: Impressions, scale: float, rate: float) -> Effects:
+    logits = effects.logits(rows)
+    factor = scale / float(logits.std())
+    return Effects(*_parts(effects), factor, fit_bias(factor * logits, rate))
+
+
+def sample_labels(random: np.random.Generator, probabilities: np.ndarray) -> np.ndarray:
+    """[rows, 2] int8: clicks, and conversions of the rows that were clicked."""
+    drawn = (random.random(probabilities.shape) < probabilities).astype(np.int8)
+    drawn[:, 1] *= drawn[:, 0]
+    return drawn
+
+
+def sample_rows(config: ConversionsConfig, funnel: Funnel, chunk: int) -> tuple[bytes, np.ndarray]:
+    """The TSV text of chunk number `chunk`, and the true probabilities [rows, 2]."""
+    random = np.random.default_rng([config.seed, 2, chunk])
+    rows = funnel.sample(config, random, min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK))
+    probabilities = funnel.probabilities(rows)
+    labels = sample_labels(random, probabilities)
+    sink = pa.BufferOutputStream()
+    if chunk == 0:  # pyarrow would put the names in quotes
+        sink.write("\t".join((*LABELS, *FEATURES)).encode() + b"\n")
+    options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    columns = [labels[:, 0], labels[:, 1], rows.users, rows.groups, rows.items, rows.categories]
+    pa.csv.write_csv(pa.table([pa.array(column) for column in columns], names=[*LABELS, *FEATURES]), sink, options)
+    return sink.getvalue().to_pybytes(), probabilities
+
+
+def write_source(config: ConversionsConfig, output: str, threads: int | None = None) -> None:
+    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
+    funnel = make_funnel(config)
+    write_chunks(
+        lambda chunk: sample_rows(config, funnel, chunk),
+        config.num_rows,
+        output,
+        threads or os.cpu_count() or 1,
+        LABELS,
+    )

@@ -1,0 +1,63 @@
+"""Make a batch's labels and sample weights of the label columns of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.dataset import Dataset
+from pipeline.data.targets import Target
+
+Floats = NDArray[np.float32]
+
+
+class TargetValues(NamedTuple):
+    """labels and weights [batch] of one target, [batch, targets] of several; present [batch] where weights do not say it."""
+
+    labels: Floats
+    weights: Floats
+    present: NDArray[np.bool_] | None
+
+
+class TargetColumns:
+    """Of `targets`, the data set's main label where none are given.
+
+    for_training: rows of a sampled training split are weighed as its model is trained, whose offset makes up for the sampling
+    of its label; else by 1 / keep where they are negatives, as all rows would be measured.
+    """
+
+    def __init__(self, dataset: Dataset, targets: Sequence[Target] | None, *, split: str, for_training: bool) -> None:
+        columns = dataset.label_columns
+        self._targets = list(targets) if targets else [Target(dataset.label)]
+        self._positions = [columns.index(target.name) for target in self._targets]
+        self._masks = [None if target.mask is None else columns.index(target.mask) for target in self._targets]
+        self._weight = columns.index(dataset.weight_column) if dataset.weight_column else None
+        sampling = dataset.negative_sampling if split == "train" else {}
+        self._sampled = columns.index(sampling["label"]) if sampling else None
+        self._negatives_count = [
+            1.0 / sampling["keep"] if sampling and not (for_training and target.train_offset) else 1.0
+            for target in self._targets
+        ]
+        self._is_plain = len(columns) == 1 and set(self._negatives_count) == {1.0}
+
+    def __call__(self, values: Floats, present: NDArray[np.bool_]) -> TargetValues:
+        """`values`: [batch] of one label column, [batch, columns] of several, 0 where no row is `present` [batch]."""
+        if self._is_plain:
+            return TargetValues(values, present.astype(np.float32), None)
+        values = values.reshape(len(present), -1)
+        labels = np.take(values, self._positions, axis=1)
+        weights = np.empty_like(labels)
+        weights[:] = present[:, None]
+        if self._weight is not None:
+            weights *= values[:, self._weight, None]
+        for position, (mask, count) in enumerate(zip(self._masks, self._negatives_count, strict=True)):
+            if mask is not None:
+                weights[:, position] *= values[:, mask] == 1.0
+            if count != 1.0:
+                weights[values[:, self._sampled] == 0.0, position] *= count
+        if len(self._targets) == 1:
+            labels, weights = labels[:, 0], weights[:, 0]
+        return TargetValues(np.ascontiguousarray(labels), np.ascontiguousarray(weights), present)

@@ -1,0 +1,92 @@
+"""Say which labels of a data set a job learns, how each is weighed, and where it counts (stdlib only)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeline.config.data import ColumnsConfig
+from pipeline.data.dataset import Dataset, listed_labels
+from pipeline.runtime.errors import DataError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Target:
+    """A label that a model learns.
+
+    weight: of its loss in the sum. mask: the label that is 1 where rows count. train_offset: what is added to its logits in
+    training alone, for the training rows were sampled: log(1 / keep).
+    """
+
+    name: str
+    kind: str = "binary"
+    num_buckets: int | None = None
+    weight: float = 1.0
+    mask: str | None = None
+    train_offset: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """Numbers that a model gives for it: a logit, a value, or a logit for each bucket but the first."""
+        return 1 if self.num_buckets is None else self.num_buckets - 1
+
+
+def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> list[Target]:
+    """The main label, which data.columns.label may choose anew, and behind it, of a model that learns all, the others.
+
+    Raises:
+        DataError: data.columns names labels that the data set has not, or has otherwise.
+    """
+    held = {label.name: label for label in dataset.all_labels}
+    weights = {}
+    if dataset.labels or columns.labels:
+        for label in listed_labels(columns.labels):
+            if held.get(label.name) != label:
+                raise DataError(
+                    f"data.columns.labels.{label.name} is {_said(label)}, data set {dataset.name!r} was prepared with "
+                    f"{_said(held.get(label.name))}{did_you_mean(label.name, held)}: prepare it again, in another data.path"
+                )
+        weights = {name: label.weight for name, label in columns.labels.items()}
+    if columns.weight is not None and columns.weight != dataset.weight_column:
+        raise DataError(
+            f"data.columns.weight={columns.weight!r}, but data set {dataset.name!r} was prepared with "
+            f"{dataset.weight_column!r}: prepare it again with it, in another data.path"
+        )
+    main = _main(columns, dataset)
+    if learns_all and dataset.labels and set(columns.all_labels) != set(held):
+        raise DataError(
+            f"the model learns all {len(held)} labels of data set {dataset.name!r}, and data.columns.labels lists "
+            f"{', '.join(columns.labels) or 'none'}: list {', '.join(held)}"
+        )
+    names = [main, *(name for name in held if name != main)] if learns_all else [main]
+    sampling = dataset.negative_sampling
+    offsets = {sampling["label"]: -math.log(sampling["keep"])} if sampling else {}
+    return [
+        Target(
+            name,
+            held[name].kind,
+            held[name].num_buckets,
+            weights.get(name, 1.0),
+            held[name].mask,
+            offsets.get(name, 0.0),
+        )
+        for name in names
+    ]
+
+
+def _main(columns: ColumnsConfig, dataset: Dataset) -> str:
+    names = [label.name for label in dataset.all_labels]
+    if columns.label in names:
+        return columns.label
+    if dataset.labels and columns.label != ColumnsConfig().label:
+        raise DataError(
+            f"data.columns.label={columns.label!r} is no label of data set {dataset.name!r}{did_you_mean(columns.label, names)}: "
+            f"it has {', '.join(names)}"
+        )
+    return dataset.label
+
+
+def _said(label: object) -> str:
+    if label is None:
+        return "no such label"
+    return ", ".join(f"{name}={value}" for name, value in vars(label).items() if name != "name" and value is not None)
