@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.config.model import ModelConfig, used_tables
+from pipeline.data.targets import Target
 from pipeline.embeddings.table import Table
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def build_model(config: ModelConfig, tables: list[Table], num_dense_features: int, seed: int = 0) -> nn.Module:
+def build_model(
+    config: ModelConfig,
+    tables: list[Table],
+    num_dense_features: int,
+    seed: int = 0,
+    targets: Sequence[Target] | None = None,
+) -> nn.Module:
     """A module with forward(dense_features [batch, num_dense], sparse_features) -> logits [batch, 1].
+
+    A model that learns all labels gives the targets' widths of numbers a row.
 
     A two-tower model gives (users, items) instead, and is trained by a task of its own (models.tasks). Tables of features
     that the model does not read are left out.
@@ -29,6 +39,7 @@ def build_model(config: ModelConfig, tables: list[Table], num_dense_features: in
     config.check_tables(tables, num_dense_features)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = config.build(used_tables(config, tables), num_dense_features)
+        learnt = list(targets or [Target("label")])
+        model = config.build_for(used_tables(config, tables), num_dense_features, learnt)
         initialize_linear_layers(model, config.init)
     return model

@@ -15,6 +15,7 @@ from pipeline.config.jobs import TrainJob
 from pipeline.config.model import used_tables
 from pipeline.config.tables import expand_patterns
 from pipeline.data.dataset import Dataset
+from pipeline.data.targets import Target, targets_of
 from pipeline.embeddings.physical import check_compressed, physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
@@ -39,7 +40,7 @@ class ResolvedJob:
 
     job: as it was given, with a number for every `head_rows: auto`.
     all_tables: one for every sparse feature of the data set, as the reader needs them; `tables` are those that the model
-    uses, each with a note of what its head is expected to save.
+    uses, each with a note of what its head is expected to save. targets: the labels that it learns.
     """
 
     job: TrainJob
@@ -48,6 +49,7 @@ class ResolvedJob:
     all_tables: list[Table]
     tables: list[Table]
     head_reports: list[HeadReport]
+    targets: list[Target]
 
     @cached_property
     def plain_tables(self) -> list[Table]:
@@ -60,6 +62,7 @@ def resolve_job(job: TrainJob, dataset: Dataset, world_size: int, choose: HeadCh
 
     Raises:
         ConfigError: tables, or compression, that do not fit the data set or the model.
+        DataError: data.columns names labels that the data set has not.
     """
     job = replace(job, tables=expand_patterns(job.tables, dataset.sparse_feature_names))
     resolved = resolve_tables(
@@ -73,7 +76,8 @@ def resolve_job(job: TrainJob, dataset: Dataset, world_size: int, choose: HeadCh
     job.model.check_tables(resolved, len(dataset.dense_features))
     used = used_tables(job.model, resolved)
     reports = head_reports(job, used, dataset, world_size)
-    return ResolvedJob(job, dataset, world_size, resolved, with_notes(used, reports), reports)
+    targets = targets_of(job.data.columns, dataset, job.model.learns_all)
+    return ResolvedJob(job, dataset, world_size, resolved, with_notes(used, reports), reports, targets)
 
 
 def _with_head(table: Table, rows: int) -> Table:

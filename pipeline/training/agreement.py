@@ -68,7 +68,9 @@ class StepAgreement:
             return outputs
         loss, prediction = outputs
         # Training batches have no padding. A sum of comparisons takes three times as long.
-        bad_rows = len(inputs[0].sample_weights) - torch.count_nonzero(inputs[0].sample_weights)
+        batch = inputs[0]
+        marks = batch.sample_weights if batch.present is None else batch.present
+        bad_rows = len(marks) - torch.count_nonzero(marks)
         flags: list[torch.Tensor | bool] = [
             ~loss.detach().isfinite(),
             self.stop_wanted,

@@ -80,13 +80,15 @@ def resolve(
 def build_task(resolved: ResolvedJob) -> TaskModel:
     """The model with its loss, tables on meta, the sparse optimizer attached to them."""
     job, trainer = resolved.job, resolved.job.trainer
-    model = build_model(job.model, resolved.tables, len(resolved.dataset.dense_features), seed=trainer.seed)
+    num_dense = len(resolved.dataset.dense_features)
+    model = build_model(job.model, resolved.tables, num_dense, seed=trainer.seed, targets=resolved.targets)
     if not job.sharding.fast_cpu:
         use_torchrec_layers(model)
     task = make_task(
         job.model,
         model,
         resolved.tables,
+        resolved.targets,
         precision=trainer.precision,
     )
     l2s = {table.name: table.l2 for table in resolved.plain_tables if table.l2}
@@ -176,5 +178,6 @@ def open_reader(
         with_groups=not training or every_row,
         pin_memory=context.device.type == "cuda",
         split_ids=IdSplitter(resolved.all_tables, skip_empty_bags=context.world_size > 1),
+        targets=resolved.targets,
         quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.models.tasks.group_metrics import GroupMeasure
-from pipeline.models.tasks.task import task_in
+from pipeline.models.tasks.labels import LabelsTask
+from pipeline.models.tasks.task import Task, task_in
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
@@ -38,15 +41,17 @@ def evaluate_model(
 
     Of a retrieval model: recall@k and MRR against the split's catalogue (models.tasks.retrieval_metrics).
 
-    The model's training mode is restored. `details` is given each batch of a task with one logit a row.
+    The model's training mode is restored. `details` is given each batch of a binary label, the main one of several.
 
     Raises:
         Preempted: on every rank, within a few batches of a SIGTERM to any of them; what was measured is dropped.
         TrainingError, OSError: on every rank, within a few batches of any rank's reader failing; or too many rows are bad.
     """
     num_batches = min(reader.steps_per_epoch, max_batches or reader.steps_per_epoch)
-    measure = task_in(model).evaluation_measure(context, reader.batch_size)
-    groups = GroupMeasure(context, list(group_metrics_at)) if getattr(reader, "has_groups", False) else None
+    task = task_in(model)
+    measure = task.evaluation_measure(context, reader.batch_size)
+    groups = _Groups(context, list(group_metrics_at)) if getattr(reader, "has_groups", False) else None
+    num_present = torch.zeros(1, dtype=torch.int64)  # where a mask or weight leaves rows out that are sound
     was_training = model.training
     model.eval()
     batches, fail_safe = reader.batches(epoch=0), FailSafe(reader)
@@ -56,10 +61,13 @@ def evaluate_model(
                 for index, batch in enumerate(_waited_for(islice(fail_safe.batches(batches), num_batches))):
                     _, prediction = model(batch.to(context.device, non_blocking=True))
                     measure.update(prediction)
-                    if groups and hasattr(prediction, "logits"):
-                        groups.update(prediction, batch.groups)
-                    if details and hasattr(prediction, "logits"):
-                        details.update(prediction, batch)
+                    if batch.present is not None:
+                        num_present += torch.count_nonzero(batch.present).cpu()
+                    clicks = clicks_of(task, prediction)
+                    if groups:
+                        groups.update(clicks, batch.groups)
+                    if details and (main := clicks.get(main_prefix(task))) is not None:
+                        details.update(main, batch)
                     bar.advance(1)
                     wants_to_stop = preemption.wanted() or fail_safe.error is not None
                     if index % AGREE_EVERY_BATCHES == 0 and true_on_any_rank(wants_to_stop, context):
@@ -68,14 +76,54 @@ def evaluate_model(
                 if failure := agreed_failure(fail_safe.error, context):
                     raise failure
                 metrics = measure.compute()
-                if groups and "auc" in metrics:
+                if groups:
                     metrics |= groups.compute()
     finally:
         batches.close()
         model.train(was_training)
     if num_batches == reader.steps_per_epoch:
-        _note_bad_rows(reader, int(metrics["num_samples"]), description)
+        _note_bad_rows(reader, _num_sound(metrics, num_present, context), description)
     return metrics
+
+
+def clicks_of(task: Task, prediction: Any) -> dict[str, Any]:
+    """What has logits, labels and sample_weights [batch] of binary labels, by what their metrics' names begin with."""
+    if isinstance(task, LabelsTask):
+        return dict(task.clicks(prediction))
+    return {"": prediction} if hasattr(prediction, "logits") else {}
+
+
+def main_prefix(task: Task) -> str:
+    """Of the main label's metrics."""
+    return task.prefixes[0] if isinstance(task, LabelsTask) else ""
+
+
+class _Groups:
+    """Measures of groups of rows, for each binary label by its name."""
+
+    def __init__(self, context: DistributedContext, at: list[int]) -> None:
+        self._context, self._at = context, at
+        self._measures: dict[str, GroupMeasure] = {}
+
+    def update(self, clicks: dict[str, Any], groups: torch.Tensor | None) -> None:
+        for prefix, of_label in clicks.items():
+            self._measures.setdefault(prefix, GroupMeasure(self._context, self._at)).update(of_label, groups)
+
+    def compute(self) -> dict[str, float]:
+        """Collective."""
+        return {
+            prefix + name: value
+            for prefix, measure in self._measures.items()
+            for name, value in measure.compute().items()
+        }
+
+
+def _num_sound(metrics: dict[str, float], num_present: torch.Tensor, context: DistributedContext) -> int:
+    """Collective. Rows of all ranks that are neither padding nor quarantined; `num_present` is 0 where they all count."""
+    total = num_present.to(context.device)
+    if context.world_size > 1:
+        dist.all_reduce(total)
+    return int(total) or int(metrics["num_samples"])
 
 
 def _note_bad_rows(reader: ShardReader, num_samples: int, description: str) -> None:

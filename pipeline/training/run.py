@@ -288,6 +288,14 @@ def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) ->
 
 
 def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
+    """`bayes_auc`: of one label, or the main one of several."""
+    if labels := list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if "/" in name)):
+        prefixes = [f"{label}/" for label in labels]
+        parts = [
+            {name.removeprefix(each): metrics[name] for name in metrics if name.startswith(each)} for each in prefixes
+        ]
+        said = [describe_quality(part, None if number else bayes_auc) for number, part in enumerate(parts)]
+        return "; ".join(f"{label}: {text}" for label, text in zip(labels, said, strict=True))
     if "auc" not in metrics:
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if not isinstance(value, int))
     text = f"AUC {metrics['auc']:.4f}"

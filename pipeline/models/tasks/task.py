@@ -17,7 +17,9 @@ from torch import nn
 from pipeline.config.model import ModelConfig
 from pipeline.config.registry import find
 from pipeline.data.read.batch import Batch
+from pipeline.data.targets import Target
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
 
 
@@ -34,7 +36,9 @@ class Measure(Protocol):
 class Task(Protocol):
     """What is registered as a "task": an nn.Module, made from the model's config and its tables.
 
-    no_export: why its models cannot be exported; empty where they can, which takes outputs of one logit a row.
+    no_export: why its models cannot be exported; empty where they can, which takes outputs of one logit a row, or of the
+    targets' widths. One with `takes_targets = True` is made from the list of data.targets.Target besides, and learns labels
+    of any kind and number; others learn one that is binary.
     """
 
     no_export: str
@@ -59,10 +63,11 @@ class Task(Protocol):
 class TaskModel(nn.Module):
     """A model and its task: forward(batch) -> (loss, prediction). `bf16` autocasts all but the loss."""
 
-    def __init__(self, model: nn.Module, loss: nn.Module, precision: str = "fp32") -> None:
+    def __init__(self, model: nn.Module, loss: nn.Module, precision: str = "fp32", train_offset: float = 0.0) -> None:
+        """train_offset: added to the logits in training mode, where rows were sampled (data.targets)."""
         super().__init__()
         self.model, self.loss = model, loss
-        self._bf16 = precision == "bf16"
+        self._bf16, self._train_offset = precision == "bf16", train_offset
 
     @property
     def task(self) -> Task:
@@ -76,6 +81,8 @@ class TaskModel(nn.Module):
                 outputs = self.model(batch.dense_features, batch.sparse_features)
         else:
             outputs = self.model(batch.dense_features, batch.sparse_features)
+        if self._train_offset and self.training:
+            outputs = outputs + self._train_offset
         return self.loss(outputs, batch)  # type: ignore[no-any-return]
 
     def losses(self, prediction: Any) -> torch.Tensor:
@@ -86,10 +93,36 @@ class TaskModel(nn.Module):
         return self.task.training_measure(context, batch_size, window_samples)
 
 
-def make_task(config: ModelConfig, model: nn.Module, tables: list[Table], *, precision: str = "fp32") -> TaskModel:
-    """`model`, which is build_model's for the same config and tables, with the task that the config names."""
-    task = find("task", config.task, f"task of model={config.kind}")
-    return TaskModel(model, task(config, tables), precision)
+def make_task(
+    config: ModelConfig,
+    model: nn.Module,
+    tables: list[Table],
+    targets: list[Target] | None = None,
+    *,
+    precision: str = "fp32",
+) -> TaskModel:
+    """`model`, which is build_model's for the same config and tables, with the task that the config names.
+
+    targets: what it learns; None: one binary label. A model of one logit learns one label of any kind but ordinal.
+
+    Raises:
+        ConfigError: the task learns one binary label, and the targets are others.
+    """
+    targets = targets or [Target("label")]
+    if not config.learns_all and targets[0].width > 1:
+        raise ConfigError(
+            f"model={config.kind} gives one number a row, and ordinal label {targets[0].name!r} of {targets[0].num_buckets} "
+            f"buckets wants {targets[0].width}: take a model with a tower for each label, such as model=shared_bottom"
+        )
+    plain = len(targets) == 1 and targets[0].kind == "binary"
+    name = "labels" if config.task == "click" and not plain else config.task
+    task = find("task", name, f"task of model={config.kind}")
+    if getattr(task, "takes_targets", False):
+        return TaskModel(model, task(config, tables, targets), precision)
+    if not plain:
+        said = ", ".join(f"{target.name} ({target.kind})" for target in targets)
+        raise ConfigError(f"model={config.kind} learns one binary label, not {said}: choose one by data.columns.label")
+    return TaskModel(model, task(config, tables), precision, targets[0].train_offset)
 
 
 def task_in(model: nn.Module) -> Task:

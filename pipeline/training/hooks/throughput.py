@@ -18,8 +18,19 @@ from pipeline.runtime.process.comms_wait import MEASURED_BACKENDS, CommsWait
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
-QUALITY = {"ne": "NE", "loss": "loss"}  # the first of these that is measured stands in the log line
+QUALITY = {"ne": "NE", "mse": "MSE", "loss": "loss"}  # the first of these that is measured stands in the log line
 logger = get_logger("pipeline.training")
+
+
+def _quality(values: dict[str, float]) -> str:
+    """Of one label; of several, each by its name."""
+    of_labels: dict[str, str] = {}
+    for name, text in QUALITY.items():
+        for key in values:
+            label, _, metric = key.rpartition("/")
+            if metric == name:
+                of_labels.setdefault(label, f"{label} {text} {values[key]:.4f}  ".lstrip())
+    return "".join(of_labels.values())
 
 
 @register("hook", "throughput")
@@ -96,7 +107,7 @@ class StepLog(Hook):
             **state.hooks.log_values(state),
         }
         self._logged, self._num_logged = self._now(), self._num_steps
-        quality = next((f"{text} {values[name]:.4f}  " for name, text in QUALITY.items() if name in values), "")
+        quality = _quality(values)
         logger.info(
             "step %d/%d  %s%s samples/s  input stall %.1f %%  %s  %.2f GiB  %.0f s left",
             state.step,

@@ -1,0 +1,55 @@
+"""ESMM: conversion learnt on all impressions, as click times conversion after a click (stdlib only; layers import torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipeline.config.registry import register
+from pipeline.models.checks import check_layer_sizes
+from pipeline.models.towers import TowersConfig
+from pipeline.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeline.data.targets import Target
+
+
+@register("model", "esmm")
+@dataclass
+class ESMMConfig(TowersConfig):
+    """Entire space multi-task model (Ma et al., SIGIR 2018): a click, and a conversion that has the click for its mask.
+
+    The towers share the tables. The score of the conversion is its probability after a click; times the click's it is that of
+    a click that converts, which the loss is of. hidden_layer_sizes: of each tower, under tower_layer_sizes.
+    """
+
+    kind: str = "esmm"
+    hidden_layer_sizes: list[int] = field(default_factory=lambda: [256, 128])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_sizes("model.hidden_layer_sizes", self.hidden_layer_sizes)
+
+    @property
+    def task(self) -> str:
+        return "esmm"
+
+    def check_targets(self, targets: list[Target]) -> None:
+        super().check_targets(targets)
+        kinds = {target.kind for target in targets}
+        masks = {target.mask for target in targets}
+        if len(targets) != 2 or kinds != {"binary"} or len(masks - {None}) != 1 or None not in masks:
+            said = ", ".join(f"{each.name} ({each.kind}, mask {each.mask})" for each in targets)
+            raise ConfigError(
+                f"model=esmm learns two binary labels of which one masks the other, not {said}: set data.columns.labels, as in "
+                "{click: {}, conversion: {mask: click}}"
+            )
+
+    def build_body(self, width: int, targets: list[Target]) -> tuple[nn.Module, int]:
+        from pipeline.models.layers.mlp import MLP
+        from pipeline.models.layers.towers import OwnBottoms
+
+        layers = [MLP(width, self.hidden_layer_sizes, self.layer_settings) for _ in targets]
+        return OwnBottoms(layers), self.hidden_layer_sizes[-1]

@@ -1,0 +1,147 @@
+"""Share layers between labels: one bottom for all, experts and gates (MMoE, PLE), and a tower for each label on top."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pipeline.config.model import LayerSettings
+from pipeline.config.tables import table_name
+from pipeline.data.targets import Target
+from pipeline.models.layers.features import FeatureInputs
+from pipeline.models.layers.mlp import MLP
+
+
+class Towers(nn.Module):
+    """dense [B, N], rows [B, F, D] -> [B, sum of the targets' widths]: each target's MLP over what `body` makes for it."""
+
+    def __init__(
+        self,
+        inputs: FeatureInputs,
+        body: nn.Module,
+        width: int,
+        targets: list[Target],
+        sizes: list[list[int]],
+        settings: LayerSettings,
+    ) -> None:
+        super().__init__()
+        self.inputs, self.body = inputs, body
+        self.towers = nn.ModuleDict(
+            {
+                table_name(target.name): MLP(width, layer_sizes, settings, out_features=target.width)
+                for target, layer_sizes in zip(targets, sizes, strict=True)
+            }
+        )
+
+    def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        _, inputs = self.inputs(dense, rows)
+        parts = zip(self.towers.values(), self.body(inputs), strict=True)
+        return torch.cat([tower(part) for tower, part in parts], dim=1)
+
+
+class SharedBottom(nn.Module):
+    """[B, in_features] -> the same [B, layers' last] for each of `num_targets`."""
+
+    def __init__(self, layers: nn.Module, num_targets: int) -> None:
+        super().__init__()
+        self.layers, self._num_targets = layers, num_targets
+
+    def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [self.layers(inputs)] * self._num_targets
+
+
+class OwnBottoms(nn.Module):
+    """[B, in_features] -> [B, layers' last] for each target, by layers of its own: tables are all that targets share."""
+
+    def __init__(self, layers: list[MLP]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [layers(inputs) for layers in self.layers]
+
+
+class Gate(nn.Module):
+    """inputs [B, in_features], experts [B, E, H] -> [B, H]: their sum, weighed by a softmax of the inputs."""
+
+    def __init__(self, in_features: int, num_experts: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, num_experts, bias=False)
+
+    def forward(self, inputs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        weights = torch.softmax(self.linear(inputs), dim=1)
+        return torch.bmm(weights.unsqueeze(1), experts).squeeze(1)
+
+
+class Experts(nn.Module):
+    """[B, in_features] -> each expert's [B, sizes[-1]]."""
+
+    def __init__(self, count: int, in_features: int, sizes: list[int], settings: LayerSettings) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(MLP(in_features, sizes, settings) for _ in range(count))
+
+    def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [expert(inputs) for expert in self.experts]
+
+
+class MixtureOfExperts(nn.Module):
+    """[B, in_features] -> [B, H] for each target, by a gate of its own over the experts of all (MMoE, section 4.2)."""
+
+    def __init__(
+        self, in_features: int, num_experts: int, sizes: list[int], num_targets: int, settings: LayerSettings
+    ) -> None:
+        super().__init__()
+        self.experts = Experts(num_experts, in_features, sizes, settings)
+        self.gates = nn.ModuleList(Gate(in_features, num_experts) for _ in range(num_targets))
+
+    def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        experts = torch.stack(self.experts(inputs), dim=1)
+        return [gate(inputs, experts) for gate in self.gates]
+
+
+class ExtractionLevel(nn.Module):
+    """Inputs of each target, and behind them the shared ones, [B, in_features] each -> the same of [B, H] (PLE, section 4.2).
+
+    A target's gate is over its own experts and the shared ones; the shared gate, which the last level does without, over all.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        sizes: list[int],
+        num_targets: int,
+        num_own: int,
+        num_shared: int,
+        is_last: bool,
+        settings: LayerSettings,
+    ) -> None:
+        super().__init__()
+        self.own = nn.ModuleList(Experts(num_own, in_features, sizes, settings) for _ in range(num_targets))
+        self.shared = Experts(num_shared, in_features, sizes, settings)
+        self.gates = nn.ModuleList(Gate(in_features, num_own + num_shared) for _ in range(num_targets))
+        self.shared_gate = None if is_last else Gate(in_features, num_own * num_targets + num_shared)
+
+    def forward(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        *own_inputs, shared_input = inputs
+        shared = self.shared(shared_input)
+        own = [experts(each) for experts, each in zip(self.own, own_inputs, strict=True)]
+        gated = zip(self.gates, own_inputs, own, strict=True)
+        outputs = [gate(each, torch.stack([*experts, *shared], dim=1)) for gate, each, experts in gated]
+        if self.shared_gate is not None:
+            everyone = [expert for experts in own for expert in experts] + shared
+            outputs.append(self.shared_gate(shared_input, torch.stack(everyone, dim=1)))
+        return outputs
+
+
+class ProgressiveExtraction(nn.Module):
+    """[B, in_features] -> [B, H] for each target, by levels of experts on each other (PLE; one level is CGC)."""
+
+    def __init__(self, levels: list[ExtractionLevel], num_targets: int) -> None:
+        super().__init__()
+        self.levels, self._num_targets = nn.ModuleList(levels), num_targets
+
+    def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        parts = [inputs] * (self._num_targets + 1)
+        for level in self.levels:
+            parts = level(parts)
+        return parts

@@ -1,0 +1,39 @@
+"""The loss of ESMM: of clicks, and of clicks that convert, both over all impressions (Ma et al., SIGIR 2018, section 2.2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.registry import register
+from pipeline.data.targets import Target
+from pipeline.embeddings.table import Table
+from pipeline.models.tasks.labels import LabelsTask
+
+
+@register("task", "esmm")
+class ESMMTask(LabelsTask):
+    """Cross-entropy of click, and of click * conversion by the product of both probabilities.
+
+    Both count on all rows: the mask of the conversion says only on which its metrics are measured.
+    """
+
+    def __init__(self, config: ModelConfig, tables: list[Table], targets: list[Target]) -> None:
+        super().__init__(config, tables, targets)
+        self._conversion = next(number for number, target in enumerate(targets) if target.mask)
+        self._click = 1 - self._conversion
+
+    def losses_of_targets(
+        self, outputs: list[torch.Tensor], labels: torch.Tensor, weights: torch.Tensor
+    ) -> list[torch.Tensor]:
+        click, conversion = outputs[self._click][:, 0], outputs[self._conversion][:, 0]
+        rows, clicked = weights[:, self._click], labels[:, self._click]
+        converted = clicked * labels[:, self._conversion]
+        both = F.logsigmoid(click) + F.logsigmoid(conversion)  # log of the product, and below that of what is left of 1
+        neither = torch.stack([-click, -conversion, -click - conversion], dim=1).logsumexp(dim=1) + both
+        losses = {
+            self._click: F.binary_cross_entropy_with_logits(click, clicked, reduction="none"),
+            self._conversion: -(converted * both + (1.0 - converted) * neither),
+        }
+        return [self.targets[number].weight * rows * losses[number] for number in range(2)]
