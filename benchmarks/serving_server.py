@@ -47,7 +47,7 @@ def _load(kind: str, rows: int, path: str, job):  # type: ignore[no-untyped-def]
         by_dictionaries = DictEncoder(Shape(rows)) if kind == "dictionaries" else encoder
 
         class EagerScorer:
-            version, columns = "eager", COLUMNS
+            version, columns, tasks = "eager", COLUMNS, ()
 
             def score(self, asked):  # type: ignore[no-untyped-def]
                 is_json = isinstance(asked, ColumnLists)  # all but the rows that the server tries a model by

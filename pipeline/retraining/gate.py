@@ -6,6 +6,7 @@ ratio of two models' NE is the ratio of their log losses, of which a paired boot
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,26 +21,46 @@ SAMPLES_AT_ONCE = 50
 
 @dataclass(frozen=True)
 class Scores:
-    """One model's scores of a window, in reading order: logits and labels [rows], slices: feature -> ids [rows]."""
+    """One model's scores of a window, in reading order: logits and labels [rows], slices: feature -> ids [rows].
+
+    weights: of the rows; None: 1 each. held: other labels' scores, of rows of their own.
+    """
 
     logits: NDArray[np.float32]
     labels: NDArray[np.float32]
     slices: dict[str, NDArray[np.integer]] = field(default_factory=dict)
+    weights: NDArray[np.float32] | None = None
+    held: dict[str, HeldScores] = field(default_factory=dict)
 
     @property
     def losses(self) -> NDArray[np.float64]:
-        """[rows] log losses in nats."""
-        return log_losses(self.logits, self.labels)
+        """[rows] log losses in nats, times the rows' weights."""
+        losses = log_losses(self.logits, self.labels)
+        return losses if self.weights is None else losses * self.weights
 
     @property
     def ne(self) -> float:
-        return normalized_entropy(self.losses, self.labels)
+        if self.weights is None:
+            return normalized_entropy(self.losses, self.labels)
+        total = float(self.weights.sum(dtype=np.float64))
+        rate = float((self.weights * self.labels).sum(dtype=np.float64)) / total if total else 0.0
+        entropy = -rate * math.log(rate) - (1 - rate) * math.log1p(-rate) if 0.0 < rate < 1.0 else 0.0
+        return float(self.losses.sum()) / total / entropy if entropy else math.nan
 
     @property
     def calibration(self) -> float:
         """Sum of predictions / sum of labels."""
-        predicted = 1.0 / (1.0 + np.exp(-self.logits.astype(np.float64)))
-        return float(predicted.sum() / max(float(self.labels.sum()), 1e-12))
+        weights = 1.0 if self.weights is None else self.weights
+        predicted = weights / (1.0 + np.exp(-self.logits.astype(np.float64)))
+        return float(predicted.sum() / max(float((weights * self.labels).sum()), 1e-12))
+
+
+@dataclass(frozen=True)
+class HeldScores:
+    """Of a label that may not get worse: losses [rows], each times its row's weight, and labels [rows]."""
+
+    losses: NDArray[np.float64]
+    labels: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,7 @@ def judge(challenger: Scores, champion: Scores | None, config: GateConfig, seed:
     metrics |= {"ne_ratio": challenger.ne / champion.ne, "ne_ratio_upper": worst}
     findings.append(_ne(metrics, config))
     findings += _slices(challenger, champion, config)
+    findings += _held(challenger, champion, config, seed)
     return Verdict(findings, metrics)
 
 
@@ -117,6 +139,24 @@ def _ne(metrics: dict[str, float], config: GateConfig) -> Finding:
         f"{metrics['ne_ratio']:.4f}, with {100 * config.confidence:g} % confidence at most {worst:.4f}, and {limit:.4f} is allowed"
     )
     return Finding("ne", worst <= limit, worst, limit, text)
+
+
+def _held(challenger: Scores, champion: Scores, config: GateConfig, seed: int) -> list[Finding]:
+    """The ratio of two models' losses of the same rows is that of their NE."""
+    findings = []
+    for name, tolerance in config.held.items():
+        ours, theirs, limit = challenger.held[name], champion.held[name], 1.0 + tolerance
+        assert np.array_equal(ours.labels, theirs.labels), "the two models scored other rows"
+        ratio, worst = 1.0, 1.0
+        if theirs.losses.sum() > 0.0:
+            ratio = float(ours.losses.sum() / theirs.losses.sum())
+            worst = upper_bound_of_ratio(ours.losses, theirs.losses, config.confidence, config.bootstrap_samples, seed)
+        text = (
+            f"label {name}: NE is {ratio:.4f} times the champion's on {len(ours.losses):,} rows, with "
+            f"{100 * config.confidence:g} % confidence at most {worst:.4f}, and {limit:.4f} is allowed"
+        )
+        findings.append(Finding(f"held {name}", worst <= limit, worst, limit, text))
+    return findings
 
 
 def _slices(challenger: Scores, champion: Scores, config: GateConfig) -> list[Finding]:

@@ -17,10 +17,14 @@ from numpy.typing import NDArray
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.jobs import TrainJob
 from pipeline.config.planner import PlannerConfig
+from pipeline.config.retraining import GateConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader
-from pipeline.retraining.gate import Scores
+from pipeline.models.tasks.label_kinds import losses_of
+from pipeline.models.tasks.labels import LabelsPrediction, LabelsTask
+from pipeline.models.tasks.task import task_in
+from pipeline.retraining.gate import HeldScores, Scores
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, init_distributed
@@ -29,11 +33,11 @@ from pipeline.training.evaluation_details import first_ids
 
 
 def score(
-    config: str, checkpoint: str, data_path: str, slices: list[str], world_size: int, limits: watchdog.Limits
+    config: str, checkpoint: str, data_path: str, gate: GateConfig, world_size: int, limits: watchdog.Limits
 ) -> Scores:
     """Collective: the training split of `data_path`, every row once. Rank 0 gets the scores, the others empty ones.
 
-    `config` is a saved job, `checkpoint` the folder of a step; `data_path` was prepared under the model's vocabularies.
+    Of the labels and slices that `gate` names. `config` is a saved job, `checkpoint` the folder of a step; `data_path` was prepared under the model's vocabularies.
 
     Raises:
         RetrainingError: the checkpoint is damaged or does not fit the data.
@@ -54,11 +58,13 @@ def score(
     Checkpointer(folder, assembly.model, None, context).restore(int(step.removeprefix("step_")))
     batch_size = job.trainer.evaluate_batch_size or job.trainer.global_batch_size
     reader = open_reader(resolved, "train", context, batch_size, every_row=True)
-    return _score(assembly.model, reader, context, slices)
+    return _score(assembly.model, reader, context, gate)
 
 
-def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedContext, slices: list[str]) -> Scores:
-    parts: dict[str, list[NDArray]] = {name: [] for name in ("logits", "labels", *slices)}
+def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedContext, gate: GateConfig) -> Scores:
+    task, slices = task_in(model), sorted(gate.slices)
+    parts: dict[str, list[NDArray]] = {name: [] for name in ("logits", "labels", "weights", *slices)}
+    parts |= {f"{kind} of {name}": [] for name in gate.held for kind in ("losses", "labels")}
     model.eval()
     batches = reader.batches(epoch=0)
     try:
@@ -66,9 +72,14 @@ def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedCont
             for batch in islice(batches, reader.steps_per_epoch):
                 watchdog.beat()
                 _, prediction = model(batch.to(context.device, non_blocking=True))
+                if isinstance(task, LabelsTask):
+                    _add_held(parts, task, prediction, list(gate.held))
+                    prediction = task.of_target(prediction, task.number_of(gate.task)).as_click()
                 real = (prediction.sample_weights > 0).cpu()
-                parts["logits"].append(prediction.logits[real.to(context.device)].float().cpu().numpy())
-                parts["labels"].append(prediction.labels[real.to(context.device)].float().cpu().numpy())
+                counted = real.to(context.device)
+                parts["logits"].append(prediction.logits[counted].float().cpu().numpy())
+                parts["labels"].append(prediction.labels[counted].float().cpu().numpy())
+                parts["weights"].append(prediction.sample_weights[counted].float().cpu().numpy())
                 for name in slices:
                     if name not in batch.sparse_features.keys():  # noqa: SIM118
                         raise RetrainingError(
@@ -81,8 +92,30 @@ def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedCont
     if wanted:
         raise preemption.Preempted
     local = {name: np.concatenate(found) if found else np.zeros(0, np.float32) for name, found in parts.items()}
-    gathered = _gather(local, context)
-    return Scores(gathered["logits"], gathered["labels"], {name: gathered[name].astype(np.int64) for name in slices})
+    return _scores(_gather(local, context), slices, list(gate.held))
+
+
+def _add_held(parts: dict[str, list[NDArray]], task: LabelsTask, prediction: LabelsPrediction, held: list[str]) -> None:
+    for name in held:
+        number = task.number_of(name)
+        of_target = task.of_target(prediction, number)
+        counted = of_target.sample_weights > 0
+        losses = losses_of(
+            task.targets[number], of_target.outputs[counted].double(), of_target.labels[counted].double()
+        )
+        parts[f"losses of {name}"].append((losses * of_target.sample_weights[counted]).cpu().numpy())
+        parts[f"labels of {name}"].append(of_target.labels[counted].cpu().numpy())
+
+
+def _scores(gathered: dict[str, NDArray], slices: list[str], held: list[str]) -> Scores:
+    weights = gathered["weights"]
+    return Scores(
+        gathered["logits"],
+        gathered["labels"],
+        {name: gathered[name].astype(np.int64) for name in slices},
+        None if (weights == 1.0).all() else weights,
+        {name: HeldScores(gathered[f"losses of {name}"], gathered[f"labels of {name}"]) for name in held},
+    )
 
 
 def _gather(local: dict[str, NDArray], context: DistributedContext) -> dict[str, NDArray]:

@@ -18,6 +18,7 @@ from typing import Any
 import pipeline
 from pipeline.config.data import BaseVocabularyConfig, SplitConfig
 from pipeline.config.jobs import ExportJob, PrepareJob, RetrainJob, TrainJob
+from pipeline.config.retraining import GateConfig
 from pipeline.config.training import LRSchedule
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
@@ -116,9 +117,7 @@ class WindowRunner:
 
     def _score(self, config: str, checkpoint: str, data: str) -> Scores:
         limits = self.job.trainer.limits()
-        return self._group.run(
-            score_window, config, checkpoint, data, sorted(self.job.gate.slices), self.job.world_size, limits
-        )
+        return self._group.run(score_window, config, checkpoint, data, self.job.gate, self.job.world_size, limits)
 
     def export(self, run: FinishedRun) -> ExportSummary:
         """The challenger's artifact, compared with it. Not collective: the other ranks wait.
@@ -192,12 +191,12 @@ def train_challenger(job: TrainJob) -> None:
 
 
 def score_window(
-    config: str, checkpoint: str, data: str, slices: list[str], world_size: int, limits: watchdog.Limits
+    config: str, checkpoint: str, data: str, gate: GateConfig, world_size: int, limits: watchdog.Limits
 ) -> Scores:
     """Collective. Here, so that torch is imported only where there is something to score."""
     from pipeline.retraining.scoring import score
 
-    return score(config, checkpoint, data, slices, world_size, limits)
+    return score(config, checkpoint, data, gate, world_size, limits)
 
 
 def hash_of(job: RetrainJob, without: tuple[str, ...]) -> str:

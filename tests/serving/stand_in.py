@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeline.config.data import ColumnsConfig
 from pipeline.data.raw.rows import QuarantinedRow
+from pipeline.serving.artifact.served_tasks import ServedTask
 from pipeline.serving.scoring.column_lists import Rows, as_table
 
 COLUMNS = ColumnsConfig(label="label", dense=["price", "age"], sparse=["city", "device"], multi_hot=["tags"])
@@ -37,6 +38,7 @@ def score_of(row: dict[str, object], salt: str = "") -> float:
 class StandIn:
     version: str = "stand-in-1"
     columns: ColumnsConfig = field(default_factory=lambda: COLUMNS)
+    tasks: tuple[ServedTask, ...] = ()
     delay_s: float = 0.0
     batches: list[int] = field(default_factory=list)
     held_by: str = ""  # a file: behind `free_rows` rows scoring makes <file>.begun and goes on once the file is there

@@ -5,17 +5,15 @@ The artifact's files are loaded as a server loads them, and score the rows that 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipeline.config.serving import PRECISIONS, ParityConfig
-from pipeline.data.quality import auc, log_losses_of_scores, normalized_entropy
+from pipeline.data.targets import Target
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import Manifest
 from pipeline.serving.artifact.quantize import nearest, row_bytes
+from pipeline.serving.artifact.task_quality import Parity, Quality
 from pipeline.serving.scoring.predictor import load_parts
 
 if TYPE_CHECKING:
@@ -24,51 +22,11 @@ if TYPE_CHECKING:
 SPLIT = "validation"
 
 
-@dataclass(frozen=True)
-class Quality:
-    """ne: logloss over the entropy of the label rate (Ad click prediction, He et al. 2014); both NaN for labels of one kind."""
-
-    ne: float
-    auc: float
-
-
-@dataclass(frozen=True)
-class Parity:
-    """The artifact beside the trained model on the same rows; the deltas are artifact - model."""
-
-    rows: int
-    max_score_difference: float
-    mean_score_difference: float
-    ne: float
-    ne_delta: float
-    auc: float
-    auc_delta: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def quality(scores: NDArray[np.float64], labels: NDArray[np.float64]) -> Quality:
-    """scores [n] within (0, 1), labels [n]."""
-    return Quality(normalized_entropy(log_losses_of_scores(scores, labels), labels), auc(scores, labels))
-
-
-def compare(
-    model: NDArray[np.float64], artifact: NDArray[np.float64], labels: NDArray[np.float64], model_quality: Quality
-) -> Parity:
-    """Scores of the same rows in the same order."""
-    difference = np.abs(artifact - model)
-    measured = quality(artifact, labels)
-    largest, mean = (float(difference.max()), float(difference.mean())) if len(difference) else (0.0, 0.0)
-    return Parity(
-        len(labels), largest, mean, measured.ne, measured.ne - model_quality.ne, measured.auc, measured.auc - model_quality.auc
-    )  # fmt: skip
-
-
 def excesses(found: dict[str, Parity], limits: ParityConfig) -> list[str]:
-    """A line for each limit that a split passes, with both numbers."""
+    """A line for each limit that a split, and of several labels one of them, passes, with both numbers."""
     lines = []
-    for split, parity in found.items():
+    parities = {f"{split}, {name}": of_task for split, each in found.items() for name, of_task in each.tasks.items()}
+    for split, parity in {**{split: each for split, each in found.items() if not each.tasks}, **parities}.items():
         checks = [
             ("NE", "rises by", parity.ne_delta, "max_ne_increase", limits.max_ne_increase),
             ("AUC", "falls by", -parity.auc_delta, "max_auc_decrease", limits.max_auc_decrease),
@@ -93,12 +51,19 @@ def costs(reference: Reference, kept: list[KeptRows | None], limits: ParityConfi
         parity = reference.parity_of(SPLIT, mix)
         precisions[name] = {**parity.as_dict(), "table_bytes": table_bytes}
     return {
-        "model": {split: asdict(found) for split, found in reference.qualities.items()},
+        "model": {split: _said(trained.targets, found) for split, found in reference.qualities.items()},
         "model_precision": "bf16" if trained.is_bf16 else "fp32",
         "precisions": precisions,
         "pruning": _cost_of_pruning(reference, kept) if any(rows is not None for rows in kept) else None,
         "limits": asdict(limits),
     }
+
+
+def _said(targets: list[Target], found: list[Quality]) -> dict[str, Any]:
+    """The quality of one label; of several by their names."""
+    if len(found) == 1:
+        return asdict(found[0])
+    return {target.name: asdict(each) for target, each in zip(targets, found, strict=True)}
 
 
 def _cost_of_pruning(reference: Reference, kept: list[KeptRows | None]) -> dict[str, Any]:

@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.reader import ShardReader
+from pipeline.data.targets import Target
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
+from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
+from pipeline.serving.artifact.task_quality import LabelledRows
+from pipeline.serving.artifact.trained_model import TrainedModel
 from pipeline.serving.scoring.lookup import ServedFeature
 
 BATCH_ROWS = 2048
@@ -23,14 +26,15 @@ BATCH_ROWS = 2048
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """dense [batch, num_dense] float32, values and offsets as a KeyedJaggedTensor has them, labels [batch];
-    `real` [batch] bool: neither padding nor quarantined. `compose` makes of pooled parts what the layers take."""
+    """dense [batch, num_dense] float32, values and offsets as a KeyedJaggedTensor has them, labels [batch, targets];
+    `real` [batch] bool: neither padding nor quarantined; `counts` [batch, targets] bool. `compose` makes of pooled parts what the layers take."""
 
     dense: torch.Tensor
     values: torch.Tensor
     offsets: torch.Tensor
     labels: torch.Tensor
     real: torch.Tensor
+    counts: torch.Tensor
     compose: Callable[[torch.Tensor], torch.Tensor] = lambda pooled: pooled
 
     def rows(self, pooled: Callable[[SampleBatch], torch.Tensor]) -> torch.Tensor:
@@ -42,61 +46,75 @@ class SampleBatch:
 
 @dataclass(frozen=True)
 class Sample:
-    """The first rows of a split, in the order of its files."""
+    """The first rows of a split, in the order of its files, with their labels of `targets`."""
 
     split: str
     batches: list[SampleBatch]
+    targets: list[Target]
 
     @property
-    def labels(self) -> NDArray[np.float64]:
-        return torch.cat([batch.labels[batch.real] for batch in self.batches]).double().numpy()
+    def labels(self) -> LabelledRows:
+        return labelled_rows(self.batches, self.targets)
 
     def score(self, program: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], pooled: Callable[[SampleBatch], torch.Tensor]) -> NDArray[np.float64]:  # fmt: skip
-        """The probabilities of its real rows, float64 of the program's float32 logits, as the metrics take them."""
+        """The scores of its real rows [n, targets], float64 of the program's float32 outputs, as the metrics take them."""
         with torch.no_grad():
-            logits = [program(batch.dense, batch.rows(pooled))[batch.real] for batch in self.batches]
-        return torch.sigmoid(torch.cat(logits).double()).numpy()
+            outputs = [program(batch.dense, batch.rows(pooled))[batch.real] for batch in self.batches]
+        return scores_of_targets(torch.cat(outputs), self.targets)
+
+
+def labelled_rows(batches: Iterable[SampleBatch], targets: Sequence[Target]) -> LabelledRows:
+    """Of the real rows."""
+    labels = torch.cat([batch.labels[batch.real] for batch in batches]).double().numpy()
+    counts = torch.cat([batch.counts[batch.real] for batch in batches]).numpy()
+    return LabelledRows(list(targets), labels, counts)
+
+
+def scores_of_targets(outputs: torch.Tensor, targets: Sequence[Target]) -> NDArray[np.float64]:
+    """A program's outputs [n] or [n, sum of widths] -> [n, targets]"""
+    tasks = [ServedTask(target.name, target.kind, target.width) for target in targets]
+    return scores_of(tasks, outputs.reshape(len(outputs), -1).double()).numpy()
 
 
 def read_sample(
     folder: str,
     dataset: Dataset,
-    split: str,
+    name: str,
     max_rows: int,
     config: ReaderConfig,
     multi_hot: dict[str, int],
-    keys: list[str],
-    composed: ComposedTables | None,
+    trained: TrainedModel,
 ) -> Sample:
-    """`keys`: the features that the model reads. `composed` makes of them those that the collection looks up; None: they are."""
+    """Of the features that `trained` reads, and its labels."""
+    keys, composed, targets = trained.keys, trained.composed, trained.targets
     in_order = replace(config, shuffle="none", num_streams=1, decode_threads=1)
     rows = min(BATCH_ROWS, max_rows)
     reader = ShardReader(
-        folder, dataset, split, global_batch_size=rows, rank=0, world_size=1, config=in_order, seed=0,
-        multi_hot=multi_hot, drop_last=False,
+        folder, dataset, name, global_batch_size=rows, rank=0, world_size=1, config=in_order, seed=0,
+        multi_hot=multi_hot, drop_last=False, targets=targets,
     )  # fmt: skip
     batches, left, source = [], max_rows, reader.batches(epoch=0)
     try:
         for batch in source:
-            real = (batch.sample_weights > 0) & (torch.arange(batch.batch_size) < left)
+            real = batch.is_present & (torch.arange(batch.batch_size) < left)
+            labels, weights = (part.view(batch.batch_size, -1) for part in (batch.labels, batch.sample_weights))
+            labelled = labels, real, weights > 0
             sparse = batch.sparse_features
             if sparse.keys() != keys:
                 sparse = sparse.permute([sparse.keys().index(key) for key in keys])
             if composed is None:
                 ids = sparse.values(), sparse.offsets().long()
-                batches.append(SampleBatch(batch.dense_features, *ids, batch.labels, real))
+                batches.append(SampleBatch(batch.dense_features, *ids, *labelled))
             else:
                 split = composed.split(sparse)
                 compose = partial(composed.compose, split=split)
-                batches.append(
-                    SampleBatch(batch.dense_features, *composed.ids_looked_up(split), batch.labels, real, compose)
-                )
+                batches.append(SampleBatch(batch.dense_features, *composed.ids_looked_up(split), *labelled, compose))
             left -= batch.batch_size
             if left <= 0:
                 break
     finally:
         source.close()
-    return Sample(split, batches)
+    return Sample(name, batches, targets)
 
 
 def used_rows(samples: Iterable[Sample], features: Sequence[ServedFeature], rows: Sequence[int]) -> list[KeptRows]:

@@ -1,6 +1,7 @@
 """Export a model's layers by torch.export as a program of plain tensors (dense.pt2).
 
-forward(dense [batch, num_dense] float32, pooled [batch, sum of dims] float32) -> logits [batch] float32, for any batch.
+forward(dense [batch, num_dense] float32, pooled [batch, sum of dims] float32) -> logits [batch] float32, for any batch; of
+several labels, or one that is not binary, [batch, sum of their widths].
 The tables stay outside, in files of their own: the collection's place is taken by what was pooled already, so every
 model that hands its ids to an EmbeddingBagCollection and reads the result is exported in the same way.
 """
@@ -62,11 +63,11 @@ def with_gathered_pairs(model: nn.Module) -> nn.Module:
 
 
 class Layers(nn.Module):
-    """(dense [batch, num_dense], pooled [batch, sum of dims]) -> logits [batch], computed in `dtype`."""
+    """(dense [batch, num_dense], pooled [batch, sum of dims]) -> logits [batch], or [batch, width], computed in `dtype`."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32, width: int | None = None) -> None:
         super().__init__()
-        self.model, self._dtype = model.to(dtype), dtype
+        self.model, self._dtype, self._width = model.to(dtype), dtype, width
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         logits = self.model(dense.to(self._dtype), pooled.to(self._dtype))
@@ -74,7 +75,7 @@ class Layers(nn.Module):
             raise ServingError(
                 f"the model gives a {type(logits).__name__}, not one logit a row: there is nothing to score rows by"
             )
-        return logits.float().reshape(-1)
+        return logits.float().reshape(-1) if self._width is None else logits.float().reshape(-1, self._width)
 
 
 def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
@@ -108,10 +109,12 @@ def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
     return [dims[key] for key in keys]
 
 
-def export_layers(model: nn.Module, precision: str, num_dense: int, pooled_dim: int) -> torch.export.ExportedProgram:
-    """`model` with its collection taken, in fp32, on the CPU; it is left as it is."""
+def export_layers(
+    model: nn.Module, precision: str, num_dense: int, pooled_dim: int, width: int | None = None
+) -> torch.export.ExportedProgram:
+    """`model` with its collection taken, in fp32, on the CPU; it is left as it is. `width`: of the outputs; None: [batch]."""
     copied = with_gathered_pairs(copy.deepcopy(model))
-    layers = Layers(copied, torch.bfloat16 if precision == "bf16" else torch.float32).eval()
+    layers = Layers(copied, torch.bfloat16 if precision == "bf16" else torch.float32, width).eval()
     program = _export(layers, num_dense, pooled_dim)
     if precision == "int8":
         program = _export(with_int8_linears(program.module()), num_dense, pooled_dim)

@@ -104,6 +104,15 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
+def _by_label(splits: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Each split's parity, or, of several labels, each label's."""
+    found = []
+    for split, parity in splits.items():
+        of_tasks = parity.get("tasks", {})
+        found += [(f"{split} {name} ", each) for name, each in of_tasks.items()] or [(split, parity)]
+    return found
+
+
 def describe(summary: ExportSummary) -> str:
     sizes, certificate = summary.sizes, summary.certificate
     ratio = sizes["tables_before"] / max(sizes["tables_after"], 1)
@@ -117,7 +126,7 @@ def describe(summary: ExportSummary) -> str:
             f"  {name:<11}{_size(cost['table_bytes']):>12}{cost['ne_delta']:>+12.6f}{cost['auc_delta']:>+12.6f}"
             f"{cost['max_score_difference']:>13.2g}{cost['mean_score_difference']:>11.2g}"
         )
-    for split, parity in certificate["splits"].items():
+    for split, parity in _by_label(certificate["splits"]):
         lines.append(
             f"{split:<12}NE {parity['ne']:.5f} ({parity['ne_delta']:+.6f}), AUC {parity['auc']:.5f} ({parity['auc_delta']:+.6f}), "
             f"scores within {parity['max_score_difference']:.2g} of the model's"

@@ -61,6 +61,7 @@ def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifes
         sizes=packed.sizes(trained),
         versions=library_versions(),
         settings=settings_of(job),
+        tasks=trained.tasks,
     )
     return _certified(job, reference, manifest, at, kept)
 
@@ -81,15 +82,16 @@ def _make_reference(job: ExportJob, source: Source, at: ArtifactFolder) -> Refer
             job.parity.max_rows,
             data.reader,
             data.synthetic_multi_hot,
-            source.trained.keys,
-            source.trained.composed,
+            source.trained,
         )
         for split in splits
     }
     reference = make_reference(source.trained, samples, at.scratch)
     for split, found in reference.qualities.items():
         rows = len(reference.scores[split])
-        logger.info("model      %s: NE %.5f, AUC %.5f on %s rows", split, found.ne, found.auc, f"{rows:,}")
+        for target, each in zip(source.trained.targets, found, strict=True):
+            name = f", {target.name}" if len(found) > 1 else ""
+            logger.info("model      %s%s: NE %.5f, AUC %.5f on %s rows", split, name, each.ne, each.auc, f"{rows:,}")
     return reference
 
 

@@ -9,6 +9,7 @@
   "tables", "features": rows, dims, precisions, pooling, files; which feature looks up which table
   "dense": precision of the layers, and their files
   "lookups": how often each feature looks up, and which shares of that fall on its most frequent ids
+  "tasks": labels by name, kind and width; absent where there is one that is binary
   "sizes", "versions", "certificate", "settings"
   "files": name -> size_bytes and CRC-32 by block, as a checkpoint has them
 }
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from pipeline.config.labels import LABEL_KINDS, MAX_BUCKETS
 from pipeline.config.serving import DENSE_PRECISIONS, PRECISIONS
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
@@ -31,6 +33,7 @@ from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_mani
 from pipeline.serving.artifact.kept_rows import WORD_BITS
 from pipeline.serving.artifact.quantize import fits, row_bytes
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.artifact.served_tasks import ServedTask
 
 FORMAT_VERSION = 1
 DENSE_FILE, COMPILED_FILE, COMPOSED_FILE = "dense.pt2", "dense.compiled.pt2", "composed.bin"
@@ -78,6 +81,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     certificate: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    tasks: list[ServedTask] = field(default_factory=list)  # none: one binary label
     format_version: int = FORMAT_VERSION
 
     @cached_property
@@ -85,6 +89,8 @@ class Manifest:
         """16 hex digits of the hash of what scores depend on; worked out once, for every answer names it."""
         about = self._values()
         content = {key: about[key] for key in ("files", "schema", "tables", "features", "dense", "vocabularies", "format_version")}  # fmt: skip
+        if self.tasks:
+            content["tasks"] = about["tasks"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -100,8 +106,11 @@ class Manifest:
         return seal_manifest({"version": self.version, **self._values()})
 
     def _values(self) -> dict[str, Any]:
-        """As the file has them. A feature without boundaries is written as earlier releases wrote it, so its hash stays."""
+        """As the file has them. A feature without boundaries is written as earlier releases wrote it, so its hash stays; so
+        is an artifact without tasks."""
         values = asdict(self)
+        if not self.tasks:
+            del values["tasks"]
         for feature in values["schema"]["features"]:
             if feature["boundaries"] is None:
                 del feature["boundaries"]
@@ -146,6 +155,7 @@ def _decode(values: dict[str, Any]) -> Manifest:
         "schema": RawSchema(**{**schema, "features": [RawFeature(**feature) for feature in schema["features"]]}),
         "tables": [TableFiles(**table) for table in values["tables"]],
         "features": [(str(name), int(table)) for name, table in values["features"]],
+        "tasks": [ServedTask(**task) for task in values.get("tasks", [])],
     }
     rest = {key: value for key, value in values.items() if key not in ("version", *parts)}
     return Manifest(**rest, **parts)
@@ -170,6 +180,9 @@ def _problem(manifest: Manifest) -> str:
             return f"the list of kept rows of table {table.name!r} has {_size(manifest, table.kept)} bytes"
     if any(not 0 <= table < len(manifest.tables) for _, table in manifest.features):
         return "a feature looks up a table that there is not"
+    for task in manifest.tasks:
+        if task.kind not in LABEL_KINDS or not 0 < task.width < MAX_BUCKETS:
+            return f"task {task.name!r} is {task.kind}, of {task.width} numbers"
     if manifest.dense["precision"] not in DENSE_PRECISIONS or DENSE_FILE not in manifest.files:
         return f"layers of {manifest.dense['precision']} in {sorted(manifest.files)[:3]}"
     if lacking := [feature.name for feature in manifest.schema.features if feature.hash_size is None and manifest.vocabularies.get(feature.name) not in manifest.files]:  # fmt: skip

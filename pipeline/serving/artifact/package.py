@@ -25,6 +25,7 @@ from pipeline.serving.artifact.dense_export import compile_layers, export_layers
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, UNFINISHED, TableFiles
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.artifact.served_tasks import width_of
 from pipeline.serving.artifact.table_files import checkpoint_rows, write_bytes, write_rows
 from pipeline.serving.artifact.trained_model import TrainedModel
 
@@ -150,7 +151,9 @@ def _vocabulary_path(feature: SparseFeature, data_path: str) -> str:
 
 
 def pack_layers(packed: Packed, attempt: ArtifactFolder, trained: TrainedModel, precision: str, compiled: bool) -> None:
-    program = export_layers(trained.model, precision, trained.num_dense, sum(trained.model_dims))
+    program = export_layers(
+        trained.model, precision, trained.num_dense, sum(trained.model_dims), width_of(trained.tasks)
+    )
     packed.files[DENSE_FILE] = write_bytes(os.path.join(attempt.path, DENSE_FILE), program_bytes(program))
     packed.dense = {"precision": precision, "compiled": compiled}
     if compiled:

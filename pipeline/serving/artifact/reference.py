@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.serving.artifact.certificate import Parity, Quality, compare, quality
 from pipeline.serving.artifact.certification_sample import Sample, SampleBatch, used_rows
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.table_files import checkpoint_rows, file_rows, write_rows
+from pipeline.serving.artifact.task_quality import Parity, Quality, compare, qualities
 from pipeline.serving.artifact.trained_model import TrainedModel
 from pipeline.serving.scoring.lookup import MappedLookup, ServedTable
 
@@ -27,13 +27,13 @@ Scores = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Reference:
-    """The trained model on its samples: scores by split, and the fp32 rows that they took."""
+    """The trained model on its samples: scores [rows, targets] and their quality by split, and the fp32 rows that they took."""
 
     trained: TrainedModel
     samples: dict[str, Sample]
     lookup: MappedLookup
     scores: dict[str, Scores]
-    qualities: dict[str, Quality]
+    qualities: dict[str, list[Quality]]
     scratch: str
 
     def compare(self, split: str, scores: Scores) -> Parity:
@@ -75,8 +75,8 @@ def make_reference(trained: TrainedModel, samples: dict[str, Sample], scratch: s
         split: sample.score(program, lambda batch: lookup.pooled(batch.values, batch.offsets))
         for split, sample in samples.items()
     }
-    qualities = {split: quality(scores[split], sample.labels) for split, sample in samples.items()}
-    return Reference(trained, samples, lookup, scores, qualities, scratch)
+    measured = {split: qualities(sample.labels, scores[split]) for split, sample in samples.items()}
+    return Reference(trained, samples, lookup, scores, measured, scratch)
 
 
 class _quantized:

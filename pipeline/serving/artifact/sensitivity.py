@@ -10,10 +10,11 @@ import torch
 
 from pipeline.config.serving import PRECISIONS
 from pipeline.runtime.logs import progress
-from pipeline.serving.artifact.certificate import quality
+from pipeline.serving.artifact.certification_sample import labelled_rows, scores_of_targets
 from pipeline.serving.artifact.quantize import fits, row_bytes
 from pipeline.serving.artifact.reference import Reference, quantize_table
 from pipeline.serving.artifact.search_precisions import smallest_mix
+from pipeline.serving.artifact.task_quality import qualities
 from pipeline.serving.scoring.lookup import MappedLookup, ServedFeature
 
 ROWS = 16_384  # on which single tables are measured; whole mixes are on the whole sample
@@ -64,11 +65,11 @@ class _Pooled:
             if rows < ROWS:
                 self._batches.append((batch, reference.lookup.pooled(batch.values, batch.offsets)))
                 rows += len(batch.labels)
-        self._labels = torch.cat([batch.labels[batch.real] for batch, _ in self._batches]).double().numpy()
+        self._labels = labelled_rows([batch for batch, _ in self._batches], reference.trained.targets)
         self._program: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = reference.trained.program()
 
     def ne(self, table: int | None = None, precision: str = "fp32") -> float:
-        """Of the trained model, with one table at another precision."""
+        """Of the trained model, with one table at another precision; of several labels their mean."""
         features = self._reference.trained.features
         positions = [i for i, feature in enumerate(features) if feature.table == table]
         ends = np.cumsum([0, *self._reference.trained.dims])
@@ -90,4 +91,5 @@ class _Pooled:
                 logits.append(self._program(batch.dense, batch.compose(given))[batch.real])
         if table is not None:
             os.remove(path)
-        return quality(torch.sigmoid(torch.cat(logits).double()).numpy(), self._labels).ne
+        scores = scores_of_targets(torch.cat(logits), self._labels.targets)
+        return float(np.nanmean([each.ne for each in qualities(self._labels, scores)]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeline import __version__
@@ -61,9 +61,11 @@ def open_source(job: ExportJob) -> Source:
     if unknown := [name for name in job.tables if name not in known]:
         near = did_you_mean(unknown[0], sorted(known))
         raise ServingError(f"tables.{unknown[0]}: the run has no such table among {len(tables)}{near}")
-    model = build_model(trained_job.model, tables, len(dataset.dense_features), seed=trained_job.trainer.seed)
+    num_dense = len(dataset.dense_features)
+    model = build_model(trained_job.model, tables, num_dense, seed=trained_job.trainer.seed, targets=resolved.targets)
     is_bf16 = trained_job.trainer.precision == "bf16"
-    trained = load_trained(model, tables, dataset.sparse_feature_names, tensors, len(dataset.dense_features), is_bf16)
+    trained = load_trained(model, tables, dataset.sparse_feature_names, tensors, num_dense, is_bf16)
+    trained = replace(trained, targets=resolved.targets)
     best_by = trained_job.best_metric if job.step is None and chosen is not None else ""
     return Source(trained_job, step, manifest, trained, dataset, where, best_by)
 

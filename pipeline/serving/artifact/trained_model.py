@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from pipeline.checkpoint.tables import MODEL, StoredTable, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
+from pipeline.data.targets import Target
 from pipeline.embeddings.compression.managed_collision import STATE
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
@@ -18,6 +19,7 @@ from pipeline.runtime.errors import CheckpointError
 from pipeline.serving.artifact.composed import ComposedTables, composed_in
 from pipeline.serving.artifact.dense_export import Layers, take_collection
 from pipeline.serving.artifact.row_maps import RowMap, row_map
+from pipeline.serving.artifact.served_tasks import ServedTask, width_of
 from pipeline.serving.scoring.lookup import ServedFeature
 
 INNER = f"{MODEL}model."  # keys of the model inside the task
@@ -42,6 +44,14 @@ class TrainedModel:
     model_dims: list[int]
     keys: list[str]  # the data set's features that the model reads, in the batch's order
     composed: ComposedTables | None = None
+    targets: list[Target] = field(default_factory=lambda: [Target("label")])
+
+    @property
+    def tasks(self) -> list[ServedTask]:
+        """Of its artifact: none where it learns one binary label."""
+        if len(self.targets) == 1 and self.targets[0].kind == "binary":
+            return []
+        return [ServedTask(target.name, target.kind, target.width) for target in self.targets]
 
     @property
     def table_bytes(self) -> int:
@@ -53,8 +63,8 @@ class TrainedModel:
         return sum(parameter.nbytes for parameter in self.model.state_dict().values())
 
     def program(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """The layers as the trainer evaluates them: (dense, pooled) -> logits [batch]."""
-        layers = Layers(self.model).eval()
+        """The layers as the trainer evaluates them: (dense, pooled) -> logits [batch], or [batch, sum of widths]."""
+        layers = Layers(self.model, width=width_of(self.tasks)).eval()
 
         def run(dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
             context: AbstractContextManager[object] = (

@@ -32,6 +32,7 @@ from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, BadRequest
 from pipeline.serving.http.switching import ModelSlot, ServedModel
 from pipeline.serving.scoring.column_lists import Rows
 from pipeline.serving.scoring.load import cache_counts
+from pipeline.serving.scoring.scorer import Scorer, has_scores, score_columns
 
 INLINE_BYTES = 16_384  # what is decoded so quickly that a thread costs more
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -67,7 +68,7 @@ class ScoringApp:
             with self._slot.hold() as model:
                 rows = await _decode(model, body, kind)
                 scored = await model.batcher.score(rows)
-            return _answer(model.scorer.version, scored, _wanted(request, kind))
+            return _answer(model.scorer, scored, _wanted(request, kind))
         except BadRequest as error:
             # What is left of the body is not read: the connection cannot be used again.
             close = {"Connection": "close"} if error.status in (408, 413) else None
@@ -133,27 +134,31 @@ def _wanted(request: Request, kind: str) -> str:
     return ARROW_TYPE if ARROW_TYPE in accept or (kind == ARROW_TYPE and "*/*" in accept) else JSON_TYPE
 
 
-def _answer(version: str, scored: Scores, kind: str) -> Response:
+def _answer(scorer: Scorer, scored: Scores, kind: str) -> Response:
     if len(scored.refused) == len(scored.scores) > 0:
         bad = [row.as_dict() for row in scored.refused]
         return _problem(422, f"no row can be scored; the first: {bad[0]['reason']}", None, bad_rows=bad)
-    headers = {"X-Artifact-Version": version}
-    is_bad = ~np.isfinite(scored.scores)
+    headers = {"X-Artifact-Version": scorer.version}
+    is_bad, names = ~has_scores(scored.scores), score_columns(scorer.tasks)
+    scores = scored.scores.reshape(len(scored.scores), len(names))
     if kind == ARROW_TYPE:
         reasons = {row.row: row.reason for row in scored.refused}
         columns = {
-            "score": pa.array(scored.scores, mask=is_bad),
+            **{name: pa.array(scores[:, i], mask=is_bad) for i, name in enumerate(names)},
             "reason": pa.array([reasons.get(row) for row in range(len(scored.scores))], pa.string()),
         }
-        table = pa.table(columns).replace_schema_metadata({"artifact": version})
+        table = pa.table(columns).replace_schema_metadata({"artifact": scorer.version})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
         return Response(sink.getvalue().to_pybytes(), headers=headers, media_type=ARROW_TYPE)
-    values: list[float | None] = scored.scores.tolist()
+    values: list[list[float | None]] = scores.T.tolist()
     for row in np.flatnonzero(is_bad):
-        values[row] = None
-    body = {"artifact": version, "scores": values, "bad_rows": [row.as_dict() for row in scored.refused]}
+        for of_task in values:
+            of_task[row] = None
+    by_name = {task.name: of_task for task, of_task in zip(scorer.tasks, values, strict=False)}
+    bad_rows = [row.as_dict() for row in scored.refused]
+    body = {"artifact": scorer.version, "scores": by_name or values[0], "bad_rows": bad_rows}
     return Response(msgspec.json.encode(body), headers=headers, media_type=JSON_TYPE)
 
 

@@ -35,7 +35,7 @@ class Overloaded(Exception):
 
 @dataclass(frozen=True)
 class Scores:
-    """`scores` float32 [num_rows], NaN for `refused` rows."""
+    """`scores` float32 [num_rows], or [num_rows, tasks], NaN for `refused` rows."""
 
     scores: np.ndarray
     refused: list[RefusedRow]

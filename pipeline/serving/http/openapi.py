@@ -30,7 +30,7 @@ def openapi_page(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
         "responses": {
             "200": {
                 "description": "A score for each row, in the order of the request; null for one in bad_rows",
-                "content": {JSON_TYPE: {"schema": _answer()}, ARROW_TYPE: {"schema": _binary()}},
+                "content": {JSON_TYPE: {"schema": _answer(scorer)}, ARROW_TYPE: {"schema": _binary()}},
             },
             **{status: _error(about) for status, about in ERRORS.items()},
         },
@@ -73,12 +73,15 @@ def _bad_rows() -> dict[str, Any]:
     return {"type": "array", "items": bad}
 
 
-def _answer() -> dict[str, Any]:
+def _answer(scorer: Scorer) -> dict[str, Any]:
+    scores: dict[str, Any] = {"type": "array", "items": {"type": ["number", "null"]}}
+    if names := [task.name for task in scorer.tasks]:
+        scores = {"type": "object", "properties": dict.fromkeys(names, scores), "required": names}
     return {
         "type": "object",
         "properties": {
             "artifact": {"type": "string"},
-            "scores": {"type": "array", "items": {"type": ["number", "null"]}},
+            "scores": scores,
             "bad_rows": _bad_rows(),
         },
         "required": ["artifact", "scores", "bad_rows"],

@@ -43,10 +43,13 @@ class ServedModel:
 
 
 def try_out(scorer: Scorer) -> None:
-    """Score a row with nothing in it, as a first request would be. Raises ServingError where that gives no probability."""
+    """Score a row with nothing in it, as a first request would be. Raises ServingError where that gives no probability, or
+    of a label that is not binary no number."""
     schema = RequestReader(scorer.columns, LimitsConfig()).schema
     scored = scorer.score(pa.table([pa.nulls(2, field.type) for field in schema], schema=schema))
-    if not np.all((scored.scores >= 0) & (scored.scores <= 1)):
+    scores = scored.scores.reshape(len(scored.scores), -1)
+    binary = [i for i in range(scores.shape[1]) if not scorer.tasks or scorer.tasks[i].kind == "binary"]
+    if not np.all((scores[:, binary] >= 0) & (scores[:, binary] <= 1)) or not np.isfinite(scores).all():
         raise ServingError(f"artifact {scorer.version} gives {scored.scores[0]} for an empty row, no probability")
 
 

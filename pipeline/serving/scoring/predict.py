@@ -142,13 +142,14 @@ def _take_over(staged: StagedScores) -> StagedScores:
 
 def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: StagedScores) -> dict[str, Any]:
     from pipeline.serving.scoring.raw_files import layout_of_file
-    from pipeline.serving.scoring.score_files import FILE, ROW, SCORE, open_sources, output_schema, score_source
+    from pipeline.serving.scoring.score_files import FILE, ROW, open_sources, output_schema, score_source
     from pipeline.serving.scoring.score_parts import write_output
+    from pipeline.serving.scoring.scorer import score_columns
 
     kind = staged.progress.subject["format"]
     layouts = [layout_of_file(source, kind, scorer.columns, job.id_columns, job.delimiter) for source in sources]
-    opened = open_sources(sources, layouts, (FILE, ROW, SCORE))
-    schema = output_schema(opened)
+    opened = open_sources(sources, layouts, (FILE, ROW, *score_columns(scorer.tasks)))
+    schema = output_schema(opened, scorer.tasks)
     threads = job.threads or len(os.sched_getaffinity(0))
     with progress("scoring", sum(source.size_bytes for source in sources)) as bar:
         for number, source in enumerate(opened):

@@ -30,6 +30,7 @@ from pipeline.serving.artifact.manifest import (
     TableFiles,
     read_manifest,
 )
+from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
 from pipeline.serving.scoring.column_lists import Rows
 from pipeline.serving.scoring.dense_program import Program, load_compiled, load_program
 from pipeline.serving.scoring.lookup import (
@@ -54,7 +55,8 @@ ROWS_AT_ONCE = 8192
 
 @dataclass
 class Scored:
-    """scores [num_rows] float32, NaN where the row was refused; bad_rows say why, `line` counting from 1."""
+    """scores [num_rows] float32, or [num_rows, tasks] of an artifact with tasks, NaN where the row was refused; bad_rows say
+    why, `line` counting from 1."""
 
     scores: NDArray[np.float32]
     bad_rows: list[QuarantinedRow] = field(default_factory=list)
@@ -113,13 +115,18 @@ class Predictor:
         """What raw rows have, without a label."""
         return self.encoder.layout.columns
 
+    @property
+    def tasks(self) -> list[ServedTask]:
+        """What the columns of scores are; empty where there is one score a row."""
+        return self.manifest.tasks
+
     def score(self, rows: Rows) -> Scored:
         """Raw columns, as prepare reads them, without a label; a table, or lists of schema_of(self.columns).
 
         Raises:
             ServingError: a column is missing, or of a type that cannot be what it should.
         """
-        scores = np.full(rows.num_rows, np.nan, np.float32)
+        scores = np.full((rows.num_rows, *([len(self.tasks)] if self.tasks else [])), np.nan, np.float32)
         bad: list[QuarantinedRow] = []
         for first in range(0, max(rows.num_rows, 1), ROWS_AT_ONCE):
             encoded = self.encoder.encode(rows.slice(first, ROWS_AT_ONCE))
@@ -129,7 +136,7 @@ class Predictor:
         return Scored(scores, bad)
 
     def score_batch(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """[batch] float32 of prepared rows: dense [batch, num_dense], ids by the features that the model reads, among others.
+        """[batch], or [batch, tasks], float32 of prepared rows: dense [batch, num_dense], ids by the features that the model reads, among others.
 
         Raises:
             ServingError: a feature is missing, an id outside its table, or the dense values are of another number.
@@ -152,7 +159,7 @@ class Predictor:
             pooled = self.lookup.pooled(values, offsets)
         else:
             pooled = self._composed.pooled(self.lookup, values, offsets)
-        scores: NDArray[np.float32] = torch.sigmoid(self._program(dense, pooled)).numpy()
+        scores: NDArray[np.float32] = scores_of(self.tasks, self._program(dense, pooled)).numpy()
         return scores
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,13 @@ from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
 from pipeline.data.raw.source import Block, RowReader, Source
 from pipeline.runtime.errors import ServingError
+from pipeline.serving.artifact.served_tasks import ServedTask
 from pipeline.serving.scoring.score_parts import StagedScores
-from pipeline.serving.scoring.scorer import Scorer, refused_rows
+from pipeline.serving.scoring.scorer import Scorer, has_scores, refused_rows, score_columns
 
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
 BLOCK_BYTES = 1 << 20  # the least that a part can be
-FILE, ROW, SCORE = "file", "row", "score"
+FILE, ROW = "file", "row"
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,11 @@ def _types(schema: pa.Schema) -> str:
     return ", ".join(f"{column.name} {column.type}" for column in schema)
 
 
-def output_schema(opened: list[OpenedSource]) -> pa.Schema:
-    """file (where there are several), row, the id columns, score."""
+def output_schema(opened: list[OpenedSource], tasks: Sequence[ServedTask]) -> pa.Schema:
+    """file (where there are several), row, the id columns, score, or score_<label> of several."""
+    scores = [pa.field(name, pa.float32()) for name in score_columns(tasks)]
     names = [pa.field(FILE, pa.string())] if len(opened) > 1 else []
-    return pa.schema([*names, pa.field(ROW, pa.int64()), *opened[0].carried, pa.field(SCORE, pa.float32())])
+    return pa.schema([*names, pa.field(ROW, pa.int64()), *opened[0].carried, *scores])
 
 
 def score_source(
@@ -140,12 +142,13 @@ def _score_block(
 ) -> tuple[pa.Table, list[dict[str, Any]]]:
     """A row of the result for each of the block's; those that were not read, or not scored, have no score."""
     features = parsed.table.select(_feature_names(opened.layout.columns))
-    scores = np.full(block.num_rows, np.nan, dtype=np.float32)
+    names = score_columns(scorer.tasks)
+    scores = np.full((block.num_rows, len(names)), np.nan, dtype=np.float32)
     bad = {row.line: {"line": row.line, "reason": row.reason, "text": row.text} for row in parsed.quarantined}
     for start in range(0, features.num_rows, batch_rows):
         scored = scorer.score(features.slice(start, batch_rows))
         kept = parsed.kept[start : start + batch_rows]
-        scores[kept] = scored.scores
+        scores[kept] = scored.scores.reshape(-1, len(names))
         for refused in refused_rows(scored):
             line = block.first_line + int(kept[refused.row])
             text = str(features.slice(start + refused.row, 1).to_pylist()[0])[:500]
@@ -155,7 +158,8 @@ def _score_block(
         columns[FILE] = pa.array([opened.source.name] * block.num_rows)
     for name in opened.layout.carried:
         columns[name] = _spread(parsed.table[name], parsed.kept, block.num_rows, schema.field(name).type)
-    columns[SCORE] = pa.array(scores, mask=~np.isfinite(scores))
+    without = ~has_scores(scores)
+    columns |= {name: pa.array(scores[:, i], mask=without) for i, name in enumerate(names)}
     table = pa.table([columns[name] for name in schema.names], schema=schema)
     return table, [{"file": opened.source.name, **bad[line]} for line in sorted(bad)]
 

@@ -11,11 +11,14 @@ import pyarrow as pa
 
 from pipeline.config.data import ColumnsConfig
 from pipeline.data.raw.rows import QuarantinedRow
+from pipeline.serving.artifact.served_tasks import ServedTask
 from pipeline.serving.scoring.column_lists import Rows
+
+SCORE = "score"
 
 
 class ScoredRows(Protocol):
-    """`scores` float32 [num_rows], NaN where the row was refused; of such a row `line` is its number from 1."""
+    """`scores` float32 [num_rows], or [num_rows, tasks], NaN where the row was refused; of such a row `line` is its number from 1."""
 
     @property
     def scores(self) -> np.ndarray: ...
@@ -32,6 +35,11 @@ class Scorer(Protocol):
 
     @property
     def columns(self) -> ColumnsConfig: ...
+
+    @property
+    def tasks(self) -> Sequence[ServedTask]:
+        """What the columns of scores are; empty where there is one score a row, a probability."""
+        ...
 
     def score(self, rows: Rows) -> ScoredRows:
         """Of schema_of(self.columns)."""
@@ -52,8 +60,18 @@ class RefusedRow:
 def refused_rows(scored: ScoredRows) -> list[RefusedRow]:
     """What the scorer says of its rows, with those that it says nothing about and gives no number."""
     said = {bad.line - 1: bad.reason for bad in scored.bad_rows}
-    without = np.flatnonzero(~np.isfinite(scored.scores))
+    without = np.flatnonzero(~has_scores(scored.scores))
     return [RefusedRow(int(row), said.get(int(row), "the model gives no finite score")) for row in without]
+
+
+def has_scores(scores: np.ndarray) -> np.ndarray:
+    """[num_rows] bool: whether all of a row's scores are numbers."""
+    return np.asarray(np.isfinite(scores).reshape(len(scores), -1 if scores.size else 1).all(axis=1))
+
+
+def score_columns(tasks: Sequence[ServedTask]) -> list[str]:
+    """The names of the columns of scores in tables: score, or score_<label> of several."""
+    return [f"{SCORE}_{task.name}" for task in tasks] or [SCORE]
 
 
 def schema_of(columns: ColumnsConfig) -> pa.Schema:

@@ -1,0 +1,101 @@
+"""Measure scores against labels, label by label, and how far an artifact's are from its model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.quality import auc, log_losses_of_scores, normalized_entropy
+from pipeline.data.targets import Target
+
+Floats = NDArray[np.float64]
+
+
+class LabelledRows(NamedTuple):
+    """labels [rows, targets] float64, and which of them count [rows, targets]."""
+
+    targets: list[Target]
+    labels: Floats
+    counts: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of one label. ne: log loss over the entropy of the label rate (Ad click prediction, He et al. 2014), of a label that is
+    not binary the squared error over the label's variance; NaN for labels of one kind, as auc, which others have not."""
+
+    ne: float
+    auc: float
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The artifact beside the trained model on the same rows; the deltas are artifact - model.
+
+    Scores of a label that is not binary differ in its standard deviations. Of several labels: the worst of each number,
+    ne and auc of the main one, and in `tasks` each by itself.
+    """
+
+    rows: int
+    max_score_difference: float
+    mean_score_difference: float
+    ne: float
+    ne_delta: float
+    auc: float
+    auc_delta: float
+    tasks: dict[str, Parity] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Without `tasks` where there is one label."""
+        values = {key: value for key, value in vars(self).items() if key != "tasks"}
+        return values | ({"tasks": {name: each.as_dict() for name, each in self.tasks.items()}} if self.tasks else {})
+
+
+def quality(kind: str, scores: Floats, labels: Floats) -> Quality:
+    """scores, labels [rows]; of binary labels scores within (0, 1)."""
+    if kind == "binary":
+        return Quality(normalized_entropy(log_losses_of_scores(scores, labels), labels), auc(scores, labels))
+    variance = float(labels.var()) if len(labels) else 0.0
+    return Quality(float(np.square(scores - labels).mean()) / variance if variance else math.nan, math.nan)
+
+
+def qualities(rows: LabelledRows, scores: Floats) -> list[Quality]:
+    """scores [rows, targets]; each target on the rows that count for it."""
+    found = []
+    for number, target in enumerate(rows.targets):
+        counts = rows.counts[:, number]
+        found.append(quality(target.kind, scores[counts, number], rows.labels[counts, number]))
+    return found
+
+
+def compare(model: Floats, artifact: Floats, rows: LabelledRows, of_model: Sequence[Quality]) -> Parity:
+    """Scores [rows, targets] of the same rows in the same order."""
+    found = {}
+    for number, (target, before, now) in enumerate(zip(rows.targets, of_model, qualities(rows, artifact), strict=True)):
+        difference = np.abs(artifact[:, number] - model[:, number])
+        if target.kind != "binary":
+            difference = difference / (rows.labels[rows.counts[:, number], number].std() or 1.0)
+        largest, mean = (float(difference.max()), float(difference.mean())) if len(difference) else (0.0, 0.0)
+        found[target.name] = Parity(
+            len(difference), largest, mean, now.ne, now.ne - before.ne, now.auc, now.auc - before.auc
+        )
+    return next(iter(found.values())) if len(found) == 1 else _worst(found)
+
+
+def _worst(found: dict[str, Parity]) -> Parity:
+    """NaN, where labels are of one kind, is no number to be the worst."""
+
+    def most(name: str, sign: float = 1.0) -> float:
+        numbers = [sign * value for parity in found.values() if math.isfinite(value := getattr(parity, name))]
+        return sign * max(numbers, default=math.nan)
+
+    main = next(iter(found.values()))
+    return Parity(
+        main.rows, most("max_score_difference"), most("mean_score_difference"), main.ne, most("ne_delta"), main.auc,
+        most("auc_delta", -1.0), found,
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Four labels, with masks, weights and sampled negatives, from raw rows to scores by name and the gate's verdict."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import EvaluateJob, PredictJob, PrepareJob, TrainJob
+from pipeline.config.retraining import GateConfig
+from pipeline.data.prepare.run import prepare
+from pipeline.retraining.gate import Scores, judge
+from pipeline.retraining.scoring import score
+from pipeline.serving.http.app import _answer
+from pipeline.serving.http.batching import Scores as BatchScores
+from pipeline.serving.http.openapi import openapi_page
+from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE
+from pipeline.serving.http.switching import try_out
+from pipeline.serving.scoring.predict import predict
+from pipeline.serving.scoring.predictor import Predictor
+from pipeline.serving.scoring.scorer import RefusedRow
+from pipeline.training import run as train_module
+from pipeline.training.evaluate_run import evaluate
+from pipeline.training.run import TrainSummary, train
+from tests.serving.exports import run_export
+from tests.support.ranks import RankPool
+
+NUM_ROWS = 4000
+LABELS = ["click", "order", "stars", "seconds"]
+
+
+def _rows() -> str:
+    """What is masked is empty where there was no click."""
+    random = np.random.default_rng(0)
+    effects, lines = random.normal(0, 1.5, 20), ["click,order,stars,seconds,worth,user,item"]
+    for user, item in random.integers(0, [20, 20], (NUM_ROWS, 2)):
+        click = int(random.random() < 1 / (1 + math.exp(1 - effects[user] - effects[item])))
+        masked = f"{int(random.random() < 0.5)},{item / 10 + random.random():.3f}" if click else ","
+        order, _, seconds = masked.partition(",")
+        lines.append(f"{click},{order},{(user + item) // 10},{seconds},{0.5 + random.random():.3f},u{user},i{item}")
+    return "\n".join([*lines, ""])
+
+
+def _data(folder: Path, *more: str) -> list[str]:
+    labels = "{click: {}, order: {mask: click}, stars: {kind: ordinal, num_buckets: 4}, seconds: {kind: regression, mask: click}}"
+    return [
+        "data=default", "data.name=labels", "data.format=csv", f"data.columns.labels={labels}", "data.columns.weight=worth",
+        "data.columns.sparse=[user,item]", f"data.path={folder / 'ds'}", "data.rows_per_row_group=64",
+        "data.negative_sampling={label: click, keep: 0.5, seed: 0}", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("labels")
+    (folder / "rows.csv").write_text(_rows())
+    prepare(load_config(PrepareJob, [*_data(folder), f"source={folder}/rows.csv", "threads=1"]))
+    return folder
+
+
+def _job(folder: Path, run: Path, *more: str) -> list[str]:
+    return [
+        *_data(folder), "model=mmoe", f"run_dir={run}", "hardware=cpu", "trainer.global_batch_size=256",
+        "trainer.evaluate_every_steps=24", "trainer.max_steps=48", "trainer.epochs=20", "tables.default.embedding_dim=8", "trainer.log_every_steps=16",
+        "checkpoint.save_every_steps=24", "model.expert_layer_sizes=[16]", "model.tower_layer_sizes=[8]",
+        "optimizer.dense.lr=0.01", "optimizer.sparse.lr=0.3", "checkpoint.best_metric=order/ne", *more,
+    ]  # fmt: skip
+
+
+def _train(rank: int, overrides: list[str]) -> TrainSummary:
+    return train(load_config(TrainJob, overrides))
+
+
+def _evaluate(rank: int, run: str) -> dict[str, float]:
+    return evaluate(load_config(EvaluateJob, [f"run={run}", "split=validation"])).metrics
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool, folder: Path) -> TrainSummary:
+    return ranks.run(2, _train, _job(folder, folder / "run"))[0]
+
+
+def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained: TrainSummary) -> None:
+    metrics = trained.validation
+    assert metrics["num_samples"] == 400 and metrics["order/num_samples"] < 300
+    assert metrics["click/auc"] > 0.6 and metrics["stars/ne"] < 1.0 and metrics["seconds/mse"] < 1.5
+    assert {"click/calibration", "stars/mae", "seconds/r2", "order/logloss"} <= metrics.keys()
+    text = train_module.describe(trained)
+    print(metrics)
+    assert "click: AUC" in text and "seconds: mse" in text
+    lines = [json.loads(line) for line in Path(trained.run_dir, "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["kind"] == "train"]
+    assert len(found) == 3 and found[-1]["seconds/mse"] < found[0]["seconds/mse"] and "click/ne" in found[0]
+    measured = ranks.run(1, _evaluate, trained.run_dir)[0]
+    assert measured == pytest.approx(metrics, abs=2e-4)
+
+
+def test_a_run_of_several_labels_resumes_bit_for_bit(
+    ranks: RankPool, folder: Path, trained: TrainSummary, tmp_path: Path
+) -> None:
+    ranks.run(2, _train, _job(folder, tmp_path / "run", "trainer.max_steps=29"))
+    resumed = ranks.run(2, _train, _job(folder, tmp_path / "run"))[0]
+    parts = [
+        {file.name: file.read_bytes() for file in Path(each.checkpoint).glob("*.distcp")} for each in (trained, resumed)
+    ]
+    assert parts[0] and parts[0] == parts[1]
+
+
+def test_an_artifact_scores_each_label_by_name_and_is_certified_by_each(
+    ranks: RankPool, folder: Path, trained: TrainSummary, tmp_path: Path
+) -> None:
+    exported = run_export(trained.run_dir, tmp_path / "artifact", "precision=fp32")
+    parity = exported.parity["validation"]
+    assert list(parity["tasks"]) == LABELS and parity["max_score_difference"] < 1e-5  # type: ignore[call-overload]
+    of_order = parity["tasks"]["order"]  # type: ignore[index]
+    assert of_order["ne"] == pytest.approx(trained.validation["order/ne"], abs=0.02)  # there weighed by `worth`
+    predictor = Predictor.load(str(tmp_path / "artifact"))
+    try_out(predictor)
+    job = PredictJob(
+        artifact=str(tmp_path / "artifact"), source=str(folder / "rows.csv"), output=str(tmp_path / "scores.parquet"),
+        id_columns=["click"],
+    )  # fmt: skip
+    assert predict(job).num_refused == 0
+    table = pq.read_table(job.output)
+    assert table.column_names == ["row", "click", *(f"score_{name}" for name in LABELS)]
+    clicks, scores = np.array(table["click"].to_pylist(), int), table["score_click"].to_numpy()
+    assert abs(scores.sum() / clicks.sum() - 1) < 0.15  # half of the negatives trained, and all are predicted
+    assert table["score_stars"].to_numpy().min() >= 0 and table["score_stars"].to_numpy().max() <= 3
+    _check_answers(predictor)
+
+
+def _check_answers(predictor: Predictor) -> None:
+    """What a request gets: a list of scores a label, null where a row was refused."""
+    scores = np.arange(8, dtype=np.float32).reshape(2, 4)
+    scores[1] = np.nan
+    given = BatchScores(scores, [RefusedRow(1, "bad")])
+    body = msgspec.json.decode(_answer(predictor, given, JSON_TYPE).body)
+    assert body["scores"] == {name: [float(i), None] for i, name in enumerate(LABELS)} and len(body["bad_rows"]) == 1
+    table = pa.ipc.open_stream(_answer(predictor, given, ARROW_TYPE).body).read_all()
+    assert table.column_names == [*(f"score_{name}" for name in LABELS), "reason"]
+    assert table["score_stars"].to_pylist() == [2.0, None]
+    page = openapi_page(predictor, load_limits())
+    answer = page["paths"]["/score"]["post"]["responses"]["200"]["content"][JSON_TYPE]["schema"]
+    assert list(answer["properties"]["scores"]["properties"]) == LABELS
+
+
+def load_limits() -> object:
+    from pipeline.config.server import LimitsConfig
+
+    return LimitsConfig()
+
+
+def _scored(rank: int, run: str, checkpoint: str, data: str, gate: GateConfig) -> Scores:
+    job = load_config(TrainJob, ["experiment=quickstart", f"run_dir={run}"])
+    return score(f"{run}/config.yaml", checkpoint, data, gate, 1, job.trainer.limits())
+
+
+def test_the_gate_goes_by_one_label_and_holds_others(ranks: RankPool, folder: Path, trained: TrainSummary) -> None:
+    gate = GateConfig(
+        task="order", held={"stars": 0.05, "seconds": 0.05}, ne_tolerance=0.05, min_rows=100, calibration_min=0.5,
+        calibration_max=2.0, slices={"item": 5.0}, slice_min_rows=10, bootstrap_samples=200,
+    )  # fmt: skip
+    (last,) = ranks.run(1, _scored, trained.run_dir, trained.checkpoint, str(folder / "ds"), gate)
+    assert len(last.slices["item"]) == len(last.labels) and last.weights is not None
+    assert len(last.held["stars"].losses) > len(last.labels) == len(last.held["seconds"].losses)
+    verdict = judge(last, last, gate)
+    assert verdict.passed and [finding.name for finding in verdict.findings[-2:]] == ["held stars", "held seconds"]
+    stars = last.held["stars"]
+    worse = replace(last, held={**last.held, "stars": replace(stars, losses=stars.losses * 1.2)})
+    (reason,) = judge(worse, last, gate).reasons
+    assert "label stars" in reason and "1.2000" in reason and "1.0500" in reason
