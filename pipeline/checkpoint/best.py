@@ -24,6 +24,7 @@ def best_step(folder: str, metric: str) -> tuple[int, dict[str, Any]] | None:
             continue
         value = measured_metric(manifest, metric)
         if value is not None and not math.isnan(value):
-            found.append((sign * value, step, manifest["metrics"]))
+            metrics = {name: math.nan if each is None else each for name, each in manifest["metrics"].items()}
+            found.append((sign * value, step, metrics))
     best = max(found, key=lambda each: each[:2], default=None)
     return None if best is None else best[1:]

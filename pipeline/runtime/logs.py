@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.runtime.json_values import finite
 from pipeline.runtime.masking import mask
 from pipeline.runtime.storage import storage
 
@@ -152,12 +152,6 @@ def progress(description: str, total: float | None = None, visible: bool = True)
 
 def to_json(values: Any, indent: int | None = None) -> str:
     """JSON has no NaN and no infinity: they become null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: finite(inner) for name, inner in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
     return json.dumps(finite(values), indent=indent, allow_nan=False)
 
 

@@ -19,6 +19,7 @@ from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
 from pipeline.sharding.compat import allow_untested_versions
+from pipeline.training.remarks import undefined
 from pipeline.training.run import SUMMARY, describe_quality, describe_run
 from pipeline.training.run_state import checkpoint_folder, chosen_step
 
@@ -109,7 +110,8 @@ def _write(summary: EvaluateSummary, details: EvaluationDetails | None) -> None:
 
         write_details(details_path(summary.path), details)
     tables = {"tables": summary.tables} if summary.tables else {}
-    said = {"split": summary.split, "step": summary.step, **tables, **summary.metrics}
+    why = {"undefined": reason} if (reason := undefined(summary.metrics)) else {}
+    said = {"split": summary.split, "step": summary.step, **tables, **summary.metrics, **why}
     storage.publish_text(summary.path, to_json(said, indent=1))
 
 

@@ -22,6 +22,7 @@ from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
 from pipeline.sharding.compat import allow_untested_versions
+from pipeline.training.remarks import remarks, undefined
 from pipeline.training.run_state import (
     best_step,
     describe_data_order,
@@ -64,6 +65,7 @@ class TrainSummary:
     throughput: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
     bayes_auc: float | None = None
+    remarks: list[str] = field(default_factory=list)  # on results that can hardly be meant
     num_bad_rows: int = 0  # quarantined in training, on all ranks; run_dir/quarantine lists them
     compression: dict[str, Any] = field(
         default_factory=dict
@@ -159,6 +161,8 @@ def _train(
     if writer:
         writer.close()
         if result.throughput and not result.preempted:  # a run that had no step to train keeps the earlier summary
+            steps = reader.steps_per_epoch // job.trainer.gradient_accumulation_steps
+            summary.remarks = remarks(job.trainer, summary.step, steps, summary.validation, writer.path)
             _write_summary(summary)
             if job.logger.report:
                 _write_report(summary)
@@ -262,6 +266,7 @@ def describe(summary: TrainSummary) -> str:
         lines.append(
             f"quarantine  {summary.num_bad_rows:,} bad row(s) left out, listed in {summary.run_dir}/quarantine"
         )
+    lines += [f"worth a look  {remark}" for remark in summary.remarks]
     lines += describe_run(summary.run_dir, summary.checkpoint, summary.throughput)
     if summary.report:
         lines.append(f"report      {summary.report}")
@@ -296,6 +301,8 @@ def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
         ]
         said = [describe_quality(part, None if number else bayes_auc) for number, part in enumerate(parts)]
         return "; ".join(f"{label}: {text}" for label, text in zip(labels, said, strict=True))
+    if reason := undefined(metrics):
+        return f"undefined: {reason}; logloss {metrics['logloss']:.4f}"
     if "auc" not in metrics:
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if not isinstance(value, int))
     text = f"AUC {metrics['auc']:.4f}"

@@ -28,6 +28,8 @@ LABEL_RATE = "ctr-click|{}_ctr"
 class RunningMetrics:
     """NE, logloss [nats], calibration (sum of predictions / sum of labels) and label rate over all ranks.
 
+    NaN is what labels of one kind leave undefined: NE, and without a positive one calibration.
+
     `window_samples` None: over everything since construction; else over about that many last samples of all ranks.
     """
 
@@ -73,7 +75,10 @@ class RunningMetrics:
         raw = {name: float(value) for metric in self._metrics for name, value in metric.compute().items()}
         values = {name: raw[torchrec_name.format(self._prefix)] for torchrec_name, name in NAMES.items()}
         values["logloss"] *= math.log(2.0)
-        values["label_rate"] = raw[LABEL_RATE.format(self._prefix)]
+        rate = values["label_rate"] = raw[LABEL_RATE.format(self._prefix)]
+        if rate in (0.0, 1.0):  # the label rate has no entropy, and TorchRec divides by its epsilon
+            values["ne"] = math.nan
+            values["calibration"] = values["calibration"] if rate else math.nan
         return values
 
 

@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.json_values import finite
 from pipeline.runtime.storage import storage
 
 MANIFEST = "manifest.json"
@@ -20,8 +21,8 @@ SEAL = re.compile(r'\{\n "sha256": "([0-9a-f]{64})",')
 
 
 def seal_manifest(values: dict[str, Any]) -> str:
-    """The text of a manifest file."""
-    text = json.dumps(values, indent=1)
+    """The text of a manifest file; a number that is not finite is null."""
+    text = json.dumps(finite(values), indent=1, allow_nan=False)
     return f'{{\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}",{text[1:]}'
 
 

@@ -5,6 +5,7 @@ The artifact's files are loaded as a server loads them, and score the rows that 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,15 @@ def excesses(found: dict[str, Parity], limits: ParityConfig) -> list[str]:
         lines += [
             f"{split}: {what} {moves} {value:.3g}, parity.{name} allows {limit:g}"
             for what, moves, value, name, limit in checks
-            if value > limit  # NaN, where labels are of one kind, is no excess
+            if value > limit
         ]
+        name = split.partition(",")[0]
+        way_out = f"leave {name} out of parity.splits" if name != SPLIT else "prepare the data with both kinds in it"
+        if math.isnan(parity.ne_delta):  # AUC alone is undefined where labels are numbers
+            lines.append(
+                f"{split}: NE is undefined, its {parity.rows:,} rows have labels of one kind, so parity.max_ne_increase and "
+                f"parity.max_auc_decrease cannot be held: {way_out}"
+            )
     return lines
 
 

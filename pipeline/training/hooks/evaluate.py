@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pipeline.config.registry import register
@@ -65,7 +66,8 @@ class Evaluation(Hook):
         return {"metrics": state.metrics, "metrics_step": state.metrics_step}
 
     def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
-        state.metrics, state.metrics_step = manifest["metrics"], manifest["metrics_step"]
+        state.metrics_step = manifest["metrics_step"]
+        state.metrics = {name: math.nan if value is None else value for name, value in manifest["metrics"].items()}
 
 
 def _described(metrics: dict[str, float]) -> str:

@@ -1,0 +1,75 @@
+"""Remark on results of a training that can hardly be meant: what to look at before they are used."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.config.training import TrainerConfig
+from pipeline.runtime.storage import storage
+
+FEW_STEPS = 100
+OVERFITTED = 1.1  # NE of validation over that of training
+UNCALIBRATED = 0.1  # from 1
+RISEN = 1.1  # NE of training at the end over its lowest
+RANKS_NOTHING = 0.005  # from an AUC of 0.5
+
+
+def undefined(metrics: Mapping[str, float]) -> str:
+    """Why NE and AUC are NaN; empty where they are not. They need labels of both kinds."""
+    rate = metrics.get("label_rate", math.nan)
+    if rate not in (0.0, 1.0):
+        return ""
+    return f"all {metrics.get('num_samples', 0):,} labels are {rate:.0f}: NE and AUC need both kinds"
+
+
+def remarks(
+    config: TrainerConfig, step: int, steps_per_epoch: int, metrics: Mapping[str, float], metrics_path: str
+) -> list[str]:
+    """A line for each finding at `step`; `metrics` are those of the validation split, empty where there are none."""
+    found = []
+    if step < FEW_STEPS:
+        found.append(
+            f"few steps: {step} of {config.global_batch_size:,} rows, {steps_per_epoch} an epoch; a smaller "
+            "trainer.global_batch_size or more trainer.epochs train further"
+        )
+    elif step < steps_per_epoch:
+        found.append(f"under one epoch: {step:,} of {steps_per_epoch:,} steps")
+    if reason := undefined(metrics):
+        return [*found, f"validation: {reason}; choose another data.split"]
+    train = _train_ne(metrics_path)
+    ne, auc = metrics.get("ne", math.nan), metrics.get("auc", math.nan)
+    if ne >= 1.0:
+        found.append(
+            f"validation NE {ne:.4f} is not below 1, that of predicting the label rate for every row: train longer, or lower "
+            "optimizer.sparse.lr and optimizer.dense.lr"
+        )
+    elif train and ne > OVERFITTED * train[-1]:
+        found.append(
+            f"overfitting: NE {train[-1]:.4f} in training, {ne:.4f} on validation; fewer trainer.epochs, early_stop=auc, "
+            "optimizer.sparse.weight_decay, tables.default.l2 or model.dropout"
+        )
+    if train and train[-1] > RISEN * min(train):
+        found.append(
+            f"training NE rose from {min(train):.4f} to {train[-1]:.4f}: lower optimizer.sparse.lr or optimizer.dense.lr, or warm "
+            "up (schedule.*.warmup_steps)"
+        )
+    if abs(metrics.get("calibration", 1.0) - 1.0) > UNCALIBRATED:
+        found.append(
+            f"calibration {metrics['calibration']:.3f}: predicted clicks over clicks should be near 1; train longer, or look for "
+            "a validation split of another time or kind"
+        )
+    if abs(auc - 0.5) < RANKS_NOTHING:
+        found.append(
+            f"AUC {auc:.4f}: the predictions rank nothing, or are constant; are the features the right columns?"
+        )
+    return found
+
+
+def _train_ne(path: str) -> list[float]:
+    """NE of the training rows, a value a log line, in order; empty where the model has none."""
+    lines = storage.read_text(path).splitlines() if storage.is_file(path) else []
+    values: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return [float(each["ne"]) for each in values if each.get("kind") == "train" and each.get("ne") is not None]

@@ -1,0 +1,108 @@
+"""What can hardly be meant is remarked on at a training's end, and what is undefined is null and says why."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.cli.command_line import load_config
+from pipeline.config.data import ColumnsConfig, DataConfig, SplitConfig
+from pipeline.config.jobs import EvaluateJob, ExportJob, PrepareJob, TrainJob
+from pipeline.config.serving import ParityConfig
+from pipeline.config.training import TrainerConfig
+from pipeline.data.prepare.run import prepare
+from pipeline.data.targets import Target
+from pipeline.runtime.errors import ServingError
+from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
+from pipeline.serving.artifact.certificate import excesses
+from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.task_quality import LabelledRows, Quality, compare
+from pipeline.training import evaluate_run
+from pipeline.training import run as train_module
+from pipeline.training.evaluate_run import EvaluateSummary, evaluate
+from pipeline.training.remarks import remarks
+from pipeline.training.run import TrainSummary, train
+from tests.support.messages import mentions, names
+from tests.support.ranks import RankPool
+
+FINE = {"ne": 0.8, "auc": 0.75, "calibration": 1.02, "label_rate": 0.2, "num_samples": 100}
+
+
+@pytest.mark.parametrize(
+    ("changed", "train_ne", "step", "expected"),
+    [
+        ({}, [0.9, 0.8], 500, []),
+        ({}, [0.9, 0.8], 3, ["few steps 3 100 2,048"]),
+        ({}, [0.9, 0.8], 300, ["under one epoch 300 400"]),
+        ({"ne": 0.77}, [0.9, 0.55], 500, ["overfitting 0.5500 0.7700 early_stop=auc"]),
+        ({"ne": 22.27}, [0.9], 500, ["22.2700 below 1 optimizer.sparse.lr"]),
+        ({"calibration": 121.4}, [0.9], 500, ["calibration 121.400"]),
+        ({}, [0.7, 0.95], 500, ["0.7000 0.9500 optimizer.dense.lr"]),
+        ({"auc": 0.5001}, [0.9], 500, ["AUC 0.5001 rank nothing"]),
+        ({"ne": math.nan, "auc": math.nan, "label_rate": 0.0}, [0.9], 500, ["all 100 labels are 0"]),
+    ],
+)
+def test_results_that_can_hardly_be_meant_are_remarked_on(
+    tmp_path: Path, changed: dict[str, float], train_ne: list[float], step: int, expected: list[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"kind": "train", "step": 1, "ne": ne}) + "\n" for ne in train_ne))
+    found = remarks(TrainerConfig(), step, 400 if step >= 100 else 3, FINE | changed, str(path))
+    assert len(found) == len(expected)
+    assert all(mentions(line, words.replace("3 100", "3")) for line, words in zip(found, expected, strict=True))
+
+
+def test_what_is_not_finite_is_null_in_a_manifest_and_fails_a_gate(tmp_path: Path) -> None:
+    text = seal_manifest({"a": [math.nan, {"b": math.inf}], "c": 1.5})
+    assert "NaN" not in text and "Infinity" not in text
+    (tmp_path / "manifest.json").write_text(text)
+    assert read_sealed(str(tmp_path / "manifest.json")) == {"a": [None, {"b": None}], "c": 1.5}
+    scores, nothing = np.array([[0.2], [0.3]]), np.zeros((2, 1))
+    rows = LabelledRows([Target("click")], nothing, np.ones((2, 1), np.bool_))
+    parity = compare(scores, scores, rows, [Quality(math.nan, math.nan)])
+    (line,) = excesses({"test": parity}, ParityConfig())
+    assert mentions(line, "test undefined 2 rows max_ne_increase max_auc_decrease parity.splits")
+    assert "prepare" in excesses({"validation": parity}, ParityConfig())[0]
+
+
+@pytest.fixture(scope="module")
+def one_class(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Its last rows, those of validation, have no click."""
+    folder = tmp_path_factory.mktemp("one_class")
+    lines = [f"{int(n % 3 == 0 and n < 800)},{n % 7},c{n % 5}" for n in range(1000)]
+    (folder / "rows.csv").write_text("\n".join(["y,x,c", *lines, ""]))
+    columns = ColumnsConfig(label="y", dense=["x"], sparse=["c"])
+    split = SplitConfig(validation_fraction=0.2, test_fraction=0.0)
+    data = DataConfig("one_class", str(folder / "data"), "csv", columns, split=split, rows_per_row_group=32)
+    prepare(PrepareJob(data=data, source=str(folder / "rows.csv")))
+    return str(folder / "data")
+
+
+def _train_and_evaluate(rank: int, overrides: list[str], run: str) -> tuple[TrainSummary, EvaluateSummary]:
+    summary = train(load_config(TrainJob, overrides))
+    return summary, evaluate(load_config(EvaluateJob, [f"run={run}", "split=validation"]))
+
+
+def test_measures_of_one_kind_of_label_are_null_with_the_reason_and_nothing_is_exported(
+    ranks: RankPool, one_class: str, tmp_path: Path
+) -> None:
+    run = str(tmp_path / "run")
+    words = ["data=default", "data.name=one_class", f"data.path={one_class}", "model=fm", f"run_dir={run}", "hardware=cpu",
+             "trainer.global_batch_size=64", "trainer.max_steps=4", "tables.default.embedding_dim=4",
+             "logger.tensorboard=false", "checkpoint=at_end"]  # fmt: skip
+    trained, evaluated = ranks.run(1, _train_and_evaluate, words, run)[0]
+    assert math.isnan(trained.validation["ne"]) and math.isnan(evaluated.metrics["auc"])
+    for text in (train_module.describe(trained), evaluate_run.describe(evaluated)):
+        assert mentions(text, "undefined all 200 labels are 0")
+    written = json.loads(Path(evaluated.path).read_text())
+    assert written["ne"] is None and "all 200 labels are 0" in written["undefined"]
+    manifest = (Path(trained.checkpoint) / "manifest.json").read_text()
+    assert "NaN" not in manifest and json.loads(manifest)["metrics"]["ne"] is None
+    assert "worth a look" in train_module.describe(trained) and trained.remarks
+    with pytest.raises(ServingError, match=names("validation 200 labels max_ne_increase")):
+        export(load_config(ExportJob, [f"run={run}", f"output={tmp_path / 'artifact'}"]))
+    assert not (tmp_path / "artifact").exists()
