@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """The same, in nested dicts, lists and tuples, with None for every number that is not finite."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}

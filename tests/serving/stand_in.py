@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ REFUSED_CITY = "nowhere"
 class Scored:
     scores: np.ndarray
     bad_rows: list[QuarantinedRow]
+    row_zero: dict[str, list[int]] = field(default_factory=dict)
 
 
 def score_of(row: dict[str, object], salt: str = "") -> float:
@@ -61,3 +63,6 @@ class StandIn:
         scores = np.array([score_of(row, self.version) for row in values], dtype=np.float32)
         scores[[row.line - 1 for row in bad]] = np.nan
         return Scored(scores, bad)
+
+    def unusual(self, row_zero: Mapping[str, Sequence[int]]) -> str:
+        return ""

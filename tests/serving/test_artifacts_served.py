@@ -94,7 +94,7 @@ def test_the_cache_is_filled_by_the_curves_and_hits_as_they_say(
     artifact: str, prepared_clicks: str, clicks: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = load_dataset(prepared_clicks)
-    assert Predictor.load(artifact).manifest.lookups == lookups_of(dataset, {})
+    assert Predictor.load(artifact).manifest.lookups == lookups_of(dataset, prepared_clicks, {})
     with caplog.at_level(logging.INFO, "pipeline"):
         predictor = Predictor.load(artifact, memory="ssd", cache_bytes=200_000)
     expected = float(caplog.text.split(" reads a row expected")[0].split()[-1])

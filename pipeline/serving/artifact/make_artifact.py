@@ -57,7 +57,7 @@ def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifes
         dense=packed.dense,
         files=packed.files,
         vocabularies=packed.vocabularies,
-        lookups=lookups_of(source.dataset, source.job.data.synthetic_multi_hot),
+        lookups=lookups_of(source.dataset, source.data_path, source.job.data.synthetic_multi_hot),
         sizes=packed.sizes(trained),
         versions=library_versions(),
         settings=settings_of(job),

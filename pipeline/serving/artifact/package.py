@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.config.data import ColumnsConfig
@@ -28,6 +30,7 @@ from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 from pipeline.serving.artifact.served_tasks import width_of
 from pipeline.serving.artifact.table_files import checkpoint_rows, write_bytes, write_rows
 from pipeline.serving.artifact.trained_model import TrainedModel
+from pipeline.serving.scoring.coverage import ROW_ZERO
 
 LIBRARIES = ("torch", "numpy", "pyarrow")
 FOLDERS, SCRATCH = ("tables", "vocabulary"), "scratch"
@@ -186,10 +189,15 @@ def schema_of(dataset: Dataset, keys: list[str], columns: ColumnsConfig, multi_h
     )
 
 
-def lookups_of(dataset: Dataset, multi_hot: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Feature -> ids that a row looks up, and how they fall on the ids: what the cache of tables on SSD goes by."""
+def lookups_of(dataset: Dataset, data_path: str, multi_hot: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Feature -> ids that a row looks up, and how they fall on the ids: what the cache of tables on SSD goes by.
+
+    row_zero_share: of the validation rows, what unknown and missing values show as (scoring.coverage).
+    """
+    shares = _row_zero_shares(dataset, data_path)
     return {
         feature.name: {
+            **({ROW_ZERO: shares[feature.name]} if feature.name in shares else {}),
             "per_row": float(multi_hot.get(feature.name, feature.mean_pooling_factor)),
             "ranks": feature.frequency_curve.ranks,
             "shares": feature.frequency_curve.shares,
@@ -197,6 +205,23 @@ def lookups_of(dataset: Dataset, multi_hot: dict[str, int]) -> dict[str, dict[st
         for feature in dataset.sparse_features
         if feature.hash_size is None  # hashed ids are in no order of frequency
     }
+
+
+def _row_zero_shares(dataset: Dataset, data_path: str) -> dict[str, float]:
+    """Of the lookups of the first row groups of validation."""
+    names = [feature.name for feature in dataset.sparse_features if feature.hash_size is None]
+    files = dataset.splits["validation"].files
+    if not names or not files:
+        return {}
+    zeros, totals = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    with storage.open_file(storage.join(data_path, files[0].path), "rb") as raw, pq.ParquetFile(raw) as file:
+        for number in range(min(file.num_row_groups, 8)):
+            table = file.read_row_group(number)
+            for name in names:
+                column = table[name].combine_chunks()
+                ids = np.asarray(column.flatten() if pa.types.is_list(column.type) else column)
+                zeros[name], totals[name] = zeros[name] + int((ids == 0).sum()), totals[name] + len(ids)
+    return {name: round(zeros[name] / totals[name], 6) for name in names if totals[name]}
 
 
 def library_versions() -> dict[str, str]:

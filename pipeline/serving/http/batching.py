@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -19,8 +20,10 @@ from pipeline.config.server import BatchingConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.scoring.column_lists import Rows, concat_rows
+from pipeline.serving.scoring.score_parts import add_counts
 from pipeline.serving.scoring.scorer import RefusedRow, Scorer, refused_rows
 
+FIRST_LOOK_ROWS = 1000  # after so many rows, ten times as many, and so on
 SPEED_MEMORY = 0.8  # of the running mean of rows a second
 logger = get_logger(__name__)
 
@@ -56,6 +59,8 @@ class Batcher:
         self._waiting: deque[_Item] = deque()
         self._queued_rows = self._rows_under_way = 0
         self._rows_per_s = 0.0  # unknown before the first batch
+        self._row_zero: dict[str, list[int]] = {}
+        self._num_rows, self._look_at_rows = 0, FIRST_LOOK_ROWS
         self._last_batch, self._idle_since = 1, 0.0  # its requests, and when they were answered
         self._arrival = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
@@ -167,19 +172,32 @@ class Batcher:
             begin = end
 
     async def _score(self, rows: Rows) -> Scores:
-        def work() -> tuple[Scores, float]:
+        def work() -> tuple[Scores, float, Mapping[str, Sequence[int]]]:
             started = time.monotonic()
             scored = self._scorer.score(rows)
-            return Scores(scored.scores, refused_rows(scored)), time.monotonic() - started
+            return Scores(scored.scores, refused_rows(scored)), time.monotonic() - started, scored.row_zero
 
-        scores, seconds = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        scores, seconds, row_zero = await asyncio.get_running_loop().run_in_executor(self._thread, work)
         speed = rows.num_rows / max(seconds, 1e-9)
         self._rows_per_s = SPEED_MEMORY * self._rows_per_s + (1 - SPEED_MEMORY) * speed if self._rows_per_s else speed
         self._metrics.batch_rows.observe(rows.num_rows)
         self._metrics.batch_seconds.observe(seconds)
         self._metrics.rows.inc(rows.num_rows)
         self._metrics.bad_rows.inc(len(scores.refused))
+        self._count_unknown(row_zero, rows.num_rows)
         return scores
+
+    def _count_unknown(self, row_zero: Mapping[str, Sequence[int]], num_rows: int) -> None:
+        """Ever more seldom a line of the log says so where values are unknown that used to be known."""
+        add_counts(self._row_zero, row_zero)
+        for name, (values, unknown) in row_zero.items():
+            self._metrics.values.labels(name).inc(values)
+            self._metrics.unknown_values.labels(name).inc(unknown)
+        self._num_rows += num_rows
+        if self._num_rows >= self._look_at_rows:
+            self._look_at_rows *= 10
+            if text := self._scorer.unusual(self._row_zero):
+                logger.warning("%s rows scored; %s", f"{self._num_rows:,}", text)
 
     async def close(self) -> None:
         """Whoever calls it has no request left."""

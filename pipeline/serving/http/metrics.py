@@ -24,6 +24,10 @@ class ServerMetrics:
         )
         self.rows = counter("rows", "Rows scored")
         self.bad_rows = counter("bad_rows", "Rows without a score")
+        self.values = counter("values", "Values of features with a vocabulary", "feature")
+        self.unknown_values = counter(
+            "unknown_values", "Those of them that the model does not know, or missing", "feature"
+        )
         self.batch_rows = Histogram(f"{PREFIX}_batch_rows", "Rows scored at once", buckets=ROWS, registry=registry)
         self.batch_seconds = Histogram(
             f"{PREFIX}_batch_seconds", "A batch in the model", buckets=SECONDS, registry=registry

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs import PredictJob
@@ -39,6 +39,7 @@ class PredictSummary:
     artifact_version: str
     num_rows: int
     num_refused: int
+    row_zero: dict[str, list[int]] = field(default_factory=dict)  # feature -> values, and those unknown or missing
     num_scored_before: int = 0
     already_scored: bool = False
     seconds: float = 0.0
@@ -166,7 +167,10 @@ def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: Stage
         "artifact_version": scorer.version,
         "num_rows": done.num_rows,
         "num_refused": done.num_refused,
+        "row_zero": done.row_zero,
     }
+    if text := scorer.unusual(done.row_zero):
+        logger.warning("%s", text)
     report = {"subject": done.subject, "summary": summary, "sources": [asdict(source) for source in sources]}
     storage.publish_text(job.output + REPORT_SUFFIX, json.dumps(report, indent=1))
     return summary
@@ -200,6 +204,14 @@ def describe(summary: PredictSummary) -> str:
     ]
     if summary.num_refused:
         lines.append(f"{summary.num_refused:,} without a score: {summary.output}{QUARANTINE_SUFFIX} says why")
+    values, unknown = (sum(counts[which] for counts in summary.row_zero.values()) for which in (0, 1))
+    if values:
+        worst = max(summary.row_zero, key=lambda name: summary.row_zero[name][1] / max(1, summary.row_zero[name][0]))
+        total, zeros = summary.row_zero[worst]
+        lines.append(
+            f"{values - unknown:,} of {values:,} categorical values are known to the model; least of {worst}: "
+            f"{total - zeros:,} of {total:,}"
+        )
     if summary.already_scored:
         lines.append(f"already scored in {summary.output}: nothing to do")
     else:

@@ -6,6 +6,7 @@ the functions that prepare reads them with. What is loaded was verified first, b
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from pipeline.serving.artifact.manifest import (
 )
 from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
 from pipeline.serving.scoring.column_lists import Rows
+from pipeline.serving.scoring.coverage import by_feature, count_row_zero, warning
 from pipeline.serving.scoring.dense_program import Program, load_compiled, load_program
 from pipeline.serving.scoring.lookup import (
     MappedLookup,
@@ -60,6 +62,9 @@ class Scored:
 
     scores: NDArray[np.float32]
     bad_rows: list[QuarantinedRow] = field(default_factory=list)
+    row_zero: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # feature -> lookups, and those of row 0 (see coverage)
 
 
 class Predictor:
@@ -120,6 +125,10 @@ class Predictor:
         """What the columns of scores are; empty where there is one score a row."""
         return self.manifest.tasks
 
+    def unusual(self, row_zero: Mapping[str, Sequence[int]]) -> str:
+        """What is to be said of counts as Scored.row_zero has them; empty where they are as on the validation rows."""
+        return warning(row_zero, self.manifest.lookups)
+
     def score(self, rows: Rows) -> Scored:
         """Raw columns, as prepare reads them, without a label; a table, or lists of schema_of(self.columns).
 
@@ -128,12 +137,14 @@ class Predictor:
         """
         scores = np.full((rows.num_rows, *([len(self.tasks)] if self.tasks else [])), np.nan, np.float32)
         bad: list[QuarantinedRow] = []
+        counts = np.zeros((2, len(self._keys)), np.int64)
         for first in range(0, max(rows.num_rows, 1), ROWS_AT_ONCE):
             encoded = self.encoder.encode(rows.slice(first, ROWS_AT_ONCE))
             if len(encoded.kept):
                 scores[first + encoded.kept] = self._score(encoded.dense, encoded.values, encoded.offsets)
+                counts += count_row_zero(encoded.values.numpy(), encoded.offsets.numpy(), len(encoded.kept))
             bad += [QuarantinedRow(first + row.line, row.reason, row.text) for row in encoded.bad_rows]
-        return Scored(scores, bad)
+        return Scored(scores, bad, by_feature(self._keys, counts, self.manifest.lookups))
 
     def score_batch(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """[batch], or [batch, tasks], float32 of prepared rows: dense [batch, num_dense], ids by the features that the model reads, among others.

@@ -16,7 +16,7 @@ from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
 from pipeline.data.raw.source import Block, RowReader, Source
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.served_tasks import ServedTask
-from pipeline.serving.scoring.score_parts import StagedScores
+from pipeline.serving.scoring.score_parts import StagedScores, add_counts
 from pipeline.serving.scoring.scorer import Scorer, has_scores, refused_rows, score_columns
 
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
@@ -38,6 +38,7 @@ class _OpenPart:
     tables: list[pa.Table] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)
     num_rows: int = 0
+    row_zero: dict[str, list[int]] = field(default_factory=dict)
 
 
 def open_sources(sources: list[Source], layouts: list[Layout], reserved: tuple[str, ...]) -> list[OpenedSource]:
@@ -112,7 +113,8 @@ def score_source(
     next_row = begin
     with reader:
         for block, parsed in map_ordered(parse, _from_row(reader, begin), threads):
-            table, quarantined = _score_block(scorer, opened, block, parsed, schema, batch_rows)
+            table, quarantined, row_zero = _score_block(scorer, opened, block, parsed, schema, batch_rows)
+            add_counts(part.row_zero, row_zero)
             part.tables.append(table)
             part.quarantined += quarantined
             part.num_rows += block.num_rows
@@ -124,12 +126,12 @@ def score_source(
                     f"line {quarantined[-1]['line']}: {quarantined[-1]['reason']}; does format= say what the file is?"
                 )
             if part.num_rows >= rows_per_part:
-                staged.add(number, next_row, part.tables, part.quarantined)
+                staged.add(number, next_row, part.tables, part.quarantined, part.row_zero)
                 part = _OpenPart()
             advance(reader.position - position)
             position = reader.position
     if part.num_rows:
-        staged.add(number, next_row, part.tables, part.quarantined)
+        staged.add(number, next_row, part.tables, part.quarantined, part.row_zero)
 
 
 def _from_row(reader: RowReader, row: int) -> Iterator[Block]:
@@ -139,14 +141,17 @@ def _from_row(reader: RowReader, row: int) -> Iterator[Block]:
 
 def _score_block(
     scorer: Scorer, opened: OpenedSource, block: Block, parsed: ParsedRows, schema: pa.Schema, batch_rows: int
-) -> tuple[pa.Table, list[dict[str, Any]]]:
-    """A row of the result for each of the block's; those that were not read, or not scored, have no score."""
+) -> tuple[pa.Table, list[dict[str, Any]], dict[str, list[int]]]:
+    """A row of the result for each of the block's; those that were not read, or not scored, have no score. Then the rows
+    without one, and the counts of Scored.row_zero."""
     features = parsed.table.select(_feature_names(opened.layout.columns))
     names = score_columns(scorer.tasks)
     scores = np.full((block.num_rows, len(names)), np.nan, dtype=np.float32)
     bad = {row.line: {"line": row.line, "reason": row.reason, "text": row.text} for row in parsed.quarantined}
+    row_zero: dict[str, list[int]] = {}
     for start in range(0, features.num_rows, batch_rows):
         scored = scorer.score(features.slice(start, batch_rows))
+        add_counts(row_zero, scored.row_zero)
         kept = parsed.kept[start : start + batch_rows]
         scores[kept] = scored.scores.reshape(-1, len(names))
         for refused in refused_rows(scored):
@@ -161,7 +166,7 @@ def _score_block(
     without = ~has_scores(scores)
     columns |= {name: pa.array(scores[:, i], mask=without) for i, name in enumerate(names)}
     table = pa.table([columns[name] for name in schema.names], schema=schema)
-    return table, [{"file": opened.source.name, **bad[line]} for line in sorted(bad)]
+    return table, [{"file": opened.source.name, **bad[line]} for line in sorted(bad)], row_zero
 
 
 def _feature_names(columns: ColumnsConfig) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Part:
     num_rows: int
     num_refused: int
     size_bytes: int
+    row_zero: dict[str, list[int]] = field(default_factory=dict)  # see Scored
 
     @property
     def table_name(self) -> str:
@@ -62,9 +63,22 @@ class Progress:
     def num_refused(self) -> int:
         return sum(part.num_refused for part in self.parts)
 
+    @property
+    def row_zero(self) -> dict[str, list[int]]:
+        """Feature -> lookups, and those of row 0, of all parts."""
+        total: dict[str, list[int]] = {}
+        for part in self.parts:
+            add_counts(total, part.row_zero)
+        return total
+
     def next_row(self, source: int) -> int:
         """The first row of a source that is not scored yet."""
         return max((part.next_row for part in self.parts if part.source == source), default=0)
+
+
+def add_counts(total: dict[str, list[int]], more: Mapping[str, Sequence[int]]) -> None:
+    for name, counts in more.items():
+        total[name] = [before + count for before, count in zip(total.get(name, [0, 0]), counts, strict=True)]
 
 
 class StagedScores:
@@ -93,7 +107,14 @@ class StagedScores:
         self.progress = earlier
         return ""
 
-    def add(self, source: int, next_row: int, tables: list[pa.Table], quarantined: list[dict[str, Any]]) -> None:
+    def add(
+        self,
+        source: int,
+        next_row: int,
+        tables: list[pa.Table],
+        quarantined: list[dict[str, Any]],
+        row_zero: dict[str, list[int]],
+    ) -> None:
         """A finished part, durable when this returns."""
         number = len(self.progress.parts)
         rows = pa.concat_tables(tables)
@@ -106,7 +127,7 @@ class StagedScores:
             lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in quarantined)
         for written in (path, refused):
             atomic.make_durable(written)
-        part = Part(number, source, next_row, rows.num_rows, len(quarantined), os.path.getsize(path))
+        part = Part(number, source, next_row, rows.num_rows, len(quarantined), os.path.getsize(path), row_zero)
         self.progress.parts.append(part)
         storage.publish_text(os.path.join(self.folder, PROGRESS), json.dumps(asdict(self.progress)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,10 @@ class ScoredRows(Protocol):
     @property
     def bad_rows(self) -> Sequence[QuarantinedRow]: ...
 
+    @property
+    def row_zero(self) -> Mapping[str, Sequence[int]]:
+        """Feature -> lookups, and those of row 0, which stands for unknown and missing values."""
+
 
 class Scorer(Protocol):
     """One caller at a time may score()."""
@@ -43,6 +47,10 @@ class Scorer(Protocol):
 
     def score(self, rows: Rows) -> ScoredRows:
         """Of schema_of(self.columns)."""
+        ...
+
+    def unusual(self, row_zero: Mapping[str, Sequence[int]]) -> str:
+        """A warning where many more values are unknown than the model was trained with; else empty."""
         ...
 
 
