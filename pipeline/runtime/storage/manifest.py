@@ -29,6 +29,8 @@ def seal_manifest(values: dict[str, Any]) -> str:
 def open_manifest(path: str, format_version: int) -> dict[str, Any]:
     """The values of the manifest file at `path`. Raises DamagedError for a changed file, or one of another release."""
     values = read_sealed(path)
+    if problem := files_problem(values.get("files")):
+        raise DamagedError(f"{path}: {problem}")
     if (found := values.get("format_version")) != format_version:
         raise DamagedError(f"{path} has format_version {found}, this release reads {format_version}")
     return values
@@ -43,6 +45,23 @@ def read_sealed(path: str) -> dict[str, Any]:
     seal = SEAL.match(text)
     if seal is None or hashlib.sha256(("{" + text[seal.end() :]).encode()).hexdigest() != seal[1]:
         raise DamagedError(f"{path} does not match its checksum")
-    values: dict[str, Any] = json.loads(text)
+    try:
+        values: dict[str, Any] = json.loads(text)
+    except (RecursionError, json.JSONDecodeError) as error:
+        raise DamagedError(f"{path} cannot be read: {type(error).__name__}") from None
     del values["sha256"]
     return values
+
+
+def files_problem(files: object) -> str:
+    """Empty, or what no list of files has: its numbers are what memory is asked for."""
+    if not isinstance(files, dict):
+        return "it lists no files"
+    for name, entry in files.items():
+        about = entry if isinstance(entry, dict) else {}
+        size, block, crcs = about.get("size_bytes"), about.get("block_bytes"), about.get("crc32")
+        if type(size) is not int or type(block) is not int or size < 0 or block < 1:
+            return f"file {name!r} has size_bytes={size} and block_bytes={block}"
+        if not isinstance(crcs, list) or len(crcs) != -(-size // block):
+            return f"file {name!r} of {size} bytes has not one checksum for each {block}"
+    return ""

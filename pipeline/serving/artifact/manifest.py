@@ -33,6 +33,7 @@ from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_mani
 from pipeline.serving.artifact.kept_rows import WORD_BITS
 from pipeline.serving.artifact.quantize import fits, row_bytes
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.artifact.schema_problem import schema_problem
 from pipeline.serving.artifact.served_tasks import ServedTask
 
 FORMAT_VERSION = 1
@@ -142,7 +143,7 @@ def read_manifest(path: str) -> Manifest:
     try:
         manifest = _decode(values)
         problem = _problem(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = repr(error)
     if problem:
         raise ArtifactError(f"{file} describes no artifact of this release: {problem}")
@@ -178,6 +179,8 @@ def _problem(manifest: Manifest) -> str:
             return f"table {table.name!r} has {table.stored_rows} of {table.rows} rows, and its list of kept rows is {table.kept}"
         if table.kept is not None and _size(manifest, table.kept) != -(-table.rows // WORD_BITS) * 8:
             return f"the list of kept rows of table {table.name!r} has {_size(manifest, table.kept)} bytes"
+    if problem := schema_problem(manifest.schema, manifest.lookups):
+        return problem
     if any(not 0 <= table < len(manifest.tables) for _, table in manifest.features):
         return "a feature looks up a table that there is not"
     for task in manifest.tasks:

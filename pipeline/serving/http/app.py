@@ -16,7 +16,7 @@ import pyarrow as pa
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,6 +35,7 @@ from pipeline.serving.scoring.load import cache_counts
 from pipeline.serving.scoring.scorer import Scorer, has_scores, score_columns
 
 INLINE_BYTES = 16_384  # what is decoded so quickly that a thread costs more
+CLIENT_GONE = 499  # as nginx counts it
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 logger = get_logger(__name__)
 
@@ -201,6 +202,8 @@ class _Watched:
                 await response(scope, receive, note)
             else:
                 await self._app(scope, receive, note)
+        except (ClientDisconnect, ConnectionError):  # nobody is left to answer
+            status = status or CLIENT_GONE
         except Exception:
             logger.exception("a request failed")
             if not status:

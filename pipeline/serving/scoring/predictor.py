@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
 from pipeline.config.data import ColumnsConfig
 from pipeline.config.server import SsdConfig
 from pipeline.data.raw.rows import QuarantinedRow
-from pipeline.runtime.errors import ServingError, check_choice
+from pipeline.data.read.value_index import NAMES
+from pipeline.runtime.errors import DataError, ServingError, check_choice
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import FileEntry, damage, read_verified, size_problem
 from pipeline.serving.artifact.kept_rows import KeptRows
@@ -107,8 +109,31 @@ class Predictor:
             raise ArtifactError(f"{artifact} has no compiled layers; export with compiled=true, or leave it out here")
         lookup = open_lookup(files, memory, cache_bytes, ssd)
         vocabularies = {name: files.vocabulary(file) for name, file in manifest.vocabularies.items()}
+        for feature in manifest.schema.features:
+            if feature.name in vocabularies and (
+                problem := _ids_problem(vocabularies[feature.name], feature.cardinality)
+            ):
+                raise ArtifactError(f"the vocabulary of {feature.name!r} {problem}; export again")
         program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()
-        return cls(manifest, RowEncoder(manifest.schema, vocabularies), lookup, program, files.composed())
+        try:
+            predictor = cls(manifest, RowEncoder(manifest.schema, vocabularies), lookup, program, files.composed())
+            predictor._try()
+        except (RuntimeError, IndexError, AssertionError, DataError, ServingError) as error:
+            if isinstance(error, ArtifactError):
+                raise
+            raise ArtifactError(
+                f"the parts of {artifact} do not fit each other ({' '.join(str(error).split())[:200]}); export again"
+            ) from None
+        return predictor
+
+    def _try(self) -> None:
+        """Two rows of nothing through tables and layers: they raise where their widths are not each other's."""
+        num_bags = 2 * len(self._keys)
+        nothing = torch.zeros(2, len(self.encoder.schema.dense))
+        ids, offsets = torch.zeros(num_bags, dtype=torch.int64), torch.arange(num_bags + 1)
+        wanted = (2, len(self.tasks)) if self.tasks else (2,)
+        if (found := self._score(nothing, ids, offsets).shape) != wanted:
+            raise ServingError(f"scores of 2 rows have the shape {tuple(found)}, not {wanted}")
 
     @property
     def version(self) -> str:
@@ -174,6 +199,20 @@ class Predictor:
         return scores
 
 
+def _ids_problem(vocabulary: pa.Table, cardinality: int) -> str:
+    """Empty, or what ids and values of a vocabulary cannot be. A pruned one lacks those of rows that are not stored."""
+    if vocabulary.column_names != NAMES:
+        return f"has the columns {vocabulary.column_names}"
+    ids = vocabulary["id"].to_numpy()
+    if len(ids) and (ids.min() < 1 or ids.max() >= cardinality or len(np.unique(ids)) != len(ids)):
+        return f"gives ids that are not different ones from 1 to {cardinality - 1}"
+    if pc.any(pc.equal(pc.binary_length(vocabulary["value"]), 0)).as_py():
+        return "holds empty values"
+    if not len(ids) and cardinality > 1:
+        return f"is empty, and there are {cardinality} ids"
+    return ""
+
+
 def open_lookup(
     files: _Files, memory: str, cache_bytes: int | None = None, ssd: SsdConfig | None = None
 ) -> TableLookup:
@@ -232,8 +271,10 @@ class _Files:
     def vocabulary(self, name: str) -> pa.Table:
         try:
             with pa.ipc.open_file(pa.BufferReader(self.content(name))) as file:
-                return file.read_all()
-        except (pa.ArrowInvalid, OSError) as error:
+                table = file.read_all()
+            table.validate(full=True)
+            return table
+        except (pa.ArrowException, OSError) as error:
             raise ArtifactError(f"{name} is no vocabulary: {error}") from None
 
     def composed(self) -> ComposedTables | None:

@@ -1,0 +1,137 @@
+"""An artifact whose checksums were made anew after its content was changed is one line of error: checksums vouch for no meaning."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.storage.manifest import SEAL, read_sealed, seal_manifest
+from pipeline.serving.artifact.export_run import ExportSummary
+from pipeline.serving.artifact.manifest import ArtifactError
+from pipeline.serving.artifact.table_files import write_bytes
+from pipeline.serving.scoring.predictor import Predictor
+from tests.support.messages import names
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def _set(*keys: Any) -> Change:
+    """Of nested dicts and lists; the last is the value."""
+    *path, last, value = keys
+
+    def change(values: Any) -> None:
+        for key in path:
+            values = values[key]
+        values[last] = value
+
+    return change
+
+
+def _first_file(key: str, value: object) -> Change:
+    return lambda values: values["files"]["dense.pt2"].__setitem__(key, value)
+
+
+CHANGES: dict[str, Change] = {
+    "bags of 10^12": _set("schema", "features", 0, "bag_size", 10**12),
+    "bags of -1": _set("schema", "features", 0, "bag_size", -1),
+    "bags of true": _set("schema", "features", 0, "bag_size", True),
+    "12 dense columns for 13": lambda values: values["schema"]["dense"].pop(),
+    "14 dense columns for 13": lambda values: values["schema"]["dense"].append("more"),
+    "25 features for 26": lambda values: (values["schema"]["features"].pop(), values["features"].pop()),
+    "another table": _set("features", 3, 1, 99),
+    "hashed to nothing": _set("schema", "features", 0, "hash_size", 0),
+    "no ids": _set("schema", "features", 2, "cardinality", 0),
+    "fewer ids than the vocabulary": _set("schema", "features", 20, "cardinality", 2),
+    "buckets out of order": _set("schema", "features", 0, "boundaries", [1.0, 1.0]),
+    "a transform by nothing": _set("schema", "dense_transform", "sqrt"),
+    "std 0": _set("schema", "dense_columns", {"int_0": {"kind": "standardize", "mean": 0.0, "std": 0.0}}),
+    "blocks of 0 bytes": _first_file("block_bytes", 0),
+    "blocks of text": _first_file("block_bytes", "8"),
+    "too few checksums": _first_file("crc32", []),
+    "a negative size": _first_file("size_bytes", -1),
+    "no files": _set("files", []),
+    "lookups out of order": lambda values: next(iter(values["lookups"].values())).update(ranks=[3, 2], shares=[0.1, 0.2]),
+    "endless lookups": lambda values: next(iter(values["lookups"].values())).update(per_row=1e999),
+    "two columns of one name": _set("schema", "dense", 0, "cat_0"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def artifact(small_artifact: ExportSummary, tmp_path: Path) -> Path:
+    """Links to the files, which tests replace and never write."""
+    return Path(shutil.copytree(small_artifact.artifact, tmp_path / "artifact", copy_function=os.link))
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.unlink()
+    path.write_bytes(content)
+
+
+def _reseal(artifact: Path, change: Change) -> None:
+    values = read_sealed(str(artifact / "manifest.json"))
+    change(values)
+    _write(artifact / "manifest.json", seal_manifest(values).encode())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_numbers_that_cannot_be_are_one_line(artifact: Path, name: str) -> None:
+    _reseal(artifact, CHANGES[name])
+    with pytest.raises(ArtifactError):
+        Predictor.load(str(artifact))
+
+
+def test_a_manifest_of_endless_depth_is_one_line(artifact: Path) -> None:
+    import hashlib
+
+    text = (artifact / "manifest.json").read_text()
+    seal = SEAL.match(text)
+    assert seal is not None
+    deep = "{" + '\n "deep": ' + "[" * 200_000 + "]" * 200_000 + "," + text[seal.end() :]
+    sealed = f'{{\n "sha256": "{hashlib.sha256(deep.encode()).hexdigest()}",{deep[1:]}'
+    _write(artifact / "manifest.json", sealed.encode())
+    with pytest.raises(DamagedError, match=names("manifest.json cannot be read")):
+        Predictor.load(str(artifact))
+
+
+def _vocabulary(kind: str, table: pa.Table) -> bytes:
+    """The bytes of a file whose content is spoilt."""
+    ids, values = table["id"].combine_chunks(), table["value"].combine_chunks()
+    if kind == "empty":
+        table = table.slice(0, 0)
+    elif kind == "ids out of range":
+        table = table.set_column(0, "id", pa.array([10**6] * len(ids), ids.type))
+    elif kind == "one id for all":
+        table = table.set_column(0, "id", pa.array([1] * len(ids), ids.type))
+    else:
+        middle = 0 if kind == "all offsets 0" else 2**30
+        last = 0 if kind == "all offsets 0" else values.offset + len(values.buffers()[2])
+        offsets = pa.array([0] + [middle] * (len(values) - 1) + [last], pa.int32())
+        spoilt = pa.Array.from_buffers(values.type, len(values), [None, offsets.buffers()[1], values.buffers()[2]])
+        table = table.set_column(1, "value", spoilt)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+@pytest.mark.parametrize(
+    "kind", ["empty", "ids out of range", "one id for all", "all offsets 0", "offsets out of range"]
+)
+def test_vocabularies_that_cannot_be_are_one_line(artifact: Path, tmp_path: Path, kind: str) -> None:
+    values: dict[str, Any] = json.loads((artifact / "manifest.json").read_text())
+    name = values["vocabularies"]["cat_20"]
+    with pa.ipc.open_file(str(artifact / name)) as file:
+        content = _vocabulary(kind, file.read_all())
+    _write(artifact / name, content)
+    entry = write_bytes(str(tmp_path / "spoilt"), content)
+    _reseal(artifact, _set("files", name, entry))
+    with pytest.raises(ArtifactError, match="vocabulary"):
+        Predictor.load(str(artifact))
