@@ -20,6 +20,7 @@ from pipeline.config.retraining import (
 )
 from pipeline.config.server import BatchingConfig, LimitsConfig, ServerConfig, SsdConfig, check_memory
 from pipeline.config.serving import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
+from pipeline.config.sweep import SweepConfig
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import (
     CheckpointConfig,
@@ -251,6 +252,14 @@ class RetrainJob(TrainJob):
                     f"gate.held names {name!r}, which is no other label that model={self.model.kind} learns"
                     f"{did_you_mean(name, learnt)}; it learns {', '.join(learnt)}"
                 )
+
+
+@dataclass
+class SweepJob(TrainJob):
+    """The train job, repeated with the values of sweep.params; run_dir holds the study, and a run folder a trial in trials/."""
+
+    run_dir: str = "${paths.runs}/${name}_sweep"
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 @dataclass
@@ -486,5 +495,5 @@ CONFIG_NAMES: dict[type, str] = {
     CheckpointsJob: "checkpoints", ExportJob: "export",
     RetrainJob: "retrain", RegistryJob: "registry",
     PredictJob: "predict", ServeJob: "serve", RunsJob: "runs",
-    ReportJob: "report",
+    ReportJob: "report", SweepJob: "sweep",
 }  # fmt: skip

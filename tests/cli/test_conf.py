@@ -26,6 +26,7 @@ from pipeline.config.jobs import (
     PrepareJob,
     RetrainJob,
     ServeJob,
+    SweepJob,
     TrainJob,
 )
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
@@ -83,12 +84,14 @@ WANTED = {
     ServeJob: ["artifact=x"],
     PrepareJob: ["data=quickstart", "source=x", "vocabularies.path=y"],
     TrainJob: ["data.name=mine", "warm_start.run=x"],
+    SweepJob: ["data.name=mine"],
 }
 JOB_OF = {
     **dict.fromkeys(("windows", "growth", "checks", "gate", "registry"), RetrainJob),
     **dict.fromkeys(("pruning", "parity"), ExportJob),
     **dict.fromkeys(("ssd", "server", "batching", "limits"), ServeJob),
     "vocabularies": PrepareJob,
+    "sweep": SweepJob,
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from pipeline.runtime.errors import ConfigError
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERBS = {
     "checkpoints", "doctor", "evaluate", "export", "generate", "plan", "precompile", "predict", "prepare", "registry",
-    "report", "retrain", "runs", "serve", "train",
+    "report", "retrain", "runs", "serve", "sweep", "train",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from pipeline.config.data import BaseVocabularyConfig, BucketsConfig, Conversion
 from pipeline.config.jobs import CONFIG_NAMES
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.registry import components
+from pipeline.config.sweep import KnobConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.tables import LAST_RESORT
@@ -27,6 +28,9 @@ OTHERWISE = {
     "name": "${data.name}_${model.kind}",
     "world_size": "${oc.decode:${oc.env:WORLD_SIZE,1}}",
     "planner.gap_tolerance": {"plan": 0.0},
+    "low": 0.005,  # of the example of a knob, as are the two that follow
+    "high": 0.2,
+    "log": True,
     "hardware.ddr_gb_per_s": 20.0,
     "hardware.hbm_to_ddr_gb_per_s": 25.0,
     "hardware.intra_host_gb_per_s": 25.0,
@@ -45,6 +49,7 @@ OPTIONAL: list[tuple[type, str, tuple[str, ...]]] = [
     (BucketsConfig, "data/open_bandit_buckets", ("buckets", "user-item_affinity_*")),
     (TableConfig, "tables/all_settings", ("default",)),
     (CompressionConfig, "tables/all_settings", ("default", "compression")),
+    (KnobConfig, "sweep/lr_dim", ("params", "optimizer.sparse.lr")),
 ]
 
 

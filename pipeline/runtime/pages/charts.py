@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 WIDTH, HEIGHT = 272, 150  # of the plot: with its margins it fits a phone's width
@@ -15,12 +15,13 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """`colour` names a CSS colour. marks: a dot at each point, where there are few."""
+    """`colour` names a CSS colour. marks: a dot at each point, where there are few; joined: a line through the points."""
 
     name: str
     colour: str
     points: list[Point]
     marks: bool = False
+    joined: bool = True
 
 
 def line_chart(
@@ -33,7 +34,7 @@ def line_chart(
     bounds: tuple[float, float] | None = None,
 ) -> str:
     """Points that are not finite are left out. log: the values on a logarithmic scale; diagonal: a line where y is x."""
-    drawn = [Line(line.name, line.colour, thinned(_finite(line.points, log)), line.marks) for line in lines]
+    drawn = [replace(line, points=thinned(_finite(line.points, log))) for line in lines]
     points = [point for line in drawn for point in line.points]
     if not points:
         return ""
@@ -128,7 +129,8 @@ def _line(line: Line, at: Callable[[float, float], Point], x_name: str) -> list[
         if places
         else ""
     )
-    parts = [f'<polyline class="line" style="stroke:var(--{line.colour})" points="{path}">{title}</polyline>']
+    drawn = f'<polyline class="line" style="stroke:var(--{line.colour})" points="{path}">{title}</polyline>'
+    parts = [drawn] if line.joined else []
     if line.marks or len(places) == 1:
         parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:var(--{line.colour})">'

@@ -55,6 +55,11 @@ def die_with_parent(wanted: bool = True) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL) if wanted else 0, 0, 0, 0)
 
 
+def end_with_parent() -> None:
+    """As die_with_parent, by SIGTERM, so that what the process holds is saved; survives exec."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
 def kill(pid: int, started: int) -> bool:
     """SIGKILL the process of that number and start time; whether there was one."""
     if not started or start_time(pid) != started:

@@ -1,0 +1,47 @@
+"""Search values of a training:  python -m pipeline.sweep experiment=quickstart sweep=lr
+
+    python -m pipeline.sweep experiment=quickstart sweep=lr sweep.prune=asha trainer.evaluate_max_batches=20
+    python -m pipeline.sweep experiment=quickstart sweep=lr sweep.sampler=random sweep.trials=40 sweep.parallel=2
+
+Every trial is an ordinary run in <run_dir>/trials. What was killed goes on by the same command. Needs the extra `sweep` (Optuna).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pipeline.cli.command_line import load_config, split_flags, validate_train
+from pipeline.cli.verb import verb
+from pipeline.config.jobs import SweepJob, TrainJob
+from pipeline.runtime.storage import storage
+
+OWN = ("sweep", "run_dir", "sweep.")  # words that are the sweep's, and no training's
+
+
+def training_words(words: list[str]) -> list[str]:
+    """The overrides and flags of every training of the sweep."""
+    overrides, flags = split_flags(words)
+    kept = [word for word in overrides if not word.startswith("sweep.") and word.partition("=")[0] not in OWN]
+    return [*kept, *(f"{name}={value}" for name, value in flags.items() if name == "--config-dir")]
+
+
+def compose(words: list[str]) -> TrainJob:
+    """The job of a trial, checked against its data set. Raises UserError."""
+    job = load_config(TrainJob, words)
+    validate_train(job)
+    return job
+
+
+def run(job: SweepJob) -> str:
+    from pipeline.training.sweep.outcome import describe, render_page
+    from pipeline.training.sweep.run import sweep
+
+    result = sweep(job, training_words(sys.argv[1:]), compose)
+    storage.publish_text(f"{result.run_dir}/sweep.html", render_page(result, job.name))
+    return describe(result)
+
+
+main = verb("sweep", SweepJob, describe=str, validate=validate_train)(run)
+
+if __name__ == "__main__":
+    main()

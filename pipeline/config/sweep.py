@@ -1,0 +1,80 @@
+"""Schema of a sweep: which values of a training are searched, how, and how many trainings run at once (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
+
+SAMPLERS = ("tpe", "random", "grid")
+PRUNERS = ("none", "asha")
+
+
+@dataclass
+class KnobConfig:
+    """A key of the training and its values: `low` to `high`, or `choices`, which may be options of a group too.
+
+    when: key of another knob -> the values of it with which this one is searched; else the key is left as it is.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    integer: bool = False
+    step: float | None = None  # between values; a grid over a range needs it
+    choices: list[Any] = field(default_factory=list)
+    when: dict[str, list[Any]] = field(default_factory=dict)
+
+    def check(self, key: str) -> None:
+        """Raises ConfigError; `key` names the knob."""
+        has_range = self.low is not None and self.high is not None
+        if bool(self.choices) == has_range or (self.low is None) != (self.high is None):
+            raise ConfigError(f"sweep.params.{key} wants either choices=[...], or low and high")
+        if self.low is not None and self.high is not None:
+            check_above(f"sweep.params.{key}.high", self.high, self.low)
+            if self.log:
+                check_above(f"sweep.params.{key}.low (log=true)", self.low, 0.0)
+            if self.log and self.step is not None:
+                raise ConfigError(f"sweep.params.{key}: log and step exclude each other")
+        if self.step is not None:
+            check_above(f"sweep.params.{key}.step", self.step, 0.0)
+
+
+@dataclass
+class SweepConfig:
+    """params: key of the training -> its values. metric: of the validation split; None: the model's first.
+
+    prune=asha: a training goes on from a rung (1/9, 1/3 and all of its steps with reduction_factor=3) only while it is among
+    the best 1/reduction_factor there (Li et al. 2020). launch: the words before a trial's overrides; None: this Python.
+    """
+
+    params: dict[str, KnobConfig] = field(default_factory=dict)
+    sampler: str = "tpe"
+    trials: int = 20  # a grid has as many as it has points, at most these
+    parallel: int = 1  # trainings at a time
+    seed: int = 0  # of the sampler
+    metric: str | None = None
+    prune: str = "none"
+    reduction_factor: int = 3
+    rungs: int = 3
+    retries: int = 2  # of a training that ends without a result
+    finalists: int = 2  # trained with all seeds at the end, and compared
+    seeds: int = 1  # 1: no such comparison
+    launch: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("sweep.sampler", self.sampler, SAMPLERS)
+        check_choice("sweep.prune", self.prune, PRUNERS)
+        for name in ("trials", "parallel", "seeds", "finalists"):
+            check_at_least(f"sweep.{name}", getattr(self, name), 1)
+        check_at_least("sweep.retries", self.retries, 0)
+        check_at_least("sweep.reduction_factor", self.reduction_factor, 2)
+        check_at_least("sweep.rungs", self.rungs, 2)
+        for key, knob in self.params.items():
+            knob.check(key)
+            for other in knob.when:
+                if other not in self.params or list(self.params).index(other) >= list(self.params).index(key):
+                    raise ConfigError(f"sweep.params.{key}.when names {other!r}, which is no knob before it")
+            if self.sampler == "grid" and not knob.choices and knob.step is None and not knob.integer:
+                raise ConfigError(f"sweep.params.{key}: a grid wants choices, or a step between low and high")
