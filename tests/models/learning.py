@@ -7,14 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.config.data import SyntheticConfig, UserItemConfig
+from pipeline.config.data import ConversionsConfig, SyntheticConfig, UserItemConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
+from pipeline.data.generate.conversions import make_funnel, sample_labels
 from pipeline.data.generate.synthetic import make_teacher, prepared_dense, sample_features, sigmoid
 from pipeline.data.generate.user_item import make_taste, sample_pairs
 from pipeline.data.quality import auc
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.data.targets import Target
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
 from pipeline.models.tasks.task import make_task
@@ -27,7 +29,10 @@ BATCH = 1024
 
 @dataclass(frozen=True)
 class Rows:
-    """dense [rows, num_dense], ids {feature: [rows]} from 1, labels and true probabilities [rows]."""
+    """dense [rows, num_dense], ids {feature: [rows]} from 1, labels and true probabilities [rows].
+
+    Of a click and a conversion, which counts where there was a click, both are [rows, 2].
+    """
 
     dense: np.ndarray
     ids: dict[str, np.ndarray]
@@ -46,7 +51,10 @@ class Rows:
             list(self.ids), ids.reshape(-1), torch.ones(ids.numel()), count, [count] * len(self.ids)
         )
         dense, labels = torch.from_numpy(self.dense[rows]).float(), torch.from_numpy(self.labels[rows]).float()
-        return Batch(dense, features, labels, torch.ones(count))
+        if labels.dim() == 1:
+            return Batch(dense, features, labels, torch.ones(count))
+        weights = torch.stack([torch.ones(count), labels[:, 0]], dim=1)
+        return Batch(dense, features, labels, weights, present=torch.ones(count, dtype=torch.bool))
 
     def dataset(self) -> Dataset:
         """As `prepare` would describe them; ids are given by descending frequency."""
@@ -82,6 +90,18 @@ def user_item_rows(config: UserItemConfig) -> Rows:
     return Rows(np.zeros((len(users), 0)), ids, random.random(len(users)) < truth, truth)
 
 
+def conversion_rows(config: ConversionsConfig) -> Rows:
+    """Without conversions where there was no click."""
+    funnel, random = make_funnel(config), np.random.default_rng(7)
+    drawn = funnel.sample(config, random, config.num_rows)
+    truth = funnel.probabilities(drawn)
+    columns = {
+        "user_id": drawn.users, "user_group": drawn.groups, "item_id": drawn.items, "item_category": drawn.categories
+    }  # fmt: skip
+    ids = {name: by_frequency(column) for name, column in columns.items()}
+    return Rows(np.zeros((config.num_rows, 0)), ids, sample_labels(random, truth), truth)
+
+
 def click_rows(config: SyntheticConfig) -> Rows:
     random = np.random.default_rng(7)
     counts, missing, ids = sample_features(config, random, config.num_rows)
@@ -100,13 +120,15 @@ def fit(
     lr: float = 0.02,
     scale: float = 0.1,
     seed: int = 0,
+    targets: list[Target] | None = None,
 ) -> torch.nn.Module:
     """The trained task, by Adam on everything."""
     default = TableConfig(embedding_dim=dim, init=InitConfig("normal", scale))
     dataset = rows.dataset()
     tables = resolve_tables({"default": default}, dataset)
     config.check_tables(tables, len(dataset.dense_features))
-    task = make_task(config, build_model(config, tables, len(dataset.dense_features), seed=seed), tables)
+    model = build_model(config, tables, len(dataset.dense_features), seed=seed, targets=targets)
+    task = make_task(config, model, tables, targets)
     task.model.embedding_bag_collection.to_empty(device="cpu")
     initialize_tables(task, seed)
     optimizer = torch.optim.Adam(task.parameters(), lr=lr)
