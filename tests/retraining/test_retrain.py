@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.command_line import load_config
+from pipeline.config.data import ConversionsConfig
+from pipeline.config.jobs import RetrainJob
+from pipeline.data.generate.conversions import write_source
 from pipeline.retraining.ledger import PROMOTED, SKIPPED
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.tick import describe, retrain
+from pipeline.runtime.errors import UserError
 from pipeline.runtime.storage.lease import take_lease
+from pipeline.serving.artifact.manifest import read_manifest
 from tests.retraining.runs import candidate, finished
 from tests.retraining.streams import job, write_window
+from tests.support.messages import names
 
 
 def _partition(folder: Path, name: str, whole: bool) -> None:
@@ -97,3 +104,32 @@ def test_versions_of_managed_collision_follow_each_other_with_artifacts(tmp_path
     assert [record.state for record in summary.records] == [PROMOTED, PROMOTED]
     champion = Registry(str(tmp_path / "registry")).champion()
     assert champion is not None and champion.artifact is not None
+
+
+@pytest.mark.campaign
+def test_versions_of_several_labels_follow_each_other_with_artifacts(tmp_path: Path) -> None:
+    config = ConversionsConfig(num_rows=18_000, num_users=50, num_items=30, click_rate=0.4, conversion_rate=0.4)
+    write_source(config, str(tmp_path / "rows.tsv"), 1)
+    header, *rows = (tmp_path / "rows.tsv").read_text().splitlines()
+    for number in (1, 2, 3):
+        _partition(tmp_path, f"dt=2026-11-0{number}", whole=True)
+        part = rows[(number - 1) * 6000 : number * 6000]
+        (tmp_path / "source" / f"dt=2026-11-0{number}" / "rows.tsv").write_text("\n".join([header, *part, ""]))
+    words = [
+        "experiment=conversions_mmoe", "hardware=cpu", f"source={tmp_path}/source", f"run_dir={tmp_path}/work",
+        f"registry.path={tmp_path}/registry", "trainer.global_batch_size=128", "tables.default.embedding_dim=4",
+        "model.expert_layer_sizes=[16]", "optimizer.dense.lr=0.005", "data.rows_per_row_group=128", "threads=1",
+        "windows.lateness_hours=0", "gate.task=conversion", "gate.held={click: 0.5}", "gate.calibration_min=0.2",
+        "gate.calibration_max=5", "gate.ne_tolerance=1", "gate.max_ne=5", "gate.min_rows=100", "checks.min_history=20",
+        "checks.champion_ne_rise=null", "checks.unknown_share_rise=null", "max_catchup=5", "trainer.epochs=3",
+        "checks.repeated_share=null",
+    ]  # fmt: skip
+    summary = retrain(load_config(RetrainJob, words))
+    assert [record.state for record in summary.records] == [PROMOTED, PROMOTED], [r.reasons for r in summary.records]
+    metrics = summary.records[1].metrics
+    assert metrics["eval_label_rate"] > 0.3 and metrics["eval_rows"] < 4000  # conversions, of clicked rows
+    champion = Registry(str(tmp_path / "registry")).champion()
+    assert champion is not None and champion.artifact is not None
+    assert [task.name for task in read_manifest(champion.artifact).tasks] == ["click", "conversion"]
+    with pytest.raises(UserError, match=names("gate.task='clik' click")):
+        load_config(RetrainJob, [*words, "gate.task=clik"])
