@@ -32,9 +32,10 @@ help:  ## this list
 train: $(VENV)/installed  ## install, make a data set with a known best AUC, prepare, plan, train on 2 ranks, evaluate
 	@[ -e datasets/quickstart/dataset.json ] || [ -e $(RAW) ] || $(PY) -m pipeline.generate data=quickstart output=$(RAW)
 	@[ -e datasets/quickstart/dataset.json ] || $(PY) -m pipeline.prepare data=quickstart source=$(RAW)
-	@$(PY) -m pipeline.plan experiment=$(EXPERIMENT) world_size=$(RANKS)
+	@$(PY) -m pipeline.plan experiment=$(EXPERIMENT) world_size=$(RANKS) brief=true
 	@$(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(EXPERIMENT) planner=file
 	@$(PY) -m pipeline.evaluate run=$(RUN) split=test
+	@echo "picture     $(RUN)/report.html, all of it as one page: open it in a browser"
 	@echo "next        $(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(NEXT)"
 
 .PHONY: install

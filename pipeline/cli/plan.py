@@ -61,7 +61,7 @@ def plan(job: PlanJob) -> PlanSummary:
     request = build_request(resolved)
     # Imported here, for a mistake in the job must fail before torch is loaded.
     from pipeline.embeddings.describe import describe_savings, savings_of
-    from pipeline.planner.explain import explain
+    from pipeline.planner.explain import explain, summarize
     from pipeline.planner.page import page_path, write_page
     from pipeline.planner.plan_codec import encode_plan, write_plan
     from pipeline.planner.planner import make_plan
@@ -82,7 +82,9 @@ def plan(job: PlanJob) -> PlanSummary:
         max_rank_ms=record.objective.max_rank_ms,
         critical_path_ms=record.objective.critical_path_ms,
         seconds=time.monotonic() - started,
-        explanation="\n".join([explain(record), *describe_savings(savings_of(resolved.tables))]),
+        explanation="\n".join(
+            [summarize(record) if job.brief else explain(record), *describe_savings(savings_of(resolved.tables))]
+        ),
     )
 
 
@@ -170,7 +172,7 @@ def check(path: str, job: PlanJob) -> list[str]:
 
 def train_command(summary: PlanSummary, overrides: list[str]) -> str:
     """The training that replays the plan, with the overrides that it was made with."""
-    kept = [shlex.quote(word) for word in overrides if not word.startswith("planner=")]
+    kept = [shlex.quote(word) for word in overrides if not word.startswith(("planner=", "brief="))]
     arguments = " ".join([*kept, "planner=file"])
     if summary.world_size == 1:
         return f"python -m pipeline.train {arguments}"
@@ -181,7 +183,7 @@ def train_command(summary: PlanSummary, overrides: list[str]) -> str:
 
 def describe(summary: PlanSummary) -> str:
     lines = [
-        f"{summary.explanation}\n",
+        summary.explanation + ("\n" if "\n" in summary.explanation else ""),
         f"plan        {summary.plan_file} ({summary.planner}, {summary.world_size} rank(s) of {summary.hardware}, "
         f"{summary.seconds:.1f} s)",
         *([f"pictures    {summary.page}"] if summary.page else []),

@@ -181,7 +181,12 @@ class TrainJob(Job):
 
 @dataclass
 class PlanJob(TrainJob):
-    """The train job, planned for `world_size` ranks of `hardware` and written to planner.plan_file."""
+    """The train job, planned for `world_size` ranks of `hardware` and written to planner.plan_file.
+
+    brief: print one line of the plan in place of every table's; its page has them all.
+    """
+
+    brief: bool = False
 
 
 @dataclass

@@ -26,6 +26,7 @@ from pipeline.training.run_state import checkpoint_folder, chosen_step
 if TYPE_CHECKING:
     from pipeline.training.runs.details import EvaluationDetails
 
+REPORT = "report.html"
 CLICK_METRICS = ("ne", "logloss", "auc", "gauc", "auprc", "calibration", "label_rate")  # in this order on the terminal
 
 
@@ -40,6 +41,7 @@ class EvaluateSummary:
     path: str = ""
     throughput: dict[str, float] = field(default_factory=dict)  # of the training, where it is known
     tables: str = ""  # whose, where hosts trained tables of their own
+    report: str = ""  # the run's page, where it has one
     best_by: str = ""  # the metric by which the step is the best of the run; empty where it was not chosen so
 
 
@@ -113,6 +115,10 @@ def _write(summary: EvaluateSummary, details: EvaluationDetails | None) -> None:
     why = {"undefined": reason} if (reason := undefined(summary.metrics)) else {}
     said = {"split": summary.split, "step": summary.step, **tables, **summary.metrics, **why}
     storage.publish_text(summary.path, to_json(said, indent=1))
+    if storage.exists(storage.join(summary.run, REPORT)):
+        from pipeline.training.runs.report import try_report
+
+        summary.report = try_report(summary.run)
 
 
 def check_data(job: EvaluateJob, path: str, is_other_data: bool) -> None:
@@ -181,5 +187,6 @@ def describe(summary: EvaluateSummary) -> str:
         lines.append(f"tables      {summary.tables}")
     lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")
     lines += describe_run(summary.run, summary.checkpoint, summary.throughput)
+    lines += [f"report      {summary.report}"] if summary.report else []
     lines.append(f"written to  {summary.path}")
     return "\n".join(lines)

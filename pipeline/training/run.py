@@ -165,7 +165,9 @@ def _train(
             summary.remarks = remarks(job.trainer, summary.step, steps, summary.validation, writer.path)
             _write_summary(summary)
             if job.logger.report:
-                _write_report(summary)
+                from pipeline.training.runs.report import try_report
+
+                summary.report = try_report(job.run_dir)
     return result, summary
 
 
@@ -236,23 +238,6 @@ def _write_summary(summary: TrainSummary) -> None:
     from pipeline.runtime.logs import to_json
 
     storage.publish_text(f"{summary.run_dir}/{SUMMARY}", to_json(asdict(summary), indent=1))
-
-
-def _write_report(summary: TrainSummary) -> None:
-    """The run is done: what its page lacks must not fail it."""
-    from pipeline.runtime.logs import get_logger
-    from pipeline.training.runs.folder import Run
-    from pipeline.training.runs.report import write_report
-
-    try:
-        summary.report = write_report(Run(summary.run_dir))
-    except Exception as error:
-        get_logger("pipeline.train").warning(
-            "no report (%s: %s); `python -m pipeline.report run=%s` tries again",
-            type(error).__name__,
-            error,
-            summary.run_dir,
-        )
 
 
 def describe(summary: TrainSummary) -> str:

@@ -114,10 +114,16 @@ def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0
             f"none of these runs was measured on the {split} split: python -m pipeline.evaluate run=... split={split}"
         )
     details, notes = read_all_details(runs, split, {path: step for path, (step, _) in found.items()})
-    names = dict.fromkeys(name for _, metrics in found.values() for name in metrics if name not in LEFT_OUT)
+    names = dict.fromkeys(
+        name
+        for _, metrics in found.values()
+        for name in metrics
+        if name.rpartition("/")[2] not in LEFT_OUT
+        and metrics.get(name.rpartition("/")[2]) != (metrics[name] if "/" in name else None)
+    )
     resampled = resampled_measures(
         {path: each.blocks for path, each in details.items()},
-        {path: each.metrics.get("auc", math.nan) for path, each in details.items()},
+        {path: each.auc for path, each in details.items()},
     ) if details else {}  # fmt: skip
     rows = []
     for name in names:

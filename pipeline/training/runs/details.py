@@ -7,6 +7,7 @@ One Parquet file: a row a block, and everything else as JSON in the file's metad
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -76,6 +77,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class EvaluationDetails:
+    """Blocks, bins and slices are of the main label, where there are several."""
+
     split: str
     step: int
     dataset: str  # fingerprint
@@ -83,6 +86,10 @@ class EvaluationDetails:
     blocks: Blocks
     reliability: list[Bin] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
+
+    @property
+    def auc(self) -> float:
+        return next((value for name, value in self.metrics.items() if name.rpartition("/")[2] == "auc"), math.nan)
 
 
 def summarize_rows(

@@ -224,8 +224,12 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    return {
+    """Of several labels, whose metrics are named label/ne, the main one's also by the metrics' names alone."""
+    found = {
         name: value
         for name, value in values.items()
         if isinstance(value, (int, float)) and name not in ("step", "time")
     }
+    if main := next((name.rpartition("/")[0] for name in found if "/" in name), ""):
+        found |= {name.removeprefix(f"{main}/"): value for name, value in found.items() if name.startswith(f"{main}/")}
+    return found

@@ -14,6 +14,7 @@ from pipeline.data.dataset import Dataset, SparseFeature, load_dataset
 from pipeline.planner.explain import explain
 from pipeline.planner.plan_file import read_view
 from pipeline.runtime.errors import DataError, PlanError, UserError
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.pages.charts import Line, line_chart
 from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
 from pipeline.runtime.storage import storage
@@ -22,6 +23,7 @@ from pipeline.training.runs.details import EvaluationDetails, Slice, read_detail
 from pipeline.training.runs.folder import PLAN, Run
 
 FILE = "report.html"
+logger = get_logger("pipeline.report")
 MOST_SLICES = 12
 LEAST_SLICE_ROWS = 100
 COLOURS = tuple(f"run_{number}" for number in range(1, 7))
@@ -39,6 +41,17 @@ def write_report(run: Run, path: str | None = None) -> str:
     path = path or storage.join(run.path, FILE)
     storage.publish_text(path, render_report(run))
     return path
+
+
+def try_report(path: str) -> str:
+    """Write the page of the run in folder `path` after a training or an evaluation, which must not fail by it; empty for none."""
+    try:
+        return write_report(Run(path))
+    except Exception as error:
+        logger.warning(
+            "no report (%s: %s); `python -m pipeline.report run=%s` tries again", type(error).__name__, error, path
+        )
+        return ""
 
 
 def render_report(run: Run) -> str:
@@ -120,6 +133,7 @@ def warnings_of(run: Run, metrics: dict[str, float], details: EvaluationDetails 
     throughput = run.summary.get("throughput", {})
     if throughput.get("input_stall_percent", 0.0) > 20:
         yield f"Training waited for input {throughput['input_stall_percent']:.0f} % of the time: see data.reader.decode_threads."
+    yield from run.summary.get("remarks", [])
     if bad := run.summary.get("num_bad_rows"):
         yield f"{bad:,} bad rows were left out; the folder quarantine lists them."
     if run.starts and run.starts[-1].commit.endswith("-dirty"):
@@ -148,10 +162,13 @@ def _quality(run: Run) -> Iterator[str]:
 
 
 def _curve(run: Run, kind: str, metric: str, colour: str, marks: bool = False) -> Line:
-    points = [
-        (line["step"], line[metric]) for line in run.lines if line["kind"] == kind and line.get(metric) is not None
-    ]
-    return Line(kind, colour, points, marks)
+    """Of several labels the main one's."""
+    found = ((line["step"], _value(line, metric)) for line in run.lines if line["kind"] == kind)
+    return Line(kind, colour, [(step, value) for step, value in found if value is not None], marks)
+
+
+def _value(line: dict[str, Any], metric: str) -> float | None:
+    return line.get(metric, next((line[name] for name in line if name.endswith(f"/{metric}")), None))
 
 
 def _calibration(details: EvaluationDetails | None, split: str) -> Iterator[str]:
