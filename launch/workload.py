@@ -15,11 +15,18 @@ from typing import Optional
 
 from launch.options import option
 from launch.resources import asked_host, parse_shape, threads_per_rank
-from pipeline.cli.command_line import parse_command_line, print_user_errors, validate_evaluation, validate_train
+from pipeline.cli.command_line import (
+    has_dataset,
+    parse_command_line,
+    print_user_errors,
+    validate_evaluation,
+    validate_geometry,
+    validate_train,
+)
 from pipeline.config.jobs import EvaluateJob, ExportJob, PlanJob, PrepareJob, RetrainJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import TrainerConfig
-from pipeline.runtime.errors import LaunchError
+from pipeline.runtime.errors import LaunchError, TrainingError
 from pipeline.runtime.masking import SECRET_NAME, mask
 
 RDZV_PORT = 29500
@@ -118,8 +125,27 @@ class Workload:
         return threads_per_rank(self.cpu or default_cpu, self.ranks_per_node)
 
 
+def _validate_here(job: TrainJob) -> None:
+    """Raises UserError; where the data set is not here, it says how to go without a look at it."""
+    try:
+        validate_train(job)
+    except TrainingError as error:
+        if has_dataset(job):
+            raise
+        raise LaunchError(
+            f"{error}; where only the cluster sees data.path={job.data.path}, give --no-check-data (torchx: --check_data False)"
+        ) from None
+
+
+def _validate_unseen(job: TrainJob) -> None:
+    """What needs no data set; a line on stderr says what was not looked at. Raises UserError."""
+    validate_geometry(job)
+    print(f"data.path={job.data.path} was not looked at from here: the job checks it when it starts", file=sys.stderr)
+
+
 def train(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    job = parse_command_line(TrainJob, doc, _as_composed_by_ranks(words, where), validate_train if check_data else None)
+    validate = _validate_here if check_data else _validate_unseen
+    job = parse_command_line(TrainJob, doc, _as_composed_by_ranks(words, where), validate)
     return _ranks("train", words, where, job.name, f"{job.run_dir}/logs", job.trainer.grace_s)
 
 

@@ -118,7 +118,7 @@ class Checkpointer:
             self._steps.begin(step_name(step), self._ranks.from_main(lambda: uuid.uuid4().hex[:8])),
             plan,
             self._host_copy.fill(tensors) if self.asynchronous else tensors,
-            random_state.capture_random_state(self._context.device),
+            random_state.capture_for_step(step, self._context.rank, self._context.device),
             self._describe(step, values or {}),
         )
         if self.asynchronous:
@@ -345,7 +345,9 @@ class Checkpointer:
         name = random_state.file_name(self._context.rank)
         if manifest["world_size"] != self._context.world_size:
             return None
-        return read_verified(file_path(path, manifest, name), manifest["files"][name])
+        content = read_verified(file_path(path, manifest, name), manifest["files"][name])
+        random_state.check_owner(content, manifest["step"], self._context.rank)
+        return content
 
 
 def _library_versions() -> dict[str, str]:

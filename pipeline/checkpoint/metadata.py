@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from pipeline.checkpoint.steps import METADATA, file_path, read_manifest
+from pipeline.checkpoint.steps import METADATA, file_path, read_manifest, step_name
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
@@ -100,10 +100,18 @@ class TensorsOnlyReader(FileSystemReader):
                 self._metadata = decode_metadata(content)
             except pickle.UnpicklingError as error:
                 raise pickle.UnpicklingError(f"{where} is refused: {error}") from None
+            self._check_step(self._metadata, where)
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
+
+    def _check_step(self, metadata: Metadata, where: str) -> None:
+        """Earlier releases wrote no step. Raises DamagedError for the metadata of another one."""
+        named = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
+        if named is not None and named != step_name(self.manifest["step"]):
+            self._metadata = None
+            raise DamagedError(f"{where} is that of {named}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """In the order of the files, so that each block is read once, and with one stored shard in memory at a time."""

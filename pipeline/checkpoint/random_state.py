@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.runtime.errors import DamagedError
+
 
 def file_name(rank: int) -> str:
     return f"random_{rank:05d}.json"
+
+
+def rank_of(name: str) -> str:
+    """The digits of a name that file_name has given; empty for other files."""
+    match = re.fullmatch(r"random_(\d{5,})\.json", name)
+    return match[1] if match else ""
 
 
 def seed_random_state(seed: int, rank: int) -> None:
@@ -35,6 +44,19 @@ def capture_random_state(device: torch.device) -> bytes:
         "cuda": _encode(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else None,
     }
     return json.dumps(state).encode()
+
+
+def capture_for_step(step: int, rank: int, device: torch.device) -> bytes:
+    """The state, and whose it is: that of another rank or step is no state of this one, though its checksum may be right."""
+    return json.dumps({"step": step, "rank": rank, **json.loads(capture_random_state(device))}).encode()
+
+
+def check_owner(content: bytes, step: int, rank: int) -> None:
+    """Raises DamagedError for the state of another step or rank; earlier releases did not write whose it is."""
+    state = json.loads(content)
+    found = (state.get("step", step), state.get("rank", rank))
+    if found != (step, rank):
+        raise DamagedError(f"{file_name(rank)} of step {step} is that of rank {found[1]} at step {found[0]}")
 
 
 def restore_random_state(content: bytes, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from pipeline.checkpoint.steps import METADATA
+from pipeline.checkpoint.steps import METADATA, step_name
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
@@ -164,10 +164,10 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-def write_metadata(folder: str, metadata: Metadata, places: list[Places]) -> dict[str, FileEntry]:
-    """Rank 0's part. Raises OSError as write_shards does."""
+def write_metadata(folder: str, metadata: Metadata, places: list[Places], step: int) -> dict[str, FileEntry]:
+    """Rank 0's part; it names its step. Raises OSError as write_shards does."""
     metadata.storage_data = {index: place for part in places for index, place in part.items()}
-    metadata.storage_meta = StorageMeta()
+    metadata.storage_meta = StorageMeta(save_id=step_name(step))
     if hasattr(metadata, "version"):
         metadata.version = CURRENT_DCP_VERSION
     return write_bytes(folder, METADATA, pickle.dumps(metadata))

@@ -92,7 +92,9 @@ class StepWriter:
 
     def _commit(self, save: Save, reports: list[tuple[dict[str, FileEntry], Places, str]]) -> None:
         assert save.plan.metadata is not None
-        written = write_metadata(save.attempt.stage, save.plan.metadata, [places for _, places, _ in reports])
+        written = write_metadata(
+            save.attempt.stage, save.plan.metadata, [places for _, places, _ in reports], save.step
+        )
         self._deliver(save.attempt, written)
         files = {name: entry for part, _, _ in reports for name, entry in part.items()} | written
         manifest = {**save.manifest, "files": dict(sorted(files.items())), "attempt": save.attempt.below}

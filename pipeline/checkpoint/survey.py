@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.checkpoint import random_state
 from pipeline.checkpoint.retention import measured_metric
 from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import describe_dtype, inventory_of_step
@@ -57,6 +58,9 @@ def verify_step(folder: str, step: int) -> str:
         for name, entry in sorted(manifest["files"].items()):
             if problem := damage(file_path(path, manifest, name), entry):
                 return problem
+            if rank := random_state.rank_of(name):
+                with storage.open_file(file_path(path, manifest, name), "rb") as file:
+                    random_state.check_owner(file.read(), manifest["step"], int(rank))
         StepTensors(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return str(error) or repr(error)

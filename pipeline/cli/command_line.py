@@ -28,13 +28,18 @@ from pipeline.config.jobs import (
     TrainJob,
 )
 from pipeline.config.saved_jobs import job_to_yaml
+from pipeline.data.dataset import FILE_NAME
 from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
 from pipeline.runtime.masking import find_secret, mask
 from pipeline.runtime.process.exit_codes import USER_ERROR
 from pipeline.runtime.process.failures import describe_os_error, write_error_file
-from pipeline.training.preflight import validate_evaluation, validate_job
+from pipeline.runtime.storage import storage
+from pipeline.training.preflight import check_geometry, validate_evaluation, validate_job
 
-__all__ = ["load_config", "parse_command_line", "print_user_errors", "validate_evaluation", "validate_train"]
+__all__ = [
+    "has_dataset", "load_config", "parse_command_line", "print_user_errors", "validate_evaluation", "validate_geometry",
+    "validate_train",
+]  # fmt: skip
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -68,6 +73,16 @@ def parse_command_line(
 def validate_train(job: TrainJob) -> None:
     """Check a job against its data set and number of ranks, before torch is imported. Raises UserError."""
     validate_job(job, job.world_size)
+
+
+def validate_geometry(job: TrainJob) -> None:
+    """As validate_train, of what needs no data set."""
+    check_geometry(job, job.world_size)
+
+
+def has_dataset(job: TrainJob) -> bool:
+    """Whether dataset.json can be read from here."""
+    return storage.is_file(storage.join(job.data.path, FILE_NAME))
 
 
 def is_rank_zero() -> bool:

@@ -19,9 +19,10 @@ from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
 from pipeline.sharding.compat import allow_untested_versions
+from pipeline.training.data_order import checkpoint_folder
 from pipeline.training.remarks import undefined
 from pipeline.training.run import SUMMARY, describe_quality, describe_run
-from pipeline.training.run_state import checkpoint_folder, chosen_step
+from pipeline.training.run_state import chosen_step
 
 if TYPE_CHECKING:
     from pipeline.training.runs.details import EvaluationDetails

@@ -19,7 +19,7 @@ from pipeline.planner.plan_file import find_plan_file
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage import storage
-from pipeline.training.run_state import check_run_folder
+from pipeline.training.data_order import check_run_folder
 
 
 def validate_job(job: TrainJob, world_size: int) -> list[Table]:
@@ -88,14 +88,19 @@ def _check_replicas(job: TrainJob, tables: list[Table]) -> None:
         )
 
 
-def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:
+def check_geometry(job: TrainJob, world_size: int) -> None:
+    """Needs no data. Raises ConfigError where the batches cannot be divided among the ranks."""
     trainer, num_streams = job.trainer, job.data.reader.num_streams
     check_batch_geometry(trainer.micro_batch_size, num_streams, world_size)
     if trainer.evaluate_batch_size is not None:
         check_batch_geometry(trainer.evaluate_batch_size, num_streams, world_size)
+
+
+def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:
+    check_geometry(job, world_size)
     if not dataset.splits:
         return
-    check_split(dataset, "train", trainer.global_batch_size)
+    check_split(dataset, "train", job.trainer.global_batch_size)
     check_split(dataset, "validation", 1)
 
 

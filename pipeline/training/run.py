@@ -22,10 +22,10 @@ from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
 from pipeline.sharding.compat import allow_untested_versions
+from pipeline.training.data_order import describe_data_order
 from pipeline.training.remarks import remarks, undefined
 from pipeline.training.run_state import (
     best_step,
-    describe_data_order,
     describe_job,
     earlier_tables,
     open_checkpoints,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,9 @@ from pipeline.config.tables import TableConfig
 from pipeline.config.training import CheckpointConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.physical import physical_tables, signatures
-from pipeline.runtime.errors import DamagedError, TrainingError
+from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage import storage
+from pipeline.training.data_order import check_data_order, checkpoint_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from pipeline.data.dataset import Dataset
     from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.assembly import Assembly
-
-
-def checkpoint_folder(run_dir: str, config: CheckpointConfig) -> str:
-    return config.folder or f"{run_dir}/checkpoints"
 
 
 def config_of(run: str) -> TrainJob | None:
@@ -84,19 +80,6 @@ def earlier_tables(job: TrainJob) -> dict[str, TableConfig]:
     """The tables of the run that this job resumes; none for a fresh run folder."""
     earlier = config_of(job.run_dir) if job.checkpoint.resume else None
     return earlier.tables if earlier else {}
-
-
-def describe_data_order(job: TrainJob, dataset_fingerprint: str) -> dict[str, Any]:
-    """Everything that decides which rows step g trains on; a resumed run must not change it."""
-    return {
-        "dataset": dataset_fingerprint,
-        "trainer.seed": job.trainer.seed,
-        "trainer.global_batch_size": job.trainer.global_batch_size,
-        "trainer.gradient_accumulation_steps": job.trainer.gradient_accumulation_steps,
-        "data.reader.num_streams": job.data.reader.num_streams,
-        "data.reader.shuffle": job.data.reader.shuffle,
-        **({"trainer.overfit_batches": job.trainer.overfit_batches} if job.trainer.overfit_batches else {}),
-    }
 
 
 def describe_job(job: TrainJob, dataset: Dataset, data_order: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
@@ -176,31 +159,6 @@ def resume(
     manifest: dict[str, Any] | None = checkpointer.restore_latest(check)
     checkpointer.clear_after(manifest["step"] if manifest else -1)
     return manifest
-
-
-def check_data_order(run_dir: str, data_order: dict[str, Any], manifest: dict[str, Any]) -> None:
-    """Raises TrainingError where a step would not be followed by the rows that come next."""
-    for key in dict.fromkeys([*data_order, *manifest["data_order"]]):
-        now, then = data_order.get(key), manifest["data_order"].get(key)
-        if then != now:
-            raise TrainingError(
-                f"{run_dir} was trained to step {manifest['step']} with {key}={then}, this job has {now}: step "
-                f"{manifest['step']} would not be followed by the rows that come next; keep the value, or choose "
-                "another run_dir"
-            )
-
-
-def check_run_folder(job: TrainJob, dataset: Dataset) -> None:
-    """Local: check_data_order for the newest step in a run folder on disk, before torch is imported."""
-    folder = checkpoint_folder(job.run_dir, job.checkpoint)
-    if not job.checkpoint.resume or not storage.is_local(folder):
-        return
-    from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
-
-    if steps := list_steps(folder):
-        with suppress(DamagedError):  # the training goes back to the step before
-            manifest = read_manifest(step_path(folder, steps[-1]))
-            check_data_order(job.run_dir, describe_data_order(job, dataset.fingerprint()), manifest)
 
 
 def start_warm(

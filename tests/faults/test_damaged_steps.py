@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from pipeline.checkpoint.steps import read_manifest
+from pipeline.checkpoint.survey import verify_step
+from pipeline.runtime.storage.manifest import seal_manifest
 from tests.faults.checkpoints import Loader, save_steps
 from tests.faults.conftest import FaultRecorder
+from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 
 NEWEST = "step_00000002"
@@ -114,6 +118,31 @@ def test_files_swapped_between_steps_are_found_and_a_step_is_never_written_again
     assert {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()} == before
     count = len(names) - len(same) + 1
     fault(11, f"{count} of {count}: swaps rejected and step N-1 loaded, the existing step untouched", count=count)
+
+
+def test_files_of_another_rank_or_step_are_found_though_their_checksums_are_made_anew(
+    ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path
+) -> None:
+    folder, digests = saved
+    swaps = {
+        "ranks": [
+            ("random_00000.json", NEWEST, "random_00001.json"),
+            ("random_00001.json", NEWEST, "random_00000.json"),
+        ],
+        "steps": [("random_00000.json", "step_00000001", "random_00000.json")],
+        "metadata": [(".metadata", "step_00000001", ".metadata")],
+    }
+    for case, changes in swaps.items():
+        shutil.copytree(folder, tmp_path / case)
+        manifest = read_manifest(str(tmp_path / case / NEWEST))
+        for name, step, other in changes:
+            shutil.copy(Path(folder) / step / other, tmp_path / case / NEWEST / name)
+            entries = read_manifest(f"{folder}/{step}")["files"]
+            manifest["files"][name] = entries[other]
+        (tmp_path / case / NEWEST / "manifest.json").write_text(seal_manifest(manifest))
+        assert mentions(verify_step(str(tmp_path / case), 2), "is that of")
+    found = ranks.run(2, _load_each, [str(tmp_path / case) for case in swaps])[0]
+    assert found == [(1, digests[1])] * len(swaps)
 
 
 def _content(folder: str, step: int, name: str) -> bytes:

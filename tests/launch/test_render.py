@@ -151,3 +151,17 @@ def test_torchrun_on_several_nodes_wants_the_first_ones_name(data: str, capsys: 
         render("torchrun", words)
     assert mentions(capsys.readouterr().err, "NAME")
     assert '"n1:29500"' in render("torchrun", ["train", "--head", "n1", *words[1:]])
+
+
+def test_a_data_set_that_only_the_cluster_sees_needs_a_flag_and_what_needs_no_data_is_checked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["experiment=quickstart", "data.path=/cluster/alone"]
+    with pytest.raises(SystemExit):
+        render("slurm", ["train", "-j", "2x8", "--", *words])
+    assert mentions(capsys.readouterr().err, "/cluster/alone --no-check-data --check_data")
+    assert "srun" in render("slurm", ["train", "-j", "2x8", "--no-check-data", "--", *words])
+    assert mentions(capsys.readouterr().err, "data.path=/cluster/alone not looked at")
+    with pytest.raises(SystemExit):
+        render("slurm", ["train", "-j", "4x8", "--no-check-data", "--", *words])
+    assert mentions(capsys.readouterr().err, "data.reader.num_streams=16 32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -22,4 +23,11 @@ def none_while_importing() -> Iterator[None]:
         if was_on:
             if len(sys.modules) > num_modules:
                 gc.freeze()
+                atexit.register(_free_at_exit)
             gc.enable()
+
+
+def _free_at_exit() -> None:
+    """nanobind, which DuckDB is bound by, prints every object of its own that the last collection cannot reach."""
+    if "duckdb" in sys.modules:
+        gc.unfreeze()
