@@ -180,8 +180,9 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
     except (Infeasible, RuntimeError) as error:  # TorchRec raises RuntimeError where a table has no option
         raise PlanError(_explain_infeasible(config, problem)) from error
     if result.cut_short:
+        busy = f" (the machine is busy: {result.busy:.1f} s of the clock for each of CPU)" if result.busy > 1.5 else ""
         logger.warning(
-            "planner.timeout_s=%g cut the search short: a longer one may find a better plan", config.timeout_s
+            "planner.timeout_s=%g cut the search short%s: a longer one may find a better plan", config.timeout_s, busy
         )
     logger.info(
         "search: %s found %.4g ms %s in %.1f s, at most %.2f %% above the best possible",

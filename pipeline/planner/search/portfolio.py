@@ -8,13 +8,13 @@ Steps, proposals and nodes are counted, so a seed gives one result on any machin
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pipeline.planner.search import exact
+from pipeline.planner.search.clock import WorkClock
 from pipeline.planner.search.local_search import PROVEN, improve
 from pipeline.planner.search.problem import (
     Assignment,
@@ -48,7 +48,7 @@ NUM_CLIMBED = 3  # starts, the best, that are improved further
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """`seconds` is an outer stop; all else counts work, the same on every machine.
+    """`seconds`, of CPU, is an outer stop (see WorkClock); all else counts work, the same on every machine.
 
     The search ends once the gap is `gap_tolerance` at most, but not before TorchRec's proposals were tried.
     """
@@ -88,6 +88,7 @@ class SearchResult:
     torchrec: Score | None
     torchrec_complete: bool
     values: dict[str, float] = field(default_factory=dict)  # best of each member, by the objective
+    busy: float = 1.0  # seconds of the clock for each CPU second of the search
 
 
 class Infeasible(Exception):
@@ -106,7 +107,7 @@ def search(problem: SearchProblem, config: SearchConfig, warm_starts: Iterable[A
 class _Search:
     def __init__(self, problem: SearchProblem, config: SearchConfig) -> None:
         self.problem, self.config = problem, config
-        self.started = time.monotonic()
+        self.clock = WorkClock(config.seconds)
         self.cut_short = False
         self.best: Assignment | None = None
         self.best_value = np.inf
@@ -153,7 +154,8 @@ class _Search:
             lower_bound_ms=min(self.bound, value.of(config.objective)),
             gap=max(0.0, value.of(config.objective) / self.bound - 1) if self.bound > 0 else 0.0,
             winner=self.winner,
-            seconds=time.monotonic() - self.started,
+            seconds=self.clock.wall_s,
+            busy=self.clock.busy,
             cut_short=self.cut_short,
             torchrec=None if torchrec.chosen is None else score(self.problem, torchrec.chosen),
             torchrec_complete=torchrec.complete,
@@ -161,7 +163,7 @@ class _Search:
         )
 
     def _out_of_time(self) -> bool:
-        late = time.monotonic() - self.started > self.config.seconds
+        late = self.clock.has_used()
         self.cut_short = self.cut_short or late
         return late
 
@@ -170,7 +172,7 @@ class _Search:
         return self._used(PROPOSALS_SHARE)
 
     def _used(self, share: float) -> bool:
-        late = time.monotonic() - self.started > self.config.seconds * share
+        late = self.clock.has_used(share)
         self.cut_short = self.cut_short or late
         return late
 
@@ -222,7 +224,7 @@ class _Search:
         def add(without: tuple[str, ...] = (), allowed: Mask | None = None, unevenness: Floats | None = None) -> None:
             if self._done() or (found and self._used(CHOICES_SHARE)):
                 return
-            remaining = self.config.seconds - (time.monotonic() - self.started)
+            remaining = self.clock.remaining_s
             choice = program.choose(
                 allowed, nodes=self.config.choice_nodes, seconds=remaining, without=without, unevenness=unevenness
             )
@@ -366,7 +368,7 @@ class _Search:
         if self._done() or size > self.config.exact_variables or (size, work) in self.tried:
             return
         self.tried.add((size, work))
-        remaining = self.config.seconds - (time.monotonic() - self.started)
+        remaining = self.clock.remaining_s
         found = exact.solve(
             self.small, self.config.objective, bound=self.bound, max_nodes=1 + work // size, seconds=remaining,
             tolerance=self.config.gap_tolerance, cutoff=None if self.best is None else self.best_value,
