@@ -26,7 +26,7 @@ from pipeline.cli.command_line import is_rank_zero, parse_command_line, print_us
 from pipeline.cli.words import Command, read_words
 from pipeline.config.jobs import CONFIG_NAMES
 from pipeline.config.registry import register
-from pipeline.config.training import TrainerConfig
+from pipeline.config.training import LoggerConfig, TrainerConfig
 from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED
@@ -80,7 +80,8 @@ class Verb(Generic[Job, Result]):
         overrides = words.overrides() if takes_command else words.remaining()
         job = parse_command_line(self.job, self.doc, overrides, self.validate)
         rank = int(os.environ.get("RANK", "0"))
-        configure_logging(rank)
+        logs = getattr(job, "logger", None)
+        configure_logging(rank, isinstance(logs, LoggerConfig) and logs.format == "json")
         if self.runs_on_ranks:
             trainer = getattr(job, "trainer", None)
             watchdog.start(rank, trainer.limits() if isinstance(trainer, TrainerConfig) else None)

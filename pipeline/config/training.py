@@ -26,6 +26,8 @@ ROW_STATE_POLICIES = ("refuse", "average")
 SAVE_FAILURE_POLICIES = ("stop", "continue")
 DECAY_MODES = ("auto", "l2", "decoupled")
 BACKENDS = ("auto", "gloo", "nccl")
+LOG_FORMATS = ("text", "json")
+TRACKERS = ("none", "mlflow", "wandb")
 
 
 @dataclass
@@ -265,6 +267,14 @@ class LoggerConfig:
 
     tensorboard: bool = True  # event files in <run_dir>/tensorboard
     report: bool = True  # <run_dir>/report.html at the end
+    format: str = "text"  # of the log on stderr; json: one object a line
+    tracker: str = "none"  # or mlflow, wandb: the same numbers there too
+    tracker_uri: str | None = None  # of MLflow; None: as its own environment says
+    project: str | None = None  # of the tracker; None: data.name
+
+    def __post_init__(self) -> None:
+        check_choice("logger.format", self.format, LOG_FORMATS)
+        check_choice("logger.tracker", self.tracker, TRACKERS)
 
 
 @dataclass
@@ -301,6 +311,7 @@ class TrainerConfig:
     log_every_steps: int = 50
     overfit_batches: int = 0  # train on the first n global batches again and again; 0: on all data
     hooks: list[str] = field(default_factory=list)  # registered hooks of your own, called in this order
+    metrics_port: int | None = None  # serves Prometheus metrics of the training, from rank 0; 0: any port that is free
     evaluate_every_steps: int = 0  # 0: not by steps. Training's last step is evaluated in any case
     evaluate_every_epochs: int = 0  # 0: not by epochs
     evaluate_max_batches: int | None = None
@@ -338,6 +349,8 @@ class TrainerConfig:
             "max_non_finite_steps",
         ):
             check_at_least(f"trainer.{name}", getattr(self, name), 1)
+        if self.metrics_port is not None:
+            check_within("trainer.metrics_port", self.metrics_port, 0, 65535)
         for name in ("max_steps", "evaluate_batch_size", "evaluate_max_batches"):
             check_at_least(f"trainer.{name}", getattr(self, name), 1, allow_none=True)
         for name in ("hang_timeout_s", "startup_timeout_s", "save_timeout_s"):

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.runtime.json_values import finite
@@ -53,6 +54,24 @@ class _DropNoise(logging.Filter):
         return not (record.name == "root" and "Sharding spec not found" in record.getMessage())
 
 
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line, for whatever collects logs."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        values = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(), "rank": self._rank, "logger": record.name,
+            "message": mask(record.getMessage()),
+        }  # fmt: skip
+        if record.exc_info:
+            values["traceback"] = mask(self.formatException(record.exc_info))
+        return json.dumps(values)
+
+
 class _MaskedFormatter(logging.Formatter):
     """Libraries put whole URLs into their messages."""
 
@@ -60,11 +79,12 @@ class _MaskedFormatter(logging.Formatter):
         return mask(super().format(record))
 
 
-def configure_logging(rank: int = 0) -> None:
+def configure_logging(rank: int = 0, as_json: bool = False) -> None:
     """Rank 0 logs from INFO, the others from WARNING with their rank; libraries only what asks for an action."""
     handler = _StderrHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    handler.setFormatter(_MaskedFormatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+    text = _MaskedFormatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S")
+    handler.setFormatter(_JsonFormatter(rank) if as_json else text)
     handler.addFilter(_DropNoise())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pipeline").setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -155,6 +175,12 @@ def to_json(values: Any, indent: int | None = None) -> str:
     return json.dumps(finite(values), indent=indent, allow_nan=False)
 
 
+class Mirror(Protocol):
+    """Is given each line of metrics.jsonl too; it must neither wait nor raise."""
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None: ...
+
+
 class MetricsWriter:
     """Append one JSON object a line to metrics.jsonl, and the same numbers to TensorBoard if wanted; only rank 0 writes.
 
@@ -164,6 +190,7 @@ class MetricsWriter:
     def __init__(self, folder: str, resume_step: int = 0, tensorboard: bool = True) -> None:
         storage.make_folder(folder)
         self.path = storage.join(folder, "metrics.jsonl")
+        self.mirrors: list[Mirror] = []
         self._keep_up_to(resume_step)
         self.tensorboard_folder = storage.join(folder, "tensorboard")
         self._uses_tensorboard, self._after_step = tensorboard, resume_step
@@ -191,6 +218,8 @@ class MetricsWriter:
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
+        for mirror in self.mirrors:
+            mirror.write(kind, step, values)
         if (tensorboard := self._open_tensorboard()) is not None:
             for name, value in values.items():
                 tensorboard.add_scalar(f"{kind}/{name}", value, step)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 import yaml
 
+from pipeline.config.jobs import TrainJob
 from pipeline.config.saved_jobs import SAFE_LOADER
 from pipeline.runtime.errors import ConfigError, PlanError
 from pipeline.runtime.storage import storage
@@ -213,6 +214,11 @@ def describe_plan(run: Run) -> str:
         return summarize(read_view(path).description) if storage.is_file(path) else ""
     except PlanError:
         return ""
+
+
+def flat(job: TrainJob) -> dict[str, Any]:
+    """Dotted key -> value of a job."""
+    return dict(_flatten(asdict(job)))
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,211 @@
+"""A training's numbers go to Prometheus, to trackers and as JSON to whatever collects logs; none of them can stop it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.config.jobs import TrainJob
+from pipeline.config.training import LoggerConfig, TrainerConfig
+from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.logs import MetricsWriter, configure_logging, get_logger
+from pipeline.training.hooks.monitor import Monitor
+from pipeline.training.hooks.tracker import Forwarder, Track
+from tests.support.messages import names
+
+MONITORING = Path(__file__).resolve().parents[2] / "launch" / "monitoring"
+
+
+def _job(run: Path, port: int | None = None, **logger: Any) -> TrainJob:
+    job = TrainJob(
+        name="clicks", run_dir=str(run), trainer=TrainerConfig(metrics_port=port), logger=LoggerConfig(**logger)
+    )
+    job.data.name = "clicks_data"
+    return job
+
+
+def _parts(run: Path) -> Any:
+    return SimpleNamespace(writer=MetricsWriter(str(run), tensorboard=False))
+
+
+def _state(step: int = 0, saved_step: int = 0) -> Any:
+    return SimpleNamespace(step=step, saved_step=saved_step, total_steps=90)
+
+
+@pytest.fixture
+def monitor(tmp_path: Path) -> Iterator[Monitor]:
+    monitor = Monitor(_job(tmp_path, 0), _parts(tmp_path))
+    yield monitor
+    monitor.close()
+
+
+def test_prometheus_gets_steps_metrics_restarts_and_the_age_of_the_checkpoint(monitor: Monitor, tmp_path: Path) -> None:
+    start = {
+        "time": "2026-01-01T00:00:00+00:00",
+        "from_step": 0,
+        "command": "c",
+        "host": "h",
+        "world_size": 1,
+        "version": "1",
+        "commit": "",
+    }
+    lines = [json.dumps({**start, "from_step": step}) for step in (0, 10)]
+    (tmp_path / "starts.jsonl").write_text("\n".join(lines) + "\n")
+    monitor.on_train_start(_state(10))
+    monitor.parts.writer.write("train", 20, {"ne": 0.75, "input_stall_percent": 2.5})
+    monitor.parts.writer.write("validation", 20, {"ne": 0.8, "undefined": "why"})  # type: ignore[dict-item]
+    before = monitor.registry.get_sample_value("pipeline_training_last_checkpoint_timestamp_seconds", {"run": "clicks"})
+    monitor.on_step_end(_state(20, saved_step=20))
+    port = monitor._server.server_port
+    text = urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=10).read().decode()
+    for line in (
+        'pipeline_training_step{run="clicks"} 20.0', 'pipeline_training_steps{run="clicks"} 90.0',
+        'pipeline_training_restarts{run="clicks"} 1.0', 'pipeline_training_metric{name="ne",run="clicks",split="train"} 0.75',
+        'pipeline_training_metric{name="ne",run="clicks",split="validation"} 0.8',
+    ):  # fmt: skip
+        assert line in text
+    saved = re.search(r"pipeline_training_last_checkpoint_timestamp_seconds\{.*?\} (\S+)", text)
+    assert saved and float(saved[1]) >= before
+    monitor.close()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("localhost", port)) != 0
+
+
+def test_a_port_that_is_taken_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        monitor = Monitor(_job(tmp_path, taken.getsockname()[1]), _parts(tmp_path))
+        monitor.on_train_start(_state())
+        monitor.on_step_end(_state(1, 1))
+        monitor.close()
+    assert "no metrics are served: trainer.metrics_port=" in caplog.text
+
+
+def test_rules_and_dashboard_name_metrics_that_there_are(monitor: Monitor) -> None:
+    """The names are the registry's; promtool reads the rules where it is installed."""
+    known = {metric.name for metric in monitor.registry.collect()}
+    for file in ("training_alerts.yml", "training_dashboard.json"):
+        assert set(re.findall(r"pipeline_training_[a-z_]+", (MONITORING / file).read_text())) <= known | {
+            "pipeline_training"
+        }
+    json.loads((MONITORING / "training_dashboard.json").read_text())
+    if shutil.which("promtool"):
+        done = subprocess.run(
+            ["promtool", "check", "rules", str(MONITORING / "training_alerts.yml")], capture_output=True, text=True
+        )
+        assert done.returncode == 0 and "5 rules found" in done.stdout, done.stderr
+
+
+class Kept:
+    """A tracker of the test's own; `open` lets its begin() go on, and a step from `fails_at` on fails."""
+
+    def __init__(self, fails_at: int = 10**9) -> None:
+        self.lines: list[tuple[str, int]] = []
+        self.open, self.fails_at, self.ended = threading.Event(), fails_at, False
+
+    def begin(self) -> None:
+        self.open.wait(30)
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        if step >= self.fails_at:
+            raise ConnectionError("the server is away")
+        self.lines.append((kind, step))
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_tracker_that_is_slow_holds_no_line_up_and_gets_all_of_them() -> None:
+    tracker = Kept()
+    forwarder = Forwarder("kept", tracker)
+    for step in range(100):
+        forwarder.write("train", step, {"ne": 0.5})
+    assert tracker.lines == []  # and write() has returned a hundred times
+    tracker.open.set()
+    forwarder.close()
+    assert tracker.lines == [("train", step) for step in range(100)] and tracker.ended
+
+
+def test_a_tracker_that_is_away_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Kept(fails_at=2)
+    tracker.open.set()
+    forwarder = Forwarder("kept", tracker)
+    for step in range(5):
+        forwarder.write("train", step, {"ne": 0.5})
+    forwarder.close()
+    assert tracker.lines == [("train", 0), ("train", 1)]
+    (record,) = (record for record in caplog.records if "tracker kept" in record.getMessage())
+    assert "ConnectionError: the server is away" in record.getMessage()
+
+
+def test_mlflow_gets_config_and_metrics_and_a_resumed_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracking = pytest.importorskip("mlflow.tracking", reason="the extra `mlflow` is not installed")
+    uri = f"file://{tmp_path}/mlruns"
+    for step in (10, 20):
+        parts = _parts(tmp_path)
+        track = Track(_job(tmp_path, tracker="mlflow", tracker_uri=uri), parts)
+        track.on_train_start(_state())
+        parts.writer.write("train", step, {"ne": 1.0 / step, "undefined": "no"})
+        track.close()
+    client = tracking.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("clicks_data").experiment_id])
+    assert (run.info.status, run.info.run_name, run.data.metrics) == ("FINISHED", "clicks", {"train/ne": 0.05})
+    assert run.data.params["optimizer.sparse.name"] == "rowwise_adagrad"
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/ne")] == [10, 20]
+
+
+@pytest.mark.campaign
+def test_wandb_writes_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    parts = _parts(tmp_path)
+    track = Track(_job(tmp_path, tracker="wandb"), parts)
+    track.on_train_start(_state())
+    parts.writer.write("train", 10, {"ne": 0.7})
+    track.close()
+    assert (
+        list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+        and json.loads((tmp_path / "tracker.json").read_text())["wandb"]
+    )
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.training.hooks.tracker.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=names("logger.tracker=wandb torchrec-pipeline[wandb]")):
+        Track(_job(tmp_path, tracker="wandb"), _parts(tmp_path))
+    Track(_job(tmp_path), _parts(tmp_path))
+    with pytest.raises(ConfigError, match=names("logger.tracker='aim'")):
+        LoggerConfig(tracker="aim")
+
+
+def test_a_log_of_json_has_an_object_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogger().handlers[:]
+    configure_logging(0, as_json=True)
+    get_logger("pipeline.test").info('a "quoted"\nline of %s', "s3://key:secret@bucket")
+    try:
+        1 / 0  # noqa: B018
+    except ZeroDivisionError:
+        get_logger("pipeline.test").exception("failed")
+    first, second = (json.loads(line) for line in capfd.readouterr().err.splitlines())
+    logging.getLogger().handlers[:] = before
+    assert (first["level"], first["rank"], first["logger"]) == ("info", 0, "pipeline.test")
+    assert 'a "quoted"\nline of' in first["message"] and "secret" not in first["message"]
+    assert "ZeroDivisionError" in second["traceback"] and second["time"].endswith("+00:00")
