@@ -122,7 +122,7 @@ def test_every_option_of_every_group_composes(job_type: type, chosen: dict[str, 
 
 @pytest.mark.parametrize("data", [option for option in GROUPS["data"] if option != "default"])
 def test_every_data_set_prepares(data: str) -> None:
-    source = "data.split.train=train.csv" if data == "ml100k" else "source=raw/*"  # its splits are given
+    source = "data.split.train=train.csv" if data.startswith("ml100k") else "source=raw/*"  # its splits are given
     job = load_config(PrepareJob, [f"data={data}", source])
     assert (job.data.name, job.data.path) == (data, f"datasets/{data}")
 

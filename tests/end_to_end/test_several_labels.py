@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import EvaluateJob, PredictJob, PrepareJob, TrainJob
+from pipeline.cli.generate import generate
+from pipeline.config.jobs import EvaluateJob, GenerateJob, PredictJob, PrepareJob, TrainJob
 from pipeline.config.retraining import GateConfig
+from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.retraining.gate import Scores, judge
 from pipeline.retraining.scoring import score
@@ -54,7 +58,7 @@ def _data(folder: Path, *more: str) -> list[str]:
     return [
         "data=default", "data.name=labels", "data.format=csv", f"data.columns.labels={labels}", "data.columns.weight=worth",
         "data.columns.sparse=[user,item]", f"data.path={folder / 'ds'}", "data.rows_per_row_group=64",
-        "data.negative_sampling={label: click, keep: 0.5, seed: 0}", *more,
+        "data.negative_sampling={label: click, keep: 0.5, seed: 0}", "data.group_column=user", *more,
     ]  # fmt: skip
 
 
@@ -92,7 +96,8 @@ def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained:
     metrics = trained.validation
     assert metrics["num_samples"] == 400 and metrics["order/num_samples"] < 300
     assert metrics["click/auc"] > 0.6 and metrics["stars/ne"] < 1.0 and metrics["seconds/mse"] < 1.5
-    assert {"click/calibration", "stars/mae", "seconds/r2", "order/logloss"} <= metrics.keys()
+    assert {"click/calibration", "stars/mae", "seconds/r2", "order/logloss", "order/gauc"} <= metrics.keys()
+    assert 0 < metrics["order/num_groups"] <= metrics["click/num_groups"] == 20
     text = train_module.describe(trained)
     print(metrics)
     assert "click: AUC" in text and "seconds: mse" in text
@@ -177,3 +182,61 @@ def test_the_gate_goes_by_one_label_and_holds_others(ranks: RankPool, folder: Pa
     worse = replace(last, held={**last.held, "stars": replace(stars, losses=stars.losses * 1.2)})
     (reason,) = judge(worse, last, gate).reasons
     assert "label stars" in reason and "1.2000" in reason and "1.0500" in reason
+
+
+def _best(rank: int, overrides: list[str]) -> dict[str, float]:
+    summary = train(load_config(TrainJob, overrides))
+    return evaluate(load_config(EvaluateJob, [f"run={summary.run_dir}", "split=test"])).metrics
+
+
+@pytest.mark.campaign
+def test_real_rows_of_three_labels_rank_clicks_as_well_as_of_one(
+    ranks: RankPool, samples: Path, tmp_path: Path
+) -> None:
+    maker = samples / "ml100k" / "make.py"
+    if not maker.is_file():
+        pytest.skip(f"MovieLens 100k is not at {maker.parent}")
+    subprocess.run([sys.executable, str(maker), str(tmp_path)], check=True)
+    files = [f"data.split.{split}={tmp_path}/{split[:5]}.csv" for split in ("train", "validation", "test")]
+    found = {}
+    for data in ("ml100k", "ml100k_labels"):
+        place = [f"data={data}", f"data.path={tmp_path}/{data}", "data.columns.weight=weight"]
+        prepare(load_config(PrepareJob, [*place, *files]))
+        metric = "auc" if data == "ml100k" else "click/auc"
+        found[data] = ranks.run(
+            1, _best, [
+                *place, "model=mmoe", f"run_dir={tmp_path}/run_{data}", "hardware=cpu", "trainer.global_batch_size=512",
+                "tables.default.embedding_dim=16", "early_stop=auc", "trainer.epochs=15", "optimizer=adam",
+                "optimizer.sparse.lr=0.003", "optimizer.dense.lr=0.003", f"trainer.early_stop.metric={metric}",
+                f"checkpoint.best_metric={metric}", f"schedule.plateau.metric={metric}",
+            ],
+        )[0]  # fmt: skip
+    three, one = found["ml100k_labels"], found["ml100k"]
+    for name in ("click/auc", "click/gauc", "top/auc", "rating/r2"):
+        print(f"{name} {three[name]:.4f}")
+    print(f"click alone: AUC {one['auc']:.4f}, GAUC {one['gauc']:.4f}")
+    assert three["click/auc"] > one["auc"] - 0.002
+    assert three["top/auc"] > 0.7 and three["rating/r2"] > 0.2
+
+
+@pytest.mark.campaign
+def test_a_tenth_of_the_negatives_trains_a_calibrated_model(ranks: RankPool, tmp_path: Path) -> None:
+    sizes = ["data.conversions.num_rows=600000", "data.conversions.num_users=500", "data.conversions.num_items=300"]
+    generate(load_config(GenerateJob, ["data=conversions", f"output={tmp_path}/rows.tsv", *sizes]))
+    found = {}
+    for data in ("conversions", "conversions_sampled"):
+        place = [f"data={data}", f"data.path={tmp_path}/{data}"]
+        prepare(load_config(PrepareJob, [*place, f"source={tmp_path}/rows.tsv"]))
+        found[data] = ranks.run(
+            1, _best, [
+                *place, "model=mmoe", f"run_dir={tmp_path}/run_{data}", "hardware=cpu", "trainer.global_batch_size=1024",
+                "tables.default.embedding_dim=16", "optimizer.dense.lr=0.001", "trainer.epochs=2", "model.expert_layer_sizes=[64]",
+                "tables.default.init.scale=0.05", "tables.default.init.kind=normal", "optimizer=adam", "optimizer.sparse.lr=0.001",
+            ],
+        )[0]  # fmt: skip
+        rows = load_dataset(f"{tmp_path}/{data}").splits["train"].num_rows
+        said = ", ".join(f"{name} {found[data][name]:.4f}" for name in ("click/ne", "click/auc", "click/calibration", "conversion/auc", "conversion/calibration"))  # fmt: skip
+        print(f"{data}: {rows:,} training rows, {said}")
+    whole, sampled = found["conversions"], found["conversions_sampled"]
+    assert abs(sampled["click/calibration"] - 1) < 0.05 and abs(sampled["conversion/calibration"] - 1) < 0.1
+    assert sampled["click/auc"] > whole["click/auc"] - 0.03
