@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 import yaml
 
+from pipeline.cli import reference
 from pipeline.cli.compose import (
     compose_job,
     config_folders,
@@ -44,6 +46,7 @@ __all__ = [
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 FLAGS = ("--help", "--cfg", "--config-dir")
+KEY = re.compile(r"[\w*<>]+(\.[\w*<>]+)+")  # -h optimizer.dense.lr
 CFG_WORDS = ("job", "all", "hydra")  # as Hydra's users type --cfg
 
 
@@ -58,8 +61,11 @@ def parse_command_line(
         overrides, flags = split_flags(sys.argv[1:] if argv is None else argv)
         config_dir = flags.get("--config-dir")
         if "--help" in flags:
-            load_plugins_of(overrides)
-            print(help_text(job_type, doc or "", config_dir))
+            keys = [word for word in [flags["--help"], *overrides] if word and "=" not in word]
+            load_plugins_of(word for word in overrides if "=" in word)
+            print(
+                *[explain_key(key, job_type) for key in keys] or [help_text(job_type, doc or "", config_dir)], sep="\n"
+            )
             sys.exit(0)
         job = load_config(job_type, overrides, config_dir)
         if "--cfg" in flags:
@@ -138,6 +144,8 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
         name = "--help" if name == "-h" else name
         if not name.startswith("-"):
             overrides.append(word)
+        elif name == "--help" and not equals and waiting and KEY.fullmatch(waiting[0]):
+            flags[name] = waiting.popleft()
         elif name not in FLAGS:
             hint = f"; overrides take no dashes: {word.lstrip('-')}" if equals else did_you_mean(name, FLAGS)
             raise ConfigError(f"unknown flag {name} (there are {', '.join(FLAGS)}){hint}")
@@ -149,6 +157,17 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
             if what == "hydra":
                 raise ConfigError("--cfg hydra: a job has no configuration of Hydra's; --cfg prints the job")
     return overrides, flags
+
+
+def explain_key(name: str, job_type: type) -> str:
+    """Type, default and meaning of a key, or of each key of a section. Raises ConfigError where there is none."""
+    conf, verb = config_folders()[0], CONFIG_NAMES[job_type]
+    found = reference.explain(name, job_type, verb, conf)
+    if not found:
+        names = [key.name for key in reference.keys_of(job_type, verb, conf)]
+        raise ConfigError(f"{verb} has no key {name!r}{did_you_mean(name, names)}")
+    lines = [f"{key.name} = {key.default or '(no default)'}\n    {key.kind}: {key.meaning}" for key in found]
+    return "\n".join(lines)
 
 
 def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
@@ -172,6 +191,7 @@ def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
     lines += [
         "",
         "flags:",
+        "  -h KEY              what a key or a section is: type, default and meaning (docs/reference.md has all)",
         "  --cfg [job]         print the job that the command line makes, as YAML, and stop",
         "  --config-dir DIR    a conf folder whose options are added to the package's",
     ]
