@@ -128,7 +128,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
         hardware = resolve_hardware(job.hardware, hardware.local_world_size)
     return PlanRequest(
         tables=resolved.plain_tables,
-        model=build_task(resolved),
+        model=build_task(resolved, job.hardware.compute_device),
         sharders=make_sharders(job.comms, job.trainer.seed),
         hardware=hardware,
         optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),

@@ -25,6 +25,8 @@ NON_FINITE_POLICIES = ("stop", "skip", "rollback")
 ROW_STATE_POLICIES = ("refuse", "average")
 SAVE_FAILURE_POLICIES = ("stop", "continue")
 DECAY_MODES = ("auto", "l2", "decoupled")
+UPDATE_ROWS = ("touched", "all", "auto")
+MOST_ROWS_OF_AUTO = 16_384
 BACKENDS = ("auto", "gloo", "nccl")
 LOG_FORMATS = ("text", "json")
 TRACKERS = ("none", "mlflow", "wandb")
@@ -33,6 +35,9 @@ TRACKERS = ("none", "mlflow", "wandb")
 @dataclass
 class SparseOptimizerConfig:
     """The tables' optimizer, fused into backward; it updates the rows that a step touches, in data_parallel tables too.
+
+    update_rows: touched; all, as torch's dense optimizers do (on CPU, with one batch a step); auto is all for tables of at
+    most MOST_ROWS_OF_AUTO rows where that can be, else touched.
 
     weight_decay_mode: l2 adds weight_decay * row to a row's gradient; decoupled takes lr * weight_decay of the row beside the
     update (Loshchilov and Hutter, ICLR 2019); auto is decoupled for adamw, partial_rowwise_adam and lamb, else l2.
@@ -48,6 +53,7 @@ class SparseOptimizerConfig:
     beta2: float = 0.999
     weight_decay: float = 0.0
     weight_decay_mode: str = "auto"
+    update_rows: str = "touched"
     gradient_clip_value: float | None = None
     gradient_clip_norm: float | None = None
 
@@ -55,8 +61,13 @@ class SparseOptimizerConfig:
         check_table_optimizer("optimizer.sparse.name", self.name)
         _check_optimizer("optimizer.sparse", self)
         check_choice("optimizer.sparse.weight_decay_mode", self.weight_decay_mode, DECAY_MODES)
+        check_choice("optimizer.sparse.update_rows", self.update_rows, UPDATE_ROWS)
         for name in ("gradient_clip_value", "gradient_clip_norm"):
             _check_limit(f"optimizer.sparse.{name}", getattr(self, name))
+
+    def updates_all(self, num_rows: int) -> bool:
+        """Whether a step updates all rows of a table of so many."""
+        return self.update_rows == "all" or (self.update_rows == "auto" and num_rows <= MOST_ROWS_OF_AUTO)
 
     @property
     def decouples(self) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.model import DeepConfig, ModelConfig
 from pipeline.config.registry import register
+from pipeline.config.tables import InitConfig
 from pipeline.embeddings.table import Table
 from pipeline.models.checks import check_least_dim, check_one_dim, dims_of_features
 from pipeline.models.vectors import DENSE_FEATURES, DIM_WITHOUT_TABLES
@@ -28,6 +29,11 @@ class LogisticRegressionConfig(ModelConfig):
     """
 
     kind: str = "logistic_regression"
+
+    @property
+    def table_init(self) -> InitConfig:
+        """Weights near 0: by 1/sqrt(rows), ids of small tables would begin with scores of their own."""
+        return InitConfig("normal", 0.001)
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings
@@ -50,6 +56,11 @@ class FMConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("model.dense_features", self.dense_features, DENSE_FEATURES)
+
+    @property
+    def table_init(self) -> InitConfig:
+        """As logistic regression's; pairs of vectors take part when they have grown."""
+        return InitConfig("normal", 0.001)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         if tables:
@@ -77,6 +88,11 @@ class WideDeepConfig(DeepConfig):
 
     kind: str = "wide_deep"
     hidden_layer_sizes: list[int] = field(default_factory=lambda: [256, 128])
+
+    @property
+    def table_init(self) -> InitConfig:
+        """Small, whatever the table's rows, as of all models over vectors."""
+        return InitConfig("normal", 0.01)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         check_least_dim(tables, 2, "Wide&Deep keeps a vector of embedding_dim - 1 and a linear weight in a row")

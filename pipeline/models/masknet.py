@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
+from pipeline.config.tables import InitConfig
 from pipeline.models.checks import check_layer_sizes
 from pipeline.models.vectors import VectorsConfig
 from pipeline.runtime.errors import check_above, check_at_least, check_choice
@@ -37,6 +38,11 @@ class MaskNetConfig(VectorsConfig):
     block_dim: int = 64
     reduction: float = 1.0
     feature_norm: bool = False
+
+    @property
+    def table_init(self) -> InitConfig:
+        """Next to nothing: norms of features and blocks bring it to size, and with it what rare ids have not learnt yet."""
+        return InitConfig("normal", 0.0001)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,6 +30,7 @@ from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.embedding_sync import replicates
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
+from pipeline.training.preflight import table_optimizer_of
 
 logger = get_logger(__name__)
 
@@ -77,7 +78,7 @@ def resolve(
     return resolve_job(job, dataset, context.world_size, choose)
 
 
-def build_task(resolved: ResolvedJob) -> TaskModel:
+def build_task(resolved: ResolvedJob, device_type: str) -> TaskModel:
     """The model with its loss, tables on meta, the sparse optimizer attached to them."""
     job, trainer = resolved.job, resolved.job.trainer
     num_dense = len(resolved.dataset.dense_features)
@@ -92,7 +93,7 @@ def build_task(resolved: ResolvedJob) -> TaskModel:
         precision=trainer.precision,
     )
     l2s = {table.name: table.l2 for table in resolved.plain_tables if table.l2}
-    apply_sparse_optimizer(task, job.optimizer.sparse, l2s)
+    apply_sparse_optimizer(task, table_optimizer_of(job, device_type), l2s)
     return task
 
 
@@ -105,7 +106,7 @@ def assemble(resolved: ResolvedJob, context: DistributedContext) -> Assembly:
     replicated = replicates(job.parallel, context)
     batch_size = job.trainer.micro_batch_size // context.world_size
     check_batch_fits_comms(job.comms, batch_size, plain)
-    task = build_task(resolved)
+    task = build_task(resolved, context.device.type)
     sharders = make_sharders(job.comms, job.trainer.seed)
     sparse = job.optimizer.sparse
     record = load_or_search_plan(

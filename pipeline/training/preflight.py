@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 from pipeline.config.data import check_batch_geometry
@@ -55,6 +56,7 @@ def check_resolved(resolved: ResolvedJob) -> None:
     check_widths(plain)
     for size in (job.trainer.micro_batch_size, job.trainer.evaluate_batch_size or job.trainer.global_batch_size):
         check_batch_fits_comms(job.comms, size // world_size, plain)
+    table_optimizer_of(job, job.hardware.compute_device)
     if job.hardware.compute_device == "cpu":
         check_optimizer_on_cpu(job.optimizer.sparse, plain, job.sharding.fast_cpu)
     if job.planner.kind == "file":
@@ -102,6 +104,32 @@ def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:
         return
     check_split(dataset, "train", job.trainer.global_batch_size)
     check_split(dataset, "validation", 1)
+
+
+def table_optimizer_of(job: TrainJob, device_type: str) -> SparseOptimizerConfig:
+    """The tables' optimizer with update_rows=auto resolved where untouched rows cannot be updated; `device_type`: auto, cpu, cuda.
+
+    Raises:
+        TrainingError: update_rows=all there. FBGEMM updates touched rows alone, and micro-batches would each count as a step.
+    """
+    sparse, accumulation = job.optimizer.sparse, job.trainer.gradient_accumulation_steps
+    has_kernel = find_optimizer(sparse.name).cpu_kernel is not None
+    reasons = {
+        f"hardware.compute_device={device_type}": device_type not in ("cpu", "auto"),
+        f"sharding.fast_cpu={str(job.sharding.fast_cpu).lower()}": not job.sharding.fast_cpu,
+        "no Numba": find_spec("numba") is None,
+        f"optimizer.sparse.name={sparse.name}": not has_kernel,
+        f"trainer.gradient_accumulation_steps={accumulation}": accumulation > 1,
+    }
+    reason = next((text for text, holds in reasons.items() if holds), None)
+    if reason is None or sparse.update_rows == "touched":
+        return sparse
+    if sparse.update_rows == "all":
+        raise TrainingError(
+            f"optimizer.sparse.update_rows=all needs this package's CPU kernels and one batch a step, but there is {reason}; "
+            "use update_rows=touched"
+        )
+    return replace(sparse, update_rows="touched")
 
 
 def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table], fast_cpu: bool = True) -> None:

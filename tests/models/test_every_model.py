@@ -136,7 +136,7 @@ def _first_step(kind: str, form: dict[str, Any], compiled: bool) -> tuple[float,
     return loss.item(), torch.cat([weight.grad.flatten() for weight in task.parameters()])
 
 
-@pytest.mark.parametrize(("kind", "form"), cases(FORMS, lambda kind, form: (kind, form) == ("masknet", {})))
+@pytest.mark.parametrize(("kind", "form"), cases(FORMS, lambda *_: False))  # Inductor takes half a CPU minute a model
 def test_compiled_layers_give_the_loss_and_gradients_of_those_that_are_not(
     kind: str, form: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

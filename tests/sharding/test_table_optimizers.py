@@ -80,6 +80,10 @@ def step_sparse(optimizer: torch.optim.Optimizer, weights: list[Any], config: Sp
     optimizer.step()
 
 
+def step_all_rows(optimizer: torch.optim.Optimizer, weights: list[Any], config: SparseOptimizerConfig) -> None:
+    optimizer.step()
+
+
 def reference(make: Make, config: SparseOptimizerConfig, tables: list[TinyTable]) -> dict[str, torch.Tensor]:
     """The weights after NUM_STEPS of torch's own optimizers in one process."""
     model = TinyModel(tables, torch.device("cpu"))
@@ -87,6 +91,8 @@ def reference(make: Make, config: SparseOptimizerConfig, tables: list[TinyTable]
     weights: list[Any] = list(model.embedding_bag_collection.parameters())
     dense, sparse = torch.optim.Adam(model.over.parameters(), lr=DENSE.lr, eps=DENSE.eps), make(weights)
     step = step_sparse if isinstance(sparse, torch.optim.SparseAdam) else step_touched_rows
+    if config.update_rows == "all":
+        step = step_all_rows
     for features, labels in batches(tables, NUM_STEPS):
         dense.zero_grad()
         sparse.zero_grad()
@@ -168,6 +174,22 @@ def test_decay_l2_and_clipping_are_torchs_on_touched_rows(
     assert distance < 2e-6
     plain = replace(config, weight_decay=0.0, gradient_clip_value=None, gradient_clip_norm=None)
     assert furthest(expected, ranks.run(2, trained, plain, tables)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("ranks_used", [1, 2])
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_all_rows_are_updated_as_torch_does_where_the_config_says_so(
+    ranks: RankPool, name: str, ranks_used: int
+) -> None:
+    config = SparseOptimizerConfig(name, lr=LR, weight_decay=0.1, update_rows="all")
+    make = partial(torch.optim.Adam if name == "adam" else torch.optim.AdamW, lr=LR, weight_decay=0.1)
+    expected, found = reference(make, config, TABLES), ranks.run(ranks_used, trained, config, TABLES)[0]
+    assert furthest(expected, found) < 1e-6
+    lazy = ranks.run(ranks_used, trained, replace(config, update_rows="touched"), TABLES)[0]
+    assert furthest(expected, lazy) > 1e-4
+    if ranks_used == 1:
+        by_torch = ranks.run(1, trained, config, [TinyTable("a", "data_parallel")], 0.0, 0, False)[0]
+        assert furthest(reference(make, config, [TinyTable("a", "data_parallel")]), by_torch) < 1e-6
 
 
 def test_replicated_tables_follow_the_same_rule_without_our_kernels(ranks: RankPool) -> None:

@@ -1,8 +1,9 @@
 """Update tables in position on the CPU by kernels that Numba compiles.
 
 update_tables takes pooled gradients. Each row that a batch touched is updated once with the sum of its gradients, as
-FBGEMM's exact optimizers do; a row that none touched stays as it is, its moments too. FBGEMM sorts the ids of every table for that; here a hash table chains the positions of each
-row, in their order, so the sums do not depend on threads. The next rows are prefetched, for the time goes into waiting for
+FBGEMM's exact optimizers do; a row that none touched stays as it is, its moments too, unless the table's rule is for all
+rows. FBGEMM sorts the ids of every table for that; here a hash table chains the positions of each row, in their order, so
+the sums do not depend on threads. The next rows are prefetched, for the time goes into waiting for
 memory. update_rows takes the dense gradient of many small replicated tables, which lie one after the other in fp32 arrays,
 as FBGEMM's dense lookup has them.
 
@@ -280,76 +281,107 @@ def _gather(  # type: ignore[no-untyped-def]
         position = following[U(position)]
 
 
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _prefetch_row(row, weights, halves, is_half, states, squares, kind, begins, sizes):  # type: ignore[no-untyped-def]
+    at = begins[0] + row * sizes[0]
+    _prefetch(halves, at, sizes[0] if is_half else U(0), U(32))
+    _prefetch(weights, at, U(0) if is_half else sizes[0], U(16))
+    if kind != SGD:
+        _prefetch(states, begins[1] + row * sizes[1], sizes[1], U(16))
+    if kind >= ADAM:
+        _prefetch(squares, begins[2] + row * sizes[2], sizes[2], U(16))
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _update_row(  # type: ignore[no-untyped-def]
+    row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
+):  # fmt: skip
+    """Of a table whose weights and two states begin at `begins` and are `sizes` long a row; `gradient` is overwritten.
+
+    Thirteen parameters, for the reason that update_tables gives.
+    """
+    at, state, square = begins[0] + row * sizes[0], begins[1] + row * sizes[1], begins[2] + row * sizes[2]
+    dim = sizes[0]
+    _add_penalty(gradient, weights, halves, is_half, at, l2, dim)
+    scale = _to_direction(gradient, states, squares, state, square, kind, numbers, dim)
+    if is_half:
+        key = (U(step) * HASH) ^ (at * U(0xD6E8FEB86659FD93))
+        _subtract_half(halves, at, gradient, scale, numbers[KEEP], dim, key)
+    else:
+        _subtract(weights, at, gradient, scale, numbers[KEEP], dim)
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def _update_others(  # type: ignore[no-untyped-def]
+    touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
+):  # fmt: skip
+    """The rows that are not in `touched` [rows of the table, or 0], as by a gradient of 0. Parameters: as _update_row's."""
+    for row in range(U(0), U(len(touched))):
+        if not touched[row]:
+            gradient[:] = np.float32(0)
+            _update_row(
+                row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
+            )
+
+
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def update_tables(  # type: ignore[no-untyped-def]
     tables, feature_begins, indices, offsets, num_samples, gradients, width, columns, weights, halves, is_half,
-    weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, step,
+    weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
 ):  # fmt: skip
     """Update the tables whose numbers are in `tables`, in `halves` (fp16 as uint16) where `is_half`, else in `weights`.
 
-    Twenty-one parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
+    Twenty-two parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
 
     feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
     gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
-    numbers: as LR and what follows it say. l2s [T]: a touched row's gradient gains l2 * its weights.
+    numbers: as LR and what follows it say. l2s [T]: a touched row's gradient gains l2 * its weights. every [T]: the table's
+    rows, where untouched ones are updated too, as by a gradient of 0; else 0.
     """
     longest, size = _buffer_sizes(tables, feature_begins, offsets, num_samples)
     slots, following = np.empty(size, np.int32), np.empty(longest, np.int32)
     rows, heads, tails = np.empty(longest, np.int64), np.empty(longest, np.int32), np.empty(longest, np.int32)
     sources, scales = np.empty(longest, np.uint64), np.empty(longest, np.float32)
-    keep = numbers[KEEP]
     for table in tables:
         first, last = U(feature_begins[table]), U(feature_begins[table + 1])
         begin, end = U(offsets[first * num_samples]), U(offsets[last * num_samples])
         dim = U(columns[first + U(1)] - columns[first])
         state_dim = dim if kind != ROWWISE_ADAGRAD else U(1)
         square_dim = dim if kind != ROWWISE_ADAM else U(1)
-        weight_begin, state_begin, square_begin = (
-            U(weight_begins[first]),
-            U(state_begins[first]),
-            U(square_begins[first]),
-        )
         count = _chain(indices, begin, end, slots, rows, heads, tails, following)
         _bags(offsets, first * num_samples, last * num_samples, num_samples, begin, is_mean, sources, scales)
-        gradient = np.empty(dim, np.float32)
+        gradient, touched = np.empty(dim, np.float32), np.zeros(every[table], np.bool_)
+        begins = (U(weight_begins[first]), U(state_begins[first]), U(square_begins[first]))
+        sizes = (dim, state_dim, square_dim)
         # Without these an untouched row's formulas change nothing.
-        skips = kind >= ADAM or keep != np.float32(1) or l2s[table] != np.float32(0)
+        skips = kind >= ADAM or numbers[KEEP] != np.float32(1) or l2s[table] != np.float32(0)
         for entry in range(count):
             if entry + U(AHEAD) < count:
-                coming = U(rows[entry + U(AHEAD)])
-                at = weight_begin + coming * dim
-                state, square = state_begin + coming * state_dim, square_begin + coming * square_dim
-                _prefetch(halves, at, dim if is_half else U(0), U(32))
-                _prefetch(weights, at, U(0) if is_half else dim, U(16))
-                if kind != SGD:
-                    _prefetch(states, state, state_dim, U(16))
-                if kind >= ADAM:
-                    _prefetch(squares, square, square_dim, U(16))
+                _prefetch_row(U(rows[entry + U(AHEAD)]), weights, halves, is_half, states, squares, kind, begins, sizes)
                 source = sources[U(heads[entry + U(AHEAD)])]
                 prefetch_to_read(gradients, source % num_samples * width + U(columns[source // num_samples]))
             _gather(gradient, gradients, heads[entry], following, sources, scales, num_samples, width, columns, dim)
             if skips and _largest(gradient, U(0), dim) == np.float32(0):
                 continue
             row = U(rows[entry])
-            at = weight_begin + row * dim
             _clip(gradient, U(0), dim, numbers[MOST], numbers[NORM])
-            _add_penalty(gradient, weights, halves, is_half, at, l2s[table], dim)
-            state, square = state_begin + row * state_dim, square_begin + row * square_dim
-            scale = _to_direction(gradient, states, squares, state, square, kind, numbers, dim)
-            if is_half:
-                key = (U(step) * HASH) ^ (at * U(0xD6E8FEB86659FD93))
-                _subtract_half(halves, at, gradient, scale, keep, dim, key)
-            else:
-                _subtract(weights, at, gradient, scale, keep, dim)
+            _update_row(
+                row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2s[table], step, begins, sizes
+            )
+            if len(touched):
+                touched[row] = True
+        _update_others(
+            touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2s[table], step, begins, sizes
+        )
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def update_rows(  # type: ignore[no-untyped-def]
-    weights, gradient, states, squares, rows, dims, kind, numbers, l2s
+    weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every
 ):  # fmt: skip
     """The same updates from a dense gradient; tables have `rows` [T] of `dims` [T], states a number a weight, or a row.
 
-    A row is touched where its gradient is not all zero.
+    A row is touched where its gradient is not all zero; every [T]: not 0 where untouched rows are updated too.
     """
     begin, state, square = U(0), U(0), U(0)
     for table in range(len(rows)):
@@ -358,7 +390,7 @@ def update_rows(  # type: ignore[no-untyped-def]
         state_dim = dim if kind != ROWWISE_ADAGRAD else U(1)
         square_dim = dim if kind != ROWWISE_ADAM else U(1)
         for _ in range(rows[table]):
-            if _largest(gradient, begin, begin + dim) != np.float32(0):
+            if every[table] or _largest(gradient, begin, begin + dim) != np.float32(0):
                 for k in range(dim):
                     row_gradient[k] = gradient[begin + k]
                 _clip(row_gradient, U(0), dim, numbers[MOST], numbers[NORM])

@@ -137,8 +137,14 @@ class FastLookup:
         self._fbgemm_forward, self._lookup = lookup.forward, lookup
         self._pool, self._update = pool, update
         own = [rules[name] for name in lookup.table_names or [] if name in rules]
-        self._rule = own[0] if own else _rule_of(lookup)  # of one optimizer, so they differ in l2 alone
+        self._rule = own[0] if own else _rule_of(lookup)  # of one optimizer, so they differ in l2 and all_rows alone
         self._l2s = np.array([rule.l2 for rule in own] or [0.0] * len(lookup.embedding_specs), dtype=np.float32)
+        shard_rows = [spec[0] for spec in lookup.embedding_specs]
+        self._every = np.array(
+            [rows if rule.all_rows else 0 for rows, rule in zip(shard_rows, own, strict=False)], np.int64
+        )
+        if not own:
+            self._every = np.zeros(len(shard_rows), np.int64)
         self.step = 0  # micro-batches of the run; seeds the rounding of fp16 rows
         self.num_steps = 0  # updates of the optimizer before the next one
         # Set where the model takes it (pipeline.models.layers.dlrm): columns left free ahead of the features', for the model
@@ -212,12 +218,11 @@ class FastLookup:
             self._feature_begins, indices.numpy(), bounds, np.uint64(num_samples), rows, np.uint64(width),
             self._columns, weights, halves, is_half, fbgemm.weights_offsets.numpy(), *states, *squares, rule.kind,
             fbgemm.pooling_mode == PoolingMode.MEAN, rule.numbers(fbgemm.get_learning_rate(), self.num_steps + 1), self._l2s,
-            np.uint64(self.step),
+            self._every, np.uint64(self.step),
         )  # fmt: skip
         first_ids = bounds[self._feature_begins * num_samples]
-        shares = partition_tables(
-            first_ids, self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]
-        )
+        dims = self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]
+        shares = partition_tables(first_ids, dims, self._every)
         later = [thread_pool(len(shares)).submit(self._update, share, *arguments) for share in shares[1:]]
         self._update(shares[0], *arguments)
         for result in later:
@@ -256,13 +261,17 @@ def _rows(gradients: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
     return _flat(torch.as_strided(gradients.detach(), (count,), (1,))), width
 
 
-def partition_tables(first_ids: np.ndarray[Any, Any], dims: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+def partition_tables(
+    first_ids: np.ndarray[Any, Any], dims: np.ndarray[Any, Any], every: np.ndarray[Any, Any] | int = 0
+) -> list[np.ndarray[Any, Any]]:
     """Tables by thread, so that none has much more to do: the largest first, each to the thread with the least (LPT).
 
-    first_ids [T + 1]: where each table's ids begin; dims [T].
+    first_ids [T + 1]: where each table's ids begin; dims [T]; every [T]: rows that are updated though no id is of them.
     """
     num_threads = torch.get_num_threads()
-    work = np.diff(first_ids) * (dims + 16) + 256  # reading a row costs about as much as 16 of its numbers
+    work = (
+        np.diff(first_ids) * (dims + 16) + every * dims + 256
+    )  # reading a row costs about as much as 16 of its numbers
     shares: list[list[int]] = [[] for _ in range(min(num_threads, len(work)))]
     loads = [0] * len(shares)
     for table in np.argsort(-work, kind="stable").tolist():

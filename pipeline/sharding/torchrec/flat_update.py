@@ -30,12 +30,13 @@ PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maxim
 
 @dataclass(frozen=True)
 class _Block:
-    """One flat parameter: its tables' rows, widths and L2 in order, and each of their states in one array."""
+    """One flat parameter: its tables' rows, widths, L2 and `every` in order, and each of their states in one array."""
 
     weights: torch.Tensor
     rows: np.ndarray[Any, Any]
     dims: np.ndarray[Any, Any]
     l2s: np.ndarray[Any, Any]
+    every: np.ndarray[Any, Any]  # whether untouched rows are updated too
     states: list[torch.Tensor]  # two; empty where the optimizer has fewer
 
 
@@ -63,7 +64,7 @@ class FlatUpdate:
             if gradient is not None:
                 self._update(
                     block.weights.detach().numpy(), gradient.contiguous().numpy(), *(state.numpy() for state in block.states),
-                    block.rows, block.dims, self._rule.kind, numbers, block.l2s,
+                    block.rows, block.dims, self._rule.kind, numbers, block.l2s, block.every,
                 )  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optim
 
 
 def _rules(optimizer: torch.optim.Optimizer) -> dict[int, UpdateRule]:
-    """Of each weight, by its id; they differ in l2 alone. Empty where the kernel does not support the optimizer."""
+    """Of each weight, by its id; they differ in l2 and all_rows alone. Empty where the kernel does not support the optimizer."""
     if len(optimizer.param_groups) != 1:
         return {}
     (group,) = optimizer.param_groups
@@ -120,7 +121,8 @@ def _block(
     states = [*joined, torch.empty(0), torch.empty(0)][:2]
     rows, dims = (np.array([table.shape[axis] for table in tables], dtype=np.int64) for axis in (0, 1))
     l2s = np.array([rules[id(table)].l2 for table in tables], dtype=np.float32)
-    return _Block(tables[0]._original_tensor, rows, dims, l2s, states)
+    every = np.array([rules[id(table)].all_rows for table in tables], dtype=np.int64)
+    return _Block(tables[0]._original_tensor, rows, dims, l2s, every, states)
 
 
 def _joined(tables: list[TableBatchedEmbeddingSlice], optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor:

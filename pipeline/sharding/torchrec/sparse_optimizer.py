@@ -63,7 +63,7 @@ def apply_sparse_optimizer(
                 # A dict of its own for each table: TorchRec writes into it.
                 _apply_optimizer_in_backward(kind, [weight], _fused_kwargs(config))
                 if entry.cpu_kernel is not None:
-                    weight.update_rule = UpdateRule.of(config, l2s.get(name, 0.0))
+                    weight.update_rule = UpdateRule.of(config, l2s.get(name, 0.0), bag.num_embeddings)
                 elif l2s.get(name):
                     raise ShardingError(f"tables.{name}.l2={l2s[name]:g}: {config.name} would ignore it; set it to 0")
 

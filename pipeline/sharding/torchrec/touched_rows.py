@@ -49,6 +49,8 @@ def _update(
     weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], rule: UpdateRule, lr: float, step: int
 ) -> None:
     touched = (gradient != 0).any(dim=1, keepdim=True)  # no row of NaN is equal to 0
+    if rule.all_rows:
+        touched = torch.ones_like(touched)
     if rule.clip_value:
         gradient = gradient.clamp(-rule.clip_value, rule.clip_value)
     if rule.clip_norm:

@@ -1,6 +1,7 @@
 """Say by which numbers a table's rows are updated at a step, for the CPU kernels and for replicated tables on any device.
 
-Every rule is lazy: it changes the rows that a batch touches, and leaves the others with their moments as they are. Adam's bias
+A rule is lazy unless optimizer.sparse.update_rows says otherwise: it changes the rows that a batch touches, and leaves the
+others with their moments as they are. Adam's bias
 correction goes by the step of the run, as in torch.optim.SparseAdam and in FBGEMM. eps is added after the correction, as in
 torch.optim.AdamW and FBGEMM; SparseAdam adds it before, which makes its eps larger in the first steps by
 1 / sqrt(1 - beta2 ** step). A row counts as touched where the sum of its gradients (in a table that is cut by columns: of the
@@ -29,7 +30,8 @@ class UpdateRule:
     kind: as above. l2: a touched row's gradient gains l2 * its weights, once a step. decay: lr * decay of a touched row's
     weights are taken from it beside the update, as AdamW does. clip_value, clip_norm: the most that a number of a row's summed
     gradient, and then its norm, may be before l2 is added; 0: no limit. By value it is exact however the table is sharded; the
-    norm is a row's, in a table that is cut by columns that of the shard's part.
+    norm is a row's, in a table that is cut by columns that of the shard's part. all_rows: a step updates untouched rows too,
+    as by a gradient of 0, which is what torch.optim.Adam does.
     """
 
     kind: int
@@ -40,16 +42,17 @@ class UpdateRule:
     decay: float = 0.0
     clip_value: float = 0.0
     clip_norm: float = 0.0
+    all_rows: bool = False
 
     @classmethod
-    def of(cls, config: SparseOptimizerConfig, l2: float = 0.0) -> UpdateRule:
-        """`l2`: of the table. Asserts that the optimizer has a rule (Optimizer.cpu_kernel)."""
+    def of(cls, config: SparseOptimizerConfig, l2: float = 0.0, num_rows: int = 0) -> UpdateRule:
+        """`l2`, `num_rows`: of the table, however it is sharded. Asserts that the optimizer has a rule (Optimizer.cpu_kernel)."""
         entry = find_optimizer(config.name)
         assert entry.cpu_kernel is not None
         decay = config.weight_decay if config.decouples else 0.0
         return cls(
             entry.cpu_kernel, config.eps, config.beta1, config.beta2, l2 + (config.weight_decay - decay), decay,
-            config.gradient_clip_value or 0.0, config.gradient_clip_norm or 0.0,
+            config.gradient_clip_value or 0.0, config.gradient_clip_norm or 0.0, config.updates_all(num_rows),
         )  # fmt: skip
 
     @property
