@@ -15,8 +15,10 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+import pipeline
 from pipeline.cli.command_line import parse_command_line, validate_train
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, Words
@@ -26,6 +28,7 @@ from pipeline.embeddings.table import Table
 from pipeline.planner.head_rows import choose_heads
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.logs import configure_logging, get_logger
+from pipeline.runtime.masking import mask
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.preflight import check_resolved, load_or_describe
 
@@ -50,6 +53,12 @@ class PlanSummary:
     explanation: str
 
 
+def _made() -> str:
+    """When and by which command, without credentials, for the foot of the page."""
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"{when} by `{mask(shlex.join(['python', *sys.orig_argv[1:]]))}`, pipeline {pipeline.__version__}"
+
+
 def plan(job: PlanJob) -> PlanSummary:
     """Build the model on meta, plan for `world_size` ranks of `hardware`, and write planner.plan_file and its page.
 
@@ -71,7 +80,9 @@ def plan(job: PlanJob) -> PlanSummary:
     if job.planner.kind != "file":
         page = page_path(job.planner.plan_file)
         write_plan(job.planner.plan_file, record)
-        write_page(page, f"{job.name} on {job.world_size} x {record.hardware}", record, encode_plan(record.plan))
+        write_page(
+            page, f"{job.name} on {job.world_size} x {record.hardware}", record, encode_plan(record.plan), _made()
+        )
     return PlanSummary(
         plan_file=job.planner.plan_file,
         page=page,

@@ -19,6 +19,7 @@ from pipeline.planner.record import PHASES, PlanDescription, RankLoad, TableChoi
 from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
 from pipeline.runtime.storage import storage
 
+FEW_RANKS = 8  # whose charts of memory and time lie side by side
 MOST_MAPPED = 40  # tables that have a line of their own in the map, and a row in the table before it is folded
 IN_HBM = ("dense", "fused")  # kernels that keep the whole table there
 SERIES = {"weights": "tables", "state": "optimizer state", "buffers": "buffers and caches"}
@@ -44,16 +45,22 @@ def page_path(plan_file: str) -> str:
     return plan_file.removesuffix(".json") + ".html"
 
 
-def write_page(path: str, title: str, plan: PlanDescription, shardings: Shardings) -> None:
-    """Atomic. `shardings` as in a plan file: module -> table -> ParameterSharding."""
-    storage.publish_text(path, render_page(title, plan, shardings))
+def write_page(path: str, title: str, plan: PlanDescription, shardings: Shardings, made: str = "") -> None:
+    """Atomic. `shardings` as in a plan file: module -> table -> ParameterSharding; `made`: when, and by which command."""
+    storage.publish_text(path, render_page(title, plan, shardings, made))
 
 
-def render_page(title: str, plan: PlanDescription, shardings: Shardings) -> str:
+def render_page(title: str, plan: PlanDescription, shardings: Shardings, made: str = "") -> str:
     shares = _table_shares(plan, shardings)
+    # Side by side where their charts are small.
+    beside = (
+        ('<div class="pair"><section>', "</section><section>", "</section></div>")
+        if len(plan.ranks) <= FEW_RANKS
+        else ("",) * 3
+    )
     sections = (
-        _heading(title, plan), _memory(plan, shares), _time(plan), _map(plan, shares), _choices(plan), _rank_numbers(plan),
-        _made_for(plan),
+        _heading(title, plan), beside[:1], _memory(plan, shares), beside[1:2], _time(plan), beside[2:], _map(plan, shares),
+        _choices(plan), _rank_numbers(plan), _made_for(plan), _foot(plan, made),
     )  # fmt: skip
     body = [part for section in sections for part in section]
     return document(f"Plan: {title}", body, Path(__file__).with_name("page.css").read_text())
@@ -90,24 +97,33 @@ def _heading(title: str, plan: PlanDescription) -> Iterator[str]:
         f"{escape(plan.hardware)}, {topology['local_world_size']} a host: "
         f"{', '.join(f'{count} {kind}' for kind, count in kinds)}. Found by {escape(plan.planner)}.</p>"
     )
+    tier, taken, room = _fullest(plan)
     figures = [
-        (f"{objective.critical_path_ms:.4g} ms", "critical path: the slowest rank of each phase, summed"),
-        (f"{objective.max_rank_ms:.4g} ms", "slowest rank: all its phases, summed"),
+        (f"{objective.critical_path_ms:.4g} ms", f"expected of a step's embedding part{_beside_torchrec(plan)}"),
+        (show_bytes(taken), f"{tier} that tables take on the fullest rank, of {show_bytes(room)}"),
     ]
     if objective.gap is not None and objective.lower_bound_ms is not None:
-        text = f"above the best possible {objective.minimised} at most: none is below {objective.lower_bound_ms:.4g} ms"
+        text = f"at most above the best possible plan, whose {objective.minimised} is {objective.lower_bound_ms:.4g} ms or more"
         figures.append((f"{100 * objective.gap:.2f} %", text))
-    if plan.torchrec_objective is not None:
-        other = plan.torchrec_objective
-        text = f"critical path of TorchRec's own plan; its slowest rank: {other.max_rank_ms:.4g} ms"
-        figures.append((f"{other.critical_path_ms:.4g} ms", text))
-    tier, taken, room = _fullest(plan)
-    figures.append((f"{show_bytes(taken)}", f"{tier} that tables take on the fullest rank, of {show_bytes(room)}"))
     yield cards(figures)
+    slowest = f"The slowest rank takes {objective.max_rank_ms:.4g} ms for all its phases"
+    if plan.torchrec_objective is not None:
+        slowest += f", in TorchRec's own plan {plan.torchrec_objective.max_rank_ms:.4g} ms"
     yield (
-        '<p class="faint">Milliseconds are estimates for the embedding part of one training step; '
-        f"the planner minimised {objective.minimised}.</p>"
-    )  # fmt: skip
+        f'<p class="faint">{slowest}. Milliseconds are estimates of the critical path, the slowest rank of each phase, summed, '
+        f"for the embedding part of one training step; the planner minimised {objective.minimised}.</p>"
+    )
+
+
+def _beside_torchrec(plan: PlanDescription) -> str:
+    other = plan.torchrec_objective
+    if other is None:
+        return ""
+    share = 1 - plan.objective.critical_path_ms / other.critical_path_ms if other.critical_path_ms else 0.0
+    how = (
+        f", {100 * abs(share):.0f} % {'less' if share > 0 else 'more'} than" if abs(share) >= 0.005 else ", as much as"
+    )
+    return f"{how} TorchRec's own plan, {other.critical_path_ms:.4g} ms"
 
 
 def _fullest(plan: PlanDescription) -> tuple[str, int, int]:
@@ -119,8 +135,8 @@ def _fullest(plan: PlanDescription) -> tuple[str, int, int]:
 def _memory(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> Iterator[str]:
     yield "<h2>Memory of each rank</h2>"
     yield (
-        "<p>What the tables take. The dashed line is what they may take: capacity less the reserve "
-        "(planner.reserved_memory_fraction) and the dense part of the model.</p>"
+        "<p>What the tables take. They may take the capacity less the reserve (planner.reserved_memory_fraction) and the dense "
+        "part of the model: a dashed line where it is on the chart.</p>"
     )
     yield legend(SERIES.items())
     cuda = plan.fingerprint["topology"]["compute_device"] == "cuda"
@@ -313,3 +329,9 @@ def _made_for(plan: PlanDescription) -> Iterator[str]:
     rows = [[f"{name}.{key}", str(value)] for name, values in sections.items() for key, value in values.items()]
     rows.append(["batch_size (a rank)", str(fingerprint["batch_size"])])
     yield folded("What the plan was made for", table(("", ""), rows, label="what the plan was made for"))
+
+
+def _foot(plan: PlanDescription, made: str) -> Iterator[str]:
+    """When and by what the page was made, and for which libraries the plan holds."""
+    libraries = ", ".join(f"{name} {version}" for name, version in plan.fingerprint["libraries"].items())
+    yield f'<footer class="faint"><p>{escape(f"Made {made}. " if made else "")}Planned with {escape(libraries)}.</p></footer>'

@@ -130,6 +130,29 @@ def test_both_objectives_gap_and_torchrecs_result_are_told_where_they_are_known(
     assert "best possible" not in page and "TorchRec" not in page
 
 
+def test_the_head_says_time_memory_and_gap_and_the_foot_when_and_by_what() -> None:
+    plan, shardings = drawn_plan(5, 2)
+    page = render_page("p", plan, shardings, "2026-11-22 10:00 UTC by `python -m pipeline.plan a<b`")
+    assert len(re.findall("<li><b>", page.split("<h2>")[0])) == 3
+    other = plan.torchrec_objective
+    assert other is not None
+    share = 1 - plan.objective.critical_path_ms / other.critical_path_ms
+    assert (
+        f"{100 * abs(share):.0f} % {'less' if share > 0 else 'more'} than TorchRec" in page
+        or "as much as TorchRec" in page
+    )
+    foot = page[page.index("<footer") :]
+    assert "2026-11-22" in foot and "a&lt;b" in foot and "torch 2" in foot
+    assert '<div class="pair">' in page and '<div class="pair">' not in render_page("p", *drawn_plan(26, 128))
+
+
+def test_no_colour_stands_for_two_things() -> None:
+    css = (Path(render_page.__code__.co_filename).with_name("page.css")).read_text()
+    for block in css.split("@media"):
+        colours = re.findall(r"--[a-z_]+: (#[0-9a-f]{6})", block)
+        assert len(colours) >= 8 and [each for each, count in Counter(colours).items() if count > 1] == []
+
+
 def test_a_cpu_plan_has_one_tier_and_reasons_are_escaped() -> None:
     page = render_page("p", *drawn_plan(5, 2, device="cpu"))
     assert len(charts(page)) == 3 and "HBM of each rank" not in page and "host memory of each rank" in page
