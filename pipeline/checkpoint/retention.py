@@ -37,7 +37,12 @@ class Retention:
 
 def is_higher_better(metric: str) -> bool:
     """`metric` may be one of several labels': <label>/<metric>."""
-    return metric.rpartition("/")[2].startswith(HIGHER_IS_BETTER)
+    return metric_of(metric).startswith(HIGHER_IS_BETTER)
+
+
+def metric_of(name: str) -> str:
+    """`ne` of `ne`, and of `click/ne`, as a metric of one of several labels is called."""
+    return name.rpartition("/")[2]
 
 
 def measured_metric(manifest: Mapping[str, object], name: str) -> float | None:

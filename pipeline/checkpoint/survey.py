@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.checkpoint import random_state
-from pipeline.checkpoint.retention import measured_metric
+from pipeline.checkpoint.retention import measured_metric, metric_of
 from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import describe_dtype, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
@@ -19,7 +19,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import damage, size_problem
 from pipeline.runtime.storage.manifest import MANIFEST
 
-METRICS = ("ne", "auc", "logloss", "calibration", "recall_at_10", "mrr")
+METRICS = ("ne", "auc", "gauc", "logloss", "calibration", "mse", "r2", "recall_at_10", "mrr")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ def summarize_step(folder: str, step: int) -> StepSummary:
         size = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
         found = (size_problem(file_path(path, manifest, name), entry) for name, entry in manifest["files"].items())
         problem = next((text for text in found if text), "")
-        metrics = {name: value for name in METRICS if (value := measured_metric(manifest, name)) is not None}
+        names = [name for metric in METRICS for name in manifest.get("metrics") or {} if metric_of(name) == metric]
+        metrics = {name: value for name in names if (value := measured_metric(manifest, name)) is not None}
         return StepSummary(step, age, size, int(manifest["world_size"]), metrics, problem)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return StepSummary(step, age, problem=str(error) or repr(error))

@@ -24,12 +24,13 @@ from pipeline.runtime.logs import get_logger
 from pipeline.training.run_state import config_of, folder_of
 
 DAMAGED = 1  # exit code of verify
+SHOWN = ("ne", "auc", "mse", "recall_at_10", "mrr")
 logger = get_logger("pipeline.checkpoints")  # run as a command, __name__ is another
 
 
 def list_checkpoints(job: CheckpointsJob) -> list[str]:
     """A line a step, oldest first. Raises ConfigError where there is none."""
-    from pipeline.checkpoint.retention import is_higher_better
+    from pipeline.checkpoint.retention import is_higher_better, metric_of
     from pipeline.checkpoint.steps import list_steps
     from pipeline.checkpoint.survey import StepSummary, summarize_step
 
@@ -46,11 +47,7 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
     last = {step.step for step in found[-config.keep_last_n :]}
 
     def line(summary: StepSummary) -> str:
-        metrics = [
-            f"{name} {summary.metrics[name]:.4f}"
-            for name in ("ne", "auc", "recall_at_10", "mrr")
-            if name in summary.metrics
-        ]
+        metrics = [f"{name} {value:.4f}" for name, value in summary.metrics.items() if metric_of(name) in SHOWN]
         metrics += [f"best {metric}"] if summary.step == best else []
         metrics += ["kept as best"] if config.keep_best_n and summary in measured and summary.step not in last else []
         return (

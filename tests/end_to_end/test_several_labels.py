@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.cli.checkpoints import list_checkpoints
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import EvaluateJob, GenerateJob, PredictJob, PrepareJob, TrainJob
+from pipeline.config.jobs import CheckpointsJob, EvaluateJob, GenerateJob, PredictJob, PrepareJob, TrainJob
 from pipeline.config.retraining import GateConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
@@ -34,6 +35,8 @@ from pipeline.serving.scoring.scorer import RefusedRow
 from pipeline.training import run as train_module
 from pipeline.training.evaluate_run import evaluate
 from pipeline.training.run import TrainSummary, train
+from pipeline.training.runs.folder import open_run
+from pipeline.training.runs.listing import as_text
 from tests.serving.exports import run_export
 from tests.support.ranks import RankPool
 
@@ -104,6 +107,10 @@ def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained:
     lines = [json.loads(line) for line in Path(trained.run_dir, "metrics.jsonl").read_text().splitlines()]
     found = [line for line in lines if line["kind"] == "train"]
     assert len(found) == 3 and found[-1]["seconds/mse"] < found[0]["seconds/mse"] and "click/ne" in found[0]
+    listed = "\n".join(list_checkpoints(load_config(CheckpointsJob, [f"run={trained.run_dir}"])))
+    assert "order/ne" in listed and "best order/ne" in listed and "seconds/mse" in listed
+    table = as_text([open_run(trained.run_dir)])
+    assert "click/auc" in table and f"{metrics['seconds/mse']:.4f}" in table
     measured = ranks.run(1, _evaluate, trained.run_dir)[0]
     assert measured == pytest.approx(metrics, abs=2e-4)
 

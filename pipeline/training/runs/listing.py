@@ -12,14 +12,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.checkpoint.retention import is_higher_better
+from pipeline.checkpoint.retention import is_higher_better, metric_of
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import take_lease
 from pipeline.training.runs.compare import choose_split
 from pipeline.training.runs.folder import TAGS, Run
 
-SHOWN = ("ne", "auc", "gauc", "recall_at_10", "mrr")
+SHOWN = ("ne", "auc", "gauc", "mse", "recall_at_10", "mrr")
 COLUMNS = ("run", "state", "step", "seed", "samples/s", "rank-hours", "last", "tags")
 
 
@@ -44,7 +44,8 @@ def sorted_runs(runs: Sequence[Run], by: str) -> list[Run]:
 def as_text(runs: Sequence[Run]) -> str:
     """A line a run, with the metrics that any of them has."""
     measured = {run.path: (choose_split([run]), run.metrics(choose_split([run]))[1]) for run in runs}
-    names = [name for name in SHOWN if any(name in metrics for _, metrics in measured.values())]
+    known = dict.fromkeys(name for _, metrics in measured.values() for name in metrics)
+    names = [name for metric in SHOWN for name in known if metric_of(name) == metric]
     header = [*COLUMNS[:4], "split", *names, *COLUMNS[4:]]
     rows = []
     for run in runs:
