@@ -108,7 +108,8 @@ class TwoTowerConfig(LayersConfig):
 
     `item_features[0]` names the item. Dense features go to the user's tower: they describe the request. A row's
     negatives are the items of all rows of the global batch, on whatever rank. `log_q_correction` takes off each item's
-    log frequency in the training rows, which makes frequent items frequent negatives.
+    log frequency in the training rows, which makes frequent items frequent negatives. hard_negatives: so many of the
+    negatives count in a row's loss, those that score highest; None: all.
     """
 
     kind: str = "two_tower"
@@ -119,6 +120,7 @@ class TwoTowerConfig(LayersConfig):
     temperature: float = 0.1
     normalize: bool = True
     log_q_correction: bool = True
+    hard_negatives: int | None = None
     recall_at: list[int] = field(default_factory=lambda: [10, 100])
 
     def __post_init__(self) -> None:
@@ -126,6 +128,7 @@ class TwoTowerConfig(LayersConfig):
         check_layer_sizes("model.user_layer_sizes", self.user_layer_sizes)
         check_layer_sizes("model.item_layer_sizes", self.item_layer_sizes)
         check_above("model.temperature", self.temperature, 0.0)
+        check_at_least("model.hard_negatives", self.hard_negatives, 1, allow_none=True)
         check_layer_sizes("model.recall_at", self.recall_at)
         if self.user_layer_sizes[-1] != self.item_layer_sizes[-1]:
             raise ConfigError(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.embeddings.row_frequencies import RowFrequencies
-from pipeline.models.tasks.retrieval import LogFrequency, RetrievalPrediction
+from pipeline.models.tasks.retrieval import LogFrequency, RetrievalPrediction, hardest_cross_entropy
 from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics
 from pipeline.runtime.process.distributed import init_distributed
 from tests.support.ranks import RankPool
@@ -86,3 +86,18 @@ def test_log_frequency_follows_a_power_law_between_the_curves_points() -> None:
     estimate = LogFrequency(RowFrequencies(rows, shares))(torch.arange(1, 1001))
     assert float((estimate.double() - truth.log())[:900].abs().max()) < 0.2
     assert float(LogFrequency(RowFrequencies(rows, shares))(torch.tensor([0]))) == pytest.approx(float(estimate.min()))
+
+
+def test_hard_negatives_are_those_that_score_highest_and_all_of_them_are_the_softmax() -> None:
+    scores = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
+    own = torch.tensor([0, 3, 8, 3, 1])
+    scores[1, 5] = scores[4, [0, 2, 7]] = float("-inf")  # the same item again, or a row that does not count
+    whole = torch.nn.functional.cross_entropy(scores, own, reduction="none")
+    for count in (8, 100):
+        torch.testing.assert_close(hardest_cross_entropy(scores, own, count), whole)
+    others = scores.scatter(1, own[:, None], float("-inf")).sort(dim=1, descending=True).values
+    positive = scores.gather(1, own[:, None])
+    for count in (1, 3):
+        wanted = torch.cat([positive, others[:, :count]], dim=1).log_softmax(dim=1)[:, 0]
+        torch.testing.assert_close(hardest_cross_entropy(scores, own, count), -wanted)
+    assert hardest_cross_entropy(scores[:1, :1], torch.tensor([0]), 4).tolist() == [0.0]

@@ -49,7 +49,7 @@ CONFIGS: list[ModelConfig] = [
         user_features=["user_id", "user_group"], item_features=["item_id", "item_genre"], user_layer_sizes=[16, 8],
         item_layer_sizes=[8], recall_at=[5],
     ),
-    TwoTowerConfig(user_layer_sizes=[8], item_layer_sizes=[8], log_q_correction=False, normalize=False, temperature=1.0),
+    TwoTowerConfig(user_layer_sizes=[8], item_layer_sizes=[8], log_q_correction=False, normalize=False, temperature=1.0, hard_negatives=3),
     # Their batch norm is over both ranks; dropout would draw other numbers on each.
     DeepFMConfig(hidden_layer_sizes=[16], dropout=0.0),
     XDeepFMConfig(hidden_layer_sizes=[16], cin_layer_sizes=[4], dropout=0.0),

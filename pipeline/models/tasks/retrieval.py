@@ -51,7 +51,7 @@ class RetrievalTask(nn.Module):
     def __init__(self, config: TwoTowerConfig, tables: list[Table]) -> None:
         super().__init__()
         self._item_feature, self._temperature = config.item_features[0], config.temperature
-        self._recall_at = list(config.recall_at)
+        self._recall_at, self._hard_negatives = list(config.recall_at), config.hard_negatives
         frequencies = None
         if config.log_q_correction:
             frequencies = next(table.frequencies for table in tables if self._item_feature in table.feature_names)
@@ -104,7 +104,20 @@ class RetrievalTask(nn.Module):
         own = rows + _rank() * len(users)
         hidden = (candidate_ids == ids[rows, None]) | (weights == 0)
         hidden.scatter_(1, own[:, None], False)
-        return F.cross_entropy(scores.masked_fill(hidden, float("-inf")), own, reduction="none")
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self._hard_negatives is None:
+            return F.cross_entropy(scores, own, reduction="none")
+        return hardest_cross_entropy(scores, own, self._hard_negatives)
+
+
+def hardest_cross_entropy(scores: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
+    """[P]: softmax cross-entropy of each row's own candidate among `count` others, those that score highest.
+
+    scores [P, N], -inf where a candidate is no negative; own [P], the number of the row's candidate.
+    """
+    positive = scores.gather(1, own[:, None])
+    others = scores.scatter(1, own[:, None], float("-inf")).topk(min(count, scores.shape[1] - 1), dim=1).values
+    return torch.cat([positive, others], dim=1).logsumexp(dim=1) - positive[:, 0]
 
 
 def first_ids(sparse_features: KeyedJaggedTensor, feature: str) -> torch.Tensor:
