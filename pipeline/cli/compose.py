@@ -23,7 +23,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.config.jobs import CONFIG_NAMES, TrainJob
+from pipeline.config.jobs import CHOSEN_STEPS, CONFIG_NAMES, TrainJob
 from pipeline.config.registry import components, load_plugins, missing_plugins
 from pipeline.config.saved_jobs import first_line, instantiate, near_field
 from pipeline.runtime.errors import ConfigError, did_you_mean
@@ -247,7 +247,8 @@ def _apply(config: DictConfig, job_type: type, override: Override) -> None:
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{override.input_line}: {first_line(error)}{near_field(error)}") from None
+        hint = f"; which={value} chooses that step" if key == "step" and value in CHOSEN_STEPS else near_field(error)
+        raise ConfigError(f"{override.input_line}: {first_line(error)}{hint}") from None
 
 
 def _make_room(config: DictConfig, job_type: type, key: str) -> None:

@@ -297,6 +297,8 @@ def test_what_newcomers_type_is_understood_or_told_the_cause(overlay: Path, caps
     with pytest.raises(ConfigError, match=names("'tables={user id: {embedding_dim: 16}}'")):
         load_config(TrainJob, [QUICKSTART, "tables.user id.embedding_dim=16"])
     assert split_flags(["--cfg", "job", "a=1"]) == split_flags(["a=1", "--cfg"]) == (["a=1"], {"--cfg": ""})
+    with pytest.raises(ConfigError, match=names("step=best which=best")):
+        load_config(EvaluateJob, ["run=x", "step=best"])
     with pytest.raises(ConfigError, match=names("--cfg hydra")):
         split_flags(["--cfg", "hydra"])
 

@@ -1,0 +1,42 @@
+"""A client that goes away in mid-answer is nobody's error: it is counted, and the log has no traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
+
+from pipeline.serving.http.app import CLIENT_GONE, _Watched
+from pipeline.serving.http.metrics import ServerMetrics
+
+
+@pytest.mark.parametrize("error", [ClientDisconnect(), BrokenPipeError("gone"), ConnectionResetError("gone")])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_client_that_goes_away_is_counted_and_not_logged(
+    error: Exception, begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[Any] = []
+    metrics = ServerMetrics()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise error
+
+    async def score(request: Any) -> Any:
+        raise error
+
+    async def note(message: Any) -> None:
+        sent.append(message)
+
+    watched = _Watched(app, score, metrics, ["/docs"], [])
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(watched({"type": "http", "path": "/docs", "method": "GET", "headers": []}, None, note))  # type: ignore[arg-type]
+    status = "200" if begun else str(CLIENT_GONE)
+    assert (
+        metrics.registry.get_sample_value("pipeline_serving_requests_total", {"path": "/docs", "status": status}) == 1
+    )
+    assert len(sent) == begun and not [record for record in caplog.records if record.exc_info]
