@@ -382,6 +382,38 @@ class CheckpointsJob(Job):
             raise ConfigError(f"export needs {' and '.join(missing)}: table=<table> output=<file>.parquet")
 
 
+@dataclass
+class InspectJob(Job):
+    """source: one raw file; output: the data config that is written."""
+
+    source: str = "???"
+    label: str | None = None  # None: by values and name
+    data_name: str | None = None  # None: the file's
+    output: str | None = None  # None: <data_name>.yaml
+    max_rows: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        check_given("source", self.source)
+        check_at_least("max_rows", self.max_rows, 100)
+        if self.output is not None and not self.output.endswith(".yaml"):
+            raise ConfigError(f"output={self.output} must end in .yaml")
+
+
+@dataclass
+class InitJob(Job):
+    """folder: that is made; data: a data config to copy into it, as `inspect` writes one; source: the raw rows."""
+
+    folder: str = "???"
+    data: str = "???"
+    source: str = "???"
+    command: str = "make"  # the only one, so that the folder may stand as a word
+
+    def __post_init__(self) -> None:
+        check_choice("command", self.command, ("make",))
+        for name in ("folder", "data", "source"):
+            check_given(name, getattr(self, name))
+
+
 RUNS_COMMANDS = ("list", "compare", "show", "tag", "remove")
 
 
@@ -501,4 +533,5 @@ CONFIG_NAMES: dict[type, str] = {
     RetrainJob: "retrain", RegistryJob: "registry",
     PredictJob: "predict", ServeJob: "serve", RunsJob: "runs",
     ReportJob: "report", SweepJob: "sweep",
+    InspectJob: "inspect", InitJob: "init",
 }  # fmt: skip

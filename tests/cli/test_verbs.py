@@ -18,7 +18,7 @@ from pipeline.runtime.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERBS = {
-    "checkpoints", "doctor", "evaluate", "export", "generate", "plan", "precompile", "predict", "prepare", "registry",
+    "checkpoints", "doctor", "evaluate", "export", "generate", "init", "inspect", "plan", "precompile", "predict", "prepare", "registry",
     "report", "retrain", "runs", "serve", "sweep", "train",
 }  # fmt: skip
 
@@ -57,7 +57,7 @@ def test_every_verb_has_the_name_that_schedulers_know() -> None:
 def test_a_verb_of_ones_own_needs_no_other_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.cli.verb.configure_logging", lambda rank: None)
+    monkeypatch.setattr("pipeline.cli.verb.configure_logging", lambda rank, as_json: None)
     top.main(["echo", "text=ab", "times=2"])
     assert capsys.readouterr().out == "abab\n"
     with pytest.raises(SystemExit) as stop:

@@ -1,0 +1,147 @@
+"""Make a project of your own:  python -m pipeline.init my_project data=clicks.yaml source=clicks.csv
+
+    python -m pipeline.inspect source=clicks.csv     writes clicks.yaml, which this copies
+
+The folder has a conf/ whose options are added to the package's, a Makefile (prepare, train, report, sweep, export, serve), and a model
+of your own to change. Nothing that is there is overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.cli.verb import verb
+from pipeline.cli.words import Command
+from pipeline.config.jobs import InitJob
+from pipeline.runtime.errors import ConfigError
+
+EXPERIMENT = """# @package _global_
+# make train, or: python -m pipeline.train --config-dir conf experiment={name}
+defaults:
+  - override /data: {name}
+  - override /model: {model}
+
+name: {name}
+tables:
+  default:
+    embedding_dim: 16
+trainer:
+  global_batch_size: 256
+  evaluate_every_epochs: 1
+"""
+SWEEP = """# Both learning rates: make sweep
+defaults:
+  - default
+  - _self_
+
+trials: 12
+params:
+  optimizer.sparse.lr: {low: 0.005, high: 0.2, log: true}
+  optimizer.dense.lr: {low: 0.0003, high: 0.01, log: true}
+"""
+MODEL = '''"""A model of your own, to be changed: make train WORDS='plugins=[my_model] model=my_model'"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.registry import register
+from pipeline.embeddings.collection import build_embeddings
+
+
+@register("model", "my_model")
+@dataclass
+class MyModelConfig(ModelConfig):
+    kind: str = "my_model"
+    hidden: int = 64  # model.hidden=128 on the command line
+
+    def build(self, tables, num_dense_features):
+        width = num_dense_features + sum(table.embedding_dim * len(table.feature_names) for table in tables)
+        return MyModel(build_embeddings(tables), width, self.hidden)
+
+
+class MyModel(nn.Module):
+    def __init__(self, embeddings, width, hidden):
+        super().__init__()
+        self.embeddings = embeddings
+        self.layers = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, dense_features, sparse_features):  # [batch, num_dense], KeyedJaggedTensor -> logits [batch, 1]
+        pooled = self.embeddings(sparse_features)
+        return self.layers(torch.cat([dense_features, *(pooled[key] for key in sorted(pooled.keys()))], dim=1))
+'''
+MAKEFILE = """# make prepare train; `make sweep`, `make export`, `make serve` then. WORDS adds overrides: make train WORDS='trainer.epochs=3'
+PYTHON ?= python
+SOURCE ?= {source}
+CONF := --config-dir conf
+WORDS ?=
+
+.PHONY: prepare train report sweep export serve
+prepare:
+	$(PYTHON) -m pipeline.prepare $(CONF) data={name} source=$(SOURCE) $(WORDS)
+train:
+	PYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline.train $(CONF) experiment={name} $(WORDS)
+	$(PYTHON) -m pipeline.evaluate run=runs/{name} split=test
+report:
+	$(PYTHON) -m pipeline.report run=runs/{name}
+sweep:
+	$(PYTHON) -m pipeline.sweep $(CONF) experiment={name} sweep=rates $(WORDS)
+export:
+	$(PYTHON) -m pipeline.export run=runs/{name} output=artifacts/{name}
+serve:
+	$(PYTHON) -m pipeline.serve artifact=artifacts/{name}
+# Every hour, on windows of new rows: docs/retraining.md, and `python -m launch.schedule --help`
+retrain:
+	$(PYTHON) -m pipeline.retrain $(CONF) experiment={name} source=$(SOURCE) $(WORDS)
+"""
+
+
+def init(job: InitJob) -> str:
+    """Raises ConfigError for a folder that holds something, and a file that is no data config."""
+    folder, data = Path(job.folder), Path(job.data)
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: give a folder that is not there yet")
+    if not data.is_file():
+        raise ConfigError(f"data={data} is no file: `python -m pipeline.inspect source={job.source}` writes one")
+    content = data.read_text()
+    values = yaml.safe_load(content)
+    if not isinstance(values, dict) or not {"name", "format"} <= values.keys():
+        raise ConfigError(
+            f"data={data} is no data config: it wants name and format, as `python -m pipeline.inspect` writes them"
+        )
+    name, source = str(values["name"]), os.path.abspath(job.source)
+    files = {
+        f"conf/data/{name}.yaml": content,
+        f"conf/experiment/{name}.yaml": EXPERIMENT.format(name=name, model=_model_for(values)),
+        "conf/sweep/rates.yaml": SWEEP,
+        "my_model.py": MODEL,
+        "Makefile": MAKEFILE.format(name=name, source=shlex.quote(source)),
+        ".gitignore": "datasets/\nruns/\nartifacts/\n__pycache__/\n",
+    }
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    width = max(map(len, files))
+    listed = [f"{folder}/{path:<{width}}  {len(text.splitlines())} lines" for path, text in files.items()]
+    return "\n".join([*listed, f"next        cd {folder} && make prepare train"])
+
+
+def _model_for(values: dict[str, Any]) -> str:
+    """DLRM with crosses where there are categories, else a model that takes numbers alone."""
+    columns = values.get("columns", {})
+    has_categories = values["format"] == "criteo_tsv" or columns.get("sparse") or columns.get("multi_hot")
+    return "dlrm_dcn" if has_categories else "autoint"
+
+
+COMMANDS = (Command("make", ("folder",)),)
+main = verb("init", InitJob, describe=str, commands=COMMANDS, default="make")(init)
+
+if __name__ == "__main__":
+    main()

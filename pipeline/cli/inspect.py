@@ -1,0 +1,33 @@
+"""Look at raw rows, and write the data config that reads them:  python -m pipeline.inspect source=clicks.csv
+
+It says of each column what it is, what is missing, how many values it has, and how far it alone tells the label: a column that
+tells it almost always is left out, for it may be known only afterwards. Look the written file through before you prepare.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pipeline.cli.verb import verb
+from pipeline.config.jobs import InspectJob
+from pipeline.runtime.storage import storage
+
+
+def inspect(job: InspectJob) -> str:
+    """What was found, and where the config was written to. Raises DataError where no config can be made of the file."""
+    from pipeline.data.inspect.profile import profile
+    from pipeline.data.inspect.propose import as_text, as_yaml, propose
+
+    name = job.data_name or re.sub(r"\W+", "_", Path(job.source).name.partition(".")[0]).strip("_").lower()
+    found = profile(job.source, job.label, job.max_rows)
+    proposal = propose(found, name)
+    path = job.output or f"{name}.yaml"
+    storage.publish_text(path, as_yaml(proposal, found))
+    return f"{as_text(proposal, found)}\nwritten to  {path}\nnext        python -m pipeline.init my_project data={path} source={job.source}"
+
+
+main = verb("inspect", InspectJob, describe=str)(inspect)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Propose what each column of a profile is for, say why, and write that as a data config."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from pipeline.data.inspect.profile import Column, Profile
+
+LEAKS_FROM = 0.97  # AUC of the label by one column alone
+ID_NAME = re.compile(r"(^|_)(id|code|zip|hash|category|type|position)(_|$|\d*$)|id$", re.IGNORECASE)
+TIME_NAME = re.compile(r"time|date|(^|_)ts($|_)", re.IGNORECASE)
+USER_NAME = re.compile(r"(^|_)(user|session|member|customer|visitor)(_?id)?$", re.IGNORECASE)
+FEW_VALUES = 20  # whole numbers with at most so many are categories
+NEAR_UNIQUE = 0.9  # distinct values a row
+LIST_SHARE = 0.2
+
+
+@dataclass
+class Proposal:
+    """roles: column -> (role, why); `config` as a file of conf/data holds it."""
+
+    roles: dict[str, tuple[str, str]]
+    config: dict[str, Any]
+    remarks: list[str] = field(default_factory=list)
+
+
+def propose(profile: Profile, name: str) -> Proposal:
+    if profile.format == "criteo_tsv":
+        roles = {each.name: _criteo_role(each.name) for each in profile.columns}
+        config: dict[str, Any] = {"name": name, "format": "criteo_tsv", "ids": {"min_frequency": 2}}
+        return Proposal(roles, config, _remarks(profile, roles))
+    separator = max(("|", ";"), key=lambda each: sum(column.lists[each] for column in profile.columns))
+    roles = {each.name: _role(each, profile, separator) for each in profile.columns}
+    by_role: dict[str, list[str]] = {}
+    for column, (role, _) in roles.items():
+        by_role.setdefault(role, []).append(column)
+    columns: dict[str, Any] = {"label": profile.label}
+    columns |= {role: by_role[role] for role in ("dense", "sparse", "multi_hot") if role in by_role}
+    if times := by_role.get("timestamp"):
+        columns["timestamp"] = times[0]
+    if "multi_hot" in by_role and separator != "|":
+        columns["list_separator"] = separator
+    config = {"name": name, "format": profile.format}
+    config |= {"delimiter": profile.delimiter} if profile.delimiter else {}
+    config |= {"header": profile.header} if profile.header else {}
+    config |= {"dense_transform": _transform(profile, by_role.get("dense", [])), "columns": columns}
+    users = [each for each in by_role.get("sparse", []) if USER_NAME.search(each)]
+    config |= {"group_column": users[0]} if users else {}
+    config["split"] = {"kind": "time" if times else "row_range", "validation_fraction": 0.1, "test_fraction": 0.1}
+    config["ids"] = {"min_frequency": 2}
+    remarks = _remarks(profile, roles)
+    if not times:
+        remarks.append(
+            "no column is a time: the last rows validate and test; where rows are in no order of time, say split.kind=random"
+        )
+    return Proposal(roles, config, remarks)
+
+
+def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
+    """(dense, sparse, multi_hot, timestamp, label or left out, why)."""
+    rows = profile.rows * (1 - column.missing)
+    if column.name == profile.label:
+        return "label", f"0 and 1, {profile.label_rate:.2%} are 1"
+    if not column.name.strip() or (
+        column.distinct >= rows and column.whole > 0.99 and column.high - column.low <= 1.01 * rows
+    ):
+        return "left out", "a number of the row"
+    if column.distinct <= 1:
+        return "left out", "one value" if column.distinct else "no value"
+    if column.times > 0.99 or (TIME_NAME.search(column.name) and column.numbers > 0.99 and column.low > 1e8):
+        return "timestamp", "times"
+    if column.alone_auc >= LEAKS_FROM:
+        return "left out", f"it alone tells the label (AUC {column.alone_auc:.3f}): known only afterwards?"
+    if column.lists[separator] > LIST_SHARE and column.numbers < 0.5:
+        return "multi_hot", f"{column.lists[separator]:.0%} hold {separator!r}"
+    if column.numbers > 0.99:
+        if column.whole < 0.99 or any("." in example for example in column.examples):
+            return "dense", "numbers with a decimal point"
+        if ID_NAME.search(column.name) or column.distinct <= FEW_VALUES:
+            return "sparse", f"{column.distinct:,} whole numbers" + (
+                ", an id by its name" if ID_NAME.search(column.name) else ""
+            )
+        return "dense", f"{column.distinct:,} whole numbers"
+    if column.distinct > NEAR_UNIQUE * rows:
+        return "left out", f"{column.distinct:,} values in {rows:,.0f} rows: hardly any comes again"
+    return "sparse", f"{column.distinct:,} values"
+
+
+def _criteo_role(name: str) -> tuple[str, str]:
+    return ("label" if name == "label" else "dense" if name.startswith("int_") else "sparse"), "Criteo's columns"
+
+
+def _transform(profile: Profile, dense: list[str]) -> str:
+    columns = [each for each in profile.columns if each.name in dense]
+    counts = columns and all(each.low >= 0 for each in columns)
+    skewed = any(each.high > 20 * max(each.mean, 1e-9) for each in columns)
+    return "log1p" if counts and skewed else "standardize" if columns else "log1p"
+
+
+def _remarks(profile: Profile, roles: dict[str, tuple[str, str]]) -> list[str]:
+    found = []
+    for column in profile.columns:
+        role = roles[column.name][0]
+        if role in ("dense", "sparse", "multi_hot") and column.missing > 0.5:
+            found.append(f"{column.name}: {column.missing:.0%} of the rows have no value")
+        if role in ("dense", "sparse") and 0.85 <= column.alone_auc < LEAKS_FROM:
+            found.append(
+                f"{column.name} alone has AUC {column.alone_auc:.3f}: is it known when a prediction is asked for?"
+            )
+    flat = [
+        each.name for each in profile.columns if roles[each.name][0] in ("dense", "sparse") and each.top_share > 0.95
+    ]
+    if flat:
+        found.append(
+            f"one value has more than 95 % of the rows in {len(flat)} column(s): {', '.join(flat[:5])}{', ...' if len(flat) > 5 else ''}"
+        )
+    if not 0.001 <= profile.label_rate <= 0.999:
+        found.append(f"label rate {profile.label_rate:.5f}: hardly any row is of the other class")
+    if math.isnan(profile.label_rate):
+        found.append("the label has no value that is a number")
+    return found
+
+
+def as_yaml(proposal: Proposal, profile: Profile) -> str:
+    """A file of conf/data, with what was left out as comments."""
+    lines = [
+        f"# Proposed by `python -m pipeline.inspect source={profile.path}` from {profile.rows:,} rows: look it through."
+    ]
+    left_out = [(name, why) for name, (role, why) in proposal.roles.items() if role == "left out"]
+    lines += [f"# Left out: {name or '(no name)'}, {why}." for name, why in left_out]
+    lines += [f"# {remark}" for remark in proposal.remarks]
+    return (
+        "\n".join(lines)
+        + "\n"
+        + yaml.safe_dump(proposal.config, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    )
+
+
+def as_text(proposal: Proposal, profile: Profile) -> str:
+    """A line a column."""
+    rows = [("column", "role", "missing", "distinct", "top", "AUC alone", "why")]
+    for column in profile.columns:
+        role, why = proposal.roles[column.name]
+        alone = "-" if math.isnan(column.alone_auc) else f"{column.alone_auc:.3f}"
+        rows.append(
+            (
+                column.name or "(no name)",
+                role,
+                f"{column.missing:.1%}",
+                f"{column.distinct:,}",
+                f"{column.top_share:.1%}",
+                alone,
+                why,
+            )
+        )
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    head = f"{profile.path}: {profile.format}, {'' if profile.is_all else 'the first '}{profile.rows:,} rows, label {profile.label}, rate {profile.label_rate:.4f}"
+    return "\n".join([head, *lines, *(f"worth a look  {remark}" for remark in proposal.remarks)])

@@ -1,0 +1,113 @@
+"""A raw file is looked at before it is prepared, and the config that is proposed reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from pipeline.cli.command_line import load_config
+from pipeline.cli.inspect import inspect
+from pipeline.config.jobs import InspectJob
+from pipeline.data.inspect.profile import profile
+from pipeline.data.inspect.propose import as_text, propose
+from pipeline.runtime.errors import ConfigError, DataError
+from tests.support.messages import names
+
+NUM_ROWS = 3000
+
+
+def _rows() -> dict[str, list[str]]:
+    draw = np.random.default_rng(0)
+    clicks = draw.integers(0, 2, NUM_ROWS)
+    return {
+        "row": [str(number) for number in range(NUM_ROWS)],
+        "click": [str(click) for click in clicks],
+        "shown_at": [f"2026-01-{1 + number // 200:02d} 10:00:{number % 60:02d}" for number in range(NUM_ROWS)],
+        "user_id": [str(user) for user in draw.integers(1000, 1100, NUM_ROWS)],
+        "price": [f"{price:.2f}" for price in draw.lognormal(2, 1.5, NUM_ROWS)],
+        "views": [str(views) for views in draw.integers(0, 5000, NUM_ROWS)],
+        "genres": ["|".join(draw.choice(["a", "b", "c"], 2, replace=False)) for _ in range(NUM_ROWS)],
+        "country": ["" if number % 3 else f"c{number % 7}" for number in range(NUM_ROWS)],
+        "dwell": [str(click * 10 + draw.integers(1, 5)) for click in clicks],
+        "request": [f"r{number}x" for number in draw.permutation(NUM_ROWS)],
+        "site": ["one"] * NUM_ROWS,
+    }
+
+
+def _write(path: Path, delimiter: str = ",") -> str:
+    rows = _rows()
+    lines = [delimiter.join(rows), *(delimiter.join(row) for row in zip(*rows.values(), strict=True))]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+ROLES = {
+    "row": "left out", "click": "label", "shown_at": "timestamp", "user_id": "sparse", "price": "dense", "views": "dense",
+    "genres": "multi_hot", "country": "sparse", "dwell": "left out", "request": "left out", "site": "left out",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_each_column_gets_its_role_and_what_tells_the_label_is_left_out(tmp_path: Path, delimiter: str) -> None:
+    found = profile(_write(tmp_path / "rows.csv", delimiter), None, 10_000)
+    proposal = propose(found, "clicks")
+    assert {name: role for name, (role, _) in proposal.roles.items()} == ROLES
+    assert "it alone tells the label (AUC 1.000)" in proposal.roles["dwell"][1]
+    assert proposal.config["columns"] == {
+        "label": "click", "dense": ["price", "views"], "sparse": ["user_id", "country"], "multi_hot": ["genres"],
+        "timestamp": "shown_at",
+    }  # fmt: skip
+    assert (proposal.config["split"]["kind"], proposal.config["group_column"]) == ("time", "user_id")
+    assert proposal.config.get("delimiter") == (";" if delimiter == ";" else None)
+    assert any("country: 67% of the rows have no value" in remark for remark in proposal.remarks)
+    (country,) = (column for column in found.columns if column.name == "country")
+    assert (country.distinct, round(country.missing, 2)) == (7, 0.67)
+    assert "0.5" in as_text(proposal, found)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_typed_files_are_looked_at_as_text(tmp_path: Path, kind: str) -> None:
+    rows = _rows()
+    typed = {**rows, "click": list(map(int, rows["click"])), "price": list(map(float, rows["price"])),
+             "genres": [genres.split("|") for genres in rows["genres"]]}  # fmt: skip
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table(typed), path)
+    else:
+        path.write_text(
+            "".join(json.dumps(dict(zip(typed, row, strict=True))) + "\n" for row in zip(*typed.values(), strict=True))
+        )
+    proposal = propose(profile(str(path), None, 10_000), "clicks")
+    assert {name: role for name, (role, _) in proposal.roles.items()} == ROLES
+    assert proposal.config["format"] == kind
+
+
+def test_the_written_file_is_a_data_config_and_says_what_it_left_out(tmp_path: Path) -> None:
+    source = _write(tmp_path / "My clicks.csv")
+    said = inspect(load_config(InspectJob, [f"source='{source}'", f"output={tmp_path}/c.yaml"]))
+    text = (tmp_path / "c.yaml").read_text()
+    assert yaml.safe_load(text)["name"] == "my_clicks" and "# Left out: dwell" in text
+    assert "next        python -m pipeline.init" in said
+
+
+def test_a_file_without_a_clear_label_asks_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    draw = np.random.default_rng(0).integers(0, 2, (200, 2))
+    path.write_text("a,b,c\n" + "".join(f"{a},{b},{number}\n" for number, (a, b) in enumerate(draw)))
+    with pytest.raises(DataError, match=names("which column is the label a b label=")):
+        profile(str(path), None, 1000)
+    assert profile(str(path), "b", 1000).label == "b"
+    with pytest.raises(DataError, match=names("label=c 0 1")):
+        profile(str(path), "c", 1000)
+    with pytest.raises(DataError, match=names("label=d no such column")):
+        profile(str(path), "d", 1000)
+    with pytest.raises(DataError, match="no file"):
+        profile(str(tmp_path / "absent.csv"), None, 1000)
+    with pytest.raises(ConfigError, match=names("output=x.txt .yaml")):
+        load_config(InspectJob, [f"source={path}", "output=x.txt"])

@@ -1,0 +1,78 @@
+"""From an unknown file to a trained model: inspect, init, prepare, train."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.command_line import load_config
+from pipeline.cli.init import init
+from pipeline.cli.inspect import inspect
+from pipeline.config.jobs import InitJob, InspectJob, PrepareJob, SweepJob, TrainJob
+from pipeline.data.prepare.run import prepare
+from pipeline.runtime.errors import ConfigError
+from pipeline.training.run import TrainSummary, train
+from tests.support.messages import names
+from tests.support.ranks import RankPool
+
+SAMPLES = ("open_bandit", "ml100k", "criteo")
+
+
+def _source(sample: str, samples: Path, folder: Path) -> Path:
+    if sample == "ml100k":
+        script = samples / "ml100k" / "make.py"
+        subprocess.run([sys.executable, script, folder / "made"], check=True, capture_output=True)
+        return folder / "made" / "by_time.csv"
+    return samples / {"open_bandit": "open_bandit_random_men.csv", "criteo": "criteo_kaggle_head10k.txt"}[sample]
+
+
+def _project(source: Path, folder: Path, label: str | None = None) -> tuple[Path, str]:
+    words = [f"source={source}", f"output={folder}/data.yaml", "data_name=mine", *([f"label={label}"] if label else [])]
+    inspect(load_config(InspectJob, words))
+    init(load_config(InitJob, [f"folder={folder}/project", f"data={folder}/data.yaml", f"source={source}"]))
+    return folder / "project", "mine"
+
+
+def _train(rank: int, overrides: list[str]) -> TrainSummary:
+    return train(load_config(TrainJob, overrides))
+
+
+def test_a_project_composes_and_nothing_in_it_is_overwritten(tmp_path: Path) -> None:
+    source = tmp_path / "rows.csv"
+    source.write_text("click,item\n" + "".join(f"{number % 3 == 0:d},i{number % 5}\n" for number in range(300)))
+    project, name = _project(source, tmp_path)
+    conf = f"--config-dir={project}/conf"
+    job = load_config(TrainJob, [conf, f"experiment={name}"])
+    assert (job.name, job.data.columns.sparse, job.model.kind) == (name, ["item"], "dlrm_dcn")
+    assert list(load_config(SweepJob, [conf, f"experiment={name}", "sweep=rates"]).sweep.params)
+    makefile = (project / "Makefile").read_text()
+    assert f"SOURCE ?= {source}" in makefile and "\tPYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline.train" in makefile
+    compile((project / "my_model.py").read_text(), "my_model.py", "exec")
+    with pytest.raises(ConfigError, match=names("not empty")):
+        _project(source, tmp_path)
+    (tmp_path / "odd.yaml").write_text("a: 1\n")
+    with pytest.raises(ConfigError, match=names("odd.yaml name format")):
+        init(load_config(InitJob, [f"folder={tmp_path}/other", f"data={tmp_path}/odd.yaml", f"source={source}"]))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_four_commands_train_a_model_on_a_real_sample(
+    ranks: RankPool, samples: Path, tmp_path: Path, sample: str
+) -> None:
+    source = _source(sample, samples, tmp_path)
+    project, name = _project(source, tmp_path, "click" if sample == "ml100k" else None)
+    conf = f"--config-dir={project}/conf"
+    prepared = prepare(
+        load_config(PrepareJob, [conf, f"data={name}", f"source={source}", f"data.path={tmp_path}/prepared"])
+    )
+    summary = ranks.run(1, _train, [
+        conf, f"experiment={name}", f"data.path={prepared.path}", f"run_dir={tmp_path}/run", "hardware=cpu", "logger.tensorboard=false",
+    ])[0]  # fmt: skip
+    print(sample, (tmp_path / "data.yaml").read_text(), summary.validation)
+    assert Path(summary.report).stat().st_size > 10_000
+    if sample != "open_bandit":  # its random policy's clicks are hardly to be told from these columns
+        assert summary.validation["auc"] > 0.6
