@@ -8,11 +8,13 @@ from __future__ import annotations
 from pipeline.cli.verb import goes_on, verb
 from pipeline.config.jobs import PredictJob
 from pipeline.retraining.find_artifact import find_artifact
+from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.scoring.predict import PredictSummary, describe, predict
 
 
 def predict_with_registry(job: PredictJob) -> PredictSummary:
-    return predict(job, find=find_artifact)
+    with requiring(job.require_signature):
+        return predict(job, find=find_artifact)
 
 
 main = verb("predict", PredictJob, describe=describe, handles_sigterm=True, when_interrupted=goes_on)(

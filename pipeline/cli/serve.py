@@ -9,11 +9,13 @@ from __future__ import annotations
 from pipeline.cli.verb import verb
 from pipeline.config.jobs import ServeJob
 from pipeline.retraining.find_artifact import find_artifact
+from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.http.serve import serve
 
 
 def serve_with_registry(job: ServeJob) -> None:
-    serve(job, find=find_artifact)
+    with requiring(job.require_signature):
+        serve(job, find=find_artifact)
 
 
 main = verb("serve", ServeJob, when_interrupted=lambda job: "no longer served")(serve_with_registry)

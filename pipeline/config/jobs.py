@@ -343,6 +343,7 @@ class ExportJob(Job):
     pruning: PruningConfig = field(default_factory=PruningConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
     data_path: str | None = None  # None: the data set that the run was trained on
+    sign_key: str | None = None  # a private Ed25519 key as PEM: the artifact is signed with it
     paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:
@@ -492,6 +493,7 @@ class PredictJob(Job):
     overwrite: bool = False
     threads: int | None = None  # None: all cores
     temp_dir: str | None = None  # None: beside output
+    require_signature: str | None = None  # a public Ed25519 key as PEM: only an artifact that it vouches for scores
 
     def __post_init__(self) -> None:
         check_given("artifact", self.artifact)
@@ -519,6 +521,7 @@ class ServeJob(Job):
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     compiled: bool = False  # run the layers' AOTInductor package, of an artifact exported with compiled=true
     threads: int | None = None  # of torch; None: all cores
+    require_signature: str | None = None  # a public Ed25519 key as PEM: only artifacts that it vouches for are served
 
     def __post_init__(self) -> None:
         check_given("artifact", self.artifact)

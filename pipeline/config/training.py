@@ -255,6 +255,8 @@ class CheckpointConfig:
     resume: bool = True
     # Row-wise optimizer state of a table whose columns are now cut elsewhere: refuse, or go on with averages.
     row_state_across_columns: str = "refuse"
+    sign_key: str | None = None  # a private Ed25519 key as PEM: steps, and what retrain promotes, are signed with it
+    require_signature: str | None = None  # a public one: only what it vouches for is resumed or started from
 
     def __post_init__(self) -> None:
         check_choice("checkpoint.row_state_across_columns", self.row_state_across_columns, ROW_STATE_POLICIES)

@@ -25,6 +25,7 @@ from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import REJECTED_WINDOW
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import Lease, RunFolderHeldError, take_lease
+from pipeline.runtime.storage.signature import requiring, signing
 
 if TYPE_CHECKING:
     from pipeline.retraining.window_runner import WindowRunner
@@ -58,6 +59,8 @@ def retrain(job: RetrainJob) -> TickSummary:
     try:
         with ExitStack() as stack:
             stack.enter_context(watchdog.unwatched("working on windows"))
+            stack.enter_context(signing(job.checkpoint.sign_key))
+            stack.enter_context(requiring(job.checkpoint.require_signature))
             leases = _take_leases(job, stack)
             return Tick(job, group, leases).run()
     except RunFolderHeldError as error:

@@ -21,6 +21,7 @@ from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.data_order import describe_data_order
 from pipeline.training.remarks import remarks, undefined
@@ -95,7 +96,11 @@ def train(job: TrainJob) -> TrainSummary:
     logger = get_logger("pipeline.train")
     lease = take_run_folder(job.run_dir, context, job.trainer.lease_ttl_s)
     try:
-        with log_file(f"{job.run_dir}/{LOG}" if context.is_main else None):
+        with (
+            signing(job.checkpoint.sign_key),
+            requiring(job.checkpoint.require_signature),
+            log_file(f"{job.run_dir}/{LOG}" if context.is_main else None),
+        ):
             logger.info(describe_threads(context))
             result, summary = _train(job, context, lease.check if lease else None)
             if result.preempted:

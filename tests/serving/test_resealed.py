@@ -14,10 +14,12 @@ import pytest
 
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.manifest import SEAL, read_sealed, seal_manifest
+from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.artifact.manifest import ArtifactError
 from pipeline.serving.artifact.table_files import write_bytes
 from pipeline.serving.scoring.predictor import Predictor
+from tests.runtime.test_signature import make_keys
 from tests.support.messages import names
 
 Change = Callable[[dict[str, Any]], object]
@@ -135,3 +137,24 @@ def test_vocabularies_that_cannot_be_are_one_line(artifact: Path, tmp_path: Path
     _reseal(artifact, _set("files", name, entry))
     with pytest.raises(ArtifactError, match="vocabulary"):
         Predictor.load(str(artifact))
+
+
+def test_an_artifact_that_another_key_signed_is_not_loaded_where_a_signature_is_required(
+    artifact: Path, tmp_path: Path
+) -> None:
+    (own, public), (other, _) = make_keys(tmp_path, "own"), make_keys(tmp_path, "other")
+    with requiring(public):
+        for key in (None, other):
+            with signing(key):
+                _write(artifact / "manifest.json", seal_manifest(_unsealed(artifact)).encode())
+            with pytest.raises(ArtifactError, match="signed"):
+                Predictor.load(str(artifact))
+        with signing(own):
+            _write(artifact / "manifest.json", seal_manifest(_unsealed(artifact)).encode())
+        assert Predictor.load(str(artifact)).version
+    assert Predictor.load(str(artifact)).version
+
+
+def _unsealed(artifact: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((artifact / "manifest.json").read_text())
+    return {name: value for name, value in values.items() if name not in ("sha256", "signature")}

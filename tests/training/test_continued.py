@@ -16,6 +16,7 @@ from pipeline.runtime.errors import TrainingError
 from pipeline.training import run as train_module
 from pipeline.training.continued import describe_differences, differences
 from pipeline.training.run import TrainSummary, train
+from tests.runtime.test_signature import make_keys
 from tests.support.forks import WarmCommand
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
@@ -114,3 +115,15 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_is_saved(prepared_clicks
     _, rest = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in rest and mentions(rest, f"nothing saved {tmp_path}/run/checkpoints starts over")
+
+
+def test_steps_are_signed_and_only_what_a_key_vouches_for_is_resumed(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    (private, public), (_, other) = make_keys(tmp_path, "own"), make_keys(tmp_path, "other")
+    words = _job(prepared_clicks, tmp_path / "run", "logger.report=false", f"checkpoint.sign_key={private}")
+    ranks.run(1, _train, [*words, "trainer.max_steps=1"])
+    words += ["trainer.max_steps=2"]
+    with pytest.raises(RuntimeError, match=names("step_00000001 signed another key")):
+        ranks.run(1, _train, [*words, f"checkpoint.require_signature={other}"])
+    assert ranks.run(1, _train, [*words, f"checkpoint.require_signature={public}"])[0].step == 2

@@ -2,7 +2,7 @@
 
 A checkpoint step, an artifact and a registry version are such folders. Each adds values of its own; "format_version" and
 "files" (name -> FileEntry) mean the same in all three. The text opens with the SHA-256 of all that follows, so a changed
-manifest is refused, not read.
+manifest is refused, not read. Where a key signs, a signature of that SHA-256 stands before it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from typing import Any
 
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.json_values import finite
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import signature, storage
 
 MANIFEST = "manifest.json"
-SEAL = re.compile(r'\{\n "sha256": "([0-9a-f]{64})",')
+SEAL = re.compile(r'\{\n (?:"signature": "(?P<signature>[0-9a-f]{128})",\n )?"sha256": "(?P<sha256>[0-9a-f]{64})",')
 
 
 def seal_manifest(values: dict[str, Any]) -> str:
     """The text of a manifest file; a number that is not finite is null."""
     text = json.dumps(finite(values), indent=1, allow_nan=False)
-    return f'{{\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}",{text[1:]}'
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    signed = signature.signature_of(digest)
+    opening = f'"signature": "{signed}",\n ' if signed else ""
+    return f'{{\n {opening}"sha256": "{digest}",{text[1:]}'
 
 
 def open_manifest(path: str, format_version: int) -> dict[str, Any]:
@@ -43,13 +46,16 @@ def read_sealed(path: str) -> dict[str, Any]:
     except (FileNotFoundError, UnicodeDecodeError, IsADirectoryError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from None
     seal = SEAL.match(text)
-    if seal is None or hashlib.sha256(("{" + text[seal.end() :]).encode()).hexdigest() != seal[1]:
+    if seal is None or hashlib.sha256(("{" + text[seal.end() :]).encode()).hexdigest() != seal["sha256"]:
         raise DamagedError(f"{path} does not match its checksum")
+    if text_of := signature.problem(seal["sha256"], seal["signature"] or ""):
+        raise DamagedError(f"{path} {text_of}")
     try:
         values: dict[str, Any] = json.loads(text)
     except (RecursionError, json.JSONDecodeError) as error:
         raise DamagedError(f"{path} cannot be read: {type(error).__name__}") from None
     del values["sha256"]
+    values.pop("signature", None)
     return values
 
 

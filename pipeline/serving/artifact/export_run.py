@@ -18,6 +18,7 @@ from pipeline.runtime.errors import ServingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.signature import signing
 
 if TYPE_CHECKING:
     from pipeline.serving.artifact.manifest import Manifest
@@ -63,7 +64,8 @@ def export(job: ExportJob) -> ExportSummary:
     logger.info("step %d of %s: %s", source.step, job.run, _describe_tables(source.trained))
     with artifact_folder(output) as at:
         manifest = make_artifact(job, source, at)
-        at.commit(manifest.to_text())
+        with signing(job.sign_key):
+            at.commit(manifest.to_text())
     return _summary(job, source, output, manifest, time.monotonic() - started)
 
 

@@ -72,7 +72,8 @@ def open_source(job: ExportJob) -> Source:
 
 def settings_of(job: ExportJob) -> dict[str, Any]:
     """What of a job decides on the artifact's bytes."""
-    return {key: value for key, value in asdict(job).items() if key not in NO_SETTINGS}
+    settings = {key: value for key, value in asdict(job).items() if key not in (*NO_SETTINGS, "sign_key")}
+    return settings | ({"signed": True} if job.sign_key is not None else {})
 
 
 def lineage_of(job: ExportJob, source: Source) -> dict[str, Any]:
