@@ -184,8 +184,8 @@ def test_every_experiment_runs_on_the_ranks_of_its_hardware(experiment: str) -> 
 def test_early_stop_is_one_setting(metric: str) -> None:
     job = load_config(TrainJob, ["experiment=quickstart", f"early_stop={metric}"])
     assert (job.early_stop_metric, job.plateau_metric, job.best_metric) == (metric,) * 3
-    assert (job.trainer.epochs, job.trainer.evaluate_every_epochs, job.trainer.early_stop.patience) == (100, 1, 2)
-    assert (job.checkpoint.save_best, job.schedule.plateau.patience, job.schedule.plateau.factor) == (True, 1, 0.1)
+    assert (job.trainer.epochs, job.trainer.evaluate_every_epochs, job.trainer.early_stop.patience) == (100, 1, 4)
+    assert (job.checkpoint.save_best, job.schedule.plateau.patience, job.schedule.plateau.factor) == (True, 2, 0.1)
 
 
 @pytest.mark.parametrize("option", GROUPS["debug"])

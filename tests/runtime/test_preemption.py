@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from pipeline.runtime.process import preemption
+
+
+@pytest.fixture(autouse=True)
+def python_takes_ctrl_c() -> Iterator[None]:
+    """Its own handler is not there where the tests were started in the background, where shells ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_the_first_ctrl_c_is_noted_and_the_second_is_an_interrupt(capfd: pytest.CaptureFixture[str]) -> None:
