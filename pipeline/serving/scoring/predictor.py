@@ -127,10 +127,10 @@ class Predictor:
         return predictor
 
     def _try(self) -> None:
-        """Two rows of nothing through tables and layers: they raise where their widths are not each other's."""
-        num_bags = 2 * len(self._keys)
+        """Two rows without ids through tables and layers: they raise where their widths are not each other's. No row of a
+        table is read, so none counts as a lookup."""
         nothing = torch.zeros(2, len(self.encoder.schema.dense))
-        ids, offsets = torch.zeros(num_bags, dtype=torch.int64), torch.arange(num_bags + 1)
+        ids, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(2 * len(self._keys) + 1, dtype=torch.int64)
         wanted = (2, len(self.tasks)) if self.tasks else (2,)
         if (found := self._score(nothing, ids, offsets).shape) != wanted:
             raise ServingError(f"scores of 2 rows have the shape {tuple(found)}, not {wanted}")
