@@ -163,6 +163,7 @@ def _save_small(rank: int, folder: str) -> None:
     Checkpointer(folder, model, training, context(rank)).save(1)
 
 
+@pytest.mark.campaign
 def test_exporting_a_table_takes_a_fraction_of_its_size_in_memory(ranks: RankPool, tmp_path: Path) -> None:
     """122 MiB of weights and as much state, stored in one piece each."""
     large, small = str(tmp_path / "large"), str(tmp_path / "small")

@@ -26,7 +26,11 @@ SETTINGS: dict[str, dict[str, object]] = {
 LARGEST = {"fp32": 1e-6, "bf16": 0.05, "int8": 0.1}
 # Models of several labels: tests/models/test_labels.py.
 SCORING = [kind for kind, config in components("model").items() if kind != "two_tower" and not config().learns_all]
-CASES = [(kind, "fp32") for kind in SCORING] + [("dlrm_dcn", "bf16"), ("dlrm", "int8"), ("dlrm_dcn", "int8")]
+# In fp32 tests/models/test_every_model.py and test_build.py export each of them by default.
+CASES = [
+    *(pytest.param(kind, "fp32", marks=[] if kind == "ncf" else pytest.mark.campaign) for kind in SCORING),
+    ("dlrm_dcn", "bf16"), ("dlrm", "int8"), ("dlrm_dcn", "int8"),
+]  # fmt: skip
 
 
 def _built(kind: str) -> tuple[torch.nn.Module, int]:

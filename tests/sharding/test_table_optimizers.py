@@ -151,10 +151,14 @@ def test_adam_is_torchs_on_touched_rows_for_every_sharding_type(
 @pytest.mark.parametrize(
     ("config", "l2", "make"),
     [
-        (SparseOptimizerConfig("sgd", lr=0.5, weight_decay=0.02, gradient_clip_value=0.01), 0.03,
-         partial(torch.optim.SGD, lr=0.5, weight_decay=0.05)),
-        (SparseOptimizerConfig("adagrad", lr=0.01, weight_decay=0.2, weight_decay_mode="decoupled"), 0.05,
-         partial(torch.optim.Adagrad, lr=0.01, eps=1e-8, weight_decay=0.05)),
+        pytest.param(
+            SparseOptimizerConfig("sgd", lr=0.5, weight_decay=0.02, gradient_clip_value=0.01), 0.03,
+            partial(torch.optim.SGD, lr=0.5, weight_decay=0.05), marks=pytest.mark.campaign,
+        ),
+        pytest.param(
+            SparseOptimizerConfig("adagrad", lr=0.01, weight_decay=0.2, weight_decay_mode="decoupled"), 0.05,
+            partial(torch.optim.Adagrad, lr=0.01, eps=1e-8, weight_decay=0.05), marks=pytest.mark.campaign,
+        ),
         (SparseOptimizerConfig("rowwise_adagrad", lr=0.01, weight_decay=0.02, gradient_clip_norm=0.02), 0.03,
          partial(RowWiseAdagrad, lr=0.01, eps=1e-8, weight_decay=0.05)),
         (SparseOptimizerConfig("adam", lr=LR, weight_decay=0.02, gradient_clip_value=0.01), 0.03,
@@ -176,8 +180,14 @@ def test_decay_l2_and_clipping_are_torchs_on_touched_rows(
     assert furthest(expected, ranks.run(2, trained, plain, tables)[0]) > 1e-3
 
 
-@pytest.mark.parametrize("ranks_used", [1, 2])
-@pytest.mark.parametrize("name", ["adam", "adamw"])
+@pytest.mark.parametrize(
+    ("name", "ranks_used"),
+    [
+        ("adam", 2),
+        ("adamw", 1),
+        *(pytest.param(*case, marks=pytest.mark.campaign) for case in (("adam", 1), ("adamw", 2))),
+    ],
+)
 def test_all_rows_are_updated_as_torch_does_where_the_config_says_so(
     ranks: RankPool, name: str, ranks_used: int
 ) -> None:

@@ -42,7 +42,11 @@ class CpuReport:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Iterator[None]:
         now = cpu_seconds()
         with open(self._path, "a") as file:
-            line = {"test": report.nodeid, "phase": report.when, "cpu_s": round(now - self._before, 3)}
+            line = {
+                "test": report.nodeid,
+                "phase": report.when,
+                "cpu_s": round(max(now - self._before, 0.0), 3),
+            }  # less: ranks have ended
             file.write(json.dumps(line) + "\n")
         self._before = now
         return (yield)
