@@ -8,17 +8,15 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from pipeline.runtime.event_files import EventFiles
 from pipeline.runtime.json_values import finite
 from pipeline.runtime.masking import mask
 from pipeline.runtime.storage import storage
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 QUIET_AFTER_S = 2.0  # what ends sooner needs no progress bar
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line now and then
@@ -184,33 +182,26 @@ class Mirror(Protocol):
 class MetricsWriter:
     """Append one JSON object a line to metrics.jsonl, and the same numbers to TensorBoard if wanted; only rank 0 writes.
 
-    A resumed run drops the lines after the step it resumes from, so that every step stands there once.
+    A resumed run drops the lines after the step it resumes from, so that every step stands there once. config: by dotted key, for
+    TensorBoard.
     """
 
-    def __init__(self, folder: str, resume_step: int = 0, tensorboard: bool = True) -> None:
+    def __init__(
+        self, folder: str, resume_step: int = 0, tensorboard: bool = True, config: Mapping[str, object] | None = None
+    ) -> None:
         storage.make_folder(folder)
         self.path = storage.join(folder, "metrics.jsonl")
         self.mirrors: list[Mirror] = []
         self._keep_up_to(resume_step)
-        self.tensorboard_folder = storage.join(folder, "tensorboard")
-        self._uses_tensorboard, self._after_step = tensorboard, resume_step
-        self._tensorboard: SummaryWriter | None = None  # opened by the first line: a run with none leaves no file
-        if tensorboard:
-            import torch.utils.tensorboard  # noqa: F401  # costs a second; here, for what is imported may draw random numbers
+        self._event_files = (
+            EventFiles(storage.join(folder, "tensorboard"), resume_step, config or {}) if tensorboard else None
+        )
 
     def _keep_up_to(self, step: int) -> None:
         """A file that holds nothing later is left as it is."""
         kept = "".join(_lines_up_to(self.path, step) if step else [])
         if not storage.exists(self.path) or storage.read_text(self.path) != kept:
             storage.publish_text(self.path, kept)
-
-    def _open_tensorboard(self) -> SummaryWriter | None:
-        if self._uses_tensorboard and self._tensorboard is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge_step = self._after_step + 1 if self._after_step else None
-            self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=purge_step)
-        return self._tensorboard
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
         line = to_json({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
@@ -220,20 +211,18 @@ class MetricsWriter:
             os.fsync(file.fileno())
         for mirror in self.mirrors:
             mirror.write(kind, step, values)
-        if (tensorboard := self._open_tensorboard()) is not None:
-            for name, value in values.items():
-                tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        if self._event_files is not None:
+            self._event_files.write(kind, step, values)
 
     def drop_after(self, step: int) -> None:
         """Forget the lines after `step`, for a run that goes on from there."""
         storage.publish_text(self.path, "".join(_lines_up_to(self.path, step)))
-        self._after_step = step
-        self.close()
+        if self._event_files is not None:
+            self._event_files.close(after_step=step)
 
     def close(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        if self._event_files is not None:
+            self._event_files.close()
 
 
 def _lines_up_to(path: str, step: int) -> list[str]:

@@ -212,8 +212,9 @@ def _resume(
 
 def _open_writer(job: TrainJob, restored: dict[str, Any] | None) -> MetricsWriter:
     from pipeline.runtime.logs import MetricsWriter
+    from pipeline.training.runs.folder import flat
 
-    return MetricsWriter(job.run_dir, restored["step"] if restored else 0, job.logger.tensorboard)
+    return MetricsWriter(job.run_dir, restored["step"] if restored else 0, job.logger.tensorboard, flat(job))
 
 
 def _summarize(

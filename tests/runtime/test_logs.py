@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from pipeline.runtime.logs import MetricsWriter
 
@@ -52,3 +54,30 @@ def test_event_files_of_tensorboard_are_a_choice(tmp_path: Path, tensorboard: bo
     writer.close()
     assert _steps(tmp_path) == [10]
     assert (tmp_path / "tensorboard").exists() == tensorboard
+
+
+def _scalars(folder: Path) -> dict[str, list[int]]:
+    found = EventAccumulator(str(folder)).Reload()
+    return {tag: [event.step for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_train_and_validation_share_a_chart_and_what_the_system_does_has_its_own(tmp_path: Path) -> None:
+    writer = MetricsWriter(str(tmp_path), config={"optimizer.dense.lr": 0.25, "model.layers": [8, 1], "name": "clicks"})
+    for step in (10, 20):
+        writer.write("train", step, {"ne": 0.9, "click/ne": 0.9, "lr_sparse": 0.1, "samples_per_s": 7.0})
+        writer.write("validation", step, {"ne": 0.8, "click/ne": 0.8})
+    writer.drop_after(10)
+    writer.write("train", 20, {"ne": 0.7})
+    writer.close()
+    train, validation = tmp_path / "tensorboard" / "train", tmp_path / "tensorboard" / "validation"
+    shared = {"quality/ne": [10, 20], "click/ne": [10]}  # TensorBoard overlays the runs' charts of one tag
+    assert _scalars(train) == {**shared, "learning_rate/sparse": [10], "system/samples_per_s": [10]}
+    assert _scalars(validation) == {"quality/ne": [10, 20], "click/ne": [10, 20]}
+    text = EventAccumulator(str(train)).Reload().Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "optimizer.dense.lr: 0.25" in text and "model.layers: [8, 1]" in text
+    started = EventAccumulator(str(validation)).Reload().summary_metadata["_hparams_/session_start_info"]
+    told = HParamsPluginData.FromString(started.plugin_data.content).session_start_info.hparams
+    assert told["optimizer.dense.lr"].number_value == 0.25 and told["name"].string_value == "clicks"
+    shown = EventAccumulator(str(validation)).Reload().summary_metadata["_hparams_/experiment"]
+    metrics = HParamsPluginData.FromString(shown.plugin_data.content).experiment.metric_infos
+    assert {metric.name.tag for metric in metrics} == {"quality/ne", "click/ne"}
