@@ -42,13 +42,15 @@ class ColumnsConfig:
     where data.split.kind=time or date. `cat_{0..25}` in a list stands for cat_0 to cat_25. Empty text is a missing value, so is each word of
     `null_values`, and for dense columns NaN. list_separator=json: lists are JSON, [1, 2] or ["a", "b"].
 
-    A single label is binary and needs no entry in `labels`. Of several, `label` is the main one: a model of one task learns
+    A single label is binary and needs no entry in `labels`; `label_values` and `label_threshold` are its values and threshold. Of several, `label` is the main one: a model of one task learns
     it, the gate goes by it; the first binary one where `label` names none of them. weight: a column of numbers of 0 at
     least, by which a row's losses and metrics are weighted.
     """
 
     label: str = "label"
     labels: dict[str, LabelConfig] = field(default_factory=dict)
+    label_values: dict[str, int] = field(default_factory=dict)
+    label_threshold: float | None = None
     weight: str | None = None
     dense: list[str] = field(default_factory=list)
     sparse: list[str] = field(default_factory=list)
@@ -61,7 +63,14 @@ class ColumnsConfig:
         check_given("data.columns.list_separator", self.list_separator)
         self.dense, self.sparse, self.multi_hot = map(expand_ranges, (self.dense, self.sparse, self.multi_hot))
         if not self.labels:
+            LabelConfig(values=self.label_values, threshold=self.label_threshold)  # checks them
             return
+        if self.label_values or self.label_threshold is not None:
+            key = "values" if self.label_values else "threshold"
+            raise ConfigError(
+                f"data.columns.label_{key} is of a single label, and data.columns.labels lists {len(self.labels)}: "
+                f"set data.columns.labels.<name>.{key}"
+            )
         check_labels(self.labels)
         if self.label == "label" and self.label not in self.labels:
             binary = (name for name, label in self.labels.items() if label.kind == "binary")
@@ -77,7 +86,7 @@ class ColumnsConfig:
         """By column; empty for rows that are to be scored, where `label` is empty."""
         if not self.label:
             return {}
-        return self.labels or {self.label: LabelConfig()}
+        return self.labels or {self.label: LabelConfig(values=self.label_values, threshold=self.label_threshold)}
 
 
 def expand_ranges(names: list[str], key: str = "data.columns") -> list[str]:

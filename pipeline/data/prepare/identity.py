@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.config.data import SPLITS, DataConfig
+from pipeline.config.labels import LabelConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, listed_labels, load_dataset
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.raw.source import Source
@@ -26,7 +27,10 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
     except UserError as error:
         raise DataError(f"{path} is of another release: {hint}") from error
     wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
-    differing = [f"{key} was {found.get(key)}, is {wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
+    keys = wanted.keys() | {key for key in found if key.startswith("data.columns.label")}  # which may be said no more
+    differing = [
+        f"{key} was {found.get(key)}, is {wanted.get(key)}" for key in keys if wanted.get(key) != found.get(key)
+    ]
     given = {source.name: (source.size_bytes, source.digest, source.split) for source in sources}
     prepared = {
         source["path"]: (source["size_bytes"], source["digest"], source.get("split")) for source in dataset.sources
@@ -58,10 +62,17 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
     recipe = {key: value for key, value in asdict(config).items() if key in keys}
     columns: dict[str, Any] = recipe["columns"]
     if config.columns.labels:  # the main one, and weights of losses, are a training's to choose
-        columns["labels"] = {label.name: asdict(label) for label in listed_labels(config.columns.labels)}
+        columns["labels"] = {
+            label.name: asdict(label) | _cells_of(config.columns.labels[label.name])
+            for label in listed_labels(config.columns.labels)
+        }
         del columns["label"]
     else:
         del columns["labels"]
+    del columns["label_values"], columns["label_threshold"]
+    if not config.columns.labels:
+        for label in config.columns.all_labels.values():
+            columns |= {f"label_{key}": value for key, value in _cells_of(label).items()}
     if config.columns.weight is None:  # as group_column below, absent in data sets of earlier releases
         del columns["weight"]
     if config.negative_sampling is not None:
@@ -84,6 +95,12 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
     # The files of a split that was given are among the sources, wherever they lie.
     recipe["split"] = {key: value for key, value in recipe["split"].items() if key not in NOT_IN_RECIPE}
     return recipe if base is None else recipe | {"vocabularies": base.describe()}
+
+
+def _cells_of(label: LabelConfig) -> dict[str, Any]:
+    """How a label's cells are read, where that was said: absent in data sets of earlier releases."""
+    said = {"values": dict(sorted(label.values.items())), "threshold": label.threshold}
+    return {key: value for key, value in said.items() if value not in ({}, None)}
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import pyarrow.csv
 from pipeline.config.labels import LabelConfig
 from pipeline.data.raw.cells import LARGEST_FLOAT32, is_number, is_time, parse_timestamps
 from pipeline.data.raw.json_lists import JSON, is_json_list, json_lists
+from pipeline.data.raw.label_cells import is_text, label_number, wanted_text, with_labels
 from pipeline.data.raw.layout import Layout, check_columns, find_format
 from pipeline.data.raw.parquet_rows import not_text, with_text
 from pipeline.data.raw.source import MAX_LINE_BYTES, Block, RowReader, Source
@@ -114,7 +115,7 @@ def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Tabl
     columns = layout.columns
     types = {name: pa.float64() for name in layout.numbers}
     types |= {name: pa.dictionary(pa.int32(), pa.string()) for name in columns.sparse}
-    types |= {name: pa.string() for name in layout.needed if name not in types}
+    types |= {name: pa.string() for name in layout.needed if name not in types or is_text(layout, name)}
     if not text:
         return pa.table({name: pa.array([], types[name]) for name in layout.needed})
     try:
@@ -132,7 +133,8 @@ def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Tabl
             ),
         )
         table, garbled = _with_json_lists(layout, table)
-        return None if garbled else _with_timestamps(layout, table)
+        table, unknown = with_labels(layout, table)
+        return None if garbled or unknown else _with_timestamps(layout, table)
     except pa.ArrowInvalid:
         return None
 
@@ -199,18 +201,19 @@ def invalid_labels(label: LabelConfig, column: pa.ChunkedArray) -> pa.ChunkedArr
 
 
 def wanted_label(label: LabelConfig) -> str:
+    if label.values:
+        return wanted_text(label)
+    if label.threshold is not None:
+        return "a number"
     if label.kind == "ordinal":
         return f"a whole number from 0 to {(label.num_buckets or 0) - 1}"
     return "0 or 1" if label.kind == "binary" else "a finite 32-bit number"
 
 
-def _why_no_label(label: LabelConfig, cell: str, mask: str) -> str:
-    """Empty, or what the text of a cell should be; `mask` is the cell of the label that masks it."""
-    if cell in ("0", "1") and label.kind == "binary":
-        return ""
-    value = float(cell) if cell and is_number(cell) else math.nan
-    if math.isnan(value) and (not cell or is_number(cell)) and label.mask is not None:
-        counts = bool(mask) and is_number(mask) and float(mask) == 1.0
+def _why_no_label(label: LabelConfig, cell: str, counts: bool) -> str:
+    """Empty, or what the text of a cell should be; where it does not count, it may be missing."""
+    value = label_number(label, cell)
+    if math.isnan(value) and (not cell or (is_number(cell) and not label.values)) and label.mask is not None:
         return wanted_label(label) if counts else ""
     invalid = pc.fill_null(invalid_labels(label, pa.chunked_array([[value]], pa.float64())), True)
     return wanted_label(label) if invalid[0].as_py() else ""
@@ -230,9 +233,11 @@ def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str
     if len(cells) != len(header):
         return f"{len(cells)} columns, not {len(header)}"
     values = dict(zip(header, cells, strict=True))
-    for name, label in layout.columns.all_labels.items():
+    labels = layout.columns.all_labels
+    for name, label in labels.items():
         cell = "" if values[name] in layout.columns.null_values else values[name]
-        if problem := _why_no_label(label, cell, values.get(label.mask or "", "")):
+        counts = label.mask is None or label_number(labels[label.mask], values[label.mask]) == 1.0
+        if problem := _why_no_label(label, cell, counts):
             return f"{name} is {values[name]!r}, not {problem}"
     for name in layout.weights:
         if not is_number(values[name]) or not 0.0 <= float(values[name]) <= LARGEST_FLOAT32:
@@ -263,12 +268,15 @@ def split_cells(layout: Layout, text: str) -> list[str]:
 def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
     """A block that is typed, by its file or its reader: values may still be null or out of range."""
     for name in layout.numbers:
-        table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
+        if not is_text(layout, name):
+            table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
     categorical = [*layout.columns.sparse, *layout.columns.multi_hot]
     table = _with_timestamps(layout, with_text(table, categorical))
     garbled = not_text(table, categorical)
     if not garbled:
         table, garbled = _with_json_lists(layout, table)
+    table, unknown = with_labels(layout, table)
+    garbled |= unknown
     reasons = {**_invalid_rows(layout, table), **garbled}
     kept = np.delete(np.arange(block.num_rows), sorted(reasons))
     readable = [name for name in table.column_names if name in layout.numbers]
@@ -308,6 +316,7 @@ def parse_objects(layout: Layout, block: Block, read: Callable[[bytes], Any]) ->
 
 def _object_schema(layout: Layout) -> pa.Schema:
     kinds = {name: pa.float64() for name in layout.numbers}
+    kinds |= {name: pa.string() for name in layout.numbers if is_text(layout, name)}
     kinds |= {name: pa.list_(pa.string()) for name in layout.columns.multi_hot}
     return pa.schema([(name, kinds.get(name, pa.string())) for name in layout.needed])
 
@@ -332,5 +341,8 @@ def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
     if pa.types.is_boolean(kind):
         column = column.cast(pa.int8())
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-        raise DataError(f"column {name!r} has type {kind}: labels and dense features are numbers; correct data.columns")
+        raise DataError(
+            f"column {name!r} has type {kind}: labels and dense features are numbers; correct data.columns, or for a label say which text is 1, "
+            "data.columns.label_values={yes: 1, no: 0}"
+        )
     return column.cast(pa.float64(), safe=False)
