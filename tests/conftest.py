@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,9 +96,16 @@ def small_run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.Te
             "tables.cat_24.sharding.sharding_types=[table_wise]",
         ]  # fmt: skip
         ranks.run(2, _train, overrides)
+        shutil.copytree(folder / "run", folder / "as_trained", ignore=shutil.ignore_patterns("checkpoints"))
         return folder / "run"
 
     return made_once(tmp_path_factory, "small", make)
+
+
+@pytest.fixture(scope="session")
+def run_as_trained(small_run: Path) -> Path:
+    """small_run without its checkpoints, and without what exports and evaluations of it have written since."""
+    return small_run.parent / "as_trained"
 
 
 @pytest.fixture(scope="session")

@@ -47,12 +47,12 @@ class Outline(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(small_run: Path) -> str:
-    return render_report(open_run(str(small_run)))
+def page(run_as_trained: Path) -> str:
+    return render_report(open_run(str(run_as_trained)))
 
 
-def test_training_ends_with_a_page_that_loads_nothing(small_run: Path) -> None:
-    page = (small_run / "report.html").read_text()
+def test_training_ends_with_a_page_that_loads_nothing(run_as_trained: Path) -> None:
+    page = (run_as_trained / "report.html").read_text()
     assert not re.search(r"(src|href)=|url\(|@import|https?:|<script", page)
     assert "default-src 'none'" in page and len(page.encode()) < 2_000_000
 
@@ -79,20 +79,20 @@ def test_the_page_is_well_formed_and_says_what_the_run_holds(page: str) -> None:
         assert text in page
 
 
-def test_a_comparison_has_a_page_too(small_run: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(small_run, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoints"))
+def test_a_comparison_has_a_page_too(run_as_trained: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(run_as_trained, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoints"))
     config = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(
         config.replace("model: {", "model: {dropout: 0.5, ").replace("dropout: 0.5, dropout", "dropout")
     )
-    words = ["command=compare", f"runs=[{small_run},{other}]", f"html={tmp_path}/page.html"]
+    words = ["command=compare", f"runs=[{run_as_trained},{other}]", f"html={tmp_path}/page.html"]
     runs_verb.run(load_config(RunsJob, words))
     page = (tmp_path / "page.html").read_text()
     assert len(Outline(page).all("svg")) == 4 and str(other) in page
 
 
-def test_what_a_colleague_would_point_at_stands_on_top(small_run: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(small_run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints")))
+def test_what_a_colleague_would_point_at_stands_on_top(run_as_trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(run_as_trained, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints")))
     (run / "summary.json").unlink()
     for file in run.glob("*.parquet"):
         file.unlink()
@@ -122,11 +122,11 @@ def test_long_lines_are_thinned_and_odd_ones_drawn() -> None:
     assert ">0.01<" in line_chart("l", "u", [Line("a", "train", [(0.0, 0.02), (1.0, 0.5)])], log=True)
 
 
-def test_the_verb_writes_where_it_is_told(small_run: Path, tmp_path: Path) -> None:
-    job = load_config(ReportJob, [f"run={small_run}", f"output={tmp_path}/deep/page.html"])
+def test_the_verb_writes_where_it_is_told(run_as_trained: Path, tmp_path: Path) -> None:
+    job = load_config(ReportJob, [f"run={run_as_trained}", f"output={tmp_path}/deep/page.html"])
     assert verb.report(job) == f"{tmp_path}/deep/page.html" and Path(verb.report(job)).stat().st_size > 10_000
     with pytest.raises(ConfigError, match=names("output=page.txt .html")):
-        load_config(ReportJob, [f"run={small_run}", "output=page.txt"])
+        load_config(ReportJob, [f"run={run_as_trained}", "output=page.txt"])
     with pytest.raises(ConfigError, match="no run folder"):
         verb.report(load_config(ReportJob, [f"run={tmp_path}"]))
 

@@ -32,11 +32,13 @@ def _say(*words: str) -> str:
 
 
 @pytest.fixture
-def copy(small_run: Path, tmp_path: Path) -> Copy:
-    """A copy of small_run under another seed or rate, whose loss is `worse` times as high in each block."""
+def copy(run_as_trained: Path, tmp_path: Path) -> Copy:
+    """A copy of run_as_trained under another seed or rate, whose loss is `worse` times as high in each block."""
 
     def make(name: str, seed: int = 0, lr: float | None = None, worse: float = 1.0) -> Path:
-        run = Path(shutil.copytree(small_run, tmp_path / "runs" / name, ignore=shutil.ignore_patterns("checkpoints")))
+        run = Path(
+            shutil.copytree(run_as_trained, tmp_path / "runs" / name, ignore=shutil.ignore_patterns("checkpoints"))
+        )
         config = yaml.safe_load((run / "config.yaml").read_text())
         config["trainer"]["seed"] = seed
         config["optimizer"]["sparse"]["lr"] = lr or config["optimizer"]["sparse"]["lr"]
@@ -58,8 +60,8 @@ def copy(small_run: Path, tmp_path: Path) -> Copy:
     return make
 
 
-def test_training_keeps_what_its_last_and_its_best_evaluation_saw(small_run: Path) -> None:
-    run = open_run(str(small_run))
+def test_training_keeps_what_its_last_and_its_best_evaluation_saw(run_as_trained: Path) -> None:
+    run = open_run(str(run_as_trained))
     assert ("validation", 30) in run.details and len(run.details) <= 2
     details = read_details(run.details["validation", 30])
     step, metrics = run.metrics("validation")
@@ -76,12 +78,12 @@ def test_training_keeps_what_its_last_and_its_best_evaluation_saw(small_run: Pat
     assert len(by_feature) == 26 and max(by_feature.values()) == 1024
 
 
-def test_a_run_says_when_where_and_by_which_code_it_was_started(small_run: Path) -> None:
-    run = open_run(str(small_run))
+def test_a_run_says_when_where_and_by_which_code_it_was_started(run_as_trained: Path) -> None:
+    run = open_run(str(run_as_trained))
     (start,) = run.starts
     assert (start.from_step, start.world_size) == (0, 2) and start.host and start.command
     assert 0 < run.seconds < 3600 and run.rank_hours == pytest.approx(2 * run.seconds / 3600)
-    assert mentions(_say("show", str(small_run)), "seed validation step 30 ne auc start cost rank-hours")
+    assert mentions(_say("show", str(run_as_trained)), "seed validation step 30 ne auc start cost rank-hours")
 
 
 def test_a_planted_difference_is_called_and_one_between_seeds_is_not(copy: Copy) -> None:
