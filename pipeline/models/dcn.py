@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
+from pipeline.config.tables import InitConfig
 from pipeline.models.checks import check_layer_sizes
 from pipeline.models.vectors import VectorsConfig
 from pipeline.runtime.errors import check_at_least, check_choice
@@ -68,6 +69,11 @@ class DCNv2Config(VectorsConfig):
     num_cross_layers: int = 4
     low_rank: int = 32
     num_experts: int = 4
+
+    @property
+    def table_init(self) -> InitConfig:
+        """Smaller than beside an MLP alone: crosses would begin as noise of rare ids."""
+        return InitConfig("normal", 0.001)
 
     def __post_init__(self) -> None:
         super().__post_init__()

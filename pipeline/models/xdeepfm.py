@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
+from pipeline.config.tables import InitConfig
 from pipeline.models.checks import check_layer_sizes
 from pipeline.models.vectors import LinearVectorsConfig
 
@@ -28,6 +29,11 @@ class XDeepFMConfig(LinearVectorsConfig):
     batch_norm: bool = True
     hidden_layer_sizes: list[int] = field(default_factory=lambda: [400, 400, 400])
     cin_layer_sizes: list[int] = field(default_factory=lambda: [64])
+
+    @property
+    def table_init(self) -> InitConfig:
+        """Smaller than beside an MLP alone: products of three vectors and more would begin as noise of rare ids."""
+        return InitConfig("normal", 0.001)
 
     def __post_init__(self) -> None:
         super().__post_init__()
