@@ -22,6 +22,7 @@ from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, de
 from pipeline.retraining.promotion import add_run
 from pipeline.retraining.registry import VERSION_NAME, Registry, RegistryError
 from pipeline.runtime.errors import UserError
+from pipeline.runtime.storage.signature import requiring, signing
 
 DAMAGED = 1  # exit code of verify
 ROLLBACK_BUDGET_S = 4.0  # for checksums: with it a rollback takes 5 s, whatever the size
@@ -112,6 +113,11 @@ def add(job: RegistryJob) -> list[str]:
 
 def run(job: RegistryJob) -> list[str]:
     """What the command prints; a damaged version ends the process with DAMAGED."""
+    with signing(job.sign_key), requiring(job.require_signature):
+        return _run(job)
+
+
+def _run(job: RegistryJob) -> list[str]:
     if job.command == "verify":
         problems = verify_versions(job)
         lines = [f"{version}: {problem or 'intact'}" for version, problem in problems.items()]

@@ -277,6 +277,8 @@ class RegistryJob(Job):
     reason: str = ""
     run: str = ""  # the run folder that `add` takes its first version from
     num: int = 20  # records that history shows
+    sign_key: str | None = None  # a private Ed25519 key as PEM: the version that `add` makes is signed with it
+    require_signature: str | None = None  # a public one: only steps and versions that it vouches for are taken
 
     def __post_init__(self) -> None:
         check_given("registry", self.registry)
@@ -284,6 +286,10 @@ class RegistryJob(Job):
         check_at_least("num", self.num, 1)
         if self.command == "add":
             check_given("run", self.run)
+            if self.require_signature is not None and self.sign_key is None:
+                raise ConfigError(
+                    f"require_signature={self.require_signature} would not take the version that add makes: set sign_key=<its private key>"
+                )
 
 
 EVALUATED_TABLES = ("averaged", "own")
@@ -313,6 +319,7 @@ class EvaluateJob(Job):
     world_size: int = 1
     data_path: str | None = None  # None: the data set the run was trained on
     other_data: bool = False  # evaluate though data_path holds another data set
+    require_signature: str | None = None  # a public Ed25519 key as PEM: only a step that it vouches for is measured
     tables: str = "averaged"  # own: where hosts trained tables of their own, each host's on the rows of its ranks
 
     def __post_init__(self) -> None:
@@ -344,6 +351,7 @@ class ExportJob(Job):
     parity: ParityConfig = field(default_factory=ParityConfig)
     data_path: str | None = None  # None: the data set that the run was trained on
     sign_key: str | None = None  # a private Ed25519 key as PEM: the artifact is signed with it
+    require_signature: str | None = None  # a public one: only a step that it vouches for is exported
     paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:

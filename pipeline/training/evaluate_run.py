@@ -18,6 +18,7 @@ from pipeline.runtime.logs import to_json
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.signature import requiring
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.data_order import checkpoint_folder
 from pipeline.training.remarks import undefined
@@ -80,8 +81,9 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     checkpointer = Checkpointer(
         checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context, replicas=replicas
     )
-    chosen = on_all_ranks(lambda: chosen_step(job.run, trained, job.step, job.which), context)
-    restored = checkpointer.restore_latest() if chosen is None else checkpointer.restore(chosen)
+    with requiring(job.require_signature):
+        chosen = on_all_ranks(lambda: chosen_step(job.run, trained, job.step, job.which), context)
+        restored = checkpointer.restore_latest() if chosen is None else checkpointer.restore(chosen)
     if restored is None:
         raise TrainingError(
             f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train run_dir={job.run} ..."
@@ -102,11 +104,11 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
     details = collector.compute(job.split, step, metrics)
     if context.is_main:
-        _write(summary, details)
+        write_summary(summary, details)
     return summary
 
 
-def _write(summary: EvaluateSummary, details: EvaluationDetails | None) -> None:
+def write_summary(summary: EvaluateSummary, details: EvaluationDetails | None) -> None:
     """The metrics as JSON, and beside them what the evaluation saw."""
     if details is not None:
         from pipeline.training.runs.details import details_path, write_details  # loads numpy

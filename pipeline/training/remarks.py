@@ -18,11 +18,14 @@ RANKS_NOTHING = 0.005  # from an AUC of 0.5
 
 
 def undefined(metrics: Mapping[str, float]) -> str:
-    """Why NE and AUC are NaN; empty where they are not. They need labels of both kinds."""
-    rate = metrics.get("label_rate", math.nan)
-    if rate not in (0.0, 1.0):
-        return ""
-    return f"all {metrics.get('num_samples', 0):,} labels are {rate:.0f}: NE and AUC need both kinds"
+    """Why NE and AUC are NaN, of several labels of each; empty where they are not. They need labels of both kinds."""
+    reasons = []
+    for name, rate in metrics.items():
+        label, slash, measure = name.rpartition("/")
+        if measure == "label_rate" and rate in (0.0, 1.0):
+            whose, rows = f"{label}: " if label else "", metrics.get(f"{label}{slash}num_samples", 0)
+            reasons.append(f"{whose}all {rows:,} labels are {rate:.0f}: NE and AUC need both kinds")
+    return "; ".join(reasons)
 
 
 def remarks(

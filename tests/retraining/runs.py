@@ -27,6 +27,7 @@ def finished(folder: Path, content: bytes = b"weights" * 1000) -> FinishedRun:
         "step": 7,
         "attempt": "",
         "files": files,
+        "config": {"checkpoint": {}, "data": {"path": str(data)}},
         "data_order": {"dataset": dataset.fingerprint()},
     }
     (step / "manifest.json").write_text(seal_manifest(manifest))

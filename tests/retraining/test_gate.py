@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.retraining import DataChecksConfig, GateConfig
+from pipeline.retraining.challenge import log_findings
 from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Scores, judge, upper_bound_of_ratio
 from pipeline.retraining.row_sketch import SKETCH_SIZE, RowSketch
@@ -36,6 +37,18 @@ def test_the_same_model_is_promoted_and_a_worse_one_is_not() -> None:
     verdict = judge(_scores(noise=0.6, seed=2), champion, GateConfig())
     assert [finding.name for finding in verdict.findings if not finding.passed] == ["ne"]
     assert mentions(verdict.reasons[0], "95") and mentions(verdict.reasons[0], "1.0010")
+
+
+def test_the_line_of_a_gate_says_how_each_check_went_and_on_which_side_its_limit_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It said rows 6e+04 (within 1000) and calibration 0.975 (within 1.03)."""
+    findings = judge(_scores(shift=2.0), _scores(), GateConfig(min_rows=1000)).findings
+    with caplog.at_level("INFO"):
+        log_findings("gate of w1", findings)
+    (line,) = [record.getMessage() for record in caplog.records if "gate of w1" in record.getMessage()]
+    assert mentions(line, "rows 40,000 (passed, at least 1,000) calibration (FAILED, at most 1.03)")
+    assert "within" not in line and "e+0" not in line
 
 
 def test_scores_that_are_off_or_not_finite_are_refused() -> None:

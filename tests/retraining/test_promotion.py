@@ -13,16 +13,20 @@ from typing import Any
 
 import pytest
 
+from pipeline.cli.registry import run as registry_verb
+from pipeline.config.jobs import RegistryJob
 from pipeline.retraining import promotion
 from pipeline.retraining.ledger import PROMOTED, Ledger
 from pipeline.retraining.promotion import FinishedRun, add_run, complete, files_of_artifact, promote
 from pipeline.retraining.registry import PinnedError, Registry, RegistryError
-from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.errors import ConfigError, DamagedError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import ChecksummedWriter, checksums_of
 from pipeline.runtime.storage.lease import take_lease
 from pipeline.runtime.storage.manifest import seal_manifest
+from pipeline.runtime.storage.signature import requiring, signing
 from tests.retraining.runs import candidate, finished
+from tests.runtime.test_signature import make_keys
 from tests.support.messages import names
 
 KEEP = 2
@@ -192,3 +196,30 @@ def test_adding_a_run_does_not_remove_what_a_tick_is_publishing(
     lease.release()
     assert add_run(Registry(path), Ledger(path), run.folder).version == "v000001"
     assert attempt.is_dir(), "the attempt of a tick that publishes at this moment"
+
+
+def test_a_run_and_a_version_are_taken_by_the_key_that_signed_them_alone(tmp_path: Path) -> None:
+    (own, public), (other, others) = make_keys(tmp_path, "own"), make_keys(tmp_path, "other")
+    path = str(tmp_path / "registry")
+    with signing(own):
+        run = finished(tmp_path / "run")
+    words = {"registry": path, "run": run.folder}
+    with pytest.raises(DamagedError, match=names("step_00000007 signed another key")):
+        registry_verb(RegistryJob(command="add", sign_key=other, require_signature=others, **words))
+    with pytest.raises(ConfigError, match=names("require_signature sign_key")):
+        RegistryJob(command="add", require_signature=public, **words)
+    registry_verb(RegistryJob(command="add", sign_key=own, require_signature=public, **words))
+    with signing(own), requiring(public):  # the next one, as a tick of retrain promotes it
+        pointer = Registry(path).pointer()
+        assert pointer is not None
+        later = candidate(finished(tmp_path / "later", b"other" * 1000), "w2", pointer.version, pointer)
+        promote(Registry(path), Ledger(path), later, KEEP, lambda: None)
+        champion = Registry(path).champion()
+    assert champion is not None and champion.name == "v000002"
+    for key, outcome in ((public, "v000001"), (others, "signed by another key")):
+        job = RegistryJob(path, "rollback", "v000001", require_signature=key)
+        if key == public:
+            assert outcome in registry_verb(job)[0]
+        else:
+            with pytest.raises(DamagedError, match=outcome):
+                registry_verb(job)

@@ -11,10 +11,12 @@ import pytest
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config, validate_train
-from pipeline.config.jobs import TrainJob
-from pipeline.runtime.errors import TrainingError
+from pipeline.config.jobs import EvaluateJob, ExportJob, TrainJob
+from pipeline.runtime.errors import TrainingError, UserError
+from pipeline.serving.artifact.export_run import export
 from pipeline.training import run as train_module
 from pipeline.training.continued import describe_differences, differences
+from pipeline.training.evaluate_run import EvaluateSummary, evaluate
 from pipeline.training.run import TrainSummary, train
 from tests.runtime.test_signature import make_keys
 from tests.support.forks import WarmCommand
@@ -26,6 +28,10 @@ SMALL = ["experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256
 
 def _job(data: str, run_dir: Path, *overrides: str) -> list[str]:
     return [*SMALL, f"data.path={data}", f"run_dir={run_dir}", *overrides]
+
+
+def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
+    return evaluate(load_config(EvaluateJob, overrides))
 
 
 def _train(rank: int, overrides: list[str]) -> TrainSummary:
@@ -127,3 +133,9 @@ def test_steps_are_signed_and_only_what_a_key_vouches_for_is_resumed(
     with pytest.raises(RuntimeError, match=names("step_00000001 signed another key")):
         ranks.run(1, _train, [*words, f"checkpoint.require_signature={other}"])
     assert ranks.run(1, _train, [*words, f"checkpoint.require_signature={public}"])[0].step == 2
+    measured = [f"run={tmp_path}/run", "split=validation", "max_batches=1"]
+    with pytest.raises(RuntimeError, match=names("step_00000002 signed another key")):
+        ranks.run(1, _evaluate, [*measured, f"require_signature={other}"])
+    assert ranks.run(1, _evaluate, [*measured, f"require_signature={public}"])[0].step == 2
+    with pytest.raises(UserError, match=names("step_00000002 signed another key")):
+        export(load_config(ExportJob, [f"run={tmp_path}/run", f"require_signature={other}"]))

@@ -62,6 +62,12 @@ def test_predictions_add_the_dense_part_to_the_tables(device: str, how: str) -> 
     assert text[2].startswith("  rank 1: ") and text[2].endswith("7.00 MiB")
 
 
+def test_a_rank_that_took_nothing_more_is_said_to_have_not_grown() -> None:
+    """It said measured 0.00 KiB."""
+    _, first, second = describe_memory(drawn_plan(4, 2, device="cpu")[0], [0, MIB], "cpu")
+    assert first.endswith("measured no growth") and second.endswith("measured 1.00 MiB")
+
+
 def test_of_many_ranks_the_fullest_are_told() -> None:
     lines = describe_memory(drawn_plan(4, 40)[0], [rank * MIB for rank in range(40)], "cuda")
     assert lines[1].startswith("  rank 24: ") and lines[-1] == "  and 24 ranks that take less"

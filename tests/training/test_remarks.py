@@ -24,7 +24,7 @@ from pipeline.serving.artifact.task_quality import LabelledRows, Quality, compar
 from pipeline.training import evaluate_run
 from pipeline.training import run as train_module
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
-from pipeline.training.remarks import remarks
+from pipeline.training.remarks import remarks, undefined
 from pipeline.training.run import TrainSummary, train
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
@@ -67,6 +67,17 @@ def test_what_is_not_finite_is_null_in_a_manifest_and_fails_a_gate(tmp_path: Pat
     (line,) = excesses({"test": parity}, ParityConfig())
     assert mentions(line, "test undefined 2 rows max_ne_increase max_auc_decrease parity.splits")
     assert "prepare" in excesses({"validation": parity}, ParityConfig())[0]
+
+
+def test_of_several_labels_each_that_is_of_one_kind_is_named_with_its_rows(tmp_path: Path) -> None:
+    metrics = {"click/label_rate": 0.2, "click/num_samples": 900, "order/label_rate": 0.0, "order/num_samples": 180,
+               "view/label_rate": 1.0, "view/num_samples": 1000, "num_samples": 1000}  # fmt: skip
+    reason = undefined(metrics)
+    assert mentions(reason, "order: all 180 labels are 0 view: all 1,000 labels are 1") and "click" not in reason
+    assert undefined({name: value for name, value in metrics.items() if name.startswith("click")}) == ""
+    told = EvaluateSummary(str(tmp_path), "test", 3, "", metrics, None, path=str(tmp_path / "evaluation.json"))
+    evaluate_run.write_summary(told, None)
+    assert json.loads((tmp_path / "evaluation.json").read_text())["undefined"] == reason
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from pipeline.runtime.errors import ServingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.signature import signing
+from pipeline.runtime.storage.signature import requiring, signing
 
 if TYPE_CHECKING:
     from pipeline.serving.artifact.manifest import Manifest
@@ -57,7 +57,8 @@ def export(job: ExportJob) -> ExportSummary:
         from pipeline.serving.artifact.source import default_output, open_source
 
     started = time.monotonic()
-    source = open_source(job)
+    with requiring(job.require_signature):
+        source = open_source(job)
     output = job.output or default_output(job, source.step)
     if storage.exists(output):
         return _already_there(job, source, output)

@@ -21,7 +21,7 @@ from pipeline.serving.artifact.trained_model import TrainedModel, load_trained
 from pipeline.training.run_state import chosen_step, config_of, folder_of
 
 # What of a job does not change the artifact's bytes.
-NO_SETTINGS = ("plugins", "run", "step", "which", "output", "data_path", "paths")
+NO_SETTINGS = ("plugins", "run", "step", "which", "output", "data_path", "paths", "require_signature")
 
 
 @dataclass(frozen=True)
