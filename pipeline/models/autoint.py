@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
+from pipeline.config.tables import InitConfig
 from pipeline.embeddings.table import Table
 from pipeline.models.checks import check_layer_sizes
 from pipeline.models.vectors import VectorsConfig
@@ -37,6 +38,11 @@ class AutoIntConfig(VectorsConfig):
     attention_norm: bool = True
     scale_attention: bool = True
     residual: bool = True
+
+    @property
+    def table_init(self) -> InitConfig:
+        """Smaller than beside an MLP alone: attention would begin as noise of rare ids."""
+        return InitConfig("normal", 0.001)
 
     def __post_init__(self) -> None:
         super().__post_init__()
