@@ -121,6 +121,7 @@ def test_an_installed_wheel_takes_a_users_own_conf_folder(python: Path, elsewher
     assert "name: mine" in done.stdout and "global_batch_size: 512" in done.stdout
 
 
+@pytest.mark.campaign
 def test_an_installed_wheel_finds_the_plans_that_it_ships(python: Path, elsewhere: Path) -> None:
     code = f"from pipeline.planner.plan_file import find_plan_file as f; print(f('sharding_plans/{SHIPPED_PLAN}', ''))"
     done = _run(python, elsewhere, "-c", code)

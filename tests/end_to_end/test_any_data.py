@@ -24,7 +24,7 @@ from tests.support.ranks import RankPool
 
 NUM_ROWS = 6000
 # Batch norm and dropout by default, gates and a bilinear form beside the layers.
-IN_DEFAULT = [("dense", "finalmlp")]  # of categorical features alone: tests/end_to_end/test_several_labels.py
+IN_DEFAULT: list[tuple[str, str]] = []  # by default tests/models/test_every_model.py exports them, tests/serving serves
 CASES = [(data, kind) for data in ("categorical", "dense") for kind in CLICK_MODELS if kind not in REFUSED[data]]
 Sources = dict[str, tuple[str, list[str]]]
 

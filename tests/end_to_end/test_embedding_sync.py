@@ -62,6 +62,7 @@ def run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.TempPath
     return folder
 
 
+@pytest.mark.campaign
 def test_steps_keep_replicas_apart_only_where_they_differ(run: Path) -> None:
     assert _manifest(run, 16)["replicas"] == {"num_hosts": 2, "embedding_sync": "every_8_steps", "apart": False}
     assert _manifest(run, 20)["replicas"] == {"num_hosts": 2, "embedding_sync": "every_8_steps", "apart": True}

@@ -74,6 +74,7 @@ def test_passing_faults_are_outlasted_and_what_is_saved_loads_exactly(
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
 def test_lasting_faults_end_a_save_and_are_never_taken_for_an_empty_folder(
     ranks: RankPool,
     store: FaultyProxy,  # noqa: F811

@@ -99,6 +99,7 @@ def _state(table: str) -> str:
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.campaign), 2])
+@pytest.mark.campaign
 def test_on_a_warm_start_each_follows_its_policy_row_by_row(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder, size: int
 ) -> None:

@@ -135,6 +135,7 @@ def test_the_champions_artifact_scores_raw_rows_as_its_model_does(history: tuple
 
 
 @pytest.mark.parametrize("history", [pytest.param(SMALL, id="small")], indirect=True)
+@pytest.mark.campaign
 def test_an_artifact_that_is_too_far_from_its_model_rejects_the_window(
     history: tuple[Path, Stream], tmp_path: Path
 ) -> None:

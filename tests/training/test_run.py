@@ -189,6 +189,7 @@ def test_the_other_models_learn_it_too(ranks: RankPool, prepared_clicks: str, tm
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
 def test_the_settings_work_together(ranks: RankPool, prepared_clicks: str, tmp_path: Path, compiled: bool) -> None:
     overrides = _job(
         prepared_clicks, tmp_path, "comms=int8", "trainer.precision=bf16", f"trainer.compile={compiled}", "trainer.gradient_clip_norm=5.0",
