@@ -38,7 +38,8 @@ def id_space(dataset: Dataset, data_path: str, feature_names: Iterable[str]) -> 
     if len(hashes) == 1 and all(feature.hash_size is not None for feature in features):
         ((size, seed),) = hashes
         return IdSpace(hashed=(int(size or 0), seed))
-    if len(features) > 1 or hashes:
+    owners = {(feature.sequence and feature.sequence.shares) or feature.name for feature in features}
+    if len(owners) > 1 or hashes:
         return IdSpace(
             reason=f"its features {', '.join(names)} have vocabularies of their own, so a row has several values"
         )

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig, check_labels
 from pipeline.config.registry import find
+from pipeline.config.sequences import SequenceConfig, resolve_sequences
 from pipeline.config.tables import is_pattern, matches
 from pipeline.runtime.errors import (
     ConfigError,
@@ -38,8 +39,8 @@ class ColumnsConfig:
     """Names of the source's columns. Criteo's own (label, int_0..12, cat_0..25) are fixed by the format.
 
     A list-valued categorical column (Parquet list, or text joined by `list_separator`) goes
-    into `multi_hot`; every other categorical column into `sparse`. `timestamp` (whole numbers, or ISO 8601) is read
-    where data.split.kind=time or date. `cat_{0..25}` in a list stands for cat_0 to cat_25. Empty text is a missing value, so is each word of
+    into `multi_hot`, or into `sequence` where its order counts (config.sequences); every other categorical column into
+    `sparse`. `timestamp` (whole numbers, or ISO 8601) is read where data.split.kind=time or date. `cat_{0..25}` in a list stands for cat_0 to cat_25. Empty text is a missing value, so is each word of
     `null_values`, and for dense columns NaN. list_separator=json: lists are JSON, [1, 2] or ["a", "b"].
 
     A single label is binary and needs no entry in `labels`; `label_values` and `label_threshold` are its values and threshold. Of several, `label` is the main one: a model of one task learns
@@ -55,6 +56,7 @@ class ColumnsConfig:
     dense: list[str] = field(default_factory=list)
     sparse: list[str] = field(default_factory=list)
     multi_hot: list[str] = field(default_factory=list)
+    sequence: dict[str, SequenceConfig] = field(default_factory=dict)
     timestamp: str | None = None
     list_separator: str = "|"
     null_values: list[str] = field(default_factory=list)
@@ -62,6 +64,7 @@ class ColumnsConfig:
     def __post_init__(self) -> None:
         check_given("data.columns.list_separator", self.list_separator)
         self.dense, self.sparse, self.multi_hot = map(expand_ranges, (self.dense, self.sparse, self.multi_hot))
+        resolve_sequences(self.sequence, self.sparse)  # checks them
         if not self.labels:
             LabelConfig(values=self.label_values, threshold=self.label_threshold)  # checks them
             return
@@ -80,6 +83,16 @@ class ColumnsConfig:
                 f"data.columns.label={self.label!r} is not in data.columns.labels{did_you_mean(self.label, self.labels)}: "
                 f"name one of {', '.join(self.labels)}"
             )
+
+    @property
+    def lists(self) -> list[str]:
+        """The columns with a list a row: bags, then sequences."""
+        return [*self.multi_hot, *self.sequence]
+
+    @property
+    def sequences(self) -> dict[str, SequenceConfig]:
+        """With every length and side."""
+        return resolve_sequences(self.sequence, self.sparse)
 
     @property
     def all_labels(self) -> dict[str, LabelConfig]:
@@ -435,7 +448,7 @@ class DataConfig:
             len(self.delimiter) != 1 or self.delimiter in '"\r\n' or not self.delimiter.isascii()
         ):
             raise ConfigError(f"data.delimiter={self.delimiter!r} must be one character, such as ; or a tab")
-        features = self.columns.sparse + self.columns.multi_hot or [f"cat_{index}" for index in range(26)]
+        features = self.columns.sparse + self.columns.lists or [f"cat_{index}" for index in range(26)]
         self.feature_ids = self._expand(self.feature_ids, "data.feature_ids", features)
         self.synthetic_multi_hot = self._expand(self.synthetic_multi_hot, "data.synthetic_multi_hot", features)
         dense = (self.columns if fixed is None else fixed).dense

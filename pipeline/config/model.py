@@ -19,6 +19,19 @@ ACTIVATIONS = ("relu", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "identit
 INITS = ("torch", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal")
 
 
+@dataclass(frozen=True)
+class SequenceInput:
+    """A sequence that the model reads position by position: its newest `num_positions` ids; None: all that the data keep.
+
+    search_in, search_for: a search among them, see embeddings.table.Positions.
+    """
+
+    feature: str
+    num_positions: int | None = None
+    search_in: str | None = None
+    search_for: str | None = None
+
+
 @dataclass
 class ModelConfig:
     """Base of all model configs; a group file under conf/model picks the subclass, `kind` names it in saved files.
@@ -63,6 +76,11 @@ class ModelConfig:
     def used_features(self) -> list[str] | None:
         """The sparse features that the model reads; None: all of the data set's."""
         return None
+
+    @property
+    def sequence_inputs(self) -> list[SequenceInput]:
+        """The sequences that are not pooled; a model that names none reads every sequence as a bag."""
+        return []
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         """Raises ConfigError when the model cannot be built on these tables."""

@@ -52,6 +52,19 @@ class FrequencyCurve:
 
 
 @dataclass(frozen=True)
+class SequenceFeature:
+    """Of a list whose order counts, oldest first: `max_length` ids at most, the last or the first of a longer one.
+
+    beside: the sequence that it is as long as; shares: the feature whose ids it has.
+    """
+
+    max_length: int
+    keep: str = "last"
+    beside: Optional[str] = None
+    shares: Optional[str] = None
+
+
+@dataclass(frozen=True)
 class SparseFeature:
     """A categorical feature; ids lie in [0, cardinality), 0 the unknown or rare id, 1.. by descending frequency."""
 
@@ -66,6 +79,7 @@ class SparseFeature:
     num_distinct: int = 0  # distinct raw values seen in the training split, rare ones included
     # Of a number in buckets, ascending: value x is in bucket (boundaries <= x), and the vocabulary holds buckets as text.
     boundaries: Optional[List[float]] = None
+    sequence: Optional[SequenceFeature] = None  # of a list (multi_hot) whose order counts
 
 
 @dataclass(frozen=True)
@@ -132,7 +146,11 @@ class Dataset:
 
     def schema_hash(self) -> str:
         """SHA-256 of what a model sees of the data: names, kinds and cardinalities of its columns, and transforms."""
-        features = [[feature.name, feature.cardinality, feature.multi_hot] for feature in self.sparse_features]
+        features = [
+            [feature.name, feature.cardinality, feature.multi_hot]
+            + ([asdict(feature.sequence)] if feature.sequence else [])
+            for feature in self.sparse_features
+        ]
         label: Any = [list(asdict(label).values()) for label in self.labels] or self.label
         schema: List[Any] = [label, self.dense_features, features, self.dense_transform]
         schema += [self.dense_columns] if self.dense_columns else []
@@ -141,8 +159,9 @@ class Dataset:
     def to_json(self, indent: Optional[int] = 1) -> str:
         values = {key: value for key, value in asdict(self).items() if value or key not in ADDED_FIELDS}
         for feature in values["sparse_features"]:
-            if feature["boundaries"] is None:
-                del feature["boundaries"]
+            for key in ("boundaries", "sequence"):
+                if feature[key] is None:
+                    del feature[key]
         return json.dumps(values, indent=indent, sort_keys=True)
 
     @classmethod
@@ -166,7 +185,13 @@ class Dataset:
 
 def _decode_parts(raw: Dict[str, Any]) -> Dict[str, Any]:
     features = [
-        SparseFeature(**{**feature, "frequency_curve": FrequencyCurve(**feature["frequency_curve"])})
+        SparseFeature(
+            **{
+                **feature,
+                "frequency_curve": FrequencyCurve(**feature["frequency_curve"]),
+                "sequence": SequenceFeature(**feature["sequence"]) if feature.get("sequence") else None,
+            }
+        )
         for feature in raw["sparse_features"]
     ]
     splits = {

@@ -16,6 +16,7 @@ from pipeline.config.tables import InitConfig
 from pipeline.embeddings.bags import sum_of_lengths
 from pipeline.embeddings.compression.kind import compressed
 from pipeline.embeddings.physical import physical_tables
+from pipeline.embeddings.positions import position_features, width_of
 from pipeline.embeddings.table import Block, ManagedRows, Table
 
 POOLING_TYPES = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
@@ -30,6 +31,10 @@ class Composer(nn.Module):
         self._kind = compressed(table)
         for name, value in self._kind.initial_parameters().items():
             _add_parameter(self, name, value)
+
+    def id_features(self, index: int) -> list[str]:
+        """The features that together have each id of the table's feature number `index` once."""
+        return self._kind.id_features(index)
 
     def forward(self, pooled: Mapping[str, torch.Tensor], features: KeyedJaggedTensor, index: int) -> torch.Tensor:
         """[batch, embedding_dim] of the table's feature number `index`.
@@ -55,13 +60,16 @@ def _add_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 class Composition(nn.Module):
-    """forward(pooled parts, features) -> KeyedTensor by logical features, in the order of `tables`, in float32."""
+    """forward(pooled parts, features) -> KeyedTensor by logical features, in the order of `tables`, in float32.
+
+    A sequence's columns are the rows of its positions, oldest first, zeros where there is no id, then the number of ids.
+    """
 
     def __init__(self, tables: Sequence[Table]) -> None:
         super().__init__()
         self._tables = list(tables)
         self._features = [feature for table in tables for feature in table.feature_names]
-        self._dims = [table.embedding_dim for table in tables for _ in table.feature_names]
+        self._dims = [width_of(table, feature) for table in tables for feature in table.feature_names]
         self.composers = nn.ModuleDict(
             {_key(table): Composer(table) for table in tables if table.compression is not None}
         )
@@ -72,10 +80,36 @@ class Composition(nn.Module):
         # As precise under bf16 as tables that are looked up whole.
         with torch.autocast(features.device().type, enabled=False):
             for table in self._tables:
-                for index, feature in enumerate(table.feature_names):
-                    composer = self.composers[_key(table)] if table.compression is not None else None
-                    columns.append(parts[feature] if composer is None else composer(parts, features, index))
+                composer = self.composers[_key(table)] if table.compression is not None else None
+                read = {each.feature: each for each in table.positions}
+                index = 0
+                for feature in table.feature_names:
+                    names = position_features(read[feature]) if feature in read else [feature]
+                    if composer is None:
+                        columns.append(_columns_of(pooled, names) if feature in read else parts[feature])
+                    else:
+                        columns += [composer(parts, features, index + number) for number in range(len(names))]
+                    index += len(names)
+                    if feature in read:
+                        columns.append(self._count(features, composer, names, index).unsqueeze(1))
         return KeyedTensor(self._features, self._dims, torch.cat(columns, dim=1))
+
+    @staticmethod
+    def _count(features: KeyedJaggedTensor, composer: nn.Module | None, names: list[str], end: int) -> torch.Tensor:
+        """[batch] float32: how many ids the positions `names` have, which end before index `end` of their table."""
+        if isinstance(composer, Composer):
+            names = [name for index in range(end - len(names), end) for name in composer.id_features(index)]
+        return sum_of_lengths(features, names).to(torch.float32)
+
+
+def _columns_of(pooled: KeyedTensor, names: list[str]) -> torch.Tensor:
+    """[batch, sum of dims] of keys that are neighbours, uncopied; of others, side by side."""
+    keys, ends = pooled.keys(), pooled.offset_per_key()
+    first = keys.index(names[0])
+    if keys[first : first + len(names)] == names:
+        return pooled.values()[:, ends[first] : ends[first + len(names)]]
+    parts = pooled.to_dict()
+    return torch.cat([parts[name] for name in names], dim=1)
 
 
 def _key(table: Table) -> str:
@@ -94,6 +128,8 @@ class ComposedEmbeddings(nn.Module):
         self.embedding_bag_collection = build_embedding_bag_collection(physical_tables(tables), device)
         self.composition = Composition(tables)
         self._configs = [_config(table) for table in tables]
+        #: feature -> columns of the output
+        self.widths = {feature: width_of(table, feature) for table in tables for feature in table.feature_names}
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The configs of the logical tables."""
@@ -123,11 +159,11 @@ def build_embeddings(
 ) -> EmbeddingBagCollection | ComposedEmbeddings:
     """Build the module in which a model looks its tables up: forward(features) -> KeyedTensor by logical feature names.
 
-    A plain EmbeddingBagCollection where no table is compressed. `device` None: tables on meta.
+    A plain EmbeddingBagCollection where no table is compressed or has sequences. `device` None: tables on meta.
     """
     if not tables:
         return NoTables(device)
-    if any(table.compression is not None for table in tables):
+    if any(table.compression is not None or table.positions for table in tables):
         return ComposedEmbeddings(tables, device)
     return build_embedding_bag_collection(tables, device)
 

@@ -1,24 +1,26 @@
-"""Split a batch's ids into the ids of its tables' parts, vectorised, before they go to the ranks that hold the rows.
+"""Split a batch's ids into the ids of its tables' parts and positions, vectorised, before they go to the ranks that hold the rows.
 
 The reader's thread does it in training, and the same code in serving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.read.batch import keyed_jagged_tensor
 from pipeline.embeddings.bags import leave_out_empty_bags
-from pipeline.embeddings.compression.kind import Bags, compressed
+from pipeline.embeddings.compression.kind import Bags, Split, compressed
+from pipeline.embeddings.positions import position_features
 from pipeline.embeddings.table import Table
 
 
 class IdSplitter:
-    """KeyedJaggedTensor by the data set's features -> KeyedJaggedTensor by the parts' features.
+    """KeyedJaggedTensor by the data set's features -> KeyedJaggedTensor by the parts' features, or the positions'.
 
     On the CPU. Features of tables that are not compressed go through as they are; keys come in the same order in every
     batch. Beside the features that the collection looks up there are those of ids that dense parameters turn into rows.
@@ -26,40 +28,113 @@ class IdSplitter:
     """
 
     def __init__(self, tables: Iterable[Table], *, skip_empty_bags: bool = False) -> None:
-        kinds = [compressed(table) for table in tables if table.compression is not None]
+        tables = list(tables)
+        kinds = [compressed(table) for table in tables]
         self._splits = {
-            feature: kind.split(index) for kind in kinds for index, feature in enumerate(kind.table.feature_names)
+            feature: kind.split(index)
+            for kind in kinds
+            if kind.table.compression is not None
+            for index, feature in enumerate(kind.table.feature_names)
         }
+        self._positions = {each.feature: each for table in tables for each in table.positions}
+        self._order = _KeyOrder([name for kind in kinds for part in kind.parts() for name in part.feature_names])
         self._skipped = {name for kind in kinds for name in kind.often_empty_features()} if skip_empty_bags else set()
 
     @property
     def features(self) -> frozenset[str]:
         """Whose ids become others."""
-        return frozenset(self._splits)
+        return frozenset({*self._splits, *self._positions})
 
     def __bool__(self) -> bool:
         """Whether there is anything to split."""
-        return bool(self._splits)
+        return bool(self._splits or self._positions)
 
     def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Raises ConfigError for a bag longer than the table's compression says."""
-        if not self._splits:
+        if not self:
             return features
         keys: list[str] = []
         parts: list[Bags] = []
-        values, batch_size = features.values().numpy(), features.stride()
-        lengths = features.lengths().numpy().reshape(-1, batch_size)
-        begin = 0
-        for index, (key, count) in enumerate(zip(features.keys(), features.length_per_key(), strict=True)):
-            bags, begin = Bags(values[begin : begin + count], lengths[index]), begin + count
-            for name, part in self._splits[key](bags) if key in self._splits else ((key, bags),):
+        bags = _bags_of(features)
+        for key, own in bags.items():
+            for name, part in self._split(key, own, bags):
                 keys.append(name)
                 parts.append(part)
+        if self._positions:  # in the order in which the tables look them up, which then copy nothing
+            order = self._order(keys)
+            keys, parts = [keys[number] for number in order], [parts[number] for number in order]
         split = keyed_jagged_tensor(
             keys,
             torch.from_numpy(np.concatenate([part.ids for part in parts])),
             torch.from_numpy(np.concatenate([part.lengths for part in parts])),
-            batch_size,
+            features.stride(),
             [len(part.ids) for part in parts],
         )
         return leave_out_empty_bags(split, self._skipped) if self._skipped else split
+
+    def _split(self, key: str, own: Bags, bags: dict[str, Bags]) -> Iterator[tuple[str, Bags]]:
+        if key not in self._positions:
+            yield from _parts_of(self._splits.get(key), key, own)
+            return
+        positions = self._positions[key]
+        if positions.search_in is not None and positions.search_for is not None:
+            own = matching(own, bags[positions.search_in], bags[positions.search_for])
+        for name, part in zip(position_features(positions), newest(own, positions.num_positions), strict=True):
+            yield from _parts_of(self._splits.get(name), name, part)
+
+
+def _parts_of(split: Split | None, key: str, own: Bags) -> Iterator[tuple[str, Bags]]:
+    return iter([(key, own)]) if split is None else split(own)
+
+
+def _bags_of(features: KeyedJaggedTensor) -> dict[str, Bags]:
+    values, begin = features.values().numpy(), 0
+    lengths = features.lengths().numpy().reshape(-1, features.stride())
+    found = {}
+    for index, (key, count) in enumerate(zip(features.keys(), features.length_per_key(), strict=True)):
+        found[key], begin = Bags(values[begin : begin + count], lengths[index]), begin + count
+    return found
+
+
+def newest(bags: Bags, num_positions: int) -> Iterator[Bags]:
+    """The ids of the first position of all samples, then of the second one, and so on; of a longer list the last ids.
+
+    A list that is shorter fills the first positions, and has no id in the others.
+    """
+    lengths = bags.lengths.astype(np.int64)
+    begins = np.cumsum(lengths) - lengths
+    kept = np.minimum(lengths, num_positions)
+    begins += lengths - kept
+    if not num_positions:
+        return
+    present = np.arange(num_positions)[:, None] < kept
+    ids = bags.ids[(begins + np.arange(num_positions)[:, None])[present]]
+    ends = np.cumsum(present.sum(axis=1))
+    for number, (own, end) in enumerate(zip(present.astype(np.int32), ends, strict=True)):
+        yield Bags(ids[ends[number - 1] if number else 0 : end], own)
+
+
+def matching(bags: Bags, searched: Bags, wanted: Bags) -> Bags:
+    """Of each list the ids at which `searched`, as long as it, holds the sample's one id of `wanted`; without one, none."""
+    targets: NDArray[np.int64] = np.full(len(wanted.lengths), -1, np.int64)
+    has_one = wanted.lengths == 1
+    targets[has_one] = wanted.ids[np.repeat(has_one, wanted.lengths)]
+    samples = np.repeat(np.arange(len(bags.lengths)), bags.lengths)
+    found = (searched.ids == targets[samples]) & (searched.ids != 0)  # 0 is any value that has no id
+    lengths = np.bincount(samples[found], minlength=len(bags.lengths))
+    return Bags(bags.ids[found], lengths.astype(np.int32))
+
+
+class _KeyOrder:
+    """Where each key is to come from; keys that no table looks up come last."""
+
+    def __init__(self, wanted: list[str]) -> None:
+        self._places = {name: place for place, name in enumerate(wanted)}
+        self._known: tuple[list[str], list[int]] = ([], [])
+
+    def __call__(self, keys: list[str]) -> list[int]:
+        if keys != self._known[0]:
+            last = len(self._places)
+            order = sorted(range(len(keys)), key=lambda number: (self._places.get(keys[number], last), number))
+            self._known = (keys, order)
+        return self._known[1]

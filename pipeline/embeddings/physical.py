@@ -6,7 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 
+from pipeline.config.registry import components
 from pipeline.embeddings.compression.kind import compressed
+from pipeline.embeddings.positions import by_position
 from pipeline.embeddings.table import SHARD_WIDTH, Table
 from pipeline.runtime.errors import ConfigError
 
@@ -45,7 +47,7 @@ def physical_tables(tables: Sequence[Table]) -> list[Table]:
 def leaves(table: Table) -> list[Table]:
     """The plain tables of a table; parts may be compressed themselves."""
     if table.compression is None:
-        return [table]
+        return [by_position(table)]
     return [leaf for part in compressed(table).parts() for leaf in leaves(part)]
 
 
@@ -60,6 +62,13 @@ def num_numbers(table: Table) -> int:
 def check_compressed(table: Table) -> None:
     """Raises ConfigError where a table's compression does not fit it."""
     kind = compressed(table)
+    if table.positions and not kind.fits_sequences:
+        fitting = [name for name, each in components("compression").items() if each.fits_sequences]
+        raise ConfigError(
+            f"tables.{table.name}.compression.kind={kind.config.kind} with the sequence {table.positions[0].feature!r}, whose "
+            f"{table.positions[0].num_positions} positions it would split and compose one by one; use "
+            f"{' or '.join(sorted(fitting))}"
+        )
     if kind.is_product and table.init.kind == "zeros":
         raise ConfigError(
             f"tables.{table.name}: init.kind=zeros under {kind.setting} would never train, for each factor's gradient is "

@@ -36,6 +36,19 @@ class ManagedRows:
 
 
 @dataclass(frozen=True)
+class Positions:
+    """A sequence that a model reads position by position: its newest `num_positions` ids, and how many there are.
+
+    search_in, search_for: of these, only positions where the sequence search_in has the id of the feature search_for.
+    """
+
+    feature: str
+    num_positions: int
+    search_in: str | None = None
+    search_for: str | None = None
+
+
+@dataclass(frozen=True)
 class Table:
     """An embedding table with every value resolved. `pooling_factors[i]` is the mean number of ids a sample of `feature_names[i]`.
 
@@ -43,7 +56,7 @@ class Table:
     `feature_names[i]`, None where its lists have any length; empty: unknown. `part_of` is the name of the compressed table
     that a part belongs to. `rows_of`: the table that
     this part's rows belong to and are initialized as; `l2`: of touched rows, in their gradient; `managed`: what gives ids its rows, where ids have no bound; `note`: a
-    sentence for the plan's report.
+    sentence for the plan's report; `positions`: its sequences that are not pooled (embeddings.positions).
     """
 
     name: str
@@ -63,6 +76,7 @@ class Table:
     managed: ManagedRows | None = None
     note: str = ""
     l2: float = 0.0
+    positions: list[Positions] = field(default_factory=list)
 
     @property
     def whole_name(self) -> str:

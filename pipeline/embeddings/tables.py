@@ -6,15 +6,17 @@ leaves unset. A table without feature_names embeds the feature of its own name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeline.config.compression import CompressionConfig
+from pipeline.config.model import SequenceInput
 from pipeline.config.tables import DEFAULT, ConstraintConfig, InitConfig, TableConfig, expand_patterns, table_name
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.compression.kind import Whole, compressed, kind_of
 from pipeline.embeddings.physical import check_compressed, num_numbers
 from pipeline.embeddings.row_frequencies import merge_frequencies
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.table import Positions, Table
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 LAST_RESORT = TableConfig(
@@ -27,11 +29,13 @@ def resolve_tables(
     dataset: Dataset,
     multi_hot: dict[str, int] | None = None,
     auto_init: InitConfig = InitConfig("uniform"),  # noqa: B008  # never changed
+    sequences: Sequence[SequenceInput] = (),
 ) -> list[Table]:
     """Every sparse feature of `dataset` gets exactly one table; tables come in the order of their first feature.
 
     Features that no table names get a table of their own. `multi_hot` replaces the pooling factor of
-    features whose ids are multiplied on the fly. `auto_init` is how tables of init.kind=auto begin.
+    features whose ids are multiplied on the fly. `auto_init` is how tables of init.kind=auto begin. A sequence that shares
+    another feature's ids has its table, unless a table names it. `sequences` are read by position, others are pooled.
 
     Raises:
         ConfigError: a feature that the data set lacks or that two tables claim, fewer rows than the
@@ -59,11 +63,65 @@ def resolve_tables(
                 )
             owner[feature] = name
     for feature in known:
-        owner.setdefault(feature, feature)
+        about = dataset.sparse_feature(feature).sequence
+        shared = feature if about is None or about.shares is None else about.shares
+        owner.setdefault(feature, owner.get(shared, shared))
+    positions = resolve_positions(sequences, dataset)
     order = list(dict.fromkeys(owner[feature] for feature in known))
-    return [
-        _resolve(name, named.get(name, TableConfig()), default, dataset, multi_hot or {}, auto_init) for name in order
-    ]
+    found = []
+    for name in order:
+        config = named.get(name, TableConfig())
+        given = config.feature_names or [feature for feature in known if feature == owner[feature] == name]
+        sharing = [feature for feature in known if owner[feature] == name and feature not in given]
+        members = replace(config, feature_names=[*given, *sharing])
+        read = [positions[feature] for feature in members.feature_names if feature in positions]
+        found.append(_resolve(name, members, default, dataset, multi_hot or {}, auto_init, read))
+    return found
+
+
+def resolve_positions(sequences: Sequence[SequenceInput], dataset: Dataset) -> dict[str, Positions]:
+    """By feature.
+
+    Raises:
+        ConfigError: what is no sequence of the data set, more positions than it keeps, or a search among other ids.
+    """
+    held = {feature.name: feature.sequence for feature in dataset.sparse_features if feature.sequence is not None}
+    found = {}
+    for each in sequences:
+        if each.feature not in held:
+            raise ConfigError(
+                f"the model reads {each.feature!r} by position, which is no sequence of data set {dataset.name!r}"
+                f"{did_you_mean(each.feature, held)}; it has {', '.join(held) or 'none'}: name it under data.columns.sequence"
+            )
+        most = held[each.feature].max_length
+        if (each.num_positions or 0) > most:
+            raise ConfigError(
+                f"the model reads {each.num_positions} positions of {each.feature!r}, and the data set keeps {most}; read "
+                "fewer, or prepare it with a larger max_length"
+            )
+        if each.search_in is not None:
+            _check_search(each, dataset)
+        found[each.feature] = Positions(each.feature, each.num_positions or most, each.search_in, each.search_for)
+    return found
+
+
+def _check_search(each: SequenceInput, dataset: Dataset) -> None:
+    known = {feature.name: feature for feature in dataset.sparse_features}
+    if missing := [name for name in (each.search_in, each.search_for) if name not in known]:
+        raise ConfigError(
+            f"the model searches {each.feature!r} by {missing[0]!r}, which is no feature of data set {dataset.name!r}"
+            f"{did_you_mean(str(missing[0]), known)}"
+        )
+    sequence = known[str(each.search_in)].sequence
+    leader = known[each.feature].sequence
+    assert leader is not None
+    if sequence is None or (sequence.beside or each.search_in) != (leader.beside or each.feature):
+        raise ConfigError(f"the model searches {each.feature!r} by {each.search_in!r}, which does not stand beside it")
+    if sequence.shares != each.search_for:
+        raise ConfigError(
+            f"the model searches {each.search_in!r} for the id of {each.search_for!r}, whose ids it does not have; prepare it "
+            f"with data.columns.sequence.{each.search_in}.shares={each.search_for}"
+        )
 
 
 def _initial(init: InitConfig, auto: InitConfig) -> InitConfig:
@@ -77,8 +135,9 @@ def _resolve(
     dataset: Dataset,
     multi_hot: dict[str, int],
     auto_init: InitConfig,
+    positions: list[Positions],
 ) -> Table:
-    features = [dataset.sparse_feature(feature) for feature in config.feature_names or [name]]
+    features = [dataset.sparse_feature(feature) for feature in config.feature_names]
     cardinality = max(feature.cardinality for feature in features)
     num_embeddings = cardinality if config.num_embeddings is None else config.num_embeddings
     if num_embeddings < cardinality:
@@ -109,6 +168,7 @@ def _resolve(
         pooling_factors=pooling_factors,
         frequencies=merge_frequencies(features, pooling_factors, multi_hot),
         max_ids=max_ids,
+        positions=positions,
     )
     return _compressed(table, config.compression, default.compression)
 

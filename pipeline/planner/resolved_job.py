@@ -66,7 +66,11 @@ def resolve_job(job: TrainJob, dataset: Dataset, world_size: int, choose: HeadCh
     """
     job = replace(job, tables=expand_patterns(job.tables, dataset.sparse_feature_names))
     resolved = resolve_tables(
-        without_auto(job.tables), dataset, job.data.synthetic_multi_hot, auto_init=job.model.table_init
+        without_auto(job.tables),
+        dataset,
+        job.data.synthetic_multi_hot,
+        auto_init=job.model.table_init,
+        sequences=job.model.sequence_inputs,
     )
     if has_auto(job.tables):
         auto = auto_tables(job.tables, resolved)

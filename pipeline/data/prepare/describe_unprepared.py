@@ -19,9 +19,9 @@ def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
         DataError: the config leaves open how many ids a feature has, or how many a sample.
     """
     columns = columns_of(config)
-    if columns.multi_hot:
+    if columns.lists:
         raise DataError(
-            f"{_absence(config)}, and how long the lists of {columns.multi_hot[0]!r} are only the data can tell: {_prepare(config)}"
+            f"{_absence(config)}, and how long the lists of {columns.lists[0]!r} are only the data can tell: {_prepare(config)}"
         )
     quantiles = {name: each.num_buckets + 1 for name, each in config.buckets.items() if each.kind == "quantile"}
     known = {**_hashed(config, columns.sparse), **quantiles, **num_ids}

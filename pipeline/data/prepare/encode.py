@@ -14,10 +14,12 @@ import pyarrow.compute as pc
 
 from pipeline.config.data import BucketsConfig, DataConfig, IdsConfig
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
+from pipeline.config.sequences import SequenceConfig
 from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.row_hashes import RowHashes
 from pipeline.data.raw.hashing import hash_ids, hash_text
 from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.sequences import cut_lists
 from pipeline.data.raw.transforms import Transform
 from pipeline.runtime.errors import DataError, did_you_mean
 
@@ -49,6 +51,7 @@ class Features:
     labels: dict[str, LabelConfig] = field(default_factory=dict)  # with the main one, `label`; that alone is binary
     weight: str | None = None
     negative_sampling: NegativeSamplingConfig | None = None
+    sequences: dict[str, SequenceConfig] = field(default_factory=dict)  # of multi_hot; with every length and side
 
     def kind_of(self, name: str) -> str:
         """Of a dense column's transform."""
@@ -57,6 +60,17 @@ class Features:
     @property
     def sparse(self) -> list[str]:
         return [*self.one_hot, *self.multi_hot]
+
+    @property
+    def shared_ids(self) -> dict[int, list[int]]:
+        """Number of a feature that shares its ids -> numbers of all features that have them."""
+        groups: dict[str, list[str]] = {}
+        for name, sequence in self.sequences.items():
+            if sequence.shares is not None:
+                groups.setdefault(sequence.shares, [sequence.shares]).append(name)
+        numbers = {name: number for number, name in enumerate(self.sparse)}
+        members = [[numbers[name] for name in group] for group in groups.values()]
+        return {number: group for group in members for number in group}
 
     @property
     def label_types(self) -> dict[str, pa.DataType]:
@@ -69,16 +83,23 @@ class Features:
 def features_of(config: DataConfig, layout: Layout) -> Features:
     """Raises DataError where data.feature_ids names no categorical column."""
     columns = layout.columns
-    sparse = [*columns.sparse, *columns.multi_hot]
+    sparse, sequences = [*columns.sparse, *columns.lists], columns.sequences
     for name in config.feature_ids:
         if name not in sparse:
             raise DataError(f"data.feature_ids names {name!r}, not a categorical column{did_you_mean(name, sparse)}")
+        if name in sequences and sequences[name].shares is not None:
+            raise DataError(
+                f"data.feature_ids.{name}: the sequence has the ids of {sequences[name].shares!r}; set "
+                f"data.feature_ids.{sequences[name].shares}, or leave out data.columns.sequence.{name}.shares"
+            )
+    owners = {name: sequence.shares or name for name, sequence in sequences.items()}
     return Features(
         label=columns.label,
         dense=[name for name in columns.dense if name not in config.buckets],
         one_hot=columns.sparse,
-        multi_hot=columns.multi_hot,
-        ids={name: config.feature_ids.get(name, config.ids) for name in sparse},
+        multi_hot=columns.lists,
+        sequences=sequences,
+        ids={name: config.feature_ids.get(owners.get(name, name), config.ids) for name in sparse},
         dense_transform=config.dense_transform,
         timestamp=columns.timestamp,
         list_separator=columns.list_separator,
@@ -190,6 +211,8 @@ def encode_values(
     lengths = None
     if name in features.multi_hot:
         values, lengths = _flatten(values, features.list_separator)
+        if name in features.sequences:
+            values, lengths = cut_lists(values, lengths, features.sequences[name])
     return *_codes(values, features.null_values), lengths
 
 

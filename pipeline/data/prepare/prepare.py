@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.data import SPLITS, DataConfig, IdsConfig
-from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature, Split, listed_labels
+from pipeline.data.dataset import FILE_NAME, Dataset, SequenceFeature, SparseFeature, Split, listed_labels
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
 from pipeline.data.prepare.buckets import learn_buckets
 from pipeline.data.prepare.encode import Features, features_of
@@ -220,7 +220,7 @@ def give_ids(
     training = count_training(blocks, boundaries, features, os.path.join(staging, "recounted.parquet"))
     num_rows = sum(block.per_split[0] for block in blocks)
     entries = [file.entries_path for file in files if file.block_rows]
-    count_values(engine, [*entries, training.recounted], training.blocks, counts_path)
+    count_values(engine, [*entries, training.recounted], training.blocks, counts_path, features.shared_ids)
     if base is not None:
         counts_path = base.merge_counts(engine, features, counts_path)
     os.makedirs(os.path.join(staging, "vocabulary"), exist_ok=True)
@@ -250,7 +250,8 @@ def _rank(
     ids = features.ids[name]
     vocabulary = vocabulary_file(name) if ids.kind == "vocabulary" else None
     path = os.path.join(staging, vocabulary) if vocabulary else None
-    num_lookups = int(training.num_lookups[number])
+    own_lookups = int(training.num_lookups[number])
+    num_lookups = int(training.num_lookups[features.shared_ids.get(number, [number])].sum())
     if base is None or vocabulary is None:
         ranked = rank_values(batches, ids, num_lookups, path)
     else:
@@ -260,13 +261,22 @@ def _rank(
         name=name,
         cardinality=ranked.cardinality,
         multi_hot=name in features.multi_hot,
-        mean_pooling_factor=num_lookups / num_rows,
+        mean_pooling_factor=own_lookups / num_rows,
         frequency_curve=ranked.frequency_curve,
         vocabulary=vocabulary,
         hash_size=None if vocabulary else ids.hash_size,
         hash_seed=ids.hash_seed,
         num_distinct=ranked.num_distinct,
+        sequence=_describe_sequence(features, name),
     )
+
+
+def _describe_sequence(features: Features, name: str) -> SequenceFeature | None:
+    sequence = features.sequences.get(name)
+    if sequence is None:
+        return None
+    assert sequence.max_length is not None and sequence.keep is not None
+    return SequenceFeature(sequence.max_length, sequence.keep, sequence.beside, sequence.shares)
 
 
 def write_shards(

@@ -7,7 +7,7 @@ DuckDB does that within its memory limit and spills to disk beyond it, so the nu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -70,15 +70,32 @@ def _run(engine: duckdb.DuckDBPyConnection, description: str, statement: str) ->
         running.result()
 
 
-def count_values(engine: duckdb.DuckDBPyConnection, entries: list[str], train_blocks: list[int], output: str) -> None:
-    """Write (feature, value, count) over `train_blocks`, by feature, then descending count, ties by value."""
+def count_values(
+    engine: duckdb.DuckDBPyConnection,
+    entries: list[str],
+    train_blocks: list[int],
+    output: str,
+    shared: Mapping[int, list[int]] | None = None,
+) -> None:
+    """Write (feature, value, count) over `train_blocks`, by feature, then descending count, ties by value.
+
+    shared: feature -> all that share its ids; a value counts for each of them as often as it stands in all of them.
+    """
     engine.register("blocks", pa.table({"block": pa.array(train_blocks, pa.int64())}))
     engine.execute("CREATE OR REPLACE TEMP TABLE train_blocks AS FROM blocks")  # a scan of Arrow shows no progress
+    counted = f"SELECT feature, value, count FROM {_parquet(entries)} SEMI JOIN train_blocks USING (block)"
+    if shared:
+        others = [(number, other) for number, group in shared.items() for other in group if other != number]
+        counted += "".join(
+            f" UNION ALL SELECT {number}::INTEGER AS feature, value, count FROM {_parquet(entries)} "
+            f"SEMI JOIN train_blocks USING (block) WHERE feature = {other}"
+            for number, other in others
+        )
     _run(
         engine,
         "counting values",
         f"""COPY (
-            SELECT feature, value, sum(count)::BIGINT AS count FROM {_parquet(entries)} SEMI JOIN train_blocks USING (block)
+            SELECT feature, value, sum(count)::BIGINT AS count FROM ({counted})
             GROUP BY feature, value ORDER BY feature, count DESC, value
         ) TO {_text(output)} (FORMAT parquet, COMPRESSION lz4_raw)""",
     )

@@ -45,7 +45,7 @@ class Layout:
     def needed(self) -> list[str]:
         columns = self.columns
         times = [columns.timestamp] if columns.timestamp else []
-        names = [*self.numbers, *columns.sparse, *columns.multi_hot, *times]
+        names = [*self.numbers, *columns.sparse, *columns.lists, *times]
         return [*names, *(name for name in self.carried if name not in names)]
 
 
@@ -80,7 +80,7 @@ class Format:
     def fits(self, columns: ColumnsConfig) -> bool:
         """Whether files of this format can have these features."""
         fixed = self.columns
-        return fixed is None or (columns.dense, columns.sparse, columns.multi_hot) == (fixed.dense, fixed.sparse, [])
+        return fixed is None or (columns.dense, columns.sparse, columns.lists) == (fixed.dense, fixed.sparse, [])
 
     def unlabelled_header(self, source: Source, columns: ColumnsConfig) -> tuple[str, ...] | None:
         """The header of rows to score, where the file's own does not say it.
@@ -126,7 +126,7 @@ def layout_of(config: DataConfig) -> Layout:
     twice = sorted({name for name in layout.needed if layout.needed.count(name) > 1})
     if twice:
         raise DataError(f"data.columns gives {', '.join(map(repr, twice))} two roles: name each column once")
-    if not columns.sparse and not columns.multi_hot and not columns.dense:
+    if not columns.sparse and not columns.lists and not columns.dense:
         raise DataError("data.columns names no feature: list some under data.columns.sparse, multi_hot or dense")
     return layout
 
@@ -135,7 +135,7 @@ def with_group(layout: Layout, group_column: str | None) -> Layout:
     """The layout that reads the column of groups besides. Raises DataError for a column of lists."""
     if group_column is None:
         return layout
-    if group_column in layout.columns.multi_hot:
+    if group_column in layout.columns.lists:
         raise DataError(f"data.group_column={group_column!r} holds lists: name a column with one value a row")
     return replace(layout, carried=(*layout.carried, group_column))
 

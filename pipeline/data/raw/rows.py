@@ -22,6 +22,7 @@ from pipeline.data.raw.json_lists import JSON, is_json_list, json_lists
 from pipeline.data.raw.label_cells import is_text, label_number, wanted_text, with_labels
 from pipeline.data.raw.layout import Layout, check_columns, find_format
 from pipeline.data.raw.parquet_rows import not_text, with_text
+from pipeline.data.raw.sequences import cell_length, uneven, uneven_rows
 from pipeline.data.raw.source import MAX_LINE_BYTES, Block, RowReader, Source
 from pipeline.runtime.errors import DataError
 
@@ -142,7 +143,7 @@ def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Tabl
 def _with_json_lists(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
     """Text of multi-hot columns read as JSON where the layout says so, and row -> reason where it is none."""
     reasons: dict[int, str] = {}
-    for name in layout.columns.multi_hot if layout.columns.list_separator == JSON else ():
+    for name in layout.columns.lists if layout.columns.list_separator == JSON else ():
         if pa.types.is_string(table.schema.field(name).type) or pa.types.is_large_string(table.schema.field(name).type):
             lists, bad = json_lists(table[name])
             reasons |= dict.fromkeys(bad, f"{name} is no JSON list")
@@ -182,6 +183,8 @@ def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
             note(name, pc.fill_null(pc.greater(pc.abs(table[name]), LARGEST_FLOAT32), False), "a finite 32-bit number")
     if layout.columns.timestamp:
         note(layout.columns.timestamp, pc.is_null(table[layout.columns.timestamp]), "a time")
+    for row, reason in uneven_rows(layout.columns, table):
+        reasons.setdefault(row, reason)
     return reasons
 
 
@@ -245,11 +248,23 @@ def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str
     for name in layout.columns.dense:
         if values[name] and values[name] not in layout.columns.null_values and not is_number(values[name]):
             return f"{name} is {values[name]!r}, not a finite 32-bit number"
-    for name in layout.columns.multi_hot if layout.columns.list_separator == JSON else ():
+    for name in layout.columns.lists if layout.columns.list_separator == JSON else ():
         if values[name] not in layout.columns.null_values and not is_json_list(values[name]):
             return f"{name} is no JSON list"
+    if problem := _why_uneven(layout, values):
+        return problem
     if layout.columns.timestamp and not is_time(values[layout.columns.timestamp]):
         return f"{layout.columns.timestamp} is {values[layout.columns.timestamp]!r}, not a time"
+    return ""
+
+
+def _why_uneven(layout: Layout, values: dict[str, str]) -> str:
+    """Empty, or which sequence of a line is not as long as the one that it describes."""
+    for name, sequence in layout.columns.sequence.items():
+        if sequence.beside is not None:
+            own, leader = (cell_length(values[each], layout.columns) for each in (name, sequence.beside))
+            if own != leader:
+                return uneven(name, own, sequence.beside, leader)
     return ""
 
 
@@ -270,7 +285,7 @@ def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
     for name in layout.numbers:
         if not is_text(layout, name):
             table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
-    categorical = [*layout.columns.sparse, *layout.columns.multi_hot]
+    categorical = [*layout.columns.sparse, *layout.columns.lists]
     table = _with_timestamps(layout, with_text(table, categorical))
     garbled = not_text(table, categorical)
     if not garbled:
@@ -317,7 +332,7 @@ def parse_objects(layout: Layout, block: Block, read: Callable[[bytes], Any]) ->
 def _object_schema(layout: Layout) -> pa.Schema:
     kinds = {name: pa.float64() for name in layout.numbers}
     kinds |= {name: pa.string() for name in layout.numbers if is_text(layout, name)}
-    kinds |= {name: pa.list_(pa.string()) for name in layout.columns.multi_hot}
+    kinds |= {name: pa.list_(pa.string()) for name in layout.columns.lists}
     return pa.schema([(name, kinds.get(name, pa.string())) for name in layout.needed])
 
 

@@ -36,7 +36,7 @@ def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
     """Column -> "fractions", "times", "lists of fractions", or "values" (text and whole numbers read alike)."""
     columns = layout.columns
     kinds = {}
-    for name in (*columns.sparse, *columns.multi_hot, *([columns.timestamp] if columns.timestamp else [])):
+    for name in (*columns.sparse, *columns.lists, *([columns.timestamp] if columns.timestamp else [])):
         kind = inner = schema.field(name).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         if is_list:
@@ -47,12 +47,12 @@ def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
             raise DataError(
                 f"{source.path}: column {name!r} has type {kind}: give text, whole numbers, or lists of them"
             )
-        if is_list and name not in columns.multi_hot:
+        if is_list and name not in columns.lists:
             raise DataError(
-                f"{source.path}: column {name!r} has type {kind}, a list a row: name it under data.columns.multi_hot, not "
+                f"{source.path}: column {name!r} has type {kind}, a list a row: name it under data.columns.multi_hot or sequence, not "
                 f"{'sparse' if name in columns.sparse else 'timestamp'}"
             )
-        if name in columns.multi_hot and not is_list and not _is_text(inner):
+        if name in columns.lists and not is_list and not _is_text(inner):
             raise DataError(
                 f"{source.path}: column {name!r} has type {kind}, one value a row: name it under data.columns.sparse, not "
                 "multi_hot (lists, or text joined by data.columns.list_separator)"

@@ -83,7 +83,9 @@ def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int,
     id_type = pa.int32() if all(feature.cardinality <= 2**31 for feature in features) else pa.int64()
     one_hot = _matrix(table, [feature.name for feature in features], id_type, faults)
     _check_ids(one_hot, features, faults)
-    lists = [_lists(table, feature, faults) for feature in dataset.sparse_features if feature.multi_hot]
+    bags = [feature for feature in dataset.sparse_features if feature.multi_hot]
+    lists = [_lists(table, feature, faults) for feature in bags]
+    _check_sequences(bags, lists, faults)
     has_groups = GROUP_COLUMN in table.schema.names
     groups = _matrix(table, [GROUP_COLUMN], pa.int64(), faults)[0] if has_groups else None
     return Columns(dense, one_hot, lists, labels, groups), faults.reasons
@@ -126,6 +128,20 @@ def _check_ids(ids: NDArray[np.signedinteger], features: list[SparseFeature], fa
     for i in np.flatnonzero(outside):
         wrong = (ids[i] < 0) | (ids[i] >= limits[i])
         faults.note(np.flatnonzero(wrong), features[i].name, f"an id within [0, {limits[i]})")
+
+
+def _check_sequences(features: list[SparseFeature], lists: list[Lists], faults: Faults) -> None:
+    """A longer one has more positions than a model, and one of another length than its leader's describes nothing."""
+    lengths = {feature.name: np.diff(each.offsets) for feature, each in zip(features, lists, strict=True)}
+    for feature in features:
+        if (sequence := feature.sequence) is None:
+            continue
+        own = lengths[feature.name]
+        if own.max(initial=0) > sequence.max_length:
+            wanted = f"a list of {sequence.max_length} ids at most"
+            faults.note(np.flatnonzero(own > sequence.max_length), feature.name, wanted)
+        if sequence.beside is not None and (uneven := own != lengths[sequence.beside]).any():
+            faults.note(np.flatnonzero(uneven), feature.name, f"a list as long as {sequence.beside!r}")
 
 
 def _matrix(table: pa.Table, names: list[str], type_: pa.DataType, faults: Faults) -> NDArray:

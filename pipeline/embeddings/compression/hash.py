@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Hash(CompressionKind):
     """The row of an id is a hash of it, spread over `num_rows`."""
 
+    fits_sequences = True
     settings = ("ratio", "num_rows", "seed")
     id_part = "hash"
 

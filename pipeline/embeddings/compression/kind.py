@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.registry import find, register
 from pipeline.config.tables import InitConfig
+from pipeline.embeddings.positions import by_position
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ConfigError
@@ -54,6 +55,8 @@ class CompressionKind(ABC):
     Options: ClassVar[type[Any] | None] = None
     # The part whose feature has each id of a bag once; says how long a bag is.
     id_part: ClassVar[str] = ""
+    # Whether a table with sequences may be stored so: each position is split and composed by itself.
+    fits_sequences: ClassVar[bool] = False
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -249,6 +252,8 @@ class CompressionKind(ABC):
 class Whole(CompressionKind):
     """A table that is not compressed: its own only part."""
 
+    fits_sequences = True
+
     def parts(self) -> list[Table]:
         return [self.table]
 
@@ -267,7 +272,8 @@ def kind_of(config: CompressionConfig) -> type[CompressionKind]:
 
 
 def compressed(table: Table) -> CompressionKind:
-    """The table as its kind stores it; a table without compression is Whole."""
+    """The table as its kind stores it, sequences by position; a table without compression is Whole."""
+    table = by_position(table)
     return Whole(table) if table.compression is None else kind_of(table.compression)(table)
 
 

@@ -79,6 +79,7 @@ Partition = Digit | Given
 class QuotientRemainder(CompressionKind):
     """Each partition's classes are rows of a part; an id's rows are added, multiplied or concatenated."""
 
+    fits_sequences = True
     settings = (
         "ratio", "scheme", "bases", "num_partitions", "operation", "dims", "assignments", "assignments_file", "max_ids_per_bag",
     )  # fmt: skip

@@ -101,6 +101,7 @@ def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
         )
     configs = found[0][2].embedding_bag_configs()
     dims = {feature: config.embedding_dim for config in configs for feature in config.feature_names}
+    dims |= getattr(found[0][2], "widths", {})  # of sequences
     if sorted(keys) != sorted(dims):
         raise ServingError(f"the batch has the features {sorted(keys)}, and the model looks up {sorted(dims)}")
     stand_in = PooledInput(keys, [dims[key] for key in keys])

@@ -26,6 +26,7 @@ from typing import Any
 
 from pipeline.config.labels import LABEL_KINDS, MAX_BUCKETS
 from pipeline.config.serving import DENSE_PRECISIONS, PRECISIONS
+from pipeline.data.dataset import SequenceFeature
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import FileEntry
@@ -107,14 +108,15 @@ class Manifest:
         return seal_manifest({"version": self.version, **self._values()})
 
     def _values(self) -> dict[str, Any]:
-        """As the file has them. A feature without boundaries is written as earlier releases wrote it, so its hash stays; so
+        """As the file has them. A feature without boundaries, or no sequence, is written as earlier releases wrote it, so its hash stays; so
         is an artifact without tasks."""
         values = asdict(self)
         if not self.tasks:
             del values["tasks"]
         for feature in values["schema"]["features"]:
-            if feature["boundaries"] is None:
-                del feature["boundaries"]
+            for key in ("boundaries", "sequence"):
+                if feature[key] is None:
+                    del feature[key]
         for key in ("dense_columns", "null_values"):
             if not values["schema"][key]:
                 del values["schema"][key]
@@ -153,13 +155,18 @@ def read_manifest(path: str) -> Manifest:
 def _decode(values: dict[str, Any]) -> Manifest:
     schema = values["schema"]
     parts: dict[str, Any] = {
-        "schema": RawSchema(**{**schema, "features": [RawFeature(**feature) for feature in schema["features"]]}),
+        "schema": RawSchema(**{**schema, "features": [_feature(feature) for feature in schema["features"]]}),
         "tables": [TableFiles(**table) for table in values["tables"]],
         "features": [(str(name), int(table)) for name, table in values["features"]],
         "tasks": [ServedTask(**task) for task in values.get("tasks", [])],
     }
     rest = {key: value for key, value in values.items() if key not in ("version", *parts)}
     return Manifest(**rest, **parts)
+
+
+def _feature(values: dict[str, Any]) -> RawFeature:
+    sequence = values.get("sequence")
+    return RawFeature(**{**values, "sequence": None if sequence is None else SequenceFeature(**sequence)})
 
 
 def _problem(manifest: Manifest) -> str:

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.config.data import ColumnsConfig
-from pipeline.data.dataset import Dataset, SparseFeature
+from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import progress
@@ -176,6 +176,7 @@ def schema_of(dataset: Dataset, keys: list[str], columns: ColumnsConfig, multi_h
             feature.hash_size,
             feature.hash_seed,
             feature.boundaries,
+            _sequence(feature, keys),
         )
         for feature in map(dataset.sparse_feature, keys)
     ]
@@ -187,6 +188,14 @@ def schema_of(dataset: Dataset, keys: list[str], columns: ColumnsConfig, multi_h
         dataset.dense_columns,
         list(columns.null_values),
     )
+
+
+def _sequence(feature: SparseFeature, keys: list[str]) -> SequenceFeature | None:
+    """Its leader may be one that the model does not read, which raw rows need not have."""
+    sequence = feature.sequence
+    if sequence is None or sequence.beside is None or sequence.beside in keys:
+        return sequence
+    return replace(sequence, beside=None)
 
 
 def lookups_of(dataset: Dataset, data_path: str, multi_hot: dict[str, int]) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.data.dataset import SequenceFeature
+
 DENSE, SPARSE, MULTI_HOT = "dense", "sparse", "multi_hot"
 
 
@@ -20,6 +22,7 @@ class RawFeature:
     hash_size: int | None = None
     hash_seed: int = 0
     boundaries: list[float] | None = None
+    sequence: SequenceFeature | None = None  # of a list (multi_hot) that is cut, and may have to be as long as another
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.config.data import DENSE_TRANSFORMS
+from pipeline.config.sequences import KEEPS, MAX_LENGTH
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 
 MAX_IDS = 1 << 40
@@ -24,6 +25,10 @@ def schema_problem(schema: RawSchema, lookups: Mapping[str, Mapping[str, Any]]) 
     for feature in schema.features:
         if problem := _feature_problem(feature):
             return problem
+    leaders = {each.name for each in schema.features if each.sequence is not None and each.sequence.beside is None}
+    for feature in schema.features:
+        if feature.sequence is not None and feature.sequence.beside not in (None, *leaders):
+            return f"feature {feature.name!r} stands beside {feature.sequence.beside!r}, which is no sequence"
     for name, about in schema.dense_columns.items():
         numbers = [about.get("mean", 0.0), about.get("std", 1.0)]
         if (
@@ -48,6 +53,10 @@ def _feature_problem(feature: RawFeature) -> str:
         return f"feature {feature.name!r} is hashed to {feature.hash_size} of {feature.cardinality} ids"
     if not _is_whole(feature.hash_seed, -(2**63), 2**64):
         return f"feature {feature.name!r} has the hash seed {feature.hash_seed}"
+    if feature.sequence is not None and not (
+        feature.multi_hot and _is_whole(feature.sequence.max_length, 1, MAX_LENGTH) and feature.sequence.keep in KEEPS
+    ):
+        return f"feature {feature.name!r} is the sequence {feature.sequence}"
     ends = feature.boundaries
     if ends is not None and (not _are_finite(ends) or any(end <= begin for begin, end in itertools.pairwise(ends))):
         return f"feature {feature.name!r} has buckets that are not in order"

@@ -23,7 +23,7 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
         *((name, "number") for name in columns.dense),
         *((name, "text or whole number") for name in columns.sparse),
     ]
-    kinds += [(name, "list of text or whole numbers") for name in columns.multi_hot]
+    kinds += [(name, "list of text or whole numbers") for name in columns.lists]
     parts = [
         f"<h1>Scores</h1><p>Artifact {html.escape(scorer.version)}. <a href=openapi.json>openapi.json</a> says the same to machines.</p>",
         f"<pre>{html.escape(command)}</pre>",

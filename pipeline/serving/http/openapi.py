@@ -54,7 +54,7 @@ def _body(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
     kinds: dict[str, Any] = {name: {"type": ["number", "null"]} for name in columns.dense}
     kinds |= {name: {"anyOf": [*category["anyOf"], {"type": "null"}]} for name in columns.sparse}
     several = {"type": "array", "items": category, "maxItems": limits.values_per_cell}
-    kinds |= {name: {"anyOf": [several, {"type": "null"}]} for name in columns.multi_hot}
+    kinds |= {name: {"anyOf": [several, {"type": "null"}]} for name in columns.lists}
     row = {"type": "object", "properties": kinds, "additionalProperties": False}
     rows = {"type": "array", "items": row, "maxItems": limits.rows}
     return {"type": "object", "properties": {"rows": rows}, "required": ["rows"], "additionalProperties": False}

@@ -106,7 +106,7 @@ class RequestReader:
         return batches
 
     def _check_lengths(self, table: pa.Table) -> None:
-        for name in self.columns.multi_hot:
+        for name in self.columns.lists:
             most = pa.compute.max(pa.compute.list_value_length(table[name])).as_py() or 0
             if most > self._limits.values_per_cell:
                 raise BadRequest(
@@ -119,7 +119,7 @@ def _body_type(columns: ColumnsConfig, limits: LimitsConfig) -> Any:
     text = str | int | None
     listed = Annotated[list[str | int], msgspec.Meta(max_length=limits.values_per_cell)] | None
     kinds = [*((name, float | None) for name in columns.dense), *((name, text) for name in columns.sparse)]
-    kinds += [(name, listed) for name in columns.multi_hot]
+    kinds += [(name, listed) for name in columns.lists]
     row = msgspec.defstruct(
         "Row",
         [(f"c{number}", kind, None) for number, (_, kind) in enumerate(kinds)],

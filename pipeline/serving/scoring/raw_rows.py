@@ -16,11 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.data import ColumnsConfig, IdsConfig
+from pipeline.config.sequences import SequenceConfig
 from pipeline.data.prepare.encode import Features, dense_values, encode_values
 from pipeline.data.raw.buckets import bucket_column, bucket_texts
 from pipeline.data.raw.cells import LARGEST_FLOAT32
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import QuarantinedRow, parse_block
+from pipeline.data.raw.sequences import cut_list
 from pipeline.data.raw.source import Block
 from pipeline.data.raw.transforms import Transform, transform_of
 from pipeline.data.read.multi_hot import sample_bags
@@ -53,16 +55,22 @@ class RowEncoder:
         self.schema = schema
         self._in_buckets = schema.in_buckets
         one_hot = [each.name for each in schema.features if not each.multi_hot and each.boundaries is None]
-        multi_hot = [feature.name for feature in schema.features if feature.multi_hot]
+        bags = [each.name for each in schema.features if each.multi_hot and each.sequence is None]
+        self._sequences = {
+            each.name: SequenceConfig(each.sequence.max_length, each.sequence.keep, beside=each.sequence.beside)
+            for each in schema.features
+            if each.sequence is not None
+        }
+        multi_hot = [*bags, *self._sequences]
         columns = ColumnsConfig(
-            label="", dense=[*schema.dense, *self._in_buckets], sparse=one_hot, multi_hot=multi_hot,
-            list_separator=schema.list_separator, null_values=list(schema.null_values),
+            label="", dense=[*schema.dense, *self._in_buckets], sparse=one_hot, multi_hot=bags,
+            sequence={name: _unresolved(each) for name, each in self._sequences.items()}, list_separator=schema.list_separator, null_values=list(schema.null_values),
         )  # fmt: skip
         self.layout = Layout(columns, "parquet")
         self._features = Features(
             label="", dense=schema.dense, one_hot=one_hot, multi_hot=multi_hot, timestamp=None,
             ids={feature.name: IdsConfig() for feature in schema.features}, dense_transform=schema.dense_transform,
-            list_separator=schema.list_separator, null_values=tuple(schema.null_values),
+            list_separator=schema.list_separator, null_values=tuple(schema.null_values), sequences=self._sequences,
         )  # fmt: skip
         self._transforms = [transform_of(name, schema.dense_transform, schema.dense_columns) for name in schema.dense]
         self._ids = FeatureIds(schema.features, vocabularies, schema.null_values)
@@ -110,6 +118,8 @@ class RowEncoder:
 
     def _encode_few(self, rows: ColumnLists) -> EncodedRows | None:
         """None where a row is bad: _encode_table tells which, and why."""
+        if self._has_uneven(rows):
+            return None
         num_rows, num_dense = rows.num_rows, len(self.schema.dense)
         # None becomes NaN
         numbers = np.array(rows.columns[: self._num_numbers], np.float64).reshape(self._num_numbers, num_rows)
@@ -123,6 +133,9 @@ class RowEncoder:
         if not self._has_bags:
             ids, ends = self._ids.of_columns(columns), np.arange(len(columns) * num_rows + 1)
             return EncodedRows(torch.from_numpy(dense), torch.from_numpy(ids), torch.from_numpy(ends), kept, [])
+        for position, feature in enumerate(self.schema.features):
+            if (sequence := self._sequences.get(feature.name)) is not None:
+                columns[position] = [cut_list(bag or (), sequence) for bag in columns[position]]
         lengths = [
             np.array([len(bag or ()) for bag in column]) if feature.multi_hot else None
             for feature, column in zip(self.schema.features, columns, strict=True)
@@ -134,6 +147,15 @@ class RowEncoder:
         by_feature = _parts(self._ids.of_columns(columns), [len(column) for column in columns])
         bags = [_bag(*feature) for feature in zip(self.schema.features, by_feature, lengths, strict=True)]
         return _joined(dense, bags, kept, [])
+
+    def _has_uneven(self, rows: ColumnLists) -> bool:
+        """Whether a sequence is not as long as the one that it describes."""
+        for name, sequence in self._sequences.items():
+            if sequence.beside is not None:
+                own, leader = (rows.columns[self._names.index(each)] for each in (name, sequence.beside))
+                if any(len(a or ()) != len(b or ()) for a, b in zip(own, leader, strict=True)):
+                    return True
+        return False
 
     def _dense(self, numbers: NDArray[np.float64]) -> NDArray[np.float32]:
         """[rows, columns] of [columns, rows]."""
@@ -185,6 +207,11 @@ class RowEncoder:
         for feature, (codes, _, lengths), found in zip(self.schema.features, encoded, _parts(ids, sizes), strict=True):
             bags.append(_bag(feature, np.concatenate([np.zeros(1, np.int64), found])[codes], lengths))
         return bags
+
+
+def _unresolved(sequence: SequenceConfig) -> SequenceConfig:
+    """As data.columns has it: one beside another has that one's length and side."""
+    return sequence if sequence.beside is None else SequenceConfig(beside=sequence.beside)
 
 
 Bag = tuple[NDArray[np.int64], NDArray[np.int64]]

@@ -170,7 +170,7 @@ def _score_block(
 
 
 def _feature_names(columns: ColumnsConfig) -> list[str]:
-    return [*columns.dense, *columns.sparse, *columns.multi_hot]
+    return [*columns.dense, *columns.sparse, *columns.lists]
 
 
 def _spread(column: pa.ChunkedArray, kept: np.ndarray, num_rows: int, kind: pa.DataType) -> pa.ChunkedArray:

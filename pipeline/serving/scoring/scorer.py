@@ -86,5 +86,5 @@ def schema_of(columns: ColumnsConfig) -> pa.Schema:
     """The types that raw columns have when they are scored: what prepare reads, without the label."""
     fields = [pa.field(name, pa.float64()) for name in columns.dense]
     fields += [pa.field(name, pa.string()) for name in columns.sparse]
-    fields += [pa.field(name, pa.list_(pa.string())) for name in columns.multi_hot]
+    fields += [pa.field(name, pa.list_(pa.string())) for name in columns.lists]
     return pa.schema(fields)

@@ -1,0 +1,72 @@
+"""Lengths of lists, and sequences cut to their greatest length: the same code for prepare and for serving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipeline.config.data import ColumnsConfig
+from pipeline.config.sequences import SequenceConfig
+from pipeline.data.raw.json_lists import JSON, parse_list
+
+Value = TypeVar("Value")
+
+
+def list_lengths(column: pa.Array | pa.ChunkedArray, separator: str) -> NDArray[np.int64]:
+    """[rows]: of lists, or of text joined by `separator`; a missing list has none."""
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        counts = pc.list_value_length(column)
+    else:
+        counts = pc.add(pc.count_substring(column, separator), 1)
+    lengths: NDArray[np.int64] = np.asarray(pc.fill_null(counts, 0)).astype(np.int64)
+    return lengths
+
+
+def cell_length(cell: str, columns: ColumnsConfig) -> int:
+    """Of a cell of text, which is a list."""
+    if not cell or cell in columns.null_values:
+        return 0
+    return len(parse_list(cell) or []) if columns.list_separator == JSON else cell.count(columns.list_separator) + 1
+
+
+def uneven_rows(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, str]]:
+    """(row, what is wrong) wherever a sequence is not as long as the one that it describes."""
+    for name, sequence in columns.sequence.items():
+        if sequence.beside is None:
+            continue
+        own, leader = (list_lengths(table[each], columns.list_separator) for each in (name, sequence.beside))
+        for row in np.flatnonzero(own != leader).tolist():
+            yield row, uneven(name, int(own[row]), sequence.beside, int(leader[row]))
+
+
+def uneven(name: str, length: int, leader: str, wanted: int) -> str:
+    return f"{name} has {length} values, not the {wanted} of {leader}, which it stands beside"
+
+
+def cut_lists(
+    values: pa.Array, lengths: NDArray[np.integer], sequence: SequenceConfig
+) -> tuple[pa.Array, NDArray[np.integer]]:
+    """The values of all rows, one row after the other, and each row's number of them, max_length at most."""
+    limit = sequence.max_length
+    if limit is None or not len(lengths) or int(lengths.max()) <= limit:
+        return values, lengths
+    kept = np.minimum(lengths, limit)
+    starts = np.cumsum(lengths) - lengths
+    if sequence.keep != "first":
+        starts = starts + lengths - kept
+    ends = np.cumsum(kept)
+    positions = np.arange(ends[-1]) + np.repeat(starts - (ends - kept), kept)
+    return values.take(pa.array(positions)), kept
+
+
+def cut_list(values: Sequence[Value], sequence: SequenceConfig) -> Sequence[Value]:
+    """As cut_lists, of one row."""
+    limit = sequence.max_length
+    if limit is None or len(values) <= limit:
+        return values
+    return values[:limit] if sequence.keep == "first" else values[len(values) - limit :]
