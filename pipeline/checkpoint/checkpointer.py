@@ -14,6 +14,7 @@ import platform
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import metadata as installed
 from typing import Any
 
@@ -27,6 +28,7 @@ from pipeline.checkpoint.async_save import InFlight
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.free_space import shortage
 from pipeline.checkpoint.metadata import TensorsOnlyReader
+from pipeline.checkpoint.owners import Owner, check_random_state
 from pipeline.checkpoint.replicas import Replicas, describe_replicas, holds_own_tables, state_to_load, state_to_save
 from pipeline.checkpoint.reshard import check_fit, fill_row_states, without
 from pipeline.checkpoint.retention import Retention
@@ -113,13 +115,14 @@ class Checkpointer:
             )
         self._check_space(plan, 1, 0, f"step {step}")
         tensors = self._planner.tensors()
+        owner = Owner(self._ranks.from_main(lambda: uuid.uuid4().hex), step, self._context.rank)
         save = Save(
-            step,
-            self._steps.begin(step_name(step), self._ranks.from_main(lambda: uuid.uuid4().hex[:8])),
+            owner,
+            self._steps.begin(step_name(step), owner.save_id[:8]),
             plan,
             self._host_copy.fill(tensors) if self.asynchronous else tensors,
-            random_state.capture_for_step(step, self._context.rank, self._context.device),
-            self._describe(step, values or {}),
+            random_state.capture_owned(asdict(owner), self._context.device),
+            self._describe(owner, values or {}),
         )
         if self.asynchronous:
             self._in_flight = InFlight(step, lambda: self._write_beside_training(save))
@@ -190,7 +193,7 @@ class Checkpointer:
         """Restore step `step` in place, whatever plan and world size wrote it, and return its manifest.
 
         Raises:
-            CheckpointError: the step is missing, damaged, or does not fit this model and plan.
+            CheckpointError: the step is missing, damaged (DamagedError), or does not fit this model and plan.
         """
         if step not in (steps := list_steps(self.folder)):
             raise CheckpointError(f"there is no step {step} in {self.folder}; there are {steps}")
@@ -199,7 +202,7 @@ class Checkpointer:
             self._load(step, manifest)
         except DamagedError as error:
             path = step_path(self.folder, step)
-            raise CheckpointError(f"checkpoint {path} cannot be used: {error}; there are steps {steps}") from None
+            raise type(error)(f"checkpoint {path} cannot be used: {error}; there are steps {steps}") from None
         return manifest
 
     def clear_after(self, step: int) -> None:
@@ -223,10 +226,11 @@ class Checkpointer:
             state["optimizer"] = own
         return state
 
-    def _describe(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
+    def _describe(self, owner: Owner, values: dict[str, Any]) -> dict[str, Any]:
         return {
             "format_version": FORMAT_VERSION,
-            "step": step,
+            "step": owner.step,
+            "save_id": owner.save_id,
             "world_size": self._context.world_size,
             "libraries": _library_versions(),
             **({"replicas": describe_replicas(self._replicas)} if self._replicas else {}),
@@ -310,7 +314,9 @@ class Checkpointer:
             dcp.load(without(keyed, recut), storage_reader=reader, process_group=self._ranks.group)
         except CheckpointException as error:
             for cause, _ in error.failures.values():
-                if isinstance(cause, DamagedError) or (isinstance(cause, OSError) and self._is_local):
+                if isinstance(cause, DamagedError):
+                    raise cause from None
+                if isinstance(cause, OSError) and self._is_local:
                     raise DamagedError(str(cause)) from None
                 if isinstance(cause, OSError):
                     raise CheckpointError(f"checkpoint {path} cannot be read: {cause}") from None
@@ -345,8 +351,8 @@ class Checkpointer:
         name = random_state.file_name(self._context.rank)
         if manifest["world_size"] != self._context.world_size:
             return None
-        content = read_verified(file_path(path, manifest, name), manifest["files"][name])
-        random_state.check_owner(content, manifest["step"], self._context.rank)
+        content = read_verified(where := file_path(path, manifest, name), manifest["files"][name])
+        check_random_state(where, manifest, self._context.rank, content)
         return content
 
 

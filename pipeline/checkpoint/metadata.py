@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from pipeline.checkpoint.steps import METADATA, file_path, read_manifest, step_name
+from pipeline.checkpoint.owners import HEADER_BYTES, check_metadata, check_shard
+from pipeline.checkpoint.steps import METADATA, file_path, read_manifest
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
@@ -62,17 +63,23 @@ def decode_metadata(content: bytes) -> Metadata:
 
 
 class _VerifiedFiles(FileSystem):
-    """The files of one step; each read through its checksums."""
+    """The files of one step; each read through its checksums, and asked once whose it is."""
 
     def __init__(self, path: str, manifest: dict[str, Any]) -> None:
         self._path, self._manifest = path, manifest
+        self._known: set[str] = set()
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
         name = Path(path).name
         if mode != "rb" or name not in self._manifest["files"]:
             raise DamagedError(f"{self._path}: .metadata names the file {name!r}, the manifest does not")
-        with VerifiedFile(file_path(self._path, self._manifest, name), self._manifest["files"][name]) as file:
+        where = file_path(self._path, self._manifest, name)
+        with VerifiedFile(where, self._manifest["files"][name]) as file:
+            if name not in self._known:
+                check_shard(where, self._manifest, name, file.read(HEADER_BYTES))
+                file.seek(0)
+                self._known.add(name)
             yield file
 
 
@@ -97,21 +104,15 @@ class TensorsOnlyReader(FileSystemReader):
             where = file_path(self.step_path, self.manifest, METADATA)
             content = read_verified(where, self.manifest["files"][METADATA])
             try:
-                self._metadata = decode_metadata(content)
+                metadata = decode_metadata(content)
             except pickle.UnpicklingError as error:
                 raise pickle.UnpicklingError(f"{where} is refused: {error}") from None
-            self._check_step(self._metadata, where)
+            check_metadata(where, self.manifest, metadata)
+            self._metadata = metadata
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
-
-    def _check_step(self, metadata: Metadata, where: str) -> None:
-        """Earlier releases wrote no step. Raises DamagedError for the metadata of another one."""
-        named = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
-        if named is not None and named != step_name(self.manifest["step"]):
-            self._metadata = None
-            raise DamagedError(f"{where} is that of {named}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """In the order of the files, so that each block is read once, and with one stored shard in memory at a time."""

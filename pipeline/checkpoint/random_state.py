@@ -6,14 +6,12 @@ import base64
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-
-from pipeline.runtime.errors import DamagedError
 
 
 def file_name(rank: int) -> str:
@@ -46,17 +44,9 @@ def capture_random_state(device: torch.device) -> bytes:
     return json.dumps(state).encode()
 
 
-def capture_for_step(step: int, rank: int, device: torch.device) -> bytes:
-    """The state, and whose it is: that of another rank or step is no state of this one, though its checksum may be right."""
-    return json.dumps({"step": step, "rank": rank, **json.loads(capture_random_state(device))}).encode()
-
-
-def check_owner(content: bytes, step: int, rank: int) -> None:
-    """Raises DamagedError for the state of another step or rank; earlier releases did not write whose it is."""
-    state = json.loads(content)
-    found = (state.get("step", step), state.get("rank", rank))
-    if found != (step, rank):
-        raise DamagedError(f"{file_name(rank)} of step {step} is that of rank {found[1]} at step {found[0]}")
+def capture_owned(owner: Mapping[str, Any], device: torch.device) -> bytes:
+    """The state, and whose it is: that of another save, step or rank is no state of this one (see owners.py)."""
+    return json.dumps({**owner, **json.loads(capture_random_state(device))}).encode()
 
 
 def restore_random_state(content: bytes, device: torch.device) -> None:

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from pipeline.checkpoint.steps import METADATA, step_name
+from pipeline.checkpoint.owners import Owner, header_of_shard, shard_name, storage_meta
+from pipeline.checkpoint.steps import METADATA
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
@@ -113,7 +114,7 @@ class HostCopy:
 
 
 def write_shards(
-    folder: str, rank: int, items: list[WriteItem], tensors: Tensors
+    folder: str, owner: Owner, items: list[WriteItem], tensors: Tensors
 ) -> tuple[dict[str, FileEntry], Places]:
     """Write this rank's file into a local folder: its entry by name, and where in it each shard lies.
 
@@ -122,9 +123,10 @@ def write_shards(
     """
     if not items:
         return {}, {}
-    name, places = f"__{rank}_0.distcp", {}
+    name, places = shard_name(owner.rank), {}
     writer = ChecksummedWriter(storage.join(folder, name))
     with writer, _without_zip_checksums():
+        writer.write(header_of_shard(owner))
         for item, tensor in zip(items, tensors, strict=True):
             begin = writer.tell()
             try:
@@ -164,10 +166,10 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-def write_metadata(folder: str, metadata: Metadata, places: list[Places], step: int) -> dict[str, FileEntry]:
-    """Rank 0's part; it names its step. Raises OSError as write_shards does."""
+def write_metadata(folder: str, owner: Owner, metadata: Metadata, places: list[Places]) -> dict[str, FileEntry]:
+    """Rank 0's part. Raises OSError as write_shards does."""
     metadata.storage_data = {index: place for part in places for index, place in part.items()}
-    metadata.storage_meta = StorageMeta(save_id=step_name(step))
+    metadata.storage_meta = storage_meta(owner)
     if hasattr(metadata, "version"):
         metadata.version = CURRENT_DCP_VERSION
     return write_bytes(folder, METADATA, pickle.dumps(metadata))

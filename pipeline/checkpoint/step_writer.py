@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.checkpoint import random_state
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.metadata import TensorsOnlyReader
+from pipeline.checkpoint.owners import Owner, check_file
 from pipeline.checkpoint.retention import LATER_VERIFIED, Retention, measured_metric
 from pipeline.checkpoint.shards import Places, ShardPlan, Tensors, write_bytes, write_metadata, write_shards
 from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_name, step_path
@@ -26,12 +27,16 @@ logger = get_logger(__name__)
 class Save:
     """What one save writes; nothing in it changes while training goes on."""
 
-    step: int
+    owner: Owner
     attempt: Attempt
     plan: ShardPlan
     tensors: Tensors
     random: bytes
     manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.owner.step
 
 
 class StepWriter:
@@ -61,9 +66,9 @@ class StepWriter:
         self._purge(save.step)
 
     def _write_files(self, save: Save) -> tuple[dict[str, FileEntry], Places]:
-        attempt, rank = save.attempt, self._ranks.context.rank
+        attempt, rank = save.attempt, save.owner.rank
         os.makedirs(attempt.stage, exist_ok=True)
-        files, places = write_shards(attempt.stage, rank, save.plan.items, save.tensors)
+        files, places = write_shards(attempt.stage, save.owner, save.plan.items, save.tensors)
         files |= write_bytes(attempt.stage, random_state.file_name(rank), save.random)
         self._deliver(attempt, files)
         return files, places
@@ -92,9 +97,8 @@ class StepWriter:
 
     def _commit(self, save: Save, reports: list[tuple[dict[str, FileEntry], Places, str]]) -> None:
         assert save.plan.metadata is not None
-        written = write_metadata(
-            save.attempt.stage, save.plan.metadata, [places for _, places, _ in reports], save.step
-        )
+        places = [places for _, places, _ in reports]
+        written = write_metadata(save.attempt.stage, save.owner, save.plan.metadata, places)
         self._deliver(save.attempt, written)
         files = {name: entry for part, _, _ in reports for name, entry in part.items()} | written
         manifest = {**save.manifest, "files": dict(sorted(files.items())), "attempt": save.attempt.below}
@@ -110,6 +114,8 @@ class StepWriter:
             for name in sorted(files)[context.rank :: context.world_size]:
                 if problem := file_problem(file_path(path, manifest, name), files[name]):
                     raise DamagedError(problem)
+                if storage.is_local(path):
+                    check_file(path, manifest, name)
             if context.is_main:
                 TensorsOnlyReader(path, manifest).read_metadata()
             return manifest

@@ -9,12 +9,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.checkpoint import random_state
+from pipeline.checkpoint.owners import check_file
 from pipeline.checkpoint.retention import measured_metric, metric_of
 from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import describe_dtype, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
-from pipeline.runtime.errors import CheckpointError
+from pipeline.runtime.errors import CheckpointError, DamagedError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import damage, size_problem
 from pipeline.runtime.storage.manifest import MANIFEST
@@ -52,20 +52,28 @@ def summarize_step(folder: str, step: int) -> StepSummary:
 
 
 def verify_step(folder: str, step: int) -> str:
-    """Empty where every file is what its manifest says and .metadata holds tensors alone; else the first thing wrong."""
-    path = step_path(folder, step)
+    """Empty for a step that check_step finds intact, else the first thing wrong."""
     try:
-        manifest = read_manifest(path)
-        for name, entry in sorted(manifest["files"].items()):
-            if problem := damage(file_path(path, manifest, name), entry):
-                return problem
-            if rank := random_state.rank_of(name):
-                with storage.open_file(file_path(path, manifest, name), "rb") as file:
-                    random_state.check_owner(file.read(), manifest["step"], int(rank))
-        StepTensors(path)
+        check_step(folder, step)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return str(error) or repr(error)
     return ""
+
+
+def check_step(folder: str, step: int) -> None:
+    """Read every byte of a step.
+
+    Raises:
+        DamagedError: a file is not what its manifest says; ForeignFileError: another save, step or rank wrote it.
+        CheckpointError: .metadata holds more than tensors.
+    """
+    path = step_path(folder, step)
+    manifest = read_manifest(path)
+    for name, entry in sorted(manifest["files"].items()):
+        if problem := damage(file_path(path, manifest, name), entry):
+            raise DamagedError(problem)
+        check_file(path, manifest, name)
+    StepTensors(path)
 
 
 def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepTensors]:

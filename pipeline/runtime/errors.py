@@ -79,6 +79,12 @@ class DamagedError(CheckpointError):
     """A file of a checkpoint step, an artifact or a registry version is not what its manifest says."""
 
 
+class ForeignFileError(DamagedError):
+    """A file of a checkpoint step was written by another save, step or rank, whatever its checksum says."""
+
+    code = "foreign_file"
+
+
 class LaunchError(UserError):
     """A job cannot be rendered for, or submitted to, a scheduler."""
 

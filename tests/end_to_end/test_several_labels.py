@@ -39,6 +39,7 @@ from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.listing import as_text
 from tests.serving.exports import run_export
 from tests.support.ranks import RankPool
+from tests.support.stored_tensors import stored_tensors
 
 NUM_ROWS = 4000
 LABELS = ["click", "order", "stars", "seconds"]
@@ -120,9 +121,7 @@ def test_a_run_of_several_labels_resumes_bit_for_bit(
 ) -> None:
     ranks.run(2, _train, _job(folder, tmp_path / "run", "trainer.max_steps=29"))
     resumed = ranks.run(2, _train, _job(folder, tmp_path / "run"))[0]
-    parts = [
-        {file.name: file.read_bytes() for file in Path(each.checkpoint).glob("*.distcp")} for each in (trained, resumed)
-    ]
+    parts = [stored_tensors(each.checkpoint) for each in (trained, resumed)]
     assert parts[0] and parts[0] == parts[1]
 
 

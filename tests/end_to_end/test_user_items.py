@@ -21,6 +21,7 @@ from pipeline.training.preflight import validate_job
 from pipeline.training.run import TrainSummary, train
 from tests.support.messages import names
 from tests.support.ranks import RankPool
+from tests.support.stored_tensors import stored_tensors
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +60,6 @@ def retriever(ranks: RankPool, data: str, tmp_path_factory: pytest.TempPathFacto
     return ranks.run(2, _train, _job(data, tmp_path_factory.mktemp("retriever") / "run"))[0]
 
 
-def _bytes(checkpoint: str) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in Path(checkpoint).iterdir() if file.suffix == ".distcp"}
-
-
 def test_a_retriever_is_measured_by_recall_and_nothing_speaks_of_auc(retriever: TrainSummary) -> None:
     metrics = retriever.validation
     assert metrics["recall_at_20"] > metrics["recall_at_5"] > 5 / 60 and metrics["num_samples"] == 2000
@@ -89,7 +86,7 @@ def test_a_retriever_goes_on_where_it_was_stopped_bit_for_bit(
 ) -> None:
     ranks.run(2, _train, _job(data, tmp_path, "trainer.max_steps=13"))
     resumed = ranks.run(2, _train, _job(data, tmp_path))[0]
-    assert _bytes(resumed.checkpoint) == _bytes(retriever.checkpoint)
+    assert stored_tensors(resumed.checkpoint) == stored_tensors(retriever.checkpoint)
 
 
 def test_retrieval_trains_alike_on_one_rank_and_two(
@@ -142,4 +139,4 @@ def test_bf16_compile_and_resume_work_with_every_model(
     ranks.run(2, _train, [*words, f"run_dir={tmp_path}/cut", "trainer.max_steps=10"])
     cut = ranks.run(2, _train, [*words, f"run_dir={tmp_path}/cut"])[0]
     assert whole.validation["auc"] > 0.55
-    assert _bytes(cut.checkpoint) == _bytes(whole.checkpoint)
+    assert stored_tensors(cut.checkpoint) == stored_tensors(whole.checkpoint)

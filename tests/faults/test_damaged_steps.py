@@ -5,20 +5,27 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import read_manifest
-from pipeline.checkpoint.survey import verify_step
-from pipeline.runtime.storage.manifest import seal_manifest
-from tests.faults.checkpoints import Loader, save_steps
+from pipeline.checkpoint.survey import check_step, open_step
+from pipeline.checkpoint.tables import flatten
+from pipeline.runtime.errors import CheckpointError, ForeignFileError
+from tests.faults.checkpoints import Loader, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
-from tests.support.messages import mentions
+from tests.faults.hostile import replace_and_seal
+from tests.support.messages import names
 from tests.support.ranks import RankPool
 
 NEWEST = "step_00000002"
+DIGEST_BEFORE_SAVE_IDS = "8055d3d10945bca941ba84a7194451dfbb78378ad08cdc9a88fb1db2d89614fd"
 
 
 @pytest.fixture(scope="module")
@@ -102,47 +109,78 @@ def test_files_swapped_between_steps_are_found_and_a_step_is_never_written_again
     ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path, fault: FaultRecorder
 ) -> None:
     folder, digests = saved
-    names = sorted(os.listdir(f"{folder}/{NEWEST}"))
-    for number, name in enumerate(names):
+    files = sorted(os.listdir(f"{folder}/{NEWEST}"))
+    for number, name in enumerate(files):
         copy = tmp_path / str(number)
         shutil.copytree(folder, copy)
         shutil.copy(copy / "step_00000001" / name, copy / NEWEST / name)
-    found = ranks.run(2, _load_each, [str(tmp_path / str(number)) for number in range(len(names))])[0]
-    same = {name for name in names if _content(folder, 1, name) == _content(folder, 2, name)}
+    found = ranks.run(2, _load_each, [str(tmp_path / str(number)) for number in range(len(files))])[0]
+    same = {name for name in files if _content(folder, 1, name) == _content(folder, 2, name)}
     # A manifest in the wrong folder names its own step; a file that is equal in both steps is no swap.
-    for name, one in zip(names, found, strict=True):
+    for name, one in zip(files, found, strict=True):
         assert one == ((2, digests[2]) if name in same else (1, digests[1])), name
     before = {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
     with pytest.raises(RuntimeError, match="already committed"):
         ranks.run(2, save_steps, folder, [2])
     assert {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()} == before
-    count = len(names) - len(same) + 1
+    count = len(files) - len(same) + 1
     fault(11, f"{count} of {count}: swaps rejected and step N-1 loaded, the existing step untouched", count=count)
 
 
-def test_files_of_another_rank_or_step_are_found_though_their_checksums_are_made_anew(
+# Every file of another step, rank or run that may take a file's place in step 2: (its place, step, name there).
+SWAPS = {
+    f"{kind} of another {whose}": (place, source, name)
+    for kind, place, other_rank in (
+        ("shard", "__0_0.distcp", "__1_0.distcp"),
+        ("random state", "random_00000.json", "random_00001.json"),
+    )
+    for whose, source, name in (
+        ("step", "step_00000001", place),
+        ("rank", NEWEST, other_rank),
+        ("run", f"../again/{NEWEST}", place),
+    )
+}
+SWAPS[".metadata of another step"] = (".metadata", "step_00000001", ".metadata")
+SWAPS[".metadata of another run"] = (".metadata", f"../again/{NEWEST}", ".metadata")
+
+
+def test_files_of_another_rank_step_or_run_are_found_though_their_checksums_are_made_anew(
     ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path
 ) -> None:
+    """The other run has trained the same: all that differs is whose its files are."""
     folder, digests = saved
-    swaps = {
-        "ranks": [
-            ("random_00000.json", NEWEST, "random_00001.json"),
-            ("random_00001.json", NEWEST, "random_00000.json"),
-        ],
-        "steps": [("random_00000.json", "step_00000001", "random_00000.json")],
-        "metadata": [(".metadata", "step_00000001", ".metadata")],
-    }
-    for case, changes in swaps.items():
+    ranks.run(2, save_steps, f"{folder}/../again", [1, 2])
+    for case, (place, source, name) in SWAPS.items():
         shutil.copytree(folder, tmp_path / case)
-        manifest = read_manifest(str(tmp_path / case / NEWEST))
-        for name, step, other in changes:
-            shutil.copy(Path(folder) / step / other, tmp_path / case / NEWEST / name)
-            entries = read_manifest(f"{folder}/{step}")["files"]
-            manifest["files"][name] = entries[other]
-        (tmp_path / case / NEWEST / "manifest.json").write_text(seal_manifest(manifest))
-        assert mentions(verify_step(str(tmp_path / case), 2), "is that of")
-    found = ranks.run(2, _load_each, [str(tmp_path / case) for case in swaps])[0]
-    assert found == [(1, digests[1])] * len(swaps)
+        replace_and_seal(tmp_path / case / NEWEST, place, (Path(folder) / source / name).read_bytes())
+        with pytest.raises(ForeignFileError, match=names(f"{NEWEST}/{place}")) as found:
+            check_step(str(tmp_path / case), 2)
+        assert found.value.code == "foreign_file"
+    loaded = ranks.run(2, _load_each, [str(tmp_path / case) for case in SWAPS])[0]
+    assert loaded == [(1, digests[1])] * len(SWAPS)
+    assert ranks.run(2, _restore_each, [str(tmp_path / case) for case in SWAPS], 2)[0] == ["ForeignFileError"] * len(
+        SWAPS
+    )
+
+
+def test_a_step_of_a_release_without_save_ids_is_loaded_exactly(ranks: RankPool, tmp_path: Path) -> None:
+    """The archive was written by save_steps(..., [1]) on two ranks, before shard files named their save."""
+    with tarfile.open(Path(__file__).parents[1] / "checkpoint" / "step_before_save_ids.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    assert "save_id" not in read_manifest(str(tmp_path / "step_00000001"))
+    check_step(str(tmp_path), 1)
+    assert ranks.run(2, load_once, str(tmp_path))[0] == (1, DIGEST_BEFORE_SAVE_IDS)
+
+
+def test_torchs_own_reader_reads_a_step(saved: tuple[str, dict[int, str]], tmp_path: Path) -> None:
+    """The line before the tensors is passed over, for offsets count from the beginning of the file."""
+    folder, _ = saved
+    dcp_to_torch_save(f"{folder}/{NEWEST}", str(tmp_path / "whole.pt"))
+    whole = flatten(torch.load(tmp_path / "whole.pt", weights_only=True))
+    _, _, tensors = open_step(folder, 2)
+    assert whole.keys() == tensors.entries.keys()
+    for key, value in whole.items():
+        assert torch.equal(value, tensors.read(key, [0] * value.dim(), value.shape)), key
 
 
 def _content(folder: str, step: int, name: str) -> bytes:
@@ -152,3 +190,14 @@ def _content(folder: str, step: int, name: str) -> bytes:
 def _load_each(rank: int, folders: list[str]) -> list[tuple[int, str]]:
     loader = Loader()
     return [loader.load(folder) for folder in folders]
+
+
+def _restore_each(rank: int, folders: list[str], step: int) -> list[str]:
+    """The class of what a restore of `step` raises."""
+    loader = Loader()
+    found = []
+    for folder in folders:
+        with pytest.raises(CheckpointError) as caught:
+            Checkpointer(folder, loader.model, loader.optimizer, loader.context).restore(step)
+        found.append(type(caught.value).__name__)
+    return found

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoint.owners import HEADER_BYTES
 from pipeline.cli.checkpoints import export_checkpoint, show_checkpoint, verify_checkpoints
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import CheckpointsJob, EvaluateJob, TrainJob
@@ -113,8 +114,8 @@ def test_no_file_of_a_step_runs_anything_on_resume_evaluation_and_warm_start(
             run, step = _only_step(small_run, tmp_path / f"{file}.{way}")
             path = next(step.glob(file), step / file)
             if file != ".metadata":  # where every tensor's archive begins, a hostile one that is not longer
-                old = path.read_bytes()
-                content = (content + old[len(content) :])[: len(old)]
+                owner, old = path.read_bytes()[:HEADER_BYTES], path.read_bytes()[HEADER_BYTES:]
+                content = owner + (content + old[len(content) :])[: len(old)]
             replace_and_seal(step, path.name, content)
             (message,) = ranks.run(
                 1, _read_on_rank, way, str(run), prepared_clicks, str(tmp_path / f"new.{file}.{way}")
