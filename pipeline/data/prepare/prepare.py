@@ -31,6 +31,7 @@ from pipeline.data.prepare.encode import Features, features_of
 from pipeline.data.prepare.given_splits import count_shared_rows
 from pipeline.data.prepare.hints import find_hints
 from pipeline.data.prepare.identity import recipe_of
+from pipeline.data.prepare.limit import refuse, refuse_early
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.resources import Resources
 from pipeline.data.prepare.splits import (
@@ -63,9 +64,6 @@ from pipeline.runtime.process.processes import only_one_run
 from pipeline.runtime.storage import storage
 
 QUARANTINE_FILE = "quarantine.jsonl"
-MANY_BAD_ROWS = 100  # before which no file is given up
-COMPRESSED = (".gz", ".parquet", ".pq")  # their bytes do not say how many rows there are
-HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
 logger = get_logger(__name__)
 
 
@@ -108,8 +106,8 @@ def stage_sources(
     with progress("reading rows", sum(source.size_bytes for source in sources)) as bar:
         for number, source in enumerate(sources):
 
-            def check(staged: StagedFile, position: int, number: int = number) -> None:
-                _refuse_early(config, sources, number, [*files, staged], position)
+            def check(staged: StagedFile, position: int) -> None:
+                refuse_early(config, sources, [*files, staged], position)
 
             file = stage_source(
                 source, number, layout, features, resources.staging,
@@ -121,36 +119,8 @@ def stage_sources(
             files.append(file)
     rows, quarantined = sum(file.num_source_rows for file in files), sum(file.num_quarantined for file in files)
     worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]
-    _refuse(config, quarantined, rows, worst[0] if worst else "")
+    refuse(config, quarantined, rows, worst[0] if worst else "")
     return files
-
-
-def _refuse_early(
-    config: DataConfig, sources: list[Source], number: int, files: list[StagedFile], position: int
-) -> None:
-    """Raises DataError as soon as the rows to come cannot bring the share of unreadable ones below the limit.
-
-    A row of text takes a byte a column at least, so the bytes that are left bound their number; those of compressed files do not.
-    """
-    staged, rows = files[-1], sum(file.num_source_rows for file in files)
-    bad, example = sum(file.num_quarantined for file in files), f"{sources[number].path}, {staged.first_quarantined}"
-    if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
-        _refuse(config, staged.num_quarantined, staged.num_source_rows, example)
-    if bad <= MANY_BAD_ROWS or any(source.name.endswith(COMPRESSED) for source in sources[number:]):
-        return
-    to_come = sources[number].size_bytes - position + sum(source.size_bytes for source in sources[number + 1 :])
-    if bad > config.max_quarantined_fraction * (rows + to_come / max(1, len(layout_of(config).needed))):
-        _refuse(config, bad, rows, example)
-
-
-def _refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> None:
-    """Raises DataError where more rows are quarantined than the config allows."""
-    if quarantined > config.max_quarantined_fraction * rows:
-        raise DataError(
-            f"{quarantined:,} of {rows:,} rows ({quarantined / rows:.2%}) cannot be read and "
-            f"data.max_quarantined_fraction allows {config.max_quarantined_fraction:.2%}; the first is {example}. "
-            "Check data.format and data.columns, correct the source, or allow more"
-        )
 
 
 def _write_dataset(

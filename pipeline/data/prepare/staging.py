@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
-from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX, Block, Source
+from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX, Block, RowReader, Source
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import atomic, storage
 
@@ -86,7 +86,8 @@ def stage_source(
 ) -> StagedFile:
     """Stage a source under `root`, or take over what an earlier run has staged of it.
 
-    `advance` hears of bytes read, `check` sees the state after each block, and how many bytes it stands for, and may raise.
+    `advance` hears of bytes read. `check` sees the state after each block, and a number of bytes whose rows are all in it; it
+    may raise.
     """
     folder = os.path.join(root, f"{number:05d}-{_key(source, layout, features)}")
     staged = _finished(folder)
@@ -98,17 +99,18 @@ def stage_source(
     teacher = _read_teacher(source, features)
     reader, names = open_source(layout, source, block_bytes)
 
-    def work(block: Block) -> tuple[Block, ParsedRows, EncodedBlock]:
+    def work(read: tuple[Block, int]) -> tuple[int, Block, ParsedRows, EncodedBlock]:
+        block, before = read
         parsed = parse_block(layout, names, block)
         rows = slice(block.first_row, block.first_row + block.num_rows)
         truth = {name: of_label[rows][parsed.kept] for name, of_label in teacher.items()}
-        return block, parsed, encode_block(features, parsed.table, truth)
+        return before, block, parsed, encode_block(features, parsed.table, truth)
 
     position = 0
     with reader, _Writer(staged) as writer:
-        for block, parsed, encoded in map_ordered(work, reader.blocks(), threads):
+        for before, block, parsed, encoded in map_ordered(work, _with_positions(reader), threads):
             writer.add(block, parsed, encoded)
-            check(staged, reader.position)
+            check(staged, before)
             advance(reader.position - position)
             position = reader.position
     if teacher and (rows := len(next(iter(teacher.values())))) != staged.num_source_rows:
@@ -117,6 +119,15 @@ def stage_source(
         )
     atomic.finish_marked_folder(folder, DONE, json.dumps(asdict(staged) | {"sizes": staged.sizes}))
     return staged
+
+
+def _with_positions(reader: RowReader) -> Iterator[tuple[Block, int]]:
+    """Each block, and a position whose rows are all in the blocks so far: a reader is ahead by what it cuts into blocks."""
+    before = now = 0
+    for block in reader.blocks():
+        if reader.position != now:
+            before, now = now, reader.position
+        yield block, before
 
 
 def _key(source: Source, layout: Layout, features: Features) -> str:

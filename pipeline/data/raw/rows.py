@@ -1,6 +1,7 @@
 """Parse a block of raw rows into typed columns, and list the rows that cannot be read for the quarantine.
 
-The fast path lets pyarrow read the whole block. Only a block with something wrong in it is looked at line by line.
+The fast path lets pyarrow read the whole block. In a block with something wrong in it, suspects.py finds by whole columns
+which lines may be at fault; those alone are looked at one by one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pipeline.data.raw.layout import Layout, check_columns, find_format
 from pipeline.data.raw.parquet_rows import not_text, with_text
 from pipeline.data.raw.sequences import cell_length, uneven, uneven_rows
 from pipeline.data.raw.source import MAX_LINE_BYTES, Block, RowReader, Source
+from pipeline.data.raw.suspects import broken_lines, read_texts, with_numbers, with_times
 from pipeline.runtime.errors import DataError
 
 MAX_TEXT_CHARACTERS = 500
@@ -67,7 +69,7 @@ def parse_block(layout: Layout, header: tuple[str, ...], block: Block) -> Parsed
 
 
 def parse_text(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedRows:
-    """Lines of cells. Only a block with something wrong in it is looked at line by line."""
+    """Lines of cells."""
     # pyarrow takes a lone carriage return for a line end, and Windows ends lines with both.
     text = block.text.replace(b"\r\n", b"\n") if b"\r" in block.text else block.text
     table = None if b"\r" in text else _read_typed(layout, header, text)
@@ -75,7 +77,9 @@ def parse_text(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedR
         return ParsedRows(table, np.arange(block.num_rows), [])
     lines = text.removesuffix(b"\n").split(b"\n")
     assert len(lines) == block.num_rows
-    reasons = [_why_unreadable(layout, header, line) for line in lines]
+    reasons = [""] * len(lines)
+    for i in _suspects(layout, header, lines):
+        reasons[i] = _why_unreadable(layout, header, lines[i])
     kept = [i for i, reason in enumerate(reasons) if not reason]
     table = _read_rows(layout, header, [lines[i] for i in kept])
     if table is None:  # a line that only pyarrow takes offence at
@@ -93,6 +97,23 @@ def parse_text(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedR
         if reason
     ]
     return ParsedRows(table, np.array(kept, dtype=np.int64), quarantined)
+
+
+def _suspects(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> list[int]:
+    """The lines that may be unreadable; all of them where their rows cannot be told apart."""
+    found = broken_lines(layout, lines)
+    whole = [i for i in range(len(lines)) if i not in found]
+    read = read_texts(layout, header, [lines[i] for i in whole]) if whole else None
+    if read is None:
+        return sorted(found) if not whole else list(range(len(lines)))
+    table, rows, wrong = read
+    names = [name for name in layout.numbers if not is_text(layout, name)]
+    table, no_numbers = with_numbers(table, names)
+    table, garbled = _with_json_lists(layout, table)
+    table, unknown = with_labels(layout, table)
+    table, no_times = with_times(layout, table)
+    bad = no_numbers | garbled.keys() | unknown.keys() | no_times | _invalid_rows(layout, table).keys()
+    return sorted(found | {whole[i] for i in wrong} | {whole[rows[i]] for i in bad})
 
 
 def _read_rows(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> pa.Table | None:
@@ -218,8 +239,16 @@ def _why_no_label(label: LabelConfig, cell: str, counts: bool) -> str:
     value = label_number(label, cell)
     if math.isnan(value) and (not cell or (is_number(cell) and not label.values)) and label.mask is not None:
         return wanted_label(label) if counts else ""
-    invalid = pc.fill_null(invalid_labels(label, pa.chunked_array([[value]], pa.float64())), True)
-    return wanted_label(label) if invalid[0].as_py() else ""
+    return "" if _is_label(label, value) else wanted_label(label)
+
+
+def _is_label(label: LabelConfig, value: float) -> bool:
+    """As invalid_labels has it, of one value; NaN is none."""
+    if label.kind == "binary":
+        return value in (0.0, 1.0)
+    if label.kind == "regression":
+        return abs(value) <= LARGEST_FLOAT32
+    return 0.0 <= value <= (label.num_buckets or 0) - 1 and value.is_integer()
 
 
 def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str:

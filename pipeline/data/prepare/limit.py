@@ -1,0 +1,86 @@
+"""Refuse sources with too many unreadable rows: at the end, and as soon as the rows to come cannot make it good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config.data import DataConfig
+from pipeline.data.prepare.staging import StagedFile
+from pipeline.data.raw.layout import layout_of
+from pipeline.data.raw.source import Source
+from pipeline.runtime.errors import DataError
+from pipeline.runtime.storage import storage
+
+MANY_BAD_ROWS = 100  # before which no file is given up
+HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
+GZIP, PARQUET = ".gz", (".parquet", ".pq")
+GZIP_MARGIN = 10  # of the rows in a compressed byte: those to come may be so many times as many
+
+
+def refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> None:
+    """Raises DataError where more rows are quarantined than the config allows."""
+    if quarantined > config.max_quarantined_fraction * rows:
+        raise DataError(
+            f"{quarantined:,} of {rows:,} rows ({quarantined / rows:.2%}) cannot be read and "
+            f"data.max_quarantined_fraction allows {config.max_quarantined_fraction:.2%}; the first is {example}. "
+            "Check data.format and data.columns, correct the source, or allow more"
+        )
+
+
+def refuse_early(config: DataConfig, sources: Sequence[Source], files: Sequence[StagedFile], position: int) -> None:
+    """Raises DataError as soon as the rows to come cannot bring the share of unreadable ones below the limit.
+
+    `files` are what is staged so far; the last one is being read, and its rows are those of the first `position` bytes of its
+    source, or more.
+    """
+    source, staged = sources[len(files) - 1], files[-1]
+    example = f"{source.path}, {staged.first_quarantined}"
+    if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
+        refuse(config, staged.num_quarantined, staged.num_source_rows, example)
+    bad, rows = sum(file.num_quarantined for file in files), sum(file.num_source_rows for file in files)
+    if bad <= MANY_BAD_ROWS or bad <= config.max_quarantined_fraction * rows:
+        return
+    row_bytes = max(1, len(layout_of(config).needed))
+    to_come = most_rows_to_come(source, sources[len(files) :], staged.num_source_rows, position, row_bytes)
+    if to_come is not None and bad > config.max_quarantined_fraction * (rows + to_come):
+        refuse(config, bad, rows, example)
+
+
+def most_rows_to_come(
+    source: Source, later: Sequence[Source], num_rows: int, position: int, row_bytes: int
+) -> float | None:
+    """The most rows that may follow `num_rows`, those of the first `position` bytes of `source` or more; None: nobody knows.
+
+    A row of text takes `row_bytes` at least, a byte a column. Parquet files say how many rows they have. The rows in a byte of
+    a .gz file are taken to be GZIP_MARGIN times those of the part that was read, at most.
+    """
+    in_a_byte = GZIP_MARGIN * num_rows / max(position, 1) if source.name.endswith(GZIP) else None
+    parts = [_rows_of(source, source.size_bytes - position, row_bytes, in_a_byte)]
+    if source.name.endswith(PARQUET) and parts[0] is not None:
+        parts[0] -= num_rows
+    parts += [_rows_of(each, each.size_bytes, row_bytes, in_a_byte) for each in later]
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _rows_of(source: Source, num_bytes: int, row_bytes: int, in_a_byte: float | None) -> float | None:
+    """The most rows in so many of its bytes; of a Parquet file in all of it."""
+    if source.name.endswith(PARQUET):
+        return _parquet_rows(source)
+    if source.name.endswith(GZIP):
+        return None if in_a_byte is None else num_bytes * in_a_byte
+    return num_bytes / row_bytes
+
+
+@lru_cache(maxsize=4096)
+def _parquet_rows(source: Source) -> int | None:
+    """None for a file that cannot be read; reading it will say why."""
+    try:
+        with storage.open_file(source.path, "rb") as file:
+            return int(pq.read_metadata(file).num_rows)
+    except (OSError, pa.ArrowException):
+        return None

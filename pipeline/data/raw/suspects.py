@@ -1,0 +1,121 @@
+"""Find the lines of a text block that may be unreadable, by whole columns, so that few are looked at one by one.
+
+A line that is named though it is sound costs time and nothing else, and so does one that is missed: the rows that pyarrow
+refuses among the others are found by halves.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from pipeline.data.raw.cells import is_time, parse_timestamps
+from pipeline.data.raw.layout import Layout
+
+NUMBER = r"^\s*([+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(?i:inf|infinity)|(?i:nan))\s*$"
+
+
+def broken_lines(layout: Layout, lines: list[bytes]) -> set[int]:
+    """Those that are empty, no UTF-8, hold a carriage return, or quotes that do more than surround a cell."""
+    whole = b"\n".join(lines)
+    found = {i for i, line in enumerate(lines) if not line}
+    if not _is_utf8(whole):
+        found |= {i for i, line in enumerate(lines) if not _is_utf8(line)}
+    if b"\r" in whole:
+        found |= {i for i, line in enumerate(lines) if b"\r" in line}
+    if layout.quoted and b'"' in whole:
+        well_quoted = _well_quoted(layout.delimiter)
+        found |= {i for i, line in enumerate(lines) if not well_quoted.fullmatch(line)}
+    return found
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@lru_cache
+def _well_quoted(delimiter: str) -> re.Pattern[bytes]:
+    """Cells without a quote, or wholly between two; possessive, for a line is never tried in two ways."""
+    mark = re.escape(delimiter.encode())
+    cell = rb'(?:"[^"]*+(?:""[^"]*+)*+"|[^"' + mark + rb"]*+)"
+    return re.compile(cell + rb"(?:" + mark + cell + rb")*+")
+
+
+def read_texts(
+    layout: Layout, header: tuple[str, ...], lines: list[bytes]
+) -> tuple[pa.Table, np.ndarray, set[int]] | None:
+    """The needed columns as text, which of `lines` are its rows, and those with another number of columns.
+
+    None where pyarrow reads them as another number of rows.
+    """
+    wrong: set[int] = set()
+
+    def note(row: pa.csv.InvalidRow) -> str:
+        wrong.add(row.number - 1)
+        return "skip"
+
+    text = b"\n".join(lines) + b"\n"
+    try:
+        table = pa.csv.read_csv(
+            pa.BufferReader(text),
+            pa.csv.ReadOptions(use_threads=False, column_names=list(header), block_size=len(text) + 1),
+            pa.csv.ParseOptions(
+                delimiter=layout.delimiter,
+                quote_char='"' if layout.quoted else False,
+                ignore_empty_lines=False,
+                invalid_row_handler=note,
+            ),
+            pa.csv.ConvertOptions(
+                column_types=dict.fromkeys(layout.needed, pa.string()),
+                include_columns=layout.needed,
+                null_values=["", *layout.columns.null_values],
+                strings_can_be_null=True,
+            ),
+        )
+    except pa.ArrowInvalid:
+        return None
+    rows = np.array([i for i in range(len(lines)) if i not in wrong], dtype=np.int64)
+    return (table, rows, wrong) if table.num_rows == len(rows) else None
+
+
+def with_numbers(table: pa.Table, names: list[str]) -> tuple[pa.Table, set[int]]:
+    """Columns of text as float64, and the rows where one is no number; null there."""
+    found: set[int] = set()
+    for name in names:
+        column = table[name]
+        try:
+            numbers = column.cast(pa.float64())
+        except pa.ArrowInvalid:
+            good = pc.match_substring_regex(column, NUMBER)
+            found |= set(np.flatnonzero(pc.fill_null(pc.invert(good), False).to_numpy()).tolist())
+            numbers = pc.ascii_trim_whitespace(pc.if_else(good, column, None)).cast(pa.float64())
+        table = table.set_column(table.schema.get_field_index(name), name, numbers)
+    return table, found
+
+
+def with_times(layout: Layout, table: pa.Table) -> tuple[pa.Table, set[int]]:
+    """The column of times as int64, and the rows where it holds none; null there."""
+    name = layout.columns.timestamp
+    if not name:
+        return table, set()
+    column = table[name].combine_chunks()
+    found: set[int] = set()
+    try:
+        times = parse_timestamps(column)
+    except pa.ArrowInvalid:
+        texts = column.to_pylist()
+        good = np.array([text is not None and is_time(text) for text in texts], dtype=bool)
+        found = set(np.flatnonzero(~good).tolist())
+        times = pa.nulls(len(texts), pa.int64())
+        if good.any():
+            times = parse_timestamps(pc.if_else(pa.array(good), column, None))
+    return table.set_column(table.schema.get_field_index(name), name, times), found
