@@ -19,7 +19,14 @@ from pipeline.config.retraining import (
     WindowsConfig,
 )
 from pipeline.config.server import BatchingConfig, LimitsConfig, ServerConfig, SsdConfig, check_memory
-from pipeline.config.serving import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
+from pipeline.config.serving import (
+    DENSE_PRECISIONS,
+    ParityConfig,
+    PruningConfig,
+    RetrievalConfig,
+    RetrieveConfig,
+    check_precisions,
+)
 from pipeline.config.sweep import SweepConfig
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import (
@@ -138,17 +145,22 @@ class TrainJob(Job):
     @property
     def early_stop_metric(self) -> str:
         """The model's first metric where the config names none."""
-        return self.trainer.early_stop.metric or self.metrics[0]
+        return self._full_name(self.trainer.early_stop.metric)
 
     @property
     def plateau_metric(self) -> str:
         """That of schedule.plateau; the model's first metric where the config names none."""
-        return self.schedule.plateau.metric or self.metrics[0]
+        return self._full_name(self.schedule.plateau.metric)
 
     @property
     def best_metric(self) -> str:
         """That of the checkpoints to be kept; the model's first metric where the config names none."""
-        return self.checkpoint.best_metric or self.metrics[0]
+        return self._full_name(self.checkpoint.best_metric)
+
+    def _full_name(self, metric: str | None) -> str:
+        """The first metric for None; of several labels, one without a label is the first label's that has it."""
+        named = (each for each in self.metrics if metric in (None, each, each.partition("/")[2]))
+        return next(named, metric or "")
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -349,6 +361,7 @@ class ExportJob(Job):
     compiled: bool = False  # the layers as an AOTInductor package besides; needs a C++ compiler
     pruning: PruningConfig = field(default_factory=PruningConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     data_path: str | None = None  # None: the data set that the run was trained on
     sign_key: str | None = None  # a private Ed25519 key as PEM: the artifact is signed with it
     require_signature: str | None = None  # a public one: only a step that it vouches for is exported
@@ -483,7 +496,8 @@ class PredictJob(Job):
     """artifact: what `export` wrote, a link to it, or a registry; source: a file, a folder or a glob of raw rows.
 
     output: a .parquet or .csv file with a row for each source row: its file (where there are several) and number,
-    `id_columns` as they were, and its score, null where the row could not be read.
+    `id_columns` as they were, and its score, null where the row could not be read. A two-tower's artifact gives items or
+    vectors in the place of a score, as `retrieve` says, and wants .parquet.
     """
 
     artifact: str = "???"
@@ -494,6 +508,7 @@ class PredictJob(Job):
     id_columns: list[str] = field(default_factory=list)
     memory: str = "ram"
     ssd: SsdConfig = field(default_factory=SsdConfig)
+    retrieve: RetrieveConfig = field(default_factory=RetrieveConfig)
     compiled: bool = False  # run the layers' AOTInductor package, of an artifact exported with compiled=true
     batch_rows: int = 8192  # scored at once
     rows_per_part: int = 1_000_000  # what a killed run loses at most

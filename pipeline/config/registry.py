@@ -1,4 +1,4 @@
-"""Find components by kind and name: models, tasks, optimizers, raw formats, compression kinds, trainer hooks, verbs.
+"""Find components by kind and name: models, tasks, optimizers, raw formats, compression kinds, trainer hooks, indexes of items, verbs.
 
 A file registers what it defines, and nothing else has to know of it:
 
@@ -32,6 +32,7 @@ BUILT_IN = {
     "optimizer": "pipeline.config.optimizers",
     "compression": "pipeline.embeddings.compression",
     "hook": "pipeline.training.hooks",
+    "index": "pipeline.serving.retrieval.indexes",
 }
 
 T = TypeVar("T")

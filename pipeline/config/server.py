@@ -90,11 +90,16 @@ class BatchingConfig:
 
 @dataclass
 class LimitsConfig:
-    """What one request may be. header_timeout_s and body_timeout_s: how long its header and its body may take to arrive."""
+    """What one request may be. header_timeout_s and body_timeout_s: how long its header and its body may take to arrive.
+
+    Of /retrieve: `k` items a row at most, and `filter_ids` in a list of allowed or excluded ones.
+    """
 
     body_mb: float = 8.0
     rows: int = 4096
     values_per_cell: int = 1000
+    k: int = 1000
+    filter_ids: int = 10_000
     header_bytes: int = 16_384
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
@@ -104,6 +109,8 @@ class LimitsConfig:
         check_above("limits.body_mb", self.body_mb, 0.0)
         check_at_least("limits.rows", self.rows, 1)
         check_at_least("limits.values_per_cell", self.values_per_cell, 1)
+        check_at_least("limits.k", self.k, 1)
+        check_at_least("limits.filter_ids", self.filter_ids, 1)
         check_at_least("limits.header_bytes", self.header_bytes, 1024)
         check_above("limits.header_timeout_s", self.header_timeout_s, 0.0)
         check_above("limits.body_timeout_s", self.body_timeout_s, 0.0)

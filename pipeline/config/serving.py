@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.data import SPLITS
-from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_within
+from pipeline.config.registry import find
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4", "int2")  # of tables, from the largest to the smallest
 AUTO = "auto"
@@ -71,6 +72,56 @@ class ParityConfig:
         check_at_least("parity.max_ne_increase", self.max_ne_increase, 0.0)
         check_at_least("parity.max_auc_decrease", self.max_auc_decrease, 0.0)
         check_within("parity.max_score_difference", self.max_score_difference, 0.0, 1.0)
+
+
+@dataclass
+class RetrievalConfig:
+    """How the items of a two-tower are found in its artifact. Other models have no use for it.
+
+    index: `auto` compares with every item below 100,000 of them (exact) and takes hnsw above; hnsw and flat need faiss.
+    catalogue: raw rows of the items that are to be found; None: every item of the data set, its other item features as
+    its last training row has them.
+    neighbours, build_search, search: of hnsw, how many links an item has, and how many candidates are kept while it is
+    built and searched. min_index_recall is of the index beside exact search, max_recall_decrease of the artifact beside
+    the trained model, both of validation users; past either nothing is written.
+    """
+
+    index: str = AUTO
+    catalogue: str | None = None
+    neighbours: int = 32
+    build_search: int = 100
+    search: int = 256
+    max_recall_decrease: float = 0.01
+    min_index_recall: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.index != AUTO:
+            find("index", self.index, "retrieval.index")
+        if self.catalogue is not None:
+            check_given("retrieval.catalogue", self.catalogue)
+        check_within("retrieval.neighbours", self.neighbours, 2, 512)
+        check_at_least("retrieval.build_search", self.build_search, 1)
+        check_at_least("retrieval.search", self.search, 1)
+        check_within("retrieval.max_recall_decrease", self.max_recall_decrease, 0.0, 1.0)
+        check_within("retrieval.min_index_recall", self.min_index_recall, 0.0, 1.0)
+
+
+TOWERS = ("user", "item")
+
+
+@dataclass
+class RetrieveConfig:
+    """What predict writes with a two-tower's artifact: for each row of users the `k` best items, or `vectors` of the `tower`."""
+
+    k: int = 100
+    vectors: bool = False
+    tower: str = "user"
+
+    def __post_init__(self) -> None:
+        check_at_least("retrieve.k", self.k, 1)
+        check_choice("retrieve.tower", self.tower, TOWERS)
+        if self.tower == "item" and not self.vectors:
+            raise ConfigError("retrieve.tower=item gives vectors and no best items: set retrieve.vectors=true")
 
 
 def check_precisions(precision: str, tables: dict[str, str]) -> None:

@@ -440,3 +440,11 @@ def test_a_wrong_command_fails_in_every_verb_before_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("error: unknown key 'nothing'") == 5
+
+
+def test_a_metric_without_a_label_is_that_of_the_first_label_that_has_it() -> None:
+    job = load_config(TrainJob, ["experiment=conversions_mmoe", "early_stop=auc"])
+    assert (job.early_stop_metric, job.plateau_metric, job.best_metric) == ("click/auc", "click/auc", "click/auc")
+    named = load_config(TrainJob, ["experiment=conversions_mmoe", "early_stop=auc", "checkpoint.best_metric=order/auc"])
+    assert (named.early_stop_metric, named.best_metric) == ("click/auc", "order/auc")
+    assert load_config(TrainJob, ["experiment=quickstart", "early_stop=auc"]).best_metric == "auc"

@@ -8,47 +8,17 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.cli.generate import generate
 from pipeline.cli.plan import plan
-from pipeline.config.jobs import EvaluateJob, ExportJob, GenerateJob, PlanJob, PrepareJob, TrainJob
-from pipeline.data.prepare.run import prepare
-from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.export_run import export
+from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
 from pipeline.training import evaluate_run as evaluate_module
 from pipeline.training import run as train_module
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
 from pipeline.training.preflight import validate_job
-from pipeline.training.run import TrainSummary, train
+from pipeline.training.run import TrainSummary
+from tests.end_to_end.user_items import job_words, train_on_rank
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 from tests.support.stored_tensors import stored_tensors
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("user_item")
-    sizes = ["data.user_item.num_rows=20000", "data.user_item.num_users=100", "data.user_item.num_items=60"]
-    generate(load_config(GenerateJob, ["data=user_item", f"output={folder}/rows.tsv", *sizes]))
-    options = [
-        "data=user_item",
-        f"source={folder}/rows.tsv",
-        f"data.path={folder}/prepared",
-        "data.rows_per_row_group=512",
-    ]
-    return prepare(load_config(PrepareJob, options)).path
-
-
-def _job(data: str, run_dir: Path, *more: str) -> list[str]:
-    return [
-        "experiment=user_item_two_tower", "hardware=cpu", "trainer.global_batch_size=512", "trainer.max_steps=24",
-        f"data.path={data}", f"run_dir={run_dir}", "checkpoint.save_every_steps=8", "checkpoint.keep_best_n=1",
-        "trainer.evaluate_every_steps=8", "trainer.log_every_steps=8", "trainer.early_stop.patience=5",
-        "model.recall_at=[5,20]", *more,
-    ]  # fmt: skip
-
-
-def _train(rank: int, overrides: list[str]) -> TrainSummary:
-    return train(load_config(TrainJob, overrides))
 
 
 def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
@@ -56,8 +26,13 @@ def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
 
 
 @pytest.fixture(scope="module")
-def retriever(ranks: RankPool, data: str, tmp_path_factory: pytest.TempPathFactory) -> TrainSummary:
-    return ranks.run(2, _train, _job(data, tmp_path_factory.mktemp("retriever") / "run"))[0]
+def data(user_item_data: str) -> str:
+    return user_item_data
+
+
+@pytest.fixture(scope="module")
+def retriever(user_item_run: TrainSummary) -> TrainSummary:
+    return user_item_run
 
 
 def test_a_retriever_is_measured_by_recall_and_nothing_speaks_of_auc(retriever: TrainSummary) -> None:
@@ -84,21 +59,16 @@ def test_evaluate_finds_the_recall_of_the_training_on_any_number_of_ranks(
 def test_a_retriever_goes_on_where_it_was_stopped_bit_for_bit(
     ranks: RankPool, data: str, retriever: TrainSummary, tmp_path: Path
 ) -> None:
-    ranks.run(2, _train, _job(data, tmp_path, "trainer.max_steps=13"))
-    resumed = ranks.run(2, _train, _job(data, tmp_path))[0]
+    ranks.run(2, train_on_rank, job_words(data, tmp_path, "trainer.max_steps=13"))
+    resumed = ranks.run(2, train_on_rank, job_words(data, tmp_path))[0]
     assert stored_tensors(resumed.checkpoint) == stored_tensors(retriever.checkpoint)
 
 
 def test_retrieval_trains_alike_on_one_rank_and_two(
     ranks: RankPool, data: str, retriever: TrainSummary, tmp_path: Path
 ) -> None:
-    alone = ranks.run(1, _train, _job(data, tmp_path, "world_size=1"))[0]
+    alone = ranks.run(1, train_on_rank, job_words(data, tmp_path, "world_size=1"))[0]
     assert alone.validation == pytest.approx(retriever.validation, abs=1e-2)
-
-
-def test_a_retriever_is_not_exported_and_its_task_says_why(retriever: TrainSummary) -> None:
-    with pytest.raises(ServingError, match="model=two_tower cannot be exported: its two towers"):
-        export(load_config(ExportJob, [f"run={retriever.run_dir}"]))
 
 
 @pytest.mark.parametrize("experiment", ["user_item_mf", "user_item_ncf", "user_item_fm", "user_item_two_tower"])
@@ -112,14 +82,14 @@ def test_every_model_plans_and_only_for_the_tables_that_it_reads(data: str, tmp_
 
 def test_what_does_not_fit_is_told_before_torch(data: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=names("early_stop.metric model=two_tower mrr recall_at_20")):
-        load_config(TrainJob, _job(data, tmp_path, "trainer.early_stop.metric=ne"))
+        load_config(TrainJob, job_words(data, tmp_path, "trainer.early_stop.metric=ne"))
     for word, message in {
         "model.user_features=[user]": "model.user_features user_",
         "tables.item_id.compression.kind=hash": "tables.item_id",
     }.items():
         more = ["tables.item_id.compression.num_rows=20"] if "hash" in word else []
         with pytest.raises(ValueError, match=names(message)):
-            validate_job(load_config(TrainJob, _job(data, tmp_path, word, *more)), 1)
+            validate_job(load_config(TrainJob, job_words(data, tmp_path, word, *more)), 1)
 
 
 @pytest.mark.campaign
@@ -135,8 +105,8 @@ def test_bf16_compile_and_resume_work_with_every_model(
         f"experiment={experiment}", "hardware=cpu", "trainer.global_batch_size=512", "trainer.max_steps=20",
         "trainer.precision=bf16", "trainer.compile=true", f"data.path={path}", "checkpoint.save_every_steps=10",
     ]  # fmt: skip
-    whole = ranks.run(2, _train, [*words, f"run_dir={tmp_path}/whole"])[0]
-    ranks.run(2, _train, [*words, f"run_dir={tmp_path}/cut", "trainer.max_steps=10"])
-    cut = ranks.run(2, _train, [*words, f"run_dir={tmp_path}/cut"])[0]
+    whole = ranks.run(2, train_on_rank, [*words, f"run_dir={tmp_path}/whole"])[0]
+    ranks.run(2, train_on_rank, [*words, f"run_dir={tmp_path}/cut", "trainer.max_steps=10"])
+    cut = ranks.run(2, train_on_rank, [*words, f"run_dir={tmp_path}/cut"])[0]
     assert whole.validation["auc"] > 0.55
     assert stored_tensors(cut.checkpoint) == stored_tensors(whole.checkpoint)

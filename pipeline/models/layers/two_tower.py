@@ -38,8 +38,17 @@ class TwoTower(nn.Module):
         self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pooled = self.embedding_bag_collection(sparse_features)
-        users = self.user_tower(torch.cat([dense_features, self.user_columns(pooled)], dim=1))
-        return users, self.item_tower(self.item_columns(pooled))
+        return self.user_vectors(dense_features, pooled), self.item_vectors(dense_features, pooled)
+
+    def user_vectors(self, dense_features: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:
+        """[B, D], of the user's features alone: `pooled` may lack all others."""
+        vectors: torch.Tensor = self.user_tower(torch.cat([dense_features, self.user_columns(pooled)], dim=1))
+        return vectors
+
+    def item_vectors(self, dense_features: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:
+        """[B, D], of the item's features alone; dense features are the user's."""
+        vectors: torch.Tensor = self.item_tower(self.item_columns(pooled))
+        return vectors
 
 
 class Columns(nn.Module):

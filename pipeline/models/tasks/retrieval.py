@@ -46,7 +46,8 @@ class RetrievalTask(nn.Module):
     A candidate of the same item as the row's own is no negative, nor is one of a row of weight 0.
     """
 
-    no_export = "its two towers give vectors of users and items, and an artifact scores a row by one logit"
+    no_export = ""
+    exports = "towers"
 
     def __init__(self, config: TwoTowerConfig, tables: list[Table]) -> None:
         super().__init__()

@@ -37,7 +37,9 @@ class Task(Protocol):
     """What is registered as a "task": an nn.Module, made from the model's config and its tables.
 
     no_export: why its models cannot be exported; empty where they can, which takes outputs of one logit a row, or of the
-    targets' widths. One with `takes_targets = True` is made from the list of data.targets.Target besides, and learns labels
+    targets' widths. `exports = "towers"` says that its models give vectors of users and of items in the place of logits, by
+    user_vectors and item_vectors (models/layers/two_tower.py), with a config that names `user_features` and `item_features`,
+    and that items are retrieved by their dot product (serving/retrieval). One with `takes_targets = True` is made from the list of data.targets.Target besides, and learns labels
     of any kind and number; others learn one that is binary.
     """
 

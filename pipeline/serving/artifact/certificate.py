@@ -15,7 +15,7 @@ from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import Manifest
 from pipeline.serving.artifact.quantize import nearest, row_bytes
 from pipeline.serving.artifact.task_quality import Parity, Quality
-from pipeline.serving.scoring.predictor import load_parts
+from pipeline.serving.scoring.artifact_files import load_parts
 
 if TYPE_CHECKING:
     from pipeline.serving.artifact.reference import Reference

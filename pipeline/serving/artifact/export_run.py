@@ -3,7 +3,8 @@
 Tables in fp32, fp16, int8, int4 or int2, one by one too (tables.cat_3=fp16), or precision=auto for the smallest mix within
 ne_budget; rows left out by pruning.kind=untrained or frequency; layers in fp32, bf16 or int8 (dense=bf16), and compiled
 ahead of time (compiled=true). What it costs in quality is measured and stands in the artifact; past parity.max_ne_increase
-and the like nothing is written.
+and the like nothing is written. A two-tower becomes a user's program, an item's program, and its items' vectors with an index
+(retrieval.index=auto).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ExportSummary:
     sizes: dict[str, Any]
     already_exported: bool = False
     seconds: float = 0.0
-    parity: dict[str, dict[str, float]] = field(default_factory=dict)
+    parity: dict[str, dict[str, Any]] = field(default_factory=dict)
     best_by: str = ""  # the metric by which the step is the best of the run; empty where it was not chosen so
 
 
@@ -118,9 +119,10 @@ def _by_label(splits: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, An
 
 def describe(summary: ExportSummary) -> str:
     sizes, certificate = summary.sizes, summary.certificate
+    if "index" in certificate:
+        return _describe_retrieval(summary)
     ratio = sizes["tables_before"] / max(sizes["tables_after"], 1)
-    best = f" (best by {summary.best_by})" if summary.best_by else ""
-    lines = [f"step {summary.step}{best} of {summary.run} as an artifact, version {summary.version}"]
+    lines = [_title(summary)]
     lines.append(
         f"  {'precision':<11}{'tables':>12}{'NE':>12}{'AUC':>12}{'score, most':>13}{'mean':>11}   on validation"
     )
@@ -138,9 +140,38 @@ def describe(summary: ExportSummary) -> str:
         f"tables      {_size(sizes['tables_before'])} -> {_size(sizes['tables_after'])} ({ratio:.1f}x smaller); layers "
         f"{_size(sizes['layers_before'])} -> {_size(sizes['layers_after'])}, vocabularies {_size(sizes['vocabularies'])}"
     )
+    return "\n".join([*lines, *_ending(summary)])
+
+
+def _title(summary: ExportSummary) -> str:
+    best = f" (best by {summary.best_by})" if summary.best_by else ""
+    return f"step {summary.step}{best} of {summary.run} as an artifact, version {summary.version}"
+
+
+def _describe_retrieval(summary: ExportSummary) -> str:
+    sizes, index, lines = summary.sizes, summary.certificate["index"], [_title(summary)]
+    for split, about in summary.certificate["splits"].items():
+        numbers = ", ".join(
+            f"{name} {value:.5f} ({value - about['model'][name]:+.5f})" for name, value in about["artifact"].items()
+        )
+        lines.append(
+            f"{split:<12}{numbers} of {about['num_clicked']:,} clicks among {about['catalogue_items']:,} items"
+        )
+    lines.append(
+        f"index       {index['kind']} of {index['items']:,} items finds {index['recall']:.4f} of the {index['k']} best that exact search "
+        f"finds, for {index['queries']:,} users of validation"
+    )
+    lines.append(
+        f"tables      {_size(sizes['tables_before'])} -> {_size(sizes['tables_after'])}; layers "
+        f"{_size(sizes['layers_before'])} -> {_size(sizes['layers_after'])}, items {_size(sizes['items'])}"
+    )
+    return "\n".join([*lines, *_ending(summary)])
+
+
+def _ending(summary: ExportSummary) -> list[str]:
+    sizes, lines = summary.sizes, []
     if summary.already_exported:
         lines.append(f"already exported to {summary.artifact}: nothing to do")
     else:
         lines.append(f"written to  {summary.artifact} ({_size(sizes['artifact'])}) in {summary.seconds:.1f} s")
-    lines.append(f"next        python -m pipeline.serve artifact={summary.artifact}")
-    return "\n".join(lines)
+    return [*lines, f"next        python -m pipeline.serve artifact={summary.artifact}"]

@@ -9,8 +9,9 @@ from pipeline.config.serving import AUTO
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.certificate import check, costs, excesses, refusal
-from pipeline.serving.artifact.certification_sample import read_sample
+from pipeline.serving.artifact.certification_sample import Sample, read_sample
 from pipeline.serving.artifact.kept_rows import KeptRows
+from pipeline.serving.artifact.make_retrieval import make_retrieval
 from pipeline.serving.artifact.manifest import Manifest
 from pipeline.serving.artifact.package import (
     ArtifactFolder,
@@ -24,31 +25,27 @@ from pipeline.serving.artifact.package import (
     schema_of,
 )
 from pipeline.serving.artifact.precisions import choose_precisions
-from pipeline.serving.artifact.prune import rows_to_keep
+from pipeline.serving.artifact.prune import kept_alone, prune_tables
 from pipeline.serving.artifact.reference import Reference, make_reference
 from pipeline.serving.artifact.source import Source, lineage_of, settings_of
-from pipeline.serving.artifact.trained_model import TrainedModel
 
 logger = get_logger("pipeline.export")
 
 
 def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifest:
     """Write everything but the manifest. Raises ServingError where a limit of job.parity is passed."""
+    if source.has_towers:
+        return make_retrieval(job, source, at, _samples(job, source))
     trained, packed = source.trained, Packed()
     reference = _make_reference(job, source, at)
     precisions = choose_precisions(reference, job.precision, job.tables, job.ne_budget)
-    kept = _prune(job, trained)
+    kept = prune_tables(trained, job.pruning)
     pack_tables(packed, at, trained, precisions, kept)
     logger.info("layers     %s, by torch.export%s", job.dense, ", then AOTInductor" if job.compiled else "")
     pack_layers(packed, at, trained, job.dense, job.compiled)
     if trained.composed is not None:
         pack_composed(packed, at, trained.composed)
-    alone = {
-        table.feature_names[0]: rows
-        for table, rows in zip(trained.tables, kept, strict=True)
-        if rows is not None and len(table.feature_names) == 1
-    }
-    pack_vocabularies(packed, at, source.dataset, trained.keys, source.data_path, alone)
+    pack_vocabularies(packed, at, source.dataset, trained.keys, source.data_path, kept_alone(trained, kept))
     manifest = Manifest(
         lineage=lineage_of(job, source),
         schema=schema_of(source.dataset, trained.keys, source.job.data.columns, source.job.data.synthetic_multi_hot),
@@ -66,7 +63,8 @@ def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifes
     return _certified(job, reference, manifest, at, kept)
 
 
-def _make_reference(job: ExportJob, source: Source, at: ArtifactFolder) -> Reference:
+def _samples(job: ExportJob, source: Source) -> dict[str, Sample]:
+    """Raises ServingError where there is no row to certify by."""
     data, dataset = source.job.data, source.dataset
     splits = [name for name in job.parity.splits if dataset.splits[name].num_rows]
     if "validation" not in splits:
@@ -74,7 +72,7 @@ def _make_reference(job: ExportJob, source: Source, at: ArtifactFolder) -> Refer
             f"data set {dataset.name!r} has no validation rows to certify an artifact by: prepare it again with "
             "data.split.validation_fraction above 0"
         )
-    samples = {
+    return {
         split: read_sample(
             source.data_path,
             dataset,
@@ -86,6 +84,10 @@ def _make_reference(job: ExportJob, source: Source, at: ArtifactFolder) -> Refer
         )
         for split in splits
     }
+
+
+def _make_reference(job: ExportJob, source: Source, at: ArtifactFolder) -> Reference:
+    samples = _samples(job, source)
     reference = make_reference(source.trained, samples, at.scratch)
     for split, found in reference.qualities.items():
         rows = len(reference.scores[split])
@@ -93,23 +95,6 @@ def _make_reference(job: ExportJob, source: Source, at: ArtifactFolder) -> Refer
             name = f", {target.name}" if len(found) > 1 else ""
             logger.info("model      %s%s: NE %.5f, AUC %.5f on %s rows", split, name, each.ne, each.auc, f"{rows:,}")
     return reference
-
-
-def _prune(job: ExportJob, trained: TrainedModel) -> list[KeptRows | None]:
-    kept = rows_to_keep(trained.tensors, trained.stored, trained.tables, job.pruning)
-    if job.pruning.kind != "none":
-        before = sum(stored.rows for stored in trained.stored)
-        after = sum(
-            stored.rows if rows is None else rows.num_kept for stored, rows in zip(trained.stored, kept, strict=True)
-        )
-        logger.info(
-            "pruning    %s: %s of %s rows stay (%.1f %%)",
-            job.pruning.kind,
-            f"{after:,}",
-            f"{before:,}",
-            100 * after / before,
-        )
-    return kept
 
 
 def _certified(

@@ -10,6 +10,7 @@
   "dense": precision of the layers, and their files
   "lookups": how often each feature looks up, and which shares of that fall on its most frequent ids
   "tasks": labels by name, kind and width; absent where there is one that is binary
+  "retrieval": towers, items and their index; only of a two-tower, whose dense.pt2 gives users' vectors
   "sizes", "versions", "certificate", "settings"
   "files": name -> size_bytes and CRC-32 by block, as a checkpoint has them
 }
@@ -34,12 +35,15 @@ from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_mani
 from pipeline.serving.artifact.kept_rows import WORD_BITS
 from pipeline.serving.artifact.quantize import fits, row_bytes
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.artifact.retrieval_parts import ITEM_PROGRAM, ITEM_VALUES, ITEM_VECTORS, RetrievalParts
 from pipeline.serving.artifact.schema_problem import schema_problem
 from pipeline.serving.artifact.served_tasks import ServedTask
 
 FORMAT_VERSION = 1
 DENSE_FILE, COMPILED_FILE, COMPOSED_FILE = "dense.pt2", "dense.compiled.pt2", "composed.bin"
-FILE_NAME = re.compile(r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|composed\.bin")
+FILE_NAME = re.compile(
+    r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|composed\.bin|item\.pt2|items\.(vectors|arrow|index)"
+)
 UNFINISHED = ".export-"  # what the folders begin with that exports write in
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_DIM, MAX_ROWS, MAX_TABLES = 1 << 16, 1 << 40, 1 << 16
@@ -84,6 +88,7 @@ class Manifest:
     certificate: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     tasks: list[ServedTask] = field(default_factory=list)  # none: one binary label
+    retrieval: RetrievalParts | None = None
     format_version: int = FORMAT_VERSION
 
     @cached_property
@@ -93,6 +98,8 @@ class Manifest:
         content = {key: about[key] for key in ("files", "schema", "tables", "features", "dense", "vocabularies", "format_version")}  # fmt: skip
         if self.tasks:
             content["tasks"] = about["tasks"]
+        if self.retrieval is not None:
+            content["retrieval"] = about["retrieval"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -109,10 +116,11 @@ class Manifest:
 
     def _values(self) -> dict[str, Any]:
         """As the file has them. A feature without boundaries, or no sequence, is written as earlier releases wrote it, so its hash stays; so
-        is an artifact without tasks."""
+        is an artifact without tasks, or without retrieval."""
         values = asdict(self)
-        if not self.tasks:
-            del values["tasks"]
+        for key in ("tasks", "retrieval"):
+            if not values[key]:
+                del values[key]
         for feature in values["schema"]["features"]:
             for key in ("boundaries", "sequence"):
                 if feature[key] is None:
@@ -159,6 +167,7 @@ def _decode(values: dict[str, Any]) -> Manifest:
         "tables": [TableFiles(**table) for table in values["tables"]],
         "features": [(str(name), int(table)) for name, table in values["features"]],
         "tasks": [ServedTask(**task) for task in values.get("tasks", [])],
+        "retrieval": RetrievalParts(**values["retrieval"]) if "retrieval" in values else None,
     }
     rest = {key: value for key, value in values.items() if key not in ("version", *parts)}
     return Manifest(**rest, **parts)
@@ -197,6 +206,22 @@ def _problem(manifest: Manifest) -> str:
         return f"layers of {manifest.dense['precision']} in {sorted(manifest.files)[:3]}"
     if lacking := [feature.name for feature in manifest.schema.features if feature.hash_size is None and manifest.vocabularies.get(feature.name) not in manifest.files]:  # fmt: skip
         return f"feature {lacking[0]!r} has no vocabulary"
+    return "" if manifest.retrieval is None else _retrieval_problem(manifest, manifest.retrieval)
+
+
+def _retrieval_problem(manifest: Manifest, parts: RetrievalParts) -> str:
+    known = {feature.name for feature in manifest.schema.features}
+    towers = [*parts.user_features, *parts.item_features]
+    if set(towers) != known or parts.item_feature not in parts.item_features:
+        return f"its towers read {sorted(towers)[:3]}, and its features are {sorted(known)[:3]}"
+    if manifest.tasks:
+        return "it scores labels and retrieves items"
+    if not (0 < parts.dim <= MAX_DIM and 0 < parts.num_items <= MAX_ROWS and 0 < parts.search <= MAX_ROWS):
+        return f"it has {parts.num_items} items of {parts.dim} columns"
+    if _size(manifest, ITEM_VECTORS) != 4 * parts.dim * parts.num_items:
+        return f"the file of its items' vectors has {_size(manifest, ITEM_VECTORS)} bytes"
+    if lacking := [name for name in (ITEM_PROGRAM, ITEM_VALUES) if name not in manifest.files]:
+        return f"it has no {lacking[0]}"
     return ""
 
 

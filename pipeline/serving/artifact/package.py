@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torch.export import ExportedProgram
 
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.config.data import ColumnsConfig
@@ -82,8 +83,9 @@ class Packed:
             "tables_before": trained.table_bytes,
             "tables_after": total("tables/"),
             "layers_before": trained.layer_bytes,
-            "layers_after": total("dense.pt2"),
+            "layers_after": total("dense.pt2") + total("item.pt2"),
             "vocabularies": total("vocabulary/"),
+            **({"items": total("items.")} if "items.vectors" in self.files else {}),
             "artifact": total(""),
         }
 
@@ -132,18 +134,22 @@ def pack_vocabularies(
             packed.vocabularies[feature.name] = name = f"vocabulary/{len(packed.vocabularies):05d}.arrow"
             rows = kept.get(feature.name)
             table = index_values(
-                read_values(_vocabulary_path(feature, data_path)), None if rows is None else rows.contains
+                read_values(vocabulary_path(feature, data_path)), None if rows is None else rows.contains
             )
-            with ChecksummedWriter(os.path.join(attempt.path, name)) as writer:
-                options = pa.ipc.IpcWriteOptions(compression="lz4")
-                with pa.ipc.new_file(pa.PythonFile(writer, mode="w"), table.schema, options=options) as file:
-                    file.write_table(table)
-                writer.close()
-                packed.files[name] = writer.entry()
+            pack_arrow(packed, attempt, table, name)
             bar.advance(feature.cardinality)
 
 
-def _vocabulary_path(feature: SparseFeature, data_path: str) -> str:
+def pack_arrow(packed: Packed, attempt: ArtifactFolder, table: pa.Table, name: str) -> None:
+    with ChecksummedWriter(os.path.join(attempt.path, name)) as writer:
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        with pa.ipc.new_file(pa.PythonFile(writer, mode="w"), table.schema, options=options) as file:
+            file.write_table(table)
+        writer.close()
+        packed.files[name] = writer.entry()
+
+
+def vocabulary_path(feature: SparseFeature, data_path: str) -> str:
     path = storage.join(data_path, feature.vocabulary or "")
     if feature.vocabulary is None or not storage.is_file(path):
         raise ServingError(
@@ -157,13 +163,29 @@ def pack_layers(packed: Packed, attempt: ArtifactFolder, trained: TrainedModel, 
     program = export_layers(
         trained.model, precision, trained.num_dense, sum(trained.model_dims), width_of(trained.tasks)
     )
-    packed.files[DENSE_FILE] = write_bytes(os.path.join(attempt.path, DENSE_FILE), program_bytes(program))
+    pack_program(packed, attempt, program, DENSE_FILE)
     packed.dense = {"precision": precision, "compiled": compiled}
     if compiled:
-        staged = os.path.join(attempt.scratch, COMPILED_FILE)
-        compile_layers(program, staged)
-        with open(staged, "rb") as file:
-            packed.files[COMPILED_FILE] = write_bytes(os.path.join(attempt.path, COMPILED_FILE), file.read())
+        pack_compiled(packed, attempt, program)
+
+
+def pack_program(packed: Packed, attempt: ArtifactFolder, program: ExportedProgram, name: str) -> None:
+    packed.files[name] = write_bytes(os.path.join(attempt.path, name), program_bytes(program))
+
+
+def pack_compiled(packed: Packed, attempt: ArtifactFolder, program: ExportedProgram) -> None:
+    staged = os.path.join(attempt.scratch, COMPILED_FILE)
+    compile_layers(program, staged)
+    pack_staged(packed, attempt, staged, COMPILED_FILE)
+
+
+def pack_staged(packed: Packed, attempt: ArtifactFolder, staged: str, name: str) -> None:
+    """A file that others wrote, in blocks."""
+    with open(staged, "rb") as file, ChecksummedWriter(os.path.join(attempt.path, name)) as writer:
+        while block := file.read(1 << 24):
+            writer.write(block)
+        writer.close()
+        packed.files[name] = writer.entry()
 
 
 def schema_of(dataset: Dataset, keys: list[str], columns: ColumnsConfig, multi_hot: dict[str, int]) -> RawSchema:

@@ -7,6 +7,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.quantize import nearest, row_bytes
 from pipeline.serving.artifact.reference import Reference
 from pipeline.serving.artifact.sensitivity import find_mix
+from pipeline.serving.artifact.trained_model import TrainedModel
 
 logger = get_logger(__name__)
 MAX_NAMED = 8
@@ -18,18 +19,31 @@ def choose_precisions(reference: Reference, precision: str, tables: dict[str, st
     Raises:
         ServingError: a table has no such rows.
     """
-    trained = reference.trained
+    if precision != AUTO:
+        return given_precisions(reference.trained, precision, tables)
+    return _said(find_mix(reference, _fixed(reference.trained, tables), ne_budget))
+
+
+def given_precisions(trained: TrainedModel, precision: str, tables: dict[str, str]) -> list[str]:
+    """As choose_precisions, of one that is not auto."""
+    fixed = _fixed(trained, tables)
+    found = [fixed.get(table.name) or nearest(table.embedding_dim, precision) for table in trained.tables]
+    _log_larger_precisions([table.name for table in trained.tables], found, fixed, precision)
+    return _said(found)
+
+
+def _fixed(trained: TrainedModel, tables: dict[str, str]) -> dict[str, str]:
+    """Table -> what it has by its name. Raises ServingError where it has no such rows."""
     fixed = {}
     for table in trained.tables:
         asked = tables.get(table.name) or tables.get(table.config_name)
         if asked is not None:
-            row_bytes(table.embedding_dim, asked)  # raises where there are no such rows
+            row_bytes(table.embedding_dim, asked)
             fixed[table.name] = asked
-    if precision == AUTO:
-        found = find_mix(reference, fixed, ne_budget)
-    else:
-        found = [fixed.get(table.name) or nearest(table.embedding_dim, precision) for table in trained.tables]
-        _log_larger_precisions([table.name for table in trained.tables], found, fixed, precision)
+    return fixed
+
+
+def _said(found: list[str]) -> list[str]:
     counts = {name: found.count(name) for name in PRECISIONS if name in found}
     logger.info("precision  %s", ", ".join(f"{count} table(s) {name}" for name, count in counts.items()))
     return found

@@ -15,13 +15,38 @@ from pipeline.config.serving import PruningConfig
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ServingError
+from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
 from pipeline.serving.artifact.table_files import block_rows
+from pipeline.serving.artifact.trained_model import TrainedModel
 
 # What grows with each time that a row is trained, in the order in which it is looked for: (row-wise) Adagrad of FBGEMM,
 # Adagrad and Adam of torch, Adam of FBGEMM.
 STATES = ("sum", "exp_avg_sq", "momentum2", "momentum1")
 BUCKETS = 1 << 16
+logger = get_logger("pipeline.export")
+
+
+def prune_tables(trained: TrainedModel, config: PruningConfig) -> list[KeptRows | None]:
+    """rows_to_keep of a step's tables; the log says how many."""
+    kept = rows_to_keep(trained.tensors, trained.stored, trained.tables, config)
+    if config.kind != "none":
+        before = sum(stored.rows for stored in trained.stored)
+        after = sum(
+            stored.rows if rows is None else rows.num_kept for stored, rows in zip(trained.stored, kept, strict=True)
+        )
+        share = 100 * after / before
+        logger.info("pruning    %s: %s of %s rows stay (%.1f %%)", config.kind, f"{after:,}", f"{before:,}", share)
+    return kept
+
+
+def kept_alone(trained: TrainedModel, kept: Sequence[KeptRows | None]) -> dict[str, KeptRows]:
+    """Feature -> the rows that stay, of features with a table of their own that was pruned."""
+    return {
+        table.feature_names[0]: rows
+        for table, rows in zip(trained.tables, kept, strict=True)
+        if rows is not None and len(table.feature_names) == 1
+    }
 
 
 def rows_to_keep(

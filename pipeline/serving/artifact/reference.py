@@ -63,13 +63,7 @@ class Reference:
 
 def make_reference(trained: TrainedModel, samples: dict[str, Sample], scratch: str) -> Reference:
     """Reads what the samples look up into `scratch`, and scores them."""
-    used = used_rows(samples.values(), trained.features, [stored.rows for stored in trained.stored])
-    tables = []
-    for number, (table, stored, rows) in enumerate(zip(trained.tables, trained.stored, used, strict=True)):
-        path = os.path.join(scratch, f"{number:05d}.fp32")
-        _, num_rows = write_rows(path, checkpoint_rows(trained.tensors, stored, rows), "fp32")
-        tables.append(ServedTable(table.name, stored.rows, num_rows, stored.dim, "fp32", table.pooling, path, rows))
-    lookup = MappedLookup(tables, trained.features)
+    lookup = fp32_lookup(trained, samples, scratch)
     program = trained.program()
     scores = {
         split: sample.score(program, lambda batch: lookup.pooled(batch.values, batch.offsets))
@@ -77,6 +71,17 @@ def make_reference(trained: TrainedModel, samples: dict[str, Sample], scratch: s
     }
     measured = {split: qualities(sample.labels, scores[split]) for split, sample in samples.items()}
     return Reference(trained, samples, lookup, scores, measured, scratch)
+
+
+def fp32_lookup(trained: TrainedModel, samples: dict[str, Sample], scratch: str) -> MappedLookup:
+    """The rows as they were trained that the samples look up, in files of `scratch`."""
+    used = used_rows(samples.values(), trained.features, [stored.rows for stored in trained.stored])
+    tables = []
+    for number, (table, stored, rows) in enumerate(zip(trained.tables, trained.stored, used, strict=True)):
+        path = os.path.join(scratch, f"{number:05d}.fp32")
+        _, num_rows = write_rows(path, checkpoint_rows(trained.tensors, stored, rows), "fp32")
+        tables.append(ServedTable(table.name, stored.rows, num_rows, stored.dim, "fp32", table.pooling, path, rows))
+    return MappedLookup(tables, trained.features)
 
 
 class _quantized:

@@ -13,6 +13,7 @@ from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.vocabularies import trained_dataset
 from pipeline.config.jobs import ExportJob, TrainJob
 from pipeline.config.registry import find
+from pipeline.config.serving import RetrievalConfig
 from pipeline.data.dataset import Dataset
 from pipeline.models.build import build_model
 from pipeline.planner.resolved_job import resolve_job
@@ -38,6 +39,11 @@ class Source:
     dataset: Dataset
     data_path: str
     best_by: str = ""
+
+    @property
+    def has_towers(self) -> bool:
+        """Whether its model gives vectors of users and of items, in the place of logits."""
+        return getattr(find("task", self.job.model.task), "exports", "logits") == "towers"
 
 
 def open_source(job: ExportJob) -> Source:
@@ -73,6 +79,8 @@ def open_source(job: ExportJob) -> Source:
 def settings_of(job: ExportJob) -> dict[str, Any]:
     """What of a job decides on the artifact's bytes."""
     settings = {key: value for key, value in asdict(job).items() if key not in (*NO_SETTINGS, "sign_key")}
+    if job.retrieval == RetrievalConfig():  # as artifacts of earlier releases have their settings
+        del settings["retrieval"]
     return settings | ({"signed": True} if job.sign_key is not None else {})
 
 

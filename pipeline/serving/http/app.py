@@ -1,6 +1,6 @@
-"""Route HTTP requests: scores, errors as JSON, /health and /metrics.
+"""Route HTTP requests: scores, items, errors as JSON, /health and /metrics.
 
-POST /score    GET /health, /health/live, /health/ready    GET /metrics    GET /openapi.json, /docs
+POST /score, or of a two-tower /retrieve    GET /health, /health/live, /health/ready    GET /metrics    GET /openapi.json, /docs
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.http.openapi import openapi_page
 from pipeline.serving.http.request_body import read_body
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, BadRequest
-from pipeline.serving.http.switching import ModelSlot, ServedModel
-from pipeline.serving.scoring.column_lists import Rows
+from pipeline.serving.http.retrieve import retrieved
+from pipeline.serving.http.switching import RETRIEVE, SCORE, ModelSlot, ServedModel
+from pipeline.serving.retrieval.queries import Asked
 from pipeline.serving.scoring.load import cache_counts
 from pipeline.serving.scoring.scorer import Scorer, has_scores, score_columns
 
@@ -48,7 +49,7 @@ class ScoringApp:
         self.draining = False
         self._tables = ("", 0, 0)  # key of the artifact, lookups and hits that are counted already
         routes = [
-            Route("/score", self.score, methods=["POST"]),
+            *(Route(path, self.score, methods=["POST"]) for path in (SCORE, RETRIEVE)),
             Route("/health", self.health),
             Route("/health/live", self.live),
             Route("/health/ready", self.ready),
@@ -67,8 +68,12 @@ class ScoringApp:
             body = await read_body(request, self._limits)
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             with self._slot.hold() as model:
+                if request.url.path != model.path:
+                    return _problem(404, f"artifact {model.scorer.version} is asked by {model.path}; /docs says how")
                 rows = await _decode(model, body, kind)
                 scored = await model.batcher.score(rows)
+            if model.retrieves:
+                return self._retrieved(model, scored)
             return _answer(model.scorer, scored, _wanted(request, kind))
         except BadRequest as error:
             # What is left of the body is not read: the connection cannot be used again.
@@ -78,6 +83,13 @@ class ScoringApp:
             return _problem(503, str(error), {"Retry-After": str(error.retry_after_s)})
         except ValueError as error:  # the scorer's own look at the rows
             return _problem(422, " ".join(str(error).split())[:500])
+
+    def _retrieved(self, model: ServedModel, scored: Scores) -> Response:
+        if len(scored.refused) == len(scored.scores) > 0:
+            return _all_refused(scored, "no row can be asked for")
+        answer, num_items = retrieved(model.scorer, scored)
+        self._metrics.retrieved_items.inc(num_items)
+        return answer
 
     async def health(self, request: Request) -> Response:
         ready = self._is_ready()
@@ -123,7 +135,7 @@ class ScoringApp:
         return _problem(error.status_code, error.detail, dict(error.headers or {}))
 
 
-async def _decode(model: ServedModel, body: bytes, kind: str) -> Rows:
+async def _decode(model: ServedModel, body: bytes, kind: str) -> Asked:
     if len(body) <= INLINE_BYTES:
         return model.reader.read(body, kind)
     return await asyncio.to_thread(model.reader.read, body, kind)
@@ -137,8 +149,7 @@ def _wanted(request: Request, kind: str) -> str:
 
 def _answer(scorer: Scorer, scored: Scores, kind: str) -> Response:
     if len(scored.refused) == len(scored.scores) > 0:
-        bad = [row.as_dict() for row in scored.refused]
-        return _problem(422, f"no row can be scored; the first: {bad[0]['reason']}", None, bad_rows=bad)
+        return _all_refused(scored, "no row can be scored")
     headers = {"X-Artifact-Version": scorer.version}
     is_bad, names = ~has_scores(scored.scores), score_columns(scorer.tasks)
     scores = scored.scores.reshape(len(scored.scores), len(names))
@@ -161,6 +172,11 @@ def _answer(scorer: Scorer, scored: Scores, kind: str) -> Response:
     bad_rows = [row.as_dict() for row in scored.refused]
     body = {"artifact": scorer.version, "scores": by_name or values[0], "bad_rows": bad_rows}
     return Response(msgspec.json.encode(body), headers=headers, media_type=JSON_TYPE)
+
+
+def _all_refused(scored: Scores, what: str) -> Response:
+    bad = [row.as_dict() for row in scored.refused]
+    return _problem(422, f"{what}; the first: {bad[0]['reason']}", None, bad_rows=bad)
 
 
 def _problem(status: int, message: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
@@ -196,7 +212,7 @@ class _Watched:
         try:
             if problem := self._host_problem(scope):
                 await _problem(400, problem)(scope, receive, note)
-            elif scope["path"] == "/score" and scope["method"] == "POST":
+            elif scope["path"] in (SCORE, RETRIEVE) and scope["method"] == "POST":
                 # Past middleware and routes, which would cost as much as all else here.
                 response = await self._score(Request(scope, receive))
                 await response(scope, receive, note)

@@ -19,7 +19,7 @@ import numpy as np
 from pipeline.config.server import BatchingConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.metrics import ServerMetrics
-from pipeline.serving.scoring.column_lists import Rows, concat_rows
+from pipeline.serving.retrieval.queries import Asked, concat_asked
 from pipeline.serving.scoring.score_parts import add_counts
 from pipeline.serving.scoring.scorer import RefusedRow, Scorer, refused_rows
 
@@ -38,7 +38,7 @@ class Overloaded(Exception):
 
 @dataclass(frozen=True)
 class Scores:
-    """`scores` float32 [num_rows], or [num_rows, tasks], NaN for `refused` rows."""
+    """`scores` float32 [num_rows], or [num_rows, tasks], NaN for `refused` rows; of queries objects, None for those."""
 
     scores: np.ndarray
     refused: list[RefusedRow]
@@ -46,7 +46,7 @@ class Scores:
 
 @dataclass
 class _Item:
-    rows: Rows
+    rows: Asked
     answer: asyncio.Future[Scores]
     arrived: float = field(default_factory=lambda: time.monotonic())  # looked up anew: tests set the clock
 
@@ -66,7 +66,7 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
         self._task = asyncio.create_task(self._run())
 
-    async def score(self, rows: Rows) -> Scores:
+    async def score(self, rows: Asked) -> Scores:
         """Raises Overloaded, or what the scorer raises for these rows alone."""
         if not rows.num_rows:
             return Scores(np.zeros(0, np.float32), [])
@@ -150,7 +150,7 @@ class Batcher:
     async def _answer(self, batch: list[_Item]) -> None:
         self._rows_under_way = sum(item.rows.num_rows for item in batch)
         try:
-            scored = await self._score(concat_rows([item.rows for item in batch]))
+            scored = await self._score(concat_asked([item.rows for item in batch]))
         except Exception as error:
             if len(batch) == 1:
                 _fail(batch[0], error)
@@ -171,7 +171,7 @@ class Batcher:
                 item.answer.set_result(Scores(scored.scores[begin:end], of_item))
             begin = end
 
-    async def _score(self, rows: Rows) -> Scores:
+    async def _score(self, rows: Asked) -> Scores:
         def work() -> tuple[Scores, float, Mapping[str, Sequence[int]]]:
             started = time.monotonic()
             scored = self._scorer.score(rows)

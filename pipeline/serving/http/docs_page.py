@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.config.server import LimitsConfig
 from pipeline.serving.http.openapi import openapi_page
-from pipeline.serving.scoring.scorer import Scorer
+from pipeline.serving.scoring.scorer import Scorer, retrieves
 
 STYLE = "body{font:16px/1.5 sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem}pre{background:#eee;padding:.6rem;overflow:auto}td,th{text-align:left;padding:.1rem .8rem .1rem 0}"
 
@@ -17,7 +17,11 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
     """`address` is what the reader's own request went to."""
     page = openapi_page(scorer, limits)
     row = example_row(scorer)
-    command = f"curl -H 'Content-Type: application/json' {address}/score -d '{json.dumps({'rows': [row]})}'"
+    path, title = ("/retrieve", "Items") if retrieves(scorer) else ("/score", "Scores")
+    body: dict[str, Any] = (
+        {"rows": [row], "k": min(10, limits.k), "excluded": ["a"]} if retrieves(scorer) else {"rows": [row]}
+    )
+    command = f"curl -H 'Content-Type: application/json' {address}{path} -d '{json.dumps(body)}'"
     columns = scorer.columns
     kinds = [
         *((name, "number") for name in columns.dense),
@@ -25,7 +29,7 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
     ]
     kinds += [(name, "list of text or whole numbers") for name in columns.lists]
     parts = [
-        f"<h1>Scores</h1><p>Artifact {html.escape(scorer.version)}. <a href=openapi.json>openapi.json</a> says the same to machines.</p>",
+        f"<h1>{title}</h1><p>Artifact {html.escape(scorer.version)}. <a href=openapi.json>openapi.json</a> says the same to machines.</p>",
         f"<pre>{html.escape(command)}</pre>",
         f"<p>At most {limits.rows:,} rows and {limits.body_bytes:,} bytes a request. A column may be null, or left out.</p>",
         *(
@@ -37,7 +41,7 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
         *(f"<tr><td>{html.escape(name)}<td>{kind}" for name, kind in kinds),
         "</table>",
     ]
-    return f"<!doctype html><meta charset=utf-8><title>Scores</title><style>{STYLE}</style>{''.join(parts)}"
+    return f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>{''.join(parts)}"
 
 
 def example_row(scorer: Scorer) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class ServerMetrics:
         )
         self.switches = counter("artifact_switches", "Changes to another artifact")
         self.refusals = counter("artifact_refusals", "Artifacts that could not be loaded: the one before goes on")
+        self.items = Gauge(f"{PREFIX}_items", "Items that /retrieve finds among", registry=registry)
+        self.retrieved_items = counter("retrieved_items", "Items in the answers of /retrieve")
         self.table_lookups = counter("table_lookups", "Rows of tables on SSD that were asked for")
         self.table_hits = counter("table_cache_hits", "Those of them that were in memory")
         self.cache_bytes = Gauge(

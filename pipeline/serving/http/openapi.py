@@ -7,7 +7,8 @@ from typing import Any
 from pipeline import __version__
 from pipeline.config.server import LimitsConfig
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE
-from pipeline.serving.scoring.scorer import Scorer
+from pipeline.serving.http.retrieve import USUAL_K
+from pipeline.serving.scoring.scorer import Scorer, retrieves
 
 ERRORS = {
     "400": "The body, or the request, is not what its Content-Type says",
@@ -20,7 +21,54 @@ ERRORS = {
 
 
 def openapi_page(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
-    score = {
+    path, operation, title = ("/retrieve", _retrieve, "Items") if retrieves(scorer) else ("/score", _score, "Scores")
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": __version__, "description": f"Artifact {scorer.version}"},
+        "paths": {
+            path: {"post": operation(scorer, limits)},
+            "/health": {"get": _plain("Which artifact serves, and whether requests are taken", JSON_TYPE, "503")},
+            "/health/live": {"get": _plain("Whether the process answers at all", JSON_TYPE)},
+            "/health/ready": {"get": _plain("Whether requests are taken", JSON_TYPE, "503")},
+            "/metrics": {"get": _plain("Counts for Prometheus", "text/plain")},
+        },
+    }
+
+
+def _retrieve(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
+    ids = {"type": ["array", "null"], "items": {"type": ["string", "integer"]}, "maxItems": limits.filter_ids}
+    body = _body(scorer, limits)
+    body["properties"] |= {
+        "k": {"type": "integer", "minimum": 1, "maximum": limits.k, "default": min(USUAL_K, limits.k)},
+        "allowed": {**ids, "description": "Only these items; null: all"},
+        "excluded": {**ids, "description": "None of these items"},
+    }
+    lists = {name: {"type": ["array", "null"], "items": {"type": kind}} for name, kind in (("items", "string"), ("scores", "number"))}  # fmt: skip
+    answer = {
+        "type": "object",
+        "properties": {
+            "artifact": {"type": "string"},
+            **{name: {"type": "array", "items": each} for name, each in lists.items()},
+            "bad_rows": _bad_rows(),
+        },
+        "required": ["artifact", "items", "scores", "bad_rows"],
+    }
+    return {
+        "summary": "Find the items with the highest scores for raw rows of users",
+        "operationId": "retrieve",
+        "requestBody": {"required": True, "content": {JSON_TYPE: {"schema": body}}},
+        "responses": {
+            "200": {
+                "description": "For each row items and their scores, the best first, at most k; null for one in bad_rows",
+                "content": {JSON_TYPE: {"schema": answer}},
+            },
+            **{status: _error(about) for status, about in ERRORS.items()},
+        },
+    }
+
+
+def _score(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
+    return {
         "summary": "Score raw rows",
         "operationId": "score",
         "requestBody": {
@@ -33,17 +81,6 @@ def openapi_page(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
                 "content": {JSON_TYPE: {"schema": _answer(scorer)}, ARROW_TYPE: {"schema": _binary()}},
             },
             **{status: _error(about) for status, about in ERRORS.items()},
-        },
-    }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Scores", "version": __version__, "description": f"Artifact {scorer.version}"},
-        "paths": {
-            "/score": {"post": score},
-            "/health": {"get": _plain("Which artifact serves, and whether requests are taken", JSON_TYPE, "503")},
-            "/health/live": {"get": _plain("Whether the process answers at all", JSON_TYPE)},
-            "/health/ready": {"get": _plain("Whether requests are taken", JSON_TYPE, "503")},
-            "/metrics": {"get": _plain("Counts for Prometheus", "text/plain")},
         },
     }
 

@@ -34,9 +34,11 @@ class BadRequest(Exception):
 class RequestReader:
     """Of one artifact's columns. Safe from several threads."""
 
-    def __init__(self, columns: ColumnsConfig, limits: LimitsConfig) -> None:
+    def __init__(self, columns: ColumnsConfig, limits: LimitsConfig, more: Sequence[tuple[str, Any, Any]] = ()) -> None:
+        """more: what a body may have beside its rows: name, type, default."""
         self.columns, self.schema, self._limits = columns, schema_of(columns), limits
-        self._decoder = msgspec.json.Decoder(_body_type(columns, limits))
+        self._decoder = msgspec.json.Decoder(_body_type(columns, limits, more))
+        self._names = [*self.schema.names, *(name for name, *_ in more)]
         self._readers = [_reader_of(field.type) for field in self.schema]
 
     def read(self, body: bytes, content_type: str) -> Rows:
@@ -49,12 +51,19 @@ class RequestReader:
         raise BadRequest(415, f"{found} is not read: send {JSON_TYPE} or {ARROW_TYPE}")
 
     def read_json(self, body: bytes) -> ColumnLists:
+        return self.lists_of(self.decode(body).rows)
+
+    def decode(self, body: bytes) -> Any:
+        """A struct with `rows` and what else a body may have. Raises BadRequest."""
         try:
-            rows = self._decoder.decode(body).rows
+            return self._decoder.decode(body)
         except msgspec.ValidationError as error:
             raise BadRequest(422, f"{_plain(error)}{self._near_column(str(error))}{_limit_in(str(error))}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(400, f"the body is not JSON: {_plain(error)}") from None
+
+    def lists_of(self, rows: Sequence[Any]) -> ColumnLists:
+        """Raises BadRequest."""
         values = list(zip(*map(msgspec.structs.astuple, rows), strict=True)) if rows else [()] * len(self.schema)
         try:
             columns = [read(column) for read, column in zip(self._readers, values, strict=True)]
@@ -65,7 +74,7 @@ class RequestReader:
     def _near_column(self, message: str) -> str:
         """A hint for `Object contains unknown field `cat_O``."""
         unknown = message.partition("unknown field `")[2].partition("`")[0]
-        return did_you_mean(unknown, self.schema.names) if unknown else ""
+        return did_you_mean(unknown, self._names) if unknown else ""
 
     def read_arrow(self, body: bytes) -> pa.Table:
         try:
@@ -114,7 +123,7 @@ class RequestReader:
                 )
 
 
-def _body_type(columns: ColumnsConfig, limits: LimitsConfig) -> Any:
+def _body_type(columns: ColumnsConfig, limits: LimitsConfig, more: Sequence[tuple[str, Any, Any]]) -> Any:
     """A struct that has a field for each column: msgspec then says at which row and column something is wrong."""
     text = str | int | None
     listed = Annotated[list[str | int], msgspec.Meta(max_length=limits.values_per_cell)] | None
@@ -128,7 +137,7 @@ def _body_type(columns: ColumnsConfig, limits: LimitsConfig) -> Any:
         gc=False,
     )
     rows = Annotated[list[row], msgspec.Meta(max_length=limits.rows)]  # type: ignore[valid-type]
-    return msgspec.defstruct("Body", [("rows", rows)], forbid_unknown_fields=True)
+    return msgspec.defstruct("Body", [("rows", rows), *more], forbid_unknown_fields=True)
 
 
 def _reader_of(kind: pa.DataType) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -204,8 +213,12 @@ def _table_at(data: bytes, table: int, number: int) -> int:
 
 def _limit_in(message: str) -> str:
     """The key of the limit in `Expected `array` of length <= 4096 - at `$.rows``."""
+    if message.endswith("`$.k`") and "<=" in message:
+        return " (limits.k)"
     if "of length <=" not in message:
         return ""
+    if message.endswith(("`$.allowed`", "`$.excluded`")):
+        return " (limits.filter_ids)"
     return " (limits.rows)" if message.endswith("`$.rows`") else " (limits.values_per_cell)"
 
 

@@ -21,9 +21,11 @@ from pipeline.runtime.masking import mask
 from pipeline.serving.http.batching import Batcher
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.http.request_rows import RequestReader
+from pipeline.serving.http.retrieve import RetrieveReader
 from pipeline.serving.scoring.load import FoundArtifact
-from pipeline.serving.scoring.scorer import Scorer
+from pipeline.serving.scoring.scorer import Scorer, retrieves
 
+SCORE, RETRIEVE = "/score", "/retrieve"
 RETRY_S = 30.0  # what failed for want of memory, or of a disk, may come right
 logger = get_logger(__name__)
 
@@ -35,7 +37,9 @@ class ServedModel:
         self, scorer: Scorer, key: str, batching: BatchingConfig, limits: LimitsConfig, metrics: ServerMetrics
     ):
         self.scorer, self.key = scorer, key
-        self.reader = RequestReader(scorer.columns, limits)
+        self.retrieves = retrieves(scorer)
+        self.path = RETRIEVE if self.retrieves else SCORE
+        self.reader: RequestReader = (RetrieveReader if self.retrieves else RequestReader)(scorer.columns, limits)
         self.batcher = Batcher(scorer, batching, metrics)
         self.num_held = 0
         self.released = asyncio.Event()
@@ -44,7 +48,10 @@ class ServedModel:
 
 def try_out(scorer: Scorer) -> None:
     """Score a row with nothing in it, as a first request would be. Raises ServingError where that gives no probability, or
-    of a label that is not binary no number."""
+    of a label that is not binary no number; of a retriever, where nothing is found."""
+    if retrieves(scorer):
+        scorer.try_out()  # type: ignore[attr-defined]
+        return
     schema = RequestReader(scorer.columns, LimitsConfig()).schema
     scored = scorer.score(pa.table([pa.nulls(2, field.type) for field in schema], schema=schema))
     scores = scored.scores.reshape(len(scored.scores), -1)
@@ -139,6 +146,7 @@ class ModelSlot:
             self._metrics.artifact.remove(before.scorer.version)
         self._metrics.artifact.labels(scorer.version).set(1)
         self._metrics.artifact_loaded.set_to_current_time()
+        self._metrics.items.set(len(scorer.items) if retrieves(scorer) else 0)  # type: ignore[attr-defined]
 
     def _warn_once(self, text: str) -> None:
         if text != self._said:

@@ -1,5 +1,7 @@
 """Score raw rows with an exported artifact:  python -m pipeline.predict artifact=artifacts/quickstart source=rows.parquet output=scores.parquet
 
+With a two-tower's artifact, find the best items of each row (retrieve.k=100), or give its vector (retrieve.vectors=true).
+
 A killed run goes on where it was when the same command is given again.
 """
 
@@ -66,7 +68,7 @@ def predict(
     sources = find_sources(job.source)
     if load is None:
         path = find(job.artifact).path
-        scorer = load_artifact(path, job.memory, job.ssd, job.threads, job.compiled)
+        scorer = load_artifact(path, job.memory, job.ssd, job.threads, job.compiled, job)
     else:
         scorer = load(job)
     subject = _subject(job, scorer, sources)
@@ -112,6 +114,8 @@ def _subject(job: PredictJob, scorer: Scorer, sources: list[Source]) -> dict[str
         "id_columns": list(job.id_columns),
         "batch_rows": job.batch_rows,  # a product of matrices may round by its number of rows
     }
+    if hasattr(scorer, "output"):
+        subject["retrieve"] = asdict(job.retrieve)
     return dict(json.loads(json.dumps(subject)))
 
 
@@ -142,15 +146,16 @@ def _take_over(staged: StagedScores) -> StagedScores:
 
 
 def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: StagedScores) -> dict[str, Any]:
+    from pipeline.serving.scoring.outputs import output_of
     from pipeline.serving.scoring.raw_files import layout_of_file
     from pipeline.serving.scoring.score_files import FILE, ROW, open_sources, output_schema, score_source
     from pipeline.serving.scoring.score_parts import write_output
-    from pipeline.serving.scoring.scorer import score_columns
 
     kind = staged.progress.subject["format"]
     layouts = [layout_of_file(source, kind, scorer.columns, job.id_columns, job.delimiter) for source in sources]
-    opened = open_sources(sources, layouts, (FILE, ROW, *score_columns(scorer.tasks)))
-    schema = output_schema(opened, scorer.tasks)
+    fields = output_of(scorer).fields
+    opened = open_sources(sources, layouts, (FILE, ROW, *(field.name for field in fields)))
+    schema = output_schema(opened, fields)
     threads = job.threads or len(os.sched_getaffinity(0))
     with progress("scoring", sum(source.size_bytes for source in sources)) as bar:
         for number, source in enumerate(opened):

@@ -11,42 +11,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
 from pipeline.config.data import ColumnsConfig
 from pipeline.config.server import SsdConfig
 from pipeline.data.raw.rows import QuarantinedRow
-from pipeline.data.read.value_index import NAMES
 from pipeline.runtime.errors import DataError, ServingError, check_choice
-from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.checksums import FileEntry, damage, read_verified, size_problem
-from pipeline.serving.artifact.kept_rows import KeptRows
-from pipeline.serving.artifact.manifest import (
-    COMPILED_FILE,
-    COMPOSED_FILE,
-    DENSE_FILE,
-    ArtifactError,
-    Manifest,
-    TableFiles,
-    read_manifest,
-)
+from pipeline.serving.artifact.manifest import COMPILED_FILE, ArtifactError, Manifest, read_manifest
 from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
+from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup
 from pipeline.serving.scoring.column_lists import Rows
 from pipeline.serving.scoring.coverage import by_feature, count_row_zero, warning
-from pipeline.serving.scoring.dense_program import Program, load_compiled, load_program
-from pipeline.serving.scoring.lookup import (
-    MappedLookup,
-    RamLookup,
-    ServedFeature,
-    ServedTable,
-    TableLookup,
-    select_features,
-)
+from pipeline.serving.scoring.dense_program import Program, load_compiled
+from pipeline.serving.scoring.lookup import TableLookup, select_features
 from pipeline.serving.scoring.raw_rows import RowEncoder
-from pipeline.serving.scoring.ssd_open import open_on_ssd
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -82,7 +61,7 @@ class Predictor:
     ) -> None:
         self.manifest, self.encoder, self.lookup = manifest, encoder, lookup
         self._program, self._composed = program, composed
-        self._keys = [feature.name for feature in manifest.schema.features]
+        self._keys = [feature.name for feature in encoder.schema.features]
 
     @classmethod
     def load(
@@ -104,16 +83,13 @@ class Predictor:
         """
         check_choice("memory", memory, MEMORIES)
         manifest = read_manifest(artifact)
-        files = _Files(artifact, manifest, verify)
+        if manifest.retrieval is not None:
+            raise ArtifactError(f"{artifact} retrieves items and scores no rows: it is loaded as a Retriever")
+        files = ArtifactFiles(artifact, manifest, verify)
         if compiled and not manifest.dense.get("compiled"):
             raise ArtifactError(f"{artifact} has no compiled layers; export with compiled=true, or leave it out here")
         lookup = open_lookup(files, memory, cache_bytes, ssd)
-        vocabularies = {name: files.vocabulary(file) for name, file in manifest.vocabularies.items()}
-        for feature in manifest.schema.features:
-            if feature.name in vocabularies and (
-                problem := _ids_problem(vocabularies[feature.name], feature.cardinality)
-            ):
-                raise ArtifactError(f"the vocabulary of {feature.name!r} {problem}; export again")
+        vocabularies = files.vocabularies(manifest.schema.features)
         program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()
         try:
             predictor = cls(manifest, RowEncoder(manifest.schema, vocabularies), lookup, program, files.composed())
@@ -131,7 +107,7 @@ class Predictor:
         table is read, so none counts as a lookup."""
         nothing = torch.zeros(2, len(self.encoder.schema.dense))
         ids, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(2 * len(self._keys) + 1, dtype=torch.int64)
-        wanted = (2, len(self.tasks)) if self.tasks else (2,)
+        wanted = (2, *self._width)
         if (found := self._score(nothing, ids, offsets).shape) != wanted:
             raise ServingError(f"scores of 2 rows have the shape {tuple(found)}, not {wanted}")
 
@@ -160,7 +136,7 @@ class Predictor:
         Raises:
             ServingError: a column is missing, or of a type that cannot be what it should.
         """
-        scores = np.full((rows.num_rows, *([len(self.tasks)] if self.tasks else [])), np.nan, np.float32)
+        scores = np.full((rows.num_rows, *self._width), np.nan, np.float32)
         bad: list[QuarantinedRow] = []
         counts = np.zeros((2, len(self._keys)), np.int64)
         for first in range(0, max(rows.num_rows, 1), ROWS_AT_ONCE):
@@ -189,110 +165,19 @@ class Predictor:
 
     @torch.inference_mode()
     def _score(self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> NDArray[np.float32]:
-        if not self._keys:
-            pooled = torch.empty(len(dense), 0)
-        elif self._composed is None:
-            pooled = self.lookup.pooled(values, offsets)
-        else:
-            pooled = self._composed.pooled(self.lookup, values, offsets)
-        scores: NDArray[np.float32] = scores_of(self.tasks, self._program(dense, pooled)).numpy()
+        pooled = self._pooled(values, offsets) if self._keys else torch.empty(len(dense), 0)
+        scores: NDArray[np.float32] = self._scores_of(self._program(dense, pooled)).numpy()
         return scores
 
+    @property
+    def _width(self) -> tuple[int, ...]:
+        """Of a row's scores."""
+        return (len(self.tasks),) if self.tasks else ()
 
-def _ids_problem(vocabulary: pa.Table, cardinality: int) -> str:
-    """Empty, or what ids and values of a vocabulary cannot be. A pruned one lacks those of rows that are not stored."""
-    if vocabulary.column_names != NAMES:
-        return f"has the columns {vocabulary.column_names}"
-    ids = vocabulary["id"].to_numpy()
-    if len(ids) and (ids.min() < 1 or ids.max() >= cardinality or len(np.unique(ids)) != len(ids)):
-        return f"gives ids that are not different ones from 1 to {cardinality - 1}"
-    if pc.any(pc.equal(pc.binary_length(vocabulary["value"]), 0)).as_py():
-        return "holds empty values"
-    if not len(ids) and cardinality > 1:
-        return f"is empty, and there are {cardinality} ids"
-    return ""
+    def _pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        if self._composed is None:
+            return self.lookup.pooled(values, offsets)
+        return self._composed.pooled(self.lookup, values, offsets)
 
-
-def open_lookup(
-    files: _Files, memory: str, cache_bytes: int | None = None, ssd: SsdConfig | None = None
-) -> TableLookup:
-    """The artifact's tables, as `memory` says."""
-    tables = [files.table(table, verified=memory == "ram") for table in files.manifest.tables]
-    features = [ServedFeature(name, table) for name, table in files.manifest.features]
-    if memory == "ram":
-        return RamLookup(tables, features)
-    if memory == "mapped":
-        return MappedLookup(tables, features)
-    return open_on_ssd(tables, features, files.manifest.lookups, cache_bytes, ssd or SsdConfig())
-
-
-class _Files:
-    """The files of an artifact, each verified before it is used."""
-
-    def __init__(self, path: str, manifest: Manifest, verify: bool) -> None:
-        self._path, self.manifest, self._verify = path, manifest, verify
-
-    def path(self, name: str) -> str:
-        """Raises ArtifactError where the file is missing, or has another size."""
-        path, entry = storage.join(self._path, name), self.manifest.files[name]
-        if problem := size_problem(path, entry):
-            raise ArtifactError(f"{problem}; copy or export the artifact again")
-        return path
-
-    def checked(self, name: str) -> str:
-        """The path of a file that others read, verified as a whole."""
-        path = self.path(name)
-        if self._verify and (problem := damage(path, self.manifest.files[name])):
-            raise ArtifactError(f"{problem}; copy or export the artifact again")
-        return path
-
-    def content(self, name: str) -> bytes:
-        path = self.path(name)
-        if self._verify:
-            return read_verified(path, self.manifest.files[name])
-        with storage.open_file(path, "rb") as file:
-            content: bytes = file.read()
-        return content
-
-    def table(self, table: TableFiles, verified: bool) -> ServedTable:
-        """`verified`: whoever reads the rows verifies them; else that is done here."""
-        entry: FileEntry | None = self.manifest.files[table.file] if verified and self._verify else None
-        path = self.path(table.file) if verified else self.checked(table.file)
-        kept = None
-        if table.kept is not None:
-            words = np.frombuffer(self.content(table.kept), np.dtype("<u8"))
-            kept = KeptRows(table.rows, words)
-            if kept.num_kept != table.stored_rows:
-                raise ArtifactError(f"table {table.name!r} keeps {kept.num_kept} rows and stores {table.stored_rows}")
-        return ServedTable(
-            table.name, table.rows, table.stored_rows, table.dim, table.precision, table.pooling, path, kept, entry
-        )
-
-    def vocabulary(self, name: str) -> pa.Table:
-        try:
-            with pa.ipc.open_file(pa.BufferReader(self.content(name))) as file:
-                table = file.read_all()
-            table.validate(full=True)
-            return table
-        except (pa.ArrowException, OSError) as error:
-            raise ArtifactError(f"{name} is no vocabulary: {error}") from None
-
-    def composed(self) -> ComposedTables | None:
-        """What makes compressed tables of their parts; None where there are none."""
-        if COMPOSED_FILE not in self.manifest.files:
-            return None
-        from pipeline.serving.artifact.composed import ComposedTables  # TorchRec, which other artifacts do without
-
-        try:
-            return ComposedTables.from_bytes(self.content(COMPOSED_FILE))
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise ArtifactError(f"{COMPOSED_FILE} is not of this release ({error}); export again") from None
-
-    def program(self) -> Program:
-        return load_program(self.content(DENSE_FILE), storage.join(self._path, DENSE_FILE))
-
-
-def load_parts(artifact: str, manifest: Manifest) -> tuple[TableLookup, Program]:
-    """Lookup and layers of an artifact whose manifest is not written yet, tables left in their files."""
-    files = _Files(artifact, manifest, verify=True)
-    return open_lookup(files, "mapped"), files.program()
+    def _scores_of(self, outputs: torch.Tensor) -> torch.Tensor:
+        return scores_of(self.tasks, outputs)

@@ -145,7 +145,7 @@ class RowEncoder:
             for counts, column in zip(lengths, columns, strict=True)
         ]
         by_feature = _parts(self._ids.of_columns(columns), [len(column) for column in columns])
-        bags = [_bag(*feature) for feature in zip(self.schema.features, by_feature, lengths, strict=True)]
+        bags = [bag_of(*feature) for feature in zip(self.schema.features, by_feature, lengths, strict=True)]
         return _joined(dense, bags, kept, [])
 
     def _has_uneven(self, rows: ColumnLists) -> bool:
@@ -205,7 +205,7 @@ class RowEncoder:
         ids = self._ids.look_up(np.repeat(np.arange(len(names)), sizes), pa.chunked_array(distinct, pa.large_string()).combine_chunks())  # fmt: skip
         bags = []
         for feature, (codes, _, lengths), found in zip(self.schema.features, encoded, _parts(ids, sizes), strict=True):
-            bags.append(_bag(feature, np.concatenate([np.zeros(1, np.int64), found])[codes], lengths))
+            bags.append(bag_of(feature, np.concatenate([np.zeros(1, np.int64), found])[codes], lengths))
         return bags
 
 
@@ -222,7 +222,7 @@ def _parts(ids: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int6
     return np.split(ids, np.cumsum(sizes)[:-1]) if sizes else []
 
 
-def _bag(feature: RawFeature, ids: NDArray[np.int64], lengths: NDArray[np.integer] | None) -> Bag:
+def bag_of(feature: RawFeature, ids: NDArray[np.int64], lengths: NDArray[np.integer] | None) -> Bag:
     """(ids of all rows, how many each row has); `lengths` is None where the rows have one each."""
     if lengths is not None:
         return ids, lengths.astype(np.int64)

@@ -15,9 +15,9 @@ from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
 from pipeline.data.raw.source import Block, RowReader, Source
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.served_tasks import ServedTask
+from pipeline.serving.scoring.outputs import output_of
 from pipeline.serving.scoring.score_parts import StagedScores, add_counts
-from pipeline.serving.scoring.scorer import Scorer, has_scores, refused_rows, score_columns
+from pipeline.serving.scoring.scorer import Scorer, has_scores, refused_rows
 
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
 BLOCK_BYTES = 1 << 20  # the least that a part can be
@@ -79,9 +79,8 @@ def _types(schema: pa.Schema) -> str:
     return ", ".join(f"{column.name} {column.type}" for column in schema)
 
 
-def output_schema(opened: list[OpenedSource], tasks: Sequence[ServedTask]) -> pa.Schema:
-    """file (where there are several), row, the id columns, score, or score_<label> of several."""
-    scores = [pa.field(name, pa.float32()) for name in score_columns(tasks)]
+def output_schema(opened: list[OpenedSource], scores: Sequence[pa.Field]) -> pa.Schema:
+    """file (where there are several), row, the id columns, and what the scorer gives."""
     names = [pa.field(FILE, pa.string())] if len(opened) > 1 else []
     return pa.schema([*names, pa.field(ROW, pa.int64()), *opened[0].carried, *scores])
 
@@ -145,15 +144,15 @@ def _score_block(
     """A row of the result for each of the block's; those that were not read, or not scored, have no score. Then the rows
     without one, and the counts of Scored.row_zero."""
     features = parsed.table.select(_feature_names(opened.layout.columns))
-    names = score_columns(scorer.tasks)
-    scores = np.full((block.num_rows, len(names)), np.nan, dtype=np.float32)
+    output = output_of(scorer)
+    scores = output.empty(block.num_rows)
     bad = {row.line: {"line": row.line, "reason": row.reason, "text": row.text} for row in parsed.quarantined}
     row_zero: dict[str, list[int]] = {}
     for start in range(0, features.num_rows, batch_rows):
         scored = scorer.score(features.slice(start, batch_rows))
         add_counts(row_zero, scored.row_zero)
         kept = parsed.kept[start : start + batch_rows]
-        scores[kept] = scored.scores.reshape(-1, len(names))
+        scores[kept] = scored.scores.reshape(len(kept), *scores.shape[1:])
         for refused in refused_rows(scored):
             line = block.first_line + int(kept[refused.row])
             text = str(features.slice(start + refused.row, 1).to_pylist()[0])[:500]
@@ -164,7 +163,7 @@ def _score_block(
     for name in opened.layout.carried:
         columns[name] = _spread(parsed.table[name], parsed.kept, block.num_rows, schema.field(name).type)
     without = ~has_scores(scores)
-    columns |= {name: pa.array(scores[:, i], mask=without) for i, name in enumerate(names)}
+    columns |= {each.name: array for each, array in zip(output.fields, output.arrays(scores, without), strict=True)}
     table = pa.table([columns[name] for name in schema.names], schema=schema)
     return table, [{"file": opened.source.name, **bad[line]} for line in sorted(bad)], row_zero
 

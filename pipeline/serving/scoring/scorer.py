@@ -12,7 +12,6 @@ import pyarrow as pa
 from pipeline.config.data import ColumnsConfig
 from pipeline.data.raw.rows import QuarantinedRow
 from pipeline.serving.artifact.served_tasks import ServedTask
-from pipeline.serving.scoring.column_lists import Rows
 
 SCORE = "score"
 
@@ -45,13 +44,18 @@ class Scorer(Protocol):
         """What the columns of scores are; empty where there is one score a row, a probability."""
         ...
 
-    def score(self, rows: Rows) -> ScoredRows:
-        """Of schema_of(self.columns)."""
+    def score(self, rows: Any) -> ScoredRows:
+        """`rows` are Rows of schema_of(self.columns), or of a retriever Queries of such rows."""
         ...
 
     def unusual(self, row_zero: Mapping[str, Sequence[int]]) -> str:
         """A warning where many more values are unknown than the model was trained with; else empty."""
         ...
+
+
+def retrieves(scorer: object) -> bool:
+    """Whether it finds items for rows, as retrieval.retriever.Retriever, in the place of scores."""
+    return bool(getattr(scorer, "retrieves_items", False))
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ def refused_rows(scored: ScoredRows) -> list[RefusedRow]:
 
 
 def has_scores(scores: np.ndarray) -> np.ndarray:
-    """[num_rows] bool: whether all of a row's scores are numbers."""
+    """[num_rows] bool: whether all of a row's scores are numbers; of objects, whether there is one."""
+    if scores.dtype == object:
+        return np.array([score is not None for score in scores], np.bool_)
     return np.asarray(np.isfinite(scores).reshape(len(scores), -1 if scores.size else 1).all(axis=1))
 
 

@@ -1,0 +1,170 @@
+"""Find the items of a two-tower's artifact: their ids, raw values and the ids of their other features.
+
+They come from the data set, other features as the last training row of an item has them, or from a file of raw rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from pipeline.checkpoint.vocabularies import read_values
+from pipeline.data.dataset import Dataset
+from pipeline.data.raw.rows import open_source, parse_block
+from pipeline.data.raw.source import find_sources
+from pipeline.runtime.errors import ServingError
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.storage import storage
+from pipeline.serving.artifact.kept_rows import KeptRows
+from pipeline.serving.artifact.package import vocabulary_path
+from pipeline.serving.artifact.raw_schema import RawFeature
+from pipeline.serving.artifact.retrieval_parts import RetrievalParts
+from pipeline.serving.retrieval.index import Vectors
+from pipeline.serving.retrieval.tower import Tower
+from pipeline.serving.scoring.raw_files import format_of, layout_of_file
+from pipeline.serving.scoring.raw_rows import bag_of
+
+ITEMS_AT_ONCE = 8192
+BLOCK_BYTES = 1 << 20
+Bag = tuple[NDArray[np.int64], NDArray[np.int64]]  # ids of all items, and how many each has
+logger = get_logger("pipeline.export")
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """`ids` [num_items] ascending, of the feature that names items; `vectors` [num_items, dim]."""
+
+    ids: NDArray[np.int64]
+    values: pa.Array
+    vectors: Vectors
+
+
+def make_catalogue(
+    tower: Tower, parts: RetrievalParts, dataset: Dataset, data_path: str, source: str | None, kept: KeptRows | None
+) -> Catalogue:
+    """`tower` is the item's; `source` raw rows of items, None: all that the data set has; `kept` the item rows that stay.
+
+    Raises:
+        ServingError: the item has no vocabulary or is a list, a row of `source` cannot be read, or there is no item.
+    """
+    named = dataset.sparse_feature(parts.item_feature)
+    if named.hash_size is not None or named.multi_hot:
+        how = "hashed" if named.hash_size is not None else "a list"
+        raise ServingError(
+            f"items are answered by their raw values, and {parts.item_feature!r} is {how}: prepare it as one value a row with "
+            f"data.ids.{parts.item_feature}.kind=vocabulary"
+        )
+    features = tower.encoder.schema.features
+    blocks = _from_file(tower, parts, source) if source else _from_dataset(features, parts, dataset, data_path)
+    ids, vectors = [np.zeros(0, np.int64)], [np.zeros((0, tower.dim), np.float32)]
+    unknown = 0
+    for block_ids, bags in blocks:
+        stays = block_ids > 0 if kept is None else (block_ids > 0) & kept.contains(block_ids)
+        unknown += int((~stays).sum())
+        made = tower.vectors_of(*_joined(bags))
+        ids.append(block_ids[stays])
+        vectors.append(made[stays])
+    return _whole(np.concatenate(ids), np.concatenate(vectors), unknown, vocabulary_path(named, data_path))
+
+
+def _whole(ids: NDArray[np.int64], vectors: Vectors, unknown: int, vocabulary: str) -> Catalogue:
+    """By ascending id; of several rows of an item the last counts."""
+    ids, last = np.unique(ids[::-1], return_index=True)
+    vectors = np.ascontiguousarray(vectors[::-1][last])
+    if not len(ids):
+        raise ServingError(
+            f"no item is known to the model ({unknown:,} are not): is retrieval.catalogue of the same items?"
+        )
+    if unknown:
+        logger.warning("%s items are left out: the model does not know them", f"{unknown:,}")
+    if not np.isfinite(vectors).all():
+        raise ServingError("an item's vector holds NaN or an infinity: export an earlier step (step=<number>)")
+    texts, wanted = [pa.array([], pa.large_string())], ids
+    for first, batch in read_values(vocabulary):
+        count = int(np.searchsorted(wanted, first + len(batch)))
+        texts.append(pa.array(batch, pa.large_string()).take(pa.array(wanted[:count] - first)))
+        wanted = wanted[count:]
+    return Catalogue(ids, pa.concat_arrays(texts), vectors)
+
+
+def _from_dataset(
+    features: list[RawFeature], parts: RetrievalParts, dataset: Dataset, data_path: str
+) -> Iterator[tuple[NDArray[np.int64], list[Bag]]]:
+    named = dataset.sparse_feature(parts.item_feature)
+    if len(features) == 1:
+        for first in range(1, named.cardinality, ITEMS_AT_ONCE):
+            ids = np.arange(first, min(first + ITEMS_AT_ONCE, named.cardinality))
+            yield ids, [bag_of(features[0], ids, None)]
+        return
+    names = [feature.name for feature in features]
+    last = np.full(named.cardinality, -1, np.int64)
+    begin = 0
+    for table in _row_groups(dataset, data_path, [parts.item_feature]):
+        last[table[parts.item_feature].to_numpy()] = np.arange(begin, begin + table.num_rows)
+        begin += table.num_rows
+    rows, begin = np.sort(last[1:][last[1:] >= 0]), 0
+    for table in _row_groups(dataset, data_path, names):
+        own = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, begin + table.num_rows)] - begin
+        begin += table.num_rows
+        for first in range(0, len(own), ITEMS_AT_ONCE):
+            chosen = table.take(pa.array(own[first : first + ITEMS_AT_ONCE]))
+            bags = [_column_bag(feature, chosen[feature.name]) for feature in features]
+            yield bags[names.index(parts.item_feature)][0], bags
+
+
+def _row_groups(dataset: Dataset, data_path: str, columns: list[str]) -> Iterator[pa.Table]:
+    """Of the training rows, in the order of the files."""
+    for file in dataset.splits["train"].files:
+        with storage.open_file(storage.join(data_path, file.path), "rb") as raw, pq.ParquetFile(raw) as opened:
+            for number in range(opened.num_row_groups):
+                yield opened.read_row_group(number, columns=columns)
+
+
+def _column_bag(feature: RawFeature, column: pa.ChunkedArray) -> Bag:
+    array = column.combine_chunks()
+    if not feature.multi_hot:
+        return bag_of(feature, array.to_numpy(zero_copy_only=False).astype(np.int64), None)
+    lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    return bag_of(feature, array.flatten().to_numpy(zero_copy_only=False).astype(np.int64), lengths)
+
+
+def _from_file(tower: Tower, parts: RetrievalParts, source: str) -> Iterator[tuple[NDArray[np.int64], list[Bag]]]:
+    """Of raw rows with the item's columns."""
+    sources = find_sources(source)
+    kind = format_of(sources, tower.columns)
+    position = [feature.name for feature in tower.encoder.schema.features].index(parts.item_feature)
+    for each in sources:
+        layout = layout_of_file(each, kind, tower.columns, [])
+        reader, names = open_source(layout, each, BLOCK_BYTES)
+        with reader:
+            for block in reader.blocks():
+                parsed = parse_block(layout, names, block)
+                wanted = [name for name in tower.encoder.schema.columns if name in parsed.table.column_names]
+                encoded = tower.encoder.encode(parsed.table.select(wanted))
+                if bad := [*parsed.quarantined, *encoded.bad_rows]:
+                    where = os.path.basename(each.path)
+                    raise ServingError(
+                        f"retrieval.catalogue: {where}, line {bad[0].line} cannot be read: {bad[0].reason}"
+                    )
+                bags = _bags(encoded.values.numpy(), encoded.offsets.numpy(), len(encoded.kept))
+                yield bags[position][0], bags
+
+
+def _bags(values: NDArray[np.int64], offsets: NDArray[np.int64], batch: int) -> list[Bag]:
+    num_features = (len(offsets) - 1) // batch if batch else 0
+    ends = offsets[:: max(1, batch)]
+    lengths = np.diff(offsets).reshape(num_features, batch)
+    return [(values[ends[number] : ends[number + 1]], lengths[number]) for number in range(num_features)]
+
+
+def _joined(bags: list[Bag]) -> tuple[torch.Tensor, torch.Tensor]:
+    values = np.concatenate([ids for ids, _ in bags])
+    ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *(lengths for _, lengths in bags)]))
+    return torch.from_numpy(values), torch.from_numpy(ends)

@@ -1,0 +1,140 @@
+"""Certify a two-tower's artifact: its recall beside the trained model's, and its index beside exact search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipeline.config.serving import RetrievalConfig
+from pipeline.models.tasks.retrieval import NO_ITEM, RetrievalPrediction
+from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.serving.artifact.certification_sample import Sample, SampleBatch
+from pipeline.serving.artifact.retrieval_parts import RetrievalParts
+from pipeline.serving.artifact.trained_model import TrainedModel
+from pipeline.serving.retrieval.index import ItemIndex, Vectors, exact_search
+from pipeline.serving.retrieval.tower import own_columns
+from pipeline.serving.scoring.dense_program import Program
+
+SPLIT = "validation"
+MAX_QUERIES = 1000  # users whose answers of the index are compared with exact ones
+CERTIFIED_K = 100
+NUMBERS = ("recall_at_", "mrr")
+
+
+@dataclass(frozen=True)
+class Towers:
+    """Vectors of a sample's rows: `pooled` looks up what a batch names, programs take the columns of their own tower."""
+
+    trained: TrainedModel
+    parts: RetrievalParts
+    pooled: Callable[[SampleBatch], torch.Tensor]
+    user: Program
+    item: Program
+
+    def of(self, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Users and items, [batch, dim] float32."""
+        dims = dict(zip(self.trained.keys, self.trained.model_dims, strict=True))
+        with torch.no_grad():
+            rows = batch.rows(self.pooled)
+            users = self.user(batch.dense, own_columns(rows, self.trained.keys, dims, self.parts.user_features))
+            none = batch.dense[:, :0]
+            items = self.item(none, own_columns(rows, self.trained.keys, dims, self.parts.item_features))
+        return users.reshape(-1, self.parts.dim), items.reshape(-1, self.parts.dim)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`numbers` as an evaluation has them; `users` [clicked, dim] of clicked rows and the items that they clicked;
+    `vectors` [rows, 2 dim] of all real rows."""
+
+    numbers: dict[str, float]
+    users: Vectors
+    wanted: NDArray[np.int64]
+    vectors: Vectors
+
+
+def measure(towers: Towers, sample: Sample, recall_at: Sequence[int]) -> Measured:
+    metrics = RetrievalMetrics(DistributedContext(0, 1, 0, 1, torch.device("cpu"), "gloo"), list(recall_at))
+    users, wanted, vectors = [], [], []
+    number = [feature.name for feature in towers.trained.features].index(towers.parts.item_feature)
+    for batch in sample.batches:
+        of_users, of_items = towers.of(batch)
+        ids = _first_ids(batch, number)
+        labels, weights = batch.labels[:, 0].float(), (batch.counts[:, 0] & batch.real).float()
+        nothing = torch.zeros(len(labels))
+        metrics.update(RetrievalPrediction(nothing.mean(), nothing, labels, weights, of_users, of_items, ids))
+        clicked = (weights > 0) & (labels > 0)
+        users.append(of_users[clicked])
+        wanted.append(ids[clicked])
+        vectors.append(torch.cat([of_users, of_items], dim=1)[batch.real])
+    return Measured(metrics.compute(), torch.cat(users).numpy(), torch.cat(wanted).numpy(), torch.cat(vectors).numpy())
+
+
+def _first_ids(batch: SampleBatch, number: int) -> torch.Tensor:
+    """[batch]: of the feature of that number, as models.tasks.retrieval.first_ids; NO_ITEM where there is none."""
+    size = len(batch.labels)
+    ends = batch.offsets[number * size : (number + 1) * size + 1]
+    if not len(batch.values):
+        return torch.full((size,), NO_ITEM)
+    return torch.where(ends.diff() > 0, batch.values[ends[:-1].clamp(max=len(batch.values) - 1)].long(), NO_ITEM)
+
+
+def compare(model: Measured, artifact: Measured) -> dict[str, Any]:
+    """What the certificate says of a split."""
+    numbers = [name for name in model.numbers if name.startswith(NUMBERS)]
+    far = np.abs(model.vectors - artifact.vectors)
+    return {
+        "rows": len(model.vectors),
+        "num_clicked": int(model.numbers["num_clicked"]),
+        "catalogue_items": int(model.numbers["catalogue_items"]),
+        "model": {name: model.numbers[name] for name in numbers},
+        "artifact": {name: artifact.numbers[name] for name in numbers},
+        "max_vector_difference": float(far.max(initial=0.0)),
+    }
+
+
+def certify_index(
+    index: ItemIndex, vectors: Vectors, ids: NDArray[np.int64], measured: Measured, recall_at: Sequence[int]
+) -> dict[str, Any]:
+    """Its recall beside exact search for validation users, and how often what they clicked is among all items' best.
+
+    vectors [num_items, dim] and ids [num_items], ascending, are the items'.
+    """
+    users, wanted = measured.users[:MAX_QUERIES], measured.wanted[:MAX_QUERIES]
+    k = min(CERTIFIED_K, len(vectors))
+    if not len(users):
+        return {"queries": 0, "k": k, "recall": 1.0, "clicked": {}}
+    most = min(max([k, *recall_at]), len(vectors))
+    _, exact = exact_search(users, torch.from_numpy(vectors), k)
+    _, found = index.search(users, most)
+    hits = [len(np.intersect1d(a[:k], b)) for a, b in zip(found, exact, strict=True)]
+    is_wanted = np.where(found >= 0, ids[found], NO_ITEM) == np.maximum(wanted, 1)[:, None]
+    is_wanted &= wanted[:, None] > 0
+    clicked = {f"recall_at_{number}": float(is_wanted[:, :number].any(axis=1).mean()) for number in recall_at}
+    return {"queries": len(users), "k": k, "recall": sum(hits) / exact.size, "clicked": clicked}
+
+
+def excesses(certificate: dict[str, Any], limits: RetrievalConfig) -> list[str]:
+    """A line for each limit that is passed, with both numbers."""
+    lines = []
+    for split, about in certificate["splits"].items():
+        for name, before in about["model"].items():
+            fall = before - about["artifact"][name]
+            if fall > limits.max_recall_decrease:
+                lines.append(
+                    f"{split}: {name} falls by {fall:.3g}, retrieval.max_recall_decrease allows {limits.max_recall_decrease:g}"
+                )
+    index = certificate["index"]
+    if index["recall"] < limits.min_index_recall:
+        lines.append(
+            f"index {index['kind']} finds {index['recall']:.4f} of the {index['k']} best items, "
+            f"retrieval.min_index_recall wants {limits.min_index_recall:g}: raise retrieval.search, retrieval.build_search "
+            "or retrieval.neighbours, or take retrieval.index=exact"
+        )
+    return lines

@@ -1,0 +1,71 @@
+"""One tower of a two-tower as a module of its own: (dense, pooled rows of its own features) -> vectors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from pipeline.serving.artifact.dense_export import Layers
+from pipeline.serving.artifact.trained_model import TrainedModel
+
+
+class TowerLayers(nn.Module):
+    """`model` has user_vectors and item_vectors; parts of it that the tower has no use for are left out."""
+
+    def __init__(self, model: nn.Module, tower: str, keys: list[str], dims: list[int], num_dense: int) -> None:
+        super().__init__()
+        self.model, self._tower = copy.deepcopy(model), tower
+        self._keys, self._dims = list(keys), list(dims)
+        self.num_dense, self.pooled_dim = num_dense, sum(dims)
+        self._drop_unused()
+
+    def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        rows = KeyedTensor(keys=self._keys, length_per_key=self._dims, values=pooled)
+        vectors: torch.Tensor = getattr(self.model, f"{self._tower}_vectors")(dense, rows)
+        return vectors
+
+    def _drop_unused(self) -> None:
+        """By gradients: what no vector depends on would be written into the artifact all the same."""
+        self.eval().requires_grad_(True)
+        names = [name for name, _ in self.model.named_parameters()]
+        vectors = self(torch.ones(2, self.num_dense), torch.ones(2, self.pooled_dim))
+        gradients = torch.autograd.grad(vectors.sum(), list(self.model.parameters()), allow_unused=True)
+        used = {name.partition(".")[0] for name, each in zip(names, gradients, strict=True) if each is not None}
+        for name, child in list(self.model.named_children()):
+            if name not in used and next(child.parameters(), None) is not None:
+                setattr(self.model, name, nn.Identity())
+        self.requires_grad_(False)
+
+
+def towers_of(trained: TrainedModel, features: dict[str, list[str]]) -> dict[str, TowerLayers]:
+    """user and item -> its layers, in fp32; `features` are the keys of each, in the batch's order."""
+    dims = dict(zip(trained.keys, trained.model_dims, strict=True))
+    return {
+        tower: TowerLayers(trained.model, tower, keys, [dims[key] for key in keys], _num_dense(trained, tower))
+        for tower, keys in features.items()
+    }
+
+
+def as_trained(layers: TowerLayers, dim: int, is_bf16: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """As the trainer evaluates it: (dense, pooled) -> vectors [batch, dim]."""
+    program = Layers(copy.deepcopy(layers), width=dim).eval()
+
+    def run(dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        context: AbstractContextManager[object] = (
+            torch.autocast("cpu", dtype=torch.bfloat16) if is_bf16 else nullcontext()
+        )
+        with context:
+            vectors: torch.Tensor = program(dense, pooled)
+        return vectors
+
+    return run
+
+
+def _num_dense(trained: TrainedModel, tower: str) -> int:
+    """Dense features go to the user's tower."""
+    return trained.num_dense if tower == "user" else 0

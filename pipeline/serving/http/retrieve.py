@@ -1,0 +1,67 @@
+"""Read what /retrieve is asked, and write its answer.
+
+{"rows": [{"<column>": value, ...}, ...], "k": 100, "allowed": ["item", ...], "excluded": ["item", ...]}: rows of users;
+the lists are of all rows of the request, and ids that are no item are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from starlette.responses import Response
+
+from pipeline.config.data import ColumnsConfig
+from pipeline.config.server import LimitsConfig
+from pipeline.serving.http.batching import Scores
+from pipeline.serving.http.request_rows import JSON_TYPE, BadRequest, RequestReader
+from pipeline.serving.retrieval.queries import Found, Queries, Wish
+
+USUAL_K = 10
+
+
+class RetrieveReader(RequestReader):
+    """Of one artifact's user columns. Safe from several threads."""
+
+    def __init__(self, columns: ColumnsConfig, limits: LimitsConfig) -> None:
+        ids = Annotated[list[str | int], msgspec.Meta(max_length=limits.filter_ids)]
+        k = Annotated[int, msgspec.Meta(ge=1, le=limits.k)]
+        more = [("k", k, min(USUAL_K, limits.k)), ("allowed", ids | None, None), ("excluded", ids | None, None)]
+        super().__init__(columns, limits, more)
+
+    def read(self, body: bytes, content_type: str) -> Queries:  # type: ignore[override]
+        """Raises BadRequest."""
+        if content_type != JSON_TYPE:
+            found = f"Content-Type {content_type!r}" if content_type else "a body without a Content-Type"
+            raise BadRequest(415, f"{found} is not read here: send {JSON_TYPE}")
+        asked = self.decode(body)
+        rows = self.lists_of(asked.rows)
+        wish = Wish(asked.k, None if asked.allowed is None else _texts(asked.allowed), _texts(asked.excluded or ()))
+        return Queries(rows, [(rows.num_rows, wish)])
+
+
+def _texts(ids: Sequence[str | int]) -> tuple[str, ...]:
+    """Whole numbers in the spelling that prepare gives them."""
+    return tuple(str(each) for each in ids)
+
+
+def retrieved(retriever: Any, scored: Scores) -> tuple[Response, int]:
+    """Items and scores of each row, the best first, null for one in bad_rows; and how many items these are."""
+    found: list[Found | None] = list(scored.scores)
+    positions = [each.positions for each in found if each is not None]
+    values = retriever.items.values_at(np.concatenate([np.zeros(0, np.int64), *positions])).to_pylist()
+    items: list[list[str] | None] = []
+    begin = 0
+    for each in found:
+        items.append(None if each is None else values[begin : begin + len(each.positions)])
+        begin += 0 if each is None else len(each.positions)
+    body = {
+        "artifact": retriever.version,
+        "items": items,
+        "scores": [None if each is None else each.scores.tolist() for each in found],
+        "bad_rows": [row.as_dict() for row in scored.refused],
+    }
+    headers = {"X-Artifact-Version": retriever.version}
+    return Response(msgspec.json.encode(body), headers=headers, media_type=JSON_TYPE), len(values)

@@ -1,0 +1,58 @@
+"""Load a two-tower's artifact for files: the best items of each row, or the rows' vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pipeline.config.data import ColumnsConfig
+from pipeline.config.jobs import PredictJob
+from pipeline.runtime.errors import ServingError
+from pipeline.serving.retrieval.queries import Wish
+from pipeline.serving.retrieval.retriever import Retriever, open_retrieval
+from pipeline.serving.retrieval.tower import Tower, load_tower
+from pipeline.serving.scoring.column_lists import Rows
+from pipeline.serving.scoring.outputs import ItemsOutput, VectorOutput
+from pipeline.serving.scoring.predictor import Scored
+
+
+class BestItems:
+    """A scorer of rows whose scores are objects, the `k` best items of each."""
+
+    def __init__(self, retriever: Retriever, k: int) -> None:
+        self._retriever, self._wish = retriever, Wish(k)
+        self.version, self.tasks = retriever.version, retriever.tasks
+        self.output = ItemsOutput(retriever.items)
+
+    @property
+    def columns(self) -> ColumnsConfig:
+        return self._retriever.columns
+
+    def score(self, rows: Rows) -> Scored:
+        return self._retriever.retrieve(rows, [(rows.num_rows, self._wish)])
+
+    def unusual(self, row_zero: Mapping[str, Sequence[int]]) -> str:
+        return self._retriever.unusual(row_zero)
+
+
+class RowVectors(Tower):
+    """A tower whose vectors are written as they are."""
+
+    @property
+    def output(self) -> VectorOutput:
+        return VectorOutput(self.dim)
+
+
+def load_for_files(job: PredictJob, path: str) -> BestItems | RowVectors:
+    """Raises ServingError where the artifact is damaged, or the output cannot hold lists."""
+    if not job.output.endswith(".parquet"):
+        raise ServingError(f"output={job.output} cannot hold lists of items or vectors: give it a name in .parquet")
+    cache_bytes = None if job.ssd.cache_gb is None else int(job.ssd.cache_gb * 2**30)
+    if not job.retrieve.vectors:
+        retriever = Retriever.load(path, memory=job.memory, cache_bytes=cache_bytes, ssd=job.ssd, compiled=job.compiled)
+        return BestItems(retriever, job.retrieve.k)
+    files, _ = open_retrieval(path)
+    if job.compiled and not files.manifest.dense.get("compiled"):
+        raise ServingError(f"{path} has no compiled layers; export with compiled=true, or leave it out here")
+    tower = load_tower(files, job.retrieve.tower, job.memory, cache_bytes, job.ssd, job.compiled, RowVectors)
+    assert isinstance(tower, RowVectors)
+    return tower

@@ -1,0 +1,77 @@
+"""What the indexes of faiss have in common (https://github.com/facebookresearch/faiss, arXiv 2401.08281)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from pipeline.runtime.errors import ServingError
+
+if TYPE_CHECKING:
+    from pipeline.config.serving import RetrievalConfig
+    from pipeline.serving.retrieval.index import Positions, Vectors
+
+
+def import_faiss(kind: str) -> Any:
+    """Raises ServingError where it is not installed."""
+    try:
+        import faiss
+    except ImportError as error:
+        raise ServingError(
+            f"retrieval.index={kind} needs faiss: pip install 'torchrec-pipeline[retrieval]', or export with "
+            f"retrieval.index=exact, which compares with every item ({error})"
+        ) from error
+    return faiss
+
+
+class FaissIndex:
+    """`index` is faiss's own, of vectors that it keeps as they are, by inner product."""
+
+    has_file = True
+    kind = ""
+    class_name = ""  # of faiss
+
+    def __init__(self, index: Any) -> None:
+        self._index = index
+
+    @classmethod
+    def build(cls, vectors: Vectors, config: RetrievalConfig) -> Self:
+        faiss = import_faiss(cls.kind)
+        index = cls.empty(faiss, vectors.shape[1], config)
+        index.add(vectors)
+        return cls.of(index, config.search)
+
+    @classmethod
+    def empty(cls, faiss: Any, dim: int, config: RetrievalConfig) -> Any:
+        """faiss's index without an item."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, index: Any, search: int) -> Self:
+        return cls(index)
+
+    @classmethod
+    def load(cls, path: str, num_items: int, dim: int, search: int) -> Self:
+        from pipeline.serving.retrieval.index import check_shape
+
+        faiss = import_faiss(cls.kind)
+        try:
+            index = faiss.read_index(path)
+        except RuntimeError as error:
+            raise ServingError(f"{path} is no index of faiss ({str(error)[:200]}): export again") from None
+        if type(index).__name__ != cls.class_name or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise ServingError(
+                f"{path} is a {type(index).__name__}, not a {cls.class_name} of dot products: export again"
+            )
+        check_shape((index.ntotal, index.d), num_items, dim, path)
+        return cls.of(index, search)
+
+    def write(self, path: str) -> None:
+        import_faiss(self.kind).write_index(self._index, path)
+
+    def search(self, users: Vectors, k: int) -> tuple[Vectors, Positions]:
+        scores, positions = self._index.search(users, min(k, self._index.ntotal))
+        return scores, positions
+
+    def scores_of(self, users: Vectors, positions: Positions) -> Vectors:
+        scores: Vectors = users @ self._index.reconstruct_batch(positions).T
+        return scores

@@ -1,0 +1,39 @@
+"""Find items through a graph of near ones, by faiss (HNSW, arXiv 1603.09320): quick among millions, and some are missed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from pipeline.config.registry import register
+from pipeline.serving.retrieval.indexes._faiss import FaissIndex, import_faiss
+
+if TYPE_CHECKING:
+    from pipeline.config.serving import RetrievalConfig
+    from pipeline.serving.retrieval.index import Positions, Vectors
+
+
+@register("index", "hnsw")
+class HnswIndex(FaissIndex):
+    kind, class_name = "hnsw", "IndexHNSWFlat"
+
+    def __init__(self, index: Any, search: int) -> None:
+        super().__init__(index)
+        self._search = search
+
+    @classmethod
+    def empty(cls, faiss: Any, dim: int, config: RetrievalConfig) -> Any:
+        index = faiss.IndexHNSWFlat(dim, config.neighbours, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = config.build_search
+        return index
+
+    @classmethod
+    def of(cls, index: Any, search: int) -> Self:
+        return cls(index, search)
+
+    def search(self, users: Vectors, k: int) -> tuple[Vectors, Positions]:
+        """More candidates are kept than asked for: at least `search`, and twice k."""
+        k = min(k, self._index.ntotal)
+        candidates = min(max(self._search, 2 * k), self._index.ntotal)
+        parameters = import_faiss(self.kind).SearchParametersHNSW(efSearch=candidates)
+        scores, positions = self._index.search(users, k, params=parameters)
+        return scores, positions

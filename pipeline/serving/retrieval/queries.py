@@ -1,0 +1,64 @@
+"""What is asked of a retriever: raw rows of users, how many items for each, and which items may be among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.serving.scoring.column_lists import ColumnLists, Rows, concat_rows
+
+
+@dataclass(frozen=True)
+class Wish:
+    """`allowed`: only these items, None: all; `excluded`: none of these. Raw values; those that are no item are passed over."""
+
+    k: int
+    allowed: tuple[str, ...] | None = None
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Queries:
+    """`wishes` are (number of rows, what they wish), one after the other, of all rows."""
+
+    rows: ColumnLists
+    wishes: Sequence[tuple[int, Wish]]
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.num_rows
+
+    def slice(self, begin: int, length: int) -> Queries:
+        rows, wishes, first = self.rows.slice(begin, length), [], 0
+        for count, wish in self.wishes:
+            shared = min(first + count, begin + rows.num_rows) - max(first, begin)
+            if shared > 0:
+                wishes.append((shared, wish))
+            first += count
+        return Queries(rows, wishes)
+
+
+Asked: TypeAlias = Rows | Queries
+
+
+def concat_asked(parts: Sequence[Asked]) -> Asked:
+    """Of one artifact: rows to score, or queries."""
+    queries = [part for part in parts if isinstance(part, Queries)]
+    if not queries:
+        return concat_rows([part for part in parts if not isinstance(part, Queries)])
+    rows = concat_rows([query.rows for query in queries])
+    assert isinstance(rows, ColumnLists)
+    return Queries(rows, list(chain.from_iterable(query.wishes for query in queries)))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one user, the best first: `positions` among the artifact's items [n], `scores` [n] float32; n is k or less."""
+
+    positions: NDArray[np.int64]
+    scores: NDArray[np.float32]

@@ -1,0 +1,153 @@
+"""Load the artifact of a two-tower, and find the items that score highest for raw rows of users."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipeline.config.data import ColumnsConfig
+from pipeline.config.server import SsdConfig
+from pipeline.runtime.errors import ConfigError, ServingError
+from pipeline.serving.artifact.manifest import ArtifactError, Manifest, read_manifest
+from pipeline.serving.artifact.retrieval_parts import ITEM_INDEX, ITEM_VALUES, ITEM_VECTORS, RetrievalParts
+from pipeline.serving.artifact.served_tasks import ServedTask
+from pipeline.serving.retrieval.index import NO_ITEM, ItemIndex, Vectors, index_class
+from pipeline.serving.retrieval.items import Items
+from pipeline.serving.retrieval.queries import Found, Queries, Wish
+from pipeline.serving.retrieval.tower import Tower, load_tower
+from pipeline.serving.scoring.artifact_files import ArtifactFiles
+from pipeline.serving.scoring.column_lists import Rows
+from pipeline.serving.scoring.predictor import Scored
+from pipeline.serving.scoring.scorer import has_scores, schema_of
+
+
+class Retriever:
+    """For one caller at a time."""
+
+    retrieves_items = True
+
+    def __init__(self, manifest: Manifest, user: Tower, index: ItemIndex, items: Items) -> None:
+        self.manifest, self.user, self._index, self.items = manifest, user, index, items
+
+    @classmethod
+    def load(
+        cls,
+        artifact: str,
+        *,
+        memory: str = "ram",
+        cache_bytes: int | None = None,
+        ssd: SsdConfig | None = None,
+        compiled: bool = False,
+    ) -> Retriever:
+        """Of the artifact the user's tower, the index and the items' values; the item's tower stays in its files.
+
+        Raises:
+            ArtifactError: it is missing, damaged, of another release, or no artifact of a two-tower.
+            ServingError: its index needs a library that is missing.
+        """
+        files, parts = open_retrieval(artifact)
+        if compiled and not files.manifest.dense.get("compiled"):
+            raise ArtifactError(f"{artifact} has no compiled layers; export with compiled=true, or leave it out here")
+        user = load_tower(files, "user", memory, cache_bytes, ssd, compiled)
+        return cls(files.manifest, user, _load_index(files, parts), load_items(files, parts))
+
+    @property
+    def version(self) -> str:
+        """Of the artifact: equal for equal answers."""
+        return self.manifest.version
+
+    @property
+    def columns(self) -> ColumnsConfig:
+        """The user's raw columns."""
+        return self.user.columns
+
+    @property
+    def tasks(self) -> list[ServedTask]:
+        return []
+
+    @property
+    def lookup(self) -> object:
+        """The user's tables, for what counts lookups."""
+        return self.user.lookup
+
+    def unusual(self, row_zero: Mapping[str, Sequence[int]]) -> str:
+        return self.user.unusual(row_zero)
+
+    def try_out(self) -> None:
+        """Retrieve for a row with nothing in it, as a first request may. Raises ServingError where nothing is found."""
+        schema = schema_of(self.columns)
+        rows = pa.table([pa.nulls(1, field.type) for field in schema], schema=schema)
+        answer = self.retrieve(rows, [(1, Wish(10))])
+        found = answer.scores[0]
+        if found is None or not len(found.positions) or not np.isfinite(found.scores).all():
+            raise ServingError(f"artifact {self.version} finds no items for an empty row")
+
+    def score(self, queries: Queries) -> Scored:
+        return self.retrieve(queries.rows, queries.wishes)
+
+    def retrieve(self, rows: Rows, wishes: Sequence[tuple[int, Wish]]) -> Scored:
+        """As Queries has them. `scores` [num_rows] are objects: Found, or None where a row was refused."""
+        scored = self.user.score(rows)
+        vectors = scored.scores
+        is_read = has_scores(vectors)
+        found = np.full(len(vectors), None, object)
+        begin = 0
+        for count, wish in wishes:
+            which = begin + np.flatnonzero(is_read[begin : begin + count])
+            if len(which):
+                found[which] = self._find(vectors[which], wish)
+            begin += count
+        return Scored(found, scored.bad_rows, scored.row_zero)
+
+    def _find(self, users: Vectors, wish: Wish) -> NDArray[np.object_]:
+        """[users] of Found."""
+        if wish.allowed is not None:
+            return self._find_among(users, wish)
+        excluded = self.items.positions_of(wish.excluded)
+        k = min(wish.k + len(excluded), len(self.items))
+        scores, positions = self._index.search(users, k)
+        stays = (positions != NO_ITEM) & ~np.isin(positions, excluded)
+        rows = zip(positions, scores, stays, strict=True)
+        return _objects([Found(row[stay][: wish.k], score[stay][: wish.k]) for row, score, stay in rows])
+
+    def _find_among(self, users: Vectors, wish: Wish) -> NDArray[np.object_]:
+        """Of a list of allowed items: exact, whatever the index."""
+        positions = np.setdiff1d(self.items.positions_of(wish.allowed or ()), self.items.positions_of(wish.excluded))
+        if not len(positions):
+            return _objects([Found(positions, np.zeros(0, np.float32))] * len(users))
+        scores = self._index.scores_of(users, positions)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, : wish.k]
+        return _objects([Found(positions[best], row[best]) for best, row in zip(order, scores, strict=True)])
+
+
+def open_retrieval(artifact: str) -> tuple[ArtifactFiles, RetrievalParts]:
+    """Raises ArtifactError for what is no artifact of a two-tower."""
+    manifest = read_manifest(artifact)
+    if manifest.retrieval is None:
+        raise ArtifactError(f"{artifact} scores rows and retrieves nothing: its model is no two-tower")
+    return ArtifactFiles(artifact, manifest, verify=True), manifest.retrieval
+
+
+def load_items(files: ArtifactFiles, parts: RetrievalParts) -> Items:
+    return Items.from_table(files.vocabulary(ITEM_VALUES), parts.num_items)
+
+
+def _load_index(files: ArtifactFiles, parts: RetrievalParts) -> ItemIndex:
+    try:
+        chosen = index_class(parts.index)
+    except ConfigError as error:
+        raise ArtifactError(f"its index is {parts.index!r}: {error}") from None
+    if chosen.has_file and ITEM_INDEX not in files.manifest.files:
+        raise ArtifactError(f"it has no {ITEM_INDEX}, which an index {parts.index} is read from; export again")
+    path = files.checked(ITEM_INDEX if chosen.has_file else ITEM_VECTORS)
+    return chosen.load(path, parts.num_items, parts.dim, parts.search)
+
+
+def _objects(found: Sequence[Found]) -> NDArray[np.object_]:
+    array = np.empty(len(found), object)
+    for number, each in enumerate(found):
+        array[number] = each
+    return array

@@ -1,0 +1,130 @@
+"""Load one tower of an artifact: raw rows of users, or of items, to their vectors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.config.server import SsdConfig
+from pipeline.runtime.errors import DataError, ServingError
+from pipeline.serving.artifact.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, ArtifactError, Manifest
+from pipeline.serving.artifact.raw_schema import RawSchema
+from pipeline.serving.artifact.retrieval_parts import ITEM_PROGRAM, RetrievalParts
+from pipeline.serving.retrieval.index import Vectors
+from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup
+from pipeline.serving.scoring.dense_program import Program, load_compiled
+from pipeline.serving.scoring.lookup import TableLookup
+from pipeline.serving.scoring.predictor import Predictor
+from pipeline.serving.scoring.raw_rows import RowEncoder
+
+if TYPE_CHECKING:
+    from pipeline.serving.artifact.composed import ComposedTables
+
+
+class Tower(Predictor):
+    """Raw rows of the tower's columns -> vectors [num_rows, dim] as their `scores`, NaN where a row was refused."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        encoder: RowEncoder,
+        lookup: TableLookup,
+        program: Program,
+        composed: ComposedTables | None = None,
+    ) -> None:
+        super().__init__(manifest, encoder, lookup, program, composed)
+        assert manifest.retrieval is not None
+        self.dim = manifest.retrieval.dim
+
+    def vectors_of(self, values: torch.Tensor, offsets: torch.Tensor) -> Vectors:
+        """[batch, dim] of ids of the tower's features, as a KeyedJaggedTensor has them, without dense values."""
+        batch = (len(offsets) - 1) // len(self._keys)
+        return self._score(torch.zeros(batch, len(self.encoder.schema.dense)), values, offsets)
+
+    @property
+    def _width(self) -> tuple[int, ...]:
+        return (self.dim,)
+
+    def _scores_of(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.reshape(len(outputs), -1) if outputs.dim() > 1 else outputs.reshape(-1, self.dim)
+
+    def _pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Compressed tables are composed for all features at once: those of the other tower have no ids then."""
+        if self._composed is None:
+            return self.lookup.pooled(values, offsets)
+        values, offsets = _with_empty_bags(values, offsets, self._keys, self._composed.keys)
+        pooled = self._composed.pooled(self.lookup, values, offsets)
+        return own_columns(pooled, self._composed.keys, _dims(self._composed), self._keys)
+
+
+def load_tower(
+    files: ArtifactFiles,
+    tower: str,
+    memory: str,
+    cache_bytes: int | None = None,
+    ssd: SsdConfig | None = None,
+    compiled: bool = False,
+    kind: type[Tower] = Tower,
+) -> Tower:
+    """`tower` is user or item. `compiled`: the user's, as an AOTInductor package. Of the tables only the tower's are read.
+    `kind`: what is made of it.
+
+    Raises:
+        ArtifactError: a file is damaged, or the parts do not fit each other.
+    """
+    manifest = files.manifest
+    assert manifest.retrieval is not None
+    schema = tower_schema(manifest.schema, manifest.retrieval, tower)
+    is_composed = COMPOSED_FILE in manifest.files
+    only = None if is_composed else manifest.retrieval.features_of(tower)
+    lookup = open_lookup(files, memory, cache_bytes, ssd, only)
+    if tower == "user" and compiled:
+        program = load_compiled(files.checked(COMPILED_FILE))
+    else:
+        program = files.program(DENSE_FILE if tower == "user" else ITEM_PROGRAM)
+    encoder = RowEncoder(schema, files.vocabularies(schema.features))
+    try:
+        found = kind(manifest, encoder, lookup, program, files.composed())
+        found._try()
+    except (RuntimeError, IndexError, AssertionError, DataError, ServingError) as error:
+        if isinstance(error, ArtifactError):
+            raise
+        said = " ".join(str(error).split())[:200]
+        raise ArtifactError(f"the parts of the {tower}'s tower do not fit each other ({said}); export again") from None
+    return found
+
+
+def tower_schema(schema: RawSchema, parts: RetrievalParts, tower: str) -> RawSchema:
+    """The columns of one tower; dense ones are the user's."""
+    names = parts.features_of(tower)
+    features = [feature for feature in schema.features if feature.name in names]
+    if tower == "user":
+        return replace(schema, features=features)
+    return replace(schema, features=features, dense=[], dense_columns={})
+
+
+def own_columns(pooled: torch.Tensor, keys: list[str], dims: dict[str, int], own: list[str]) -> torch.Tensor:
+    """Of pooled rows [batch, sum of dims] by `keys`, the columns of `own`, in the order of `own`."""
+    columns = dict(zip(keys, pooled.split([dims[key] for key in keys], dim=1), strict=True))
+    return torch.cat([columns[key] for key in own], dim=1) if own else pooled[:, :0]
+
+
+def _dims(composed: ComposedTables) -> dict[str, int]:
+    return {feature: table.embedding_dim for table in composed.tables for feature in table.feature_names}
+
+
+def _with_empty_bags(
+    values: torch.Tensor, offsets: torch.Tensor, own: list[str], keys: list[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, offsets) by `keys` of those by `own`, features that are not among these without ids."""
+    batch = (len(offsets) - 1) // len(own)
+    lengths = offsets.diff().view(len(own), batch)
+    ends = offsets[::batch].tolist() if batch else [0] * (len(own) + 1)
+    bounds = dict(zip(own, pairwise(ends), strict=True))
+    parts = [values[slice(*bounds[key])] for key in keys if key in bounds]
+    nothing = lengths.new_zeros(batch)
+    counts = [lengths[own.index(key)] if key in bounds else nothing for key in keys]
+    return torch.cat([values[:0], *parts]), torch.cat([lengths.new_zeros(1), torch.cat(counts).cumsum(0)])

@@ -1,0 +1,140 @@
+"""Open the files of an artifact, each verified before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.config.server import SsdConfig
+from pipeline.data.read.value_index import NAMES
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import FileEntry, damage, read_verified, size_problem
+from pipeline.serving.artifact.kept_rows import KeptRows
+from pipeline.serving.artifact.manifest import COMPOSED_FILE, DENSE_FILE, ArtifactError, Manifest, TableFiles
+from pipeline.serving.artifact.raw_schema import RawFeature
+from pipeline.serving.scoring.dense_program import Program, load_program
+from pipeline.serving.scoring.lookup import MappedLookup, RamLookup, ServedFeature, ServedTable, TableLookup
+from pipeline.serving.scoring.ssd_open import open_on_ssd
+
+if TYPE_CHECKING:
+    from pipeline.serving.artifact.composed import ComposedTables
+
+
+def _ids_problem(vocabulary: pa.Table, cardinality: int) -> str:
+    """Empty, or what ids and values of a vocabulary cannot be. A pruned one lacks those of rows that are not stored."""
+    if vocabulary.column_names != NAMES:
+        return f"has the columns {vocabulary.column_names}"
+    ids = vocabulary["id"].to_numpy()
+    if len(ids) and (ids.min() < 1 or ids.max() >= cardinality or len(np.unique(ids)) != len(ids)):
+        return f"gives ids that are not different ones from 1 to {cardinality - 1}"
+    if pc.any(pc.equal(pc.binary_length(vocabulary["value"]), 0)).as_py():
+        return "holds empty values"
+    if not len(ids) and cardinality > 1:
+        return f"is empty, and there are {cardinality} ids"
+    return ""
+
+
+def open_lookup(
+    files: ArtifactFiles,
+    memory: str,
+    cache_bytes: int | None = None,
+    ssd: SsdConfig | None = None,
+    only: Sequence[str] | None = None,
+) -> TableLookup:
+    """The artifact's tables, as `memory` says; `only`: of these features, in the batch's order."""
+    chosen = [(name, table) for name, table in files.manifest.features if only is None or name in only]
+    used = sorted({table for _, table in chosen}) if only is not None else list(range(len(files.manifest.tables)))
+    tables = [files.table(files.manifest.tables[number], verified=memory == "ram") for number in used]
+    features = [ServedFeature(name, used.index(table)) for name, table in chosen]
+    if memory == "ram":
+        return RamLookup(tables, features)
+    if memory == "mapped":
+        return MappedLookup(tables, features)
+    return open_on_ssd(tables, features, files.manifest.lookups, cache_bytes, ssd or SsdConfig())
+
+
+class ArtifactFiles:
+    """The files of an artifact, each verified before it is used."""
+
+    def __init__(self, path: str, manifest: Manifest, verify: bool) -> None:
+        self._path, self.manifest, self._verify = path, manifest, verify
+
+    def path(self, name: str) -> str:
+        """Raises ArtifactError where the file is missing, or has another size."""
+        path, entry = storage.join(self._path, name), self.manifest.files[name]
+        if problem := size_problem(path, entry):
+            raise ArtifactError(f"{problem}; copy or export the artifact again")
+        return path
+
+    def checked(self, name: str) -> str:
+        """The path of a file that others read, verified as a whole."""
+        path = self.path(name)
+        if self._verify and (problem := damage(path, self.manifest.files[name])):
+            raise ArtifactError(f"{problem}; copy or export the artifact again")
+        return path
+
+    def content(self, name: str) -> bytes:
+        path = self.path(name)
+        if self._verify:
+            return read_verified(path, self.manifest.files[name])
+        with storage.open_file(path, "rb") as file:
+            content: bytes = file.read()
+        return content
+
+    def table(self, table: TableFiles, verified: bool) -> ServedTable:
+        """`verified`: whoever reads the rows verifies them; else that is done here."""
+        entry: FileEntry | None = self.manifest.files[table.file] if verified and self._verify else None
+        path = self.path(table.file) if verified else self.checked(table.file)
+        kept = None
+        if table.kept is not None:
+            words = np.frombuffer(self.content(table.kept), np.dtype("<u8"))
+            kept = KeptRows(table.rows, words)
+            if kept.num_kept != table.stored_rows:
+                raise ArtifactError(f"table {table.name!r} keeps {kept.num_kept} rows and stores {table.stored_rows}")
+        return ServedTable(
+            table.name, table.rows, table.stored_rows, table.dim, table.precision, table.pooling, path, kept, entry
+        )
+
+    def vocabulary(self, name: str) -> pa.Table:
+        try:
+            with pa.ipc.open_file(pa.BufferReader(self.content(name))) as file:
+                table = file.read_all()
+            table.validate(full=True)
+            return table
+        except (pa.ArrowException, OSError) as error:
+            raise ArtifactError(f"{name} is no vocabulary: {error}") from None
+
+    def composed(self) -> ComposedTables | None:
+        """What makes compressed tables of their parts; None where there are none."""
+        if COMPOSED_FILE not in self.manifest.files:
+            return None
+        from pipeline.serving.artifact.composed import ComposedTables  # TorchRec, which other artifacts do without
+
+        try:
+            return ComposedTables.from_bytes(self.content(COMPOSED_FILE))
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise ArtifactError(f"{COMPOSED_FILE} is not of this release ({error}); export again") from None
+
+    def program(self, name: str = DENSE_FILE) -> Program:
+        return load_program(self.content(name), storage.join(self._path, name))
+
+    def vocabularies(self, features: Sequence[RawFeature]) -> dict[str, pa.Table]:
+        """Of those among `features` that have one. Raises ArtifactError for one that no artifact has."""
+        found = {}
+        for feature in features:
+            if (file := self.manifest.vocabularies.get(feature.name)) is None:
+                continue
+            found[feature.name] = self.vocabulary(file)
+            if problem := _ids_problem(found[feature.name], feature.cardinality):
+                raise ArtifactError(f"the vocabulary of {feature.name!r} {problem}; export again")
+        return found
+
+
+def load_parts(artifact: str, manifest: Manifest) -> tuple[TableLookup, Program]:
+    """Lookup and layers of an artifact whose manifest is not written yet, tables left in their files."""
+    files = ArtifactFiles(artifact, manifest, verify=True)
+    return open_lookup(files, "mapped"), files.program()
