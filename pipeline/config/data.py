@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig, check_labels
 from pipeline.config.registry import find
 from pipeline.config.sequences import SequenceConfig, resolve_sequences
 from pipeline.config.tables import is_pattern, matches
+from pipeline.config.transforms import NUMBER, TransformConfig, make_transforms, raw_inputs
 from pipeline.runtime.errors import (
     ConfigError,
     check_above,
@@ -22,7 +25,7 @@ from pipeline.runtime.errors import (
 
 DENSE_TRANSFORMS = ("log1p", "signed_log1p", "standardize", "none")
 ID_KINDS = ("vocabulary", "hash")
-BUCKET_KINDS = ("quantile", "log2")
+BUCKET_KINDS = ("quantile", "log2", "given")
 SPLITS = ("train", "validation", "test")
 SPLIT_KINDS = ("row_range", "time", "date", "random", "user", "files", "given")
 TEXT_FORMATS = ("csv", "tsv")  # whose delimiter and header data.delimiter and data.header give
@@ -151,15 +154,21 @@ class BucketsConfig:
     """A number as a categorical feature with an embedding: its id is that of the bucket that its value lies in.
 
     quantile: `num_buckets` buckets at most, of as many training rows each as ties allow. log2: one for each whole number up
-    to 2, above it one for each whole value of ln(x)^2, as on Criteo's counts (Juan et al. 2016, and FuxiCTR). A missing value
+    to 2, above it one for each whole value of ln(x)^2, as on Criteo's counts (Juan et al. 2016, and FuxiCTR). given: those whose first
+    values are `boundaries`, and one below them. A missing value
     has id 0. The boundaries are in dataset.json; ids go by descending frequency.
     """
 
     kind: str = "quantile"
     num_buckets: int = 100
+    boundaries: list[float] | None = None
 
     def __post_init__(self) -> None:
         check_choice("buckets.kind", self.kind, BUCKET_KINDS)
+        if (self.kind == "given") != (self.boundaries is not None):
+            raise ConfigError("buckets.kind=given and buckets.boundaries=[...] go together")
+        if self.boundaries is not None and any(b <= a for a, b in pairwise(self.boundaries)):
+            raise ConfigError(f"buckets.boundaries={self.boundaries} must ascend")
         check_at_least("buckets.num_buckets", self.num_buckets, 2)
 
 
@@ -427,6 +436,7 @@ class DataConfig:
     header: list[str] = field(default_factory=list)  # the columns of csv and tsv files whose first line is a row
     dense_transforms: dict[str, str] = field(default_factory=dict)  # of dense columns that have another one
     conversions: ConversionsConfig | None = None
+    transforms: dict[str, Any] = field(default_factory=dict)  # column that is made -> kind and settings of how
 
     def __post_init__(self) -> None:
         check_given("data.name", self.name)
@@ -448,12 +458,17 @@ class DataConfig:
             len(self.delimiter) != 1 or self.delimiter in '"\r\n' or not self.delimiter.isascii()
         ):
             raise ConfigError(f"data.delimiter={self.delimiter!r} must be one character, such as ; or a tab")
+        made = make_transforms(self.transforms)
+        self._check_transforms(made, self.columns if fixed is None else fixed)
         features = self.columns.sparse + self.columns.lists or [f"cat_{index}" for index in range(26)]
+        features = features + [name for name, each in made.items() if each.output != NUMBER]
         self.feature_ids = self._expand(self.feature_ids, "data.feature_ids", features)
         self.synthetic_multi_hot = self._expand(self.synthetic_multi_hot, "data.synthetic_multi_hot", features)
         dense = (self.columns if fixed is None else fixed).dense
+        dense = dense + [name for name, each in made.items() if each.output == NUMBER]
         self.buckets = self._expand(self.buckets, "data.buckets", dense)
         self.dense_transforms = self._expand(self.dense_transforms, "data.dense_transforms", dense)
+        self._learn_transforms(made)
         for key, names in (("buckets", self.buckets), ("dense_transforms", self.dense_transforms)):
             if unknown := [name for name in names if name not in dense]:
                 raise ConfigError(
@@ -470,6 +485,42 @@ class DataConfig:
             )
         if self.split.kind == "user" and self.group_column is None:
             raise ConfigError("data.split.kind=user needs data.group_column=<the column of users>")
+
+    def _check_transforms(self, made: Mapping[str, TransformConfig], columns: ColumnsConfig) -> None:
+        raw_inputs(made)
+        taken = [
+            *columns.all_labels,
+            *columns.dense,
+            *columns.sparse,
+            *columns.lists,
+            columns.weight,
+            self.group_column,
+        ]
+        if twice := [name for name in made if name in taken or name == columns.timestamp or not name]:
+            raise ConfigError(f"data.transforms.{twice[0]} makes a column that is there already: give it another name")
+        for column, each in made.items():
+            for name, kind in each.inputs.items():
+                if name in columns.lists or (name in columns.dense and kind != NUMBER):
+                    what = "lists" if name in columns.lists else "numbers"
+                    raise ConfigError(
+                        f"data.transforms.{column} reads {name!r} as {kind}, and data.columns has it as {what}"
+                    )
+                if name in columns.sparse and kind == NUMBER:
+                    raise ConfigError(
+                        f"data.transforms.{column} reads {name!r} as a number, and data.columns.sparse has it as a category"
+                    )
+                if name in columns.all_labels or name == columns.weight:
+                    raise ConfigError(f"data.transforms.{column} reads {name!r}, which rows to be scored do not have")
+
+    def _learn_transforms(self, made: Mapping[str, TransformConfig]) -> None:
+        """What is learnt of a column that is made is learnt as of one of the source."""
+        for name, each in made.items():
+            if each.boundaries is not None:
+                self.buckets.setdefault(name, BucketsConfig("given", boundaries=each.boundaries))
+            elif each.num_buckets is not None:
+                self.buckets.setdefault(name, BucketsConfig("quantile", each.num_buckets))
+            elif each.output == NUMBER:
+                self.dense_transforms.setdefault(name, "standardize" if each.is_standardized else "none")
 
     def _check_negative_sampling(self) -> None:
         if self.negative_sampling is None:

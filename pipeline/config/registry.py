@@ -1,4 +1,4 @@
-"""Find components by kind and name: models, tasks, optimizers, raw formats, compression kinds, trainer hooks, indexes of items, verbs.
+"""Find components by kind and name: models, tasks, optimizers, raw formats, compression kinds, trainer hooks, indexes of items, transforms of columns, verbs.
 
 A file registers what it defines, and nothing else has to know of it:
 
@@ -33,6 +33,7 @@ BUILT_IN = {
     "compression": "pipeline.embeddings.compression",
     "hook": "pipeline.training.hooks",
     "index": "pipeline.serving.retrieval.indexes",
+    "transform": "pipeline.data.raw.derive",
 }
 
 T = TypeVar("T")

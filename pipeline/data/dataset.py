@@ -19,7 +19,15 @@ from pipeline.runtime.storage import storage
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
 # Later additions: absent from the file while they say nothing, so that the fingerprints of earlier data sets stay.
-ADDED_FIELDS = ("shared_rows", "group_column", "dense_columns", "labels", "weight_column", "negative_sampling")
+ADDED_FIELDS = (
+    "shared_rows",
+    "group_column",
+    "dense_columns",
+    "labels",
+    "weight_column",
+    "negative_sampling",
+    "transforms",
+)
 GROUP_COLUMN = "__group__"  # of the shards: int64, a 64-bit hash of the group's value, 0 where it is missing
 
 
@@ -120,6 +128,8 @@ class Dataset:
     weight_column: Optional[str] = None
     # label and keep, as data.negative_sampling says them, and dropped_rows
     negative_sampling: Dict[str, Any] = field(default_factory=dict)
+    # column, kind and settings of those that are made of others, as data.transforms declares them
+    transforms: List[Dict[str, Any]] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
 
     @property
@@ -154,6 +164,7 @@ class Dataset:
         label: Any = [list(asdict(label).values()) for label in self.labels] or self.label
         schema: List[Any] = [label, self.dense_features, features, self.dense_transform]
         schema += [self.dense_columns] if self.dense_columns else []
+        schema += [self.transforms] if self.transforms else []
         return hashlib.sha256(json.dumps(schema).encode()).hexdigest()
 
     def to_json(self, indent: Optional[int] = 1) -> str:

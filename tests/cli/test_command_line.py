@@ -445,6 +445,8 @@ def test_a_wrong_command_fails_in_every_verb_before_torch_is_imported() -> None:
 def test_a_metric_without_a_label_is_that_of_the_first_label_that_has_it() -> None:
     job = load_config(TrainJob, ["experiment=conversions_mmoe", "early_stop=auc"])
     assert (job.early_stop_metric, job.plateau_metric, job.best_metric) == ("click/auc", "click/auc", "click/auc")
-    named = load_config(TrainJob, ["experiment=conversions_mmoe", "early_stop=auc", "checkpoint.best_metric=order/auc"])
-    assert (named.early_stop_metric, named.best_metric) == ("click/auc", "order/auc")
+    named = load_config(
+        TrainJob, ["experiment=conversions_mmoe", "early_stop=auc", "checkpoint.best_metric=conversion/auc"]
+    )
+    assert (named.early_stop_metric, named.best_metric) == ("click/auc", "conversion/auc")
     assert load_config(TrainJob, ["experiment=quickstart", "early_stop=auc"]).best_metric == "auc"

@@ -23,6 +23,7 @@ from pipeline.config.jobs import (
     ExportJob,
     GenerateJob,
     PlanJob,
+    PredictJob,
     PrepareJob,
     RetrainJob,
     ServeJob,
@@ -81,6 +82,7 @@ def test_every_experiment_begins_with_the_command_that_runs_it(experiment: str) 
 WANTED = {
     RetrainJob: ["data=quickstart", "source=x"],
     ExportJob: ["run=x"],
+    PredictJob: ["artifact=x", "source=x", "output=x.csv"],
     ServeJob: ["artifact=x"],
     PrepareJob: ["data=quickstart", "source=x", "vocabularies.path=y"],
     TrainJob: ["data.name=mine", "warm_start.run=x"],
@@ -88,7 +90,8 @@ WANTED = {
 }
 JOB_OF = {
     **dict.fromkeys(("windows", "growth", "checks", "gate", "registry"), RetrainJob),
-    **dict.fromkeys(("pruning", "parity"), ExportJob),
+    **dict.fromkeys(("pruning", "parity", "retrieval"), ExportJob),
+    "retrieve": PredictJob,
     **dict.fromkeys(("ssd", "server", "batching", "limits"), ServeJob),
     "vocabularies": PrepareJob,
     "sweep": SweepJob,

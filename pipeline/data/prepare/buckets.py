@@ -86,6 +86,8 @@ def _learn(
 
 def boundaries_of(config: BucketsConfig, counted: Callable[[], Iterator[Counted]]) -> list[float]:
     """Ascending, the first value of each bucket but the lowest. `counted` reads the training values, in batches."""
+    if config.boundaries is not None:
+        return list(config.boundaries)
     if config.kind == "log2":
         return _log2_boundaries(counted())
     total = sum(int(rows.sum()) for _, rows in counted())

@@ -15,10 +15,12 @@ import pyarrow.compute as pc
 from pipeline.config.data import BucketsConfig, DataConfig, IdsConfig
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.sequences import SequenceConfig
+from pipeline.config.transforms import TransformConfig, make_transforms
 from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.row_hashes import RowHashes
+from pipeline.data.raw.derived import derive
 from pipeline.data.raw.hashing import hash_ids, hash_text
-from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.layout import Layout, columns_of
 from pipeline.data.raw.sequences import cut_lists
 from pipeline.data.raw.transforms import Transform
 from pipeline.runtime.errors import DataError, did_you_mean
@@ -52,6 +54,8 @@ class Features:
     weight: str | None = None
     negative_sampling: NegativeSamplingConfig | None = None
     sequences: dict[str, SequenceConfig] = field(default_factory=dict)  # of multi_hot; with every length and side
+    derived: dict[str, TransformConfig] = field(default_factory=dict)  # columns that are made of others
+    derived_kinds: dict[str, str] = field(default_factory=dict)
 
     def kind_of(self, name: str) -> str:
         """Of a dense column's transform."""
@@ -82,7 +86,7 @@ class Features:
 
 def features_of(config: DataConfig, layout: Layout) -> Features:
     """Raises DataError where data.feature_ids names no categorical column."""
-    columns = layout.columns
+    columns = columns_of(config)
     sparse, sequences = [*columns.sparse, *columns.lists], columns.sequences
     for name in config.feature_ids:
         if name not in sparse:
@@ -101,7 +105,9 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
         sequences=sequences,
         ids={name: config.feature_ids.get(owners.get(name, name), config.ids) for name in sparse},
         dense_transform=config.dense_transform,
-        timestamp=columns.timestamp,
+        timestamp=layout.time_column,
+        derived=make_transforms(config.transforms),
+        derived_kinds={name: str(each["kind"]) for name, each in config.transforms.items()},
         list_separator=columns.list_separator,
         null_values=tuple(columns.null_values),
         transforms={name: kind for name, kind in config.dense_transforms.items() if kind != config.dense_transform},
@@ -135,6 +141,7 @@ def encode_block(
     features: Features, table: pa.Table, probabilities: Mapping[str, np.ndarray] | None = None
 ) -> EncodedBlock:
     """`probabilities` are the teacher's, label -> one a row, where the source was generated."""
+    table = derive(table, features.derived, features.null_values)
     labels = {name: label_values(table[name]) for name in features.label_types}
     arrays = [pa.array(labels[name].astype(kind.to_pandas_dtype())) for name, kind in features.label_types.items()]
     negative: dict[str, int] = {}

@@ -82,7 +82,9 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
     if config.group_column is not None:
         recipe["group_column"] = config.group_column
     if config.buckets:
-        recipe["buckets"] = {name: asdict(buckets) for name, buckets in sorted(config.buckets.items())}
+        recipe["buckets"] = {name: _without_none(asdict(each)) for name, each in sorted(config.buckets.items())}
+    if config.transforms:
+        recipe["transforms"] = config.transforms
     if config.dense_transforms:
         recipe["dense_transforms"] = dict(sorted(config.dense_transforms.items()))
     for key in ("delimiter", "header"):
@@ -103,6 +105,10 @@ def _cells_of(label: LabelConfig) -> dict[str, Any]:
     """How a label's cells are read, where that was said: absent in data sets of earlier releases."""
     said = {"values": dict(sorted(label.values.items())), "threshold": label.threshold}
     return {key: value for key, value in said.items() if value not in ({}, None)}
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.data import SPLITS, DataConfig, IdsConfig
+from pipeline.config.transforms import described
 from pipeline.data.dataset import FILE_NAME, Dataset, SequenceFeature, SparseFeature, Split, listed_labels
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
 from pipeline.data.prepare.buckets import learn_buckets
@@ -173,6 +174,7 @@ def _write_dataset(
         labels=listed_labels(config.columns.labels),
         weight_column=features.weight,
         negative_sampling=_describe_sampling(features, blocks),
+        transforms=described(features.derived, features.derived_kinds),
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.config.transforms import described
 from pipeline.data.prepare.encode import EncodedBlock, Features, encode_block
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
@@ -137,6 +138,7 @@ def _key(source: Source, layout: Layout, features: Features) -> str:
     parts += ["row hashes"] if features.row_hashes else []
     parts += [f"in buckets: {name}" for name in features.buckets]
     parts += [f"{name} by {kind}" for name, kind in features.transforms.items()]
+    parts += described(features.derived, features.derived_kinds)
     return hashlib.sha256(json.dumps([*parts, features.dense_transform]).encode()).hexdigest()[:16]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.config.data import ColumnsConfig, DataConfig
 from pipeline.config.registry import find
+from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig, make_transforms, raw_inputs
 from pipeline.runtime.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from pipeline.data.raw.source import Block, RowReader, Source
 
 
+TIME_PREFIX = "\0time "  # no column of a source has such a name
 OTHER_DELIMITERS = (";", "\t", "|", ",")
 
 
@@ -42,10 +45,17 @@ class Layout:
         return [self.columns.weight] if self.columns.weight and self.columns.label else []
 
     @property
+    def time_column(self) -> str | None:
+        """Of parsed tables, where the times lie that rows are split by: the source's column, unless that is a text besides."""
+        name = self.columns.timestamp
+        return f"{TIME_PREFIX}{name}" if name and name in self.columns.sparse else name
+
+    @property
     def needed(self) -> list[str]:
         columns = self.columns
         times = [columns.timestamp] if columns.timestamp else []
-        names = [*self.numbers, *columns.sparse, *columns.lists, *times]
+        names = [*self.numbers, *columns.sparse, *columns.lists]
+        names += [name for name in times if name not in columns.sparse]
         return [*names, *(name for name in self.carried if name not in names)]
 
 
@@ -110,13 +120,42 @@ def find_format(name: str) -> Format:
 
 
 def columns_of(config: DataConfig) -> ColumnsConfig:
-    """Those that the format fixes, else data.columns."""
-    return find_format(config.format).columns or config.columns
+    """Those that become features: what the format fixes, else data.columns, and what data.transforms makes."""
+    return with_outputs(find_format(config.format).columns or config.columns, make_transforms(config.transforms))
+
+
+def source_columns(config: DataConfig) -> ColumnsConfig:
+    """Those that are read: what the format fixes, else data.columns, and what data.transforms reads besides."""
+    columns = find_format(config.format).columns or config.columns
+    return with_inputs(columns, make_transforms(config.transforms))
+
+
+def with_inputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig]) -> ColumnsConfig:
+    """The columns of the source that are read: those that are features as they are, and what transforms read besides."""
+    known = {*columns.dense, *columns.sparse, *columns.lists}
+    more = {name: kind for name, kind in raw_inputs(transforms).items() if name not in known}
+    numbers = [name for name, kind in more.items() if kind == NUMBER]
+    return replace(
+        columns,
+        dense=[*columns.dense, *numbers],
+        sparse=[*columns.sparse, *(name for name in more if name not in numbers)],
+    )
+
+
+def with_outputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig]) -> ColumnsConfig:
+    """The columns that become features: those of the source, then those that transforms make."""
+    made = {kind: [name for name, each in transforms.items() if each.output == kind] for kind in (NUMBER, TEXT, LIST)}
+    return replace(
+        columns,
+        dense=[*columns.dense, *made[NUMBER]],
+        sparse=[*columns.sparse, *made[TEXT]],
+        multi_hot=[*columns.multi_hot, *made[LIST]],
+    )
 
 
 def layout_of(config: DataConfig) -> Layout:
     """Raises DataError where a column has two roles, or none is left to learn from."""
-    columns = columns_of(config)
+    columns = source_columns(config)
     timestamp = columns.timestamp if config.split.kind in ("time", "date") else None
     layout = find_format(config.format).layout(config.format, replace(columns, timestamp=timestamp))
     if config.delimiter is not None:

@@ -139,7 +139,9 @@ def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Tabl
     types |= {name: pa.dictionary(pa.int32(), pa.string()) for name in columns.sparse}
     types |= {name: pa.string() for name in layout.needed if name not in types or is_text(layout, name)}
     if not text:
-        return pa.table({name: pa.array([], types[name]) for name in layout.needed})
+        times = {layout.time_column: pa.int64()} if layout.time_column not in (None, layout.columns.timestamp) else {}
+        types |= times
+        return pa.table({name: pa.array([], types[name]) for name in [*layout.needed, *times]})
     try:
         table = pa.csv.read_csv(
             pa.BufferReader(text),
@@ -176,7 +178,12 @@ def _with_timestamps(layout: Layout, table: pa.Table) -> pa.Table:
     name = layout.columns.timestamp
     if not name:
         return table
-    times = parse_timestamps(table[name].combine_chunks())
+    column = table[name].combine_chunks()
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    times = parse_timestamps(column)
+    if layout.time_column != name:
+        return table.append_column(layout.time_column, times)
     return table.set_column(table.schema.get_field_index(name), name, times)
 
 
@@ -203,7 +210,7 @@ def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
         if any(end is not None and abs(end) > LARGEST_FLOAT32 for end in ends):
             note(name, pc.fill_null(pc.greater(pc.abs(table[name]), LARGEST_FLOAT32), False), "a finite 32-bit number")
     if layout.columns.timestamp:
-        note(layout.columns.timestamp, pc.is_null(table[layout.columns.timestamp]), "a time")
+        note(layout.columns.timestamp, pc.is_null(table[layout.time_column]), "a time")
     for row, reason in uneven_rows(layout.columns, table):
         reasons.setdefault(row, reason)
     return reasons

@@ -108,6 +108,8 @@ def with_times(layout: Layout, table: pa.Table) -> tuple[pa.Table, set[int]]:
     if not name:
         return table, set()
     column = table[name].combine_chunks()
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
     found: set[int] = set()
     try:
         times = parse_timestamps(column)
@@ -118,4 +120,6 @@ def with_times(layout: Layout, table: pa.Table) -> tuple[pa.Table, set[int]]:
         times = pa.nulls(len(texts), pa.int64())
         if good.any():
             times = parse_timestamps(pc.if_else(pa.array(good), column, None))
+    if layout.time_column != name:
+        return table.append_column(layout.time_column, times), found
     return table.set_column(table.schema.get_field_index(name), name, times), found

@@ -125,7 +125,7 @@ class Manifest:
             for key in ("boundaries", "sequence"):
                 if feature[key] is None:
                     del feature[key]
-        for key in ("dense_columns", "null_values"):
+        for key in ("dense_columns", "null_values", "transforms"):
             if not values["schema"][key]:
                 del values["schema"][key]
         return values

@@ -202,14 +202,16 @@ def schema_of(dataset: Dataset, keys: list[str], columns: ColumnsConfig, multi_h
         )
         for feature in map(dataset.sparse_feature, keys)
     ]
-    return RawSchema(
+    schema = RawSchema(
         list(dataset.dense_features),
         features,
         dataset.dense_transform,
         columns.list_separator,
         dataset.dense_columns,
         list(columns.null_values),
+        list(dataset.transforms),
     )
+    return schema.of_features(keys)
 
 
 def _sequence(feature: SparseFeature, keys: list[str]) -> SequenceFeature | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipeline.config.transforms import NUMBER, TransformConfig, make_transform, raw_inputs, restore
 from pipeline.data.dataset import SequenceFeature
 
 DENSE, SPARSE, MULTI_HOT = "dense", "sparse", "multi_hot"
@@ -35,13 +37,44 @@ class RawSchema:
     list_separator: str
     dense_columns: dict[str, dict[str, Any]] = field(default_factory=dict)  # of columns with a transform of their own
     null_values: list[str] = field(default_factory=list)
+    transforms: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # of columns that are made, as config.transforms says
 
     @property
     def columns(self) -> dict[str, str]:
-        """Column -> dense, sparse or multi_hot; a number that is put into buckets is a dense column of raw rows."""
+        """Column of raw rows -> dense, sparse or multi_hot; a number that is put into buckets is a dense one."""
+        if not self.transforms:
+            return self.model_columns
+        made = self.derived
+        kinds = {name: kind for name, kind in self.model_columns.items() if name not in made}
+        for name, kind in raw_inputs(made).items():
+            kinds.setdefault(name, DENSE if kind == NUMBER else SPARSE)
+        return dict(sorted(kinds.items(), key=lambda item: (DENSE, SPARSE, MULTI_HOT).index(item[1])))
+
+    @property
+    def model_columns(self) -> dict[str, str]:
+        """As columns, of those that become features, wherever they come from."""
         kinds = dict.fromkeys([*self.dense, *self.in_buckets], DENSE)
         categories = [feature for feature in self.features if feature.boundaries is None]
         return kinds | {feature.name: MULTI_HOT if feature.multi_hot else SPARSE for feature in categories}
+
+    @property
+    def derived(self) -> dict[str, TransformConfig]:
+        """Raises ConfigError for transforms that there are none of."""
+        return restore(self.transforms)
+
+    def of_features(self, names: Collection[str], *, with_dense: bool = True) -> RawSchema:
+        """Of these features alone, with the transforms that they and the dense columns need."""
+        features = [feature for feature in self.features if feature.name in names]
+        dense, dense_columns = (self.dense, self.dense_columns) if with_dense else ([], {})
+        wanted = {*dense, *(feature.name for feature in features)}
+        kept: list[dict[str, Any]] = []
+        for each in reversed(self.transforms):
+            if each["column"] in wanted:
+                wanted |= set(make_transform(each["column"], {"kind": each["kind"], **each["settings"]}).inputs)
+                kept.insert(0, each)
+        return replace(self, features=features, dense=dense, dense_columns=dense_columns, transforms=kept)
 
     @property
     def in_buckets(self) -> dict[str, list[float]]:

@@ -9,8 +9,11 @@ from typing import Any
 
 from pipeline.config.data import DENSE_TRANSFORMS
 from pipeline.config.sequences import KEEPS, MAX_LENGTH
-from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.config.transforms import LIST, NUMBER, TEXT
+from pipeline.runtime.errors import ConfigError
+from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
 
+KINDS = {NUMBER: DENSE, TEXT: SPARSE, LIST: MULTI_HOT}
 MAX_IDS = 1 << 40
 MAX_BAG = 10_000  # ids that are drawn from one
 
@@ -38,6 +41,12 @@ def schema_problem(schema: RawSchema, lookups: Mapping[str, Mapping[str, Any]]) 
             or numbers[1] <= 0
         ):
             return f"dense column {name!r} is transformed by {about}"
+    try:
+        made, kinds = schema.derived, schema.model_columns
+    except ConfigError as error:
+        return f"its transforms are none of this release or of a plugin that is here: {error}"
+    if wrong := [name for name, each in made.items() if name in kinds and kinds[name] != KINDS[each.output]]:
+        return f"column {wrong[0]!r} is made as another kind than it is read as"
     for name, curve in lookups.items():
         if not _are_lookups(curve):
             return f"the lookups of {name!r} are no curve"

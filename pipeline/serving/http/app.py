@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -34,6 +34,9 @@ from pipeline.serving.http.switching import RETRIEVE, SCORE, ModelSlot, ServedMo
 from pipeline.serving.retrieval.queries import Asked
 from pipeline.serving.scoring.load import cache_counts
 from pipeline.serving.scoring.scorer import Scorer, has_scores, score_columns
+
+if TYPE_CHECKING:
+    from pipeline.serving.retrieval.retriever import Retriever
 
 INLINE_BYTES = 16_384  # what is decoded so quickly that a thread costs more
 CLIENT_GONE = 499  # as nginx counts it
@@ -87,7 +90,7 @@ class ScoringApp:
     def _retrieved(self, model: ServedModel, scored: Scores) -> Response:
         if len(scored.refused) == len(scored.scores) > 0:
             return _all_refused(scored, "no row can be asked for")
-        answer, num_items = retrieved(model.scorer, scored)
+        answer, num_items = retrieved(cast("Retriever", model.scorer), scored)
         self._metrics.retrieved_items.inc(num_items)
         return answer
 

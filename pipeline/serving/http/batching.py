@@ -174,7 +174,7 @@ class Batcher:
     async def _score(self, rows: Asked) -> Scores:
         def work() -> tuple[Scores, float, Mapping[str, Sequence[int]]]:
             started = time.monotonic()
-            scored = self._scorer.score(rows)
+            scored = self._scorer.score(rows)  # type: ignore[arg-type]  # Queries where it retrieves
             return Scores(scored.scores, refused_rows(scored)), time.monotonic() - started, scored.row_zero
 
         scores, seconds, row_zero = await asyncio.get_running_loop().run_in_executor(self._thread, work)

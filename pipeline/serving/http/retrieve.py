@@ -7,7 +7,7 @@ the lists are of all rows of the request, and ids that are no item are passed ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -18,6 +18,9 @@ from pipeline.config.server import LimitsConfig
 from pipeline.serving.http.batching import Scores
 from pipeline.serving.http.request_rows import JSON_TYPE, BadRequest, RequestReader
 from pipeline.serving.retrieval.queries import Found, Queries, Wish
+
+if TYPE_CHECKING:
+    from pipeline.serving.retrieval.retriever import Retriever
 
 USUAL_K = 10
 
@@ -47,7 +50,7 @@ def _texts(ids: Sequence[str | int]) -> tuple[str, ...]:
     return tuple(str(each) for each in ids)
 
 
-def retrieved(retriever: Any, scored: Scores) -> tuple[Response, int]:
+def retrieved(retriever: Retriever, scored: Scores) -> tuple[Response, int]:
     """Items and scores of each row, the best first, null for one in bad_rows; and how many items these are."""
     found: list[Found | None] = list(scored.scores)
     positions = [each.positions for each in found if each is not None]

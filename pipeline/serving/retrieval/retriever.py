@@ -16,7 +16,7 @@ from pipeline.serving.artifact.retrieval_parts import ITEM_INDEX, ITEM_VALUES, I
 from pipeline.serving.artifact.served_tasks import ServedTask
 from pipeline.serving.retrieval.index import NO_ITEM, ItemIndex, Vectors, index_class
 from pipeline.serving.retrieval.items import Items
-from pipeline.serving.retrieval.queries import Found, Queries, Wish
+from pipeline.serving.retrieval.queries import Asked, Found, Queries, Wish
 from pipeline.serving.retrieval.tower import Tower, load_tower
 from pipeline.serving.scoring.artifact_files import ArtifactFiles
 from pipeline.serving.scoring.column_lists import Rows
@@ -85,8 +85,10 @@ class Retriever:
         if found is None or not len(found.positions) or not np.isfinite(found.scores).all():
             raise ServingError(f"artifact {self.version} finds no items for an empty row")
 
-    def score(self, queries: Queries) -> Scored:
-        return self.retrieve(queries.rows, queries.wishes)
+    def score(self, rows: Asked) -> Scored:
+        """Of Queries; see retrieve()."""
+        assert isinstance(rows, Queries), "rows without a wish"
+        return self.retrieve(rows.rows, rows.wishes)
 
     def retrieve(self, rows: Rows, wishes: Sequence[tuple[int, Wish]]) -> Scored:
         """As Queries has them. `scores` [num_rows] are objects: Found, or None where a row was refused."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -99,11 +98,7 @@ def load_tower(
 
 def tower_schema(schema: RawSchema, parts: RetrievalParts, tower: str) -> RawSchema:
     """The columns of one tower; dense ones are the user's."""
-    names = parts.features_of(tower)
-    features = [feature for feature in schema.features if feature.name in names]
-    if tower == "user":
-        return replace(schema, features=features)
-    return replace(schema, features=features, dense=[], dense_columns={})
+    return schema.of_features(parts.features_of(tower), with_dense=tower == "user")
 
 
 def own_columns(pooled: torch.Tensor, keys: list[str], dims: dict[str, int], own: list[str]) -> torch.Tensor:

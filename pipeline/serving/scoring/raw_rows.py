@@ -20,6 +20,7 @@ from pipeline.config.sequences import SequenceConfig
 from pipeline.data.prepare.encode import Features, dense_values, encode_values
 from pipeline.data.raw.buckets import bucket_column, bucket_texts
 from pipeline.data.raw.cells import LARGEST_FLOAT32
+from pipeline.data.raw.derived import derive
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import QuarantinedRow, parse_block
 from pipeline.data.raw.sequences import cut_list
@@ -53,7 +54,10 @@ class RowEncoder:
 
     def __init__(self, schema: RawSchema, vocabularies: Mapping[str, pa.Table]) -> None:
         self.schema = schema
-        self._in_buckets = schema.in_buckets
+        self._in_buckets, self._derived = schema.in_buckets, schema.derived
+        raw = {
+            kind: [name for name, each in schema.columns.items() if each == kind] for kind in (DENSE, SPARSE, MULTI_HOT)
+        }
         one_hot = [each.name for each in schema.features if not each.multi_hot and each.boundaries is None]
         bags = [each.name for each in schema.features if each.multi_hot and each.sequence is None]
         self._sequences = {
@@ -63,7 +67,8 @@ class RowEncoder:
         }
         multi_hot = [*bags, *self._sequences]
         columns = ColumnsConfig(
-            label="", dense=[*schema.dense, *self._in_buckets], sparse=one_hot, multi_hot=bags,
+            label="", dense=raw[DENSE], sparse=raw[SPARSE],
+            multi_hot=[name for name in raw[MULTI_HOT] if name not in self._sequences],
             sequence={name: _unresolved(each) for name, each in self._sequences.items()}, list_separator=schema.list_separator, null_values=list(schema.null_values),
         )  # fmt: skip
         self.layout = Layout(columns, "parquet")
@@ -85,10 +90,11 @@ class RowEncoder:
 
         Raises ServingError for a column that is missing, or of a type that cannot be what it should.
         """
-        few = rows if isinstance(rows, ColumnLists) else self._few(rows)
-        encoded = None if few is None else self._encode_few(few)
-        if encoded is not None:
-            return encoded
+        if not self._derived:
+            few = rows if isinstance(rows, ColumnLists) else self._few(rows)
+            encoded = None if few is None else self._encode_few(few)
+            if encoded is not None:
+                return encoded
         return self._encode_table(rows.to_table() if isinstance(rows, ColumnLists) else rows)
 
     def _few(self, rows: pa.Table) -> ColumnLists | None:
@@ -167,10 +173,11 @@ class RowEncoder:
         table = self._needed(rows)
         try:
             parsed = parse_block(self.layout, tuple(table.column_names), Block(1, 0, table.num_rows, table=table))
+            values = derive(parsed.table, self._derived, self.schema.null_values)
             dense = np.empty((len(parsed.kept), len(self.schema.dense)), np.float32)
             for position, name in enumerate(self.schema.dense):
-                dense[:, position] = dense_values(parsed.table[name], self._transforms[position])
-            bags = self._bags(self._with_buckets(parsed.table))
+                dense[:, position] = dense_values(values[name], self._transforms[position])
+            bags = self._bags(self._with_buckets(values))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
             raise ServingError(f"the rows cannot be read: {' '.join(str(error).split())[:300]}") from None
         return _joined(dense, bags, parsed.kept, parsed.quarantined)

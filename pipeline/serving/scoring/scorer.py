@@ -12,6 +12,7 @@ import pyarrow as pa
 from pipeline.config.data import ColumnsConfig
 from pipeline.data.raw.rows import QuarantinedRow
 from pipeline.serving.artifact.served_tasks import ServedTask
+from pipeline.serving.scoring.column_lists import Rows
 
 SCORE = "score"
 
@@ -44,8 +45,8 @@ class Scorer(Protocol):
         """What the columns of scores are; empty where there is one score a row, a probability."""
         ...
 
-    def score(self, rows: Any) -> ScoredRows:
-        """`rows` are Rows of schema_of(self.columns), or of a retriever Queries of such rows."""
+    def score(self, rows: Rows) -> ScoredRows:
+        """Of schema_of(self.columns); a retriever takes Queries of such rows."""
         ...
 
     def unusual(self, row_zero: Mapping[str, Sequence[int]]) -> str:

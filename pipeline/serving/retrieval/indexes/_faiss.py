@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Self
 
 from pipeline.runtime.errors import ServingError
 
 if TYPE_CHECKING:
+    import faiss
+
     from pipeline.config.serving import RetrievalConfig
     from pipeline.serving.retrieval.index import Positions, Vectors
 
 
-def import_faiss(kind: str) -> Any:
+def import_faiss(kind: str) -> ModuleType:
     """Raises ServingError where it is not installed."""
     try:
-        import faiss
+        return importlib.import_module("faiss")
     except ImportError as error:
         raise ServingError(
             f"retrieval.index={kind} needs faiss: pip install 'torchrec-pipeline[retrieval]', or export with "
             f"retrieval.index=exact, which compares with every item ({error})"
         ) from error
-    return faiss
 
 
 class FaissIndex:
@@ -30,35 +33,34 @@ class FaissIndex:
     kind = ""
     class_name = ""  # of faiss
 
-    def __init__(self, index: Any) -> None:
+    def __init__(self, index: faiss.Index) -> None:
         self._index = index
 
     @classmethod
     def build(cls, vectors: Vectors, config: RetrievalConfig) -> Self:
-        faiss = import_faiss(cls.kind)
-        index = cls.empty(faiss, vectors.shape[1], config)
+        index = cls.empty(import_faiss(cls.kind), vectors.shape[1], config)
         index.add(vectors)
         return cls.of(index, config.search)
 
     @classmethod
-    def empty(cls, faiss: Any, dim: int, config: RetrievalConfig) -> Any:
+    def empty(cls, library: ModuleType, dim: int, config: RetrievalConfig) -> faiss.Index:
         """faiss's index without an item."""
         raise NotImplementedError
 
     @classmethod
-    def of(cls, index: Any, search: int) -> Self:
+    def of(cls, index: faiss.Index, search: int) -> Self:
         return cls(index)
 
     @classmethod
     def load(cls, path: str, num_items: int, dim: int, search: int) -> Self:
         from pipeline.serving.retrieval.index import check_shape
 
-        faiss = import_faiss(cls.kind)
+        library = import_faiss(cls.kind)
         try:
-            index = faiss.read_index(path)
+            index = library.read_index(path)
         except RuntimeError as error:
             raise ServingError(f"{path} is no index of faiss ({str(error)[:200]}): export again") from None
-        if type(index).__name__ != cls.class_name or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        if type(index).__name__ != cls.class_name or index.metric_type != library.METRIC_INNER_PRODUCT:
             raise ServingError(
                 f"{path} is a {type(index).__name__}, not a {cls.class_name} of dot products: export again"
             )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
 from pipeline.serving.retrieval.indexes._faiss import FaissIndex
 
 if TYPE_CHECKING:
+    import faiss
+
     from pipeline.config.serving import RetrievalConfig
 
 
@@ -16,5 +19,5 @@ class FlatIndex(FaissIndex):
     kind, class_name = "flat", "IndexFlatIP"
 
     @classmethod
-    def empty(cls, faiss: Any, dim: int, config: RetrievalConfig) -> Any:
-        return faiss.IndexFlatIP(dim)
+    def empty(cls, library: ModuleType, dim: int, config: RetrievalConfig) -> faiss.Index:
+        return library.IndexFlatIP(dim)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Self
 
 from pipeline.config.registry import register
 from pipeline.serving.retrieval.indexes._faiss import FaissIndex, import_faiss
 
 if TYPE_CHECKING:
+    import faiss
+
     from pipeline.config.serving import RetrievalConfig
     from pipeline.serving.retrieval.index import Positions, Vectors
 
@@ -16,18 +19,18 @@ if TYPE_CHECKING:
 class HnswIndex(FaissIndex):
     kind, class_name = "hnsw", "IndexHNSWFlat"
 
-    def __init__(self, index: Any, search: int) -> None:
+    def __init__(self, index: faiss.Index, search: int) -> None:
         super().__init__(index)
         self._search = search
 
     @classmethod
-    def empty(cls, faiss: Any, dim: int, config: RetrievalConfig) -> Any:
-        index = faiss.IndexHNSWFlat(dim, config.neighbours, faiss.METRIC_INNER_PRODUCT)
+    def empty(cls, library: ModuleType, dim: int, config: RetrievalConfig) -> faiss.Index:
+        index = library.IndexHNSWFlat(dim, config.neighbours, library.METRIC_INNER_PRODUCT)
         index.hnsw.efConstruction = config.build_search
         return index
 
     @classmethod
-    def of(cls, index: Any, search: int) -> Self:
+    def of(cls, index: faiss.Index, search: int) -> Self:
         return cls(index, search)
 
     def search(self, users: Vectors, k: int) -> tuple[Vectors, Positions]:

@@ -1,0 +1,150 @@
+"""Declare columns that are made of others: data.transforms.<column> = {kind: <transform>, ...} (stdlib only).
+
+    @register("transform", "my_transform")
+    @dataclass(frozen=True)
+    class MyTransform(TransformConfig): ...
+
+A transform is code that prepare, predict and serve share; what was declared is in dataset.json and in artifacts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.registry import find
+from pipeline.runtime.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+NUMBER, TEXT, LIST, TIME = "number", "text", "list", "time"
+SIMPLE = (str, int, float, bool, list, type(None))
+
+
+@dataclass(frozen=True)
+class TransformConfig:
+    """Base of all transforms; its fields are its settings.
+
+    output: what the column that it makes holds: number (a dense column), text (a categorical one) or list (multi-hot).
+    """
+
+    output = TEXT
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Column -> what it is read as: number, text or time."""
+        raise NotImplementedError(f"{type(self).__name__} has no inputs")
+
+    @property
+    def num_buckets(self) -> int | None:
+        """Of a number that is then put into so many buckets, learnt from the training rows."""
+        return None
+
+    @property
+    def boundaries(self) -> list[float] | None:
+        """Of a number that is then put into buckets with these first values."""
+        return None
+
+    @property
+    def is_standardized(self) -> bool:
+        """Whether the number is then standardized by the training rows."""
+        return False
+
+    def apply(self, columns: Sequence[pa.Array]) -> pa.Array:
+        """Of `inputs`, each [rows] with null where a value is missing: float64 numbers, text, or times as they were read.
+
+        The result has as many rows: float64, string or list of string; null where it is missing.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no apply()")
+
+
+def make_transform(column: str, values: Mapping[str, Any]) -> TransformConfig:
+    """What data.transforms.<column> says.
+
+    Raises:
+        ConfigError: there is no such transform, with the nearest name; or it has not these settings.
+    """
+    key = f"data.transforms.{column}"
+    if not isinstance(values, Mapping) or "kind" not in values:
+        raise ConfigError(f"{key} wants a kind: {key}={{kind: clip, column: price, low: 0}}")
+    kind: type[TransformConfig] = find("transform", str(values["kind"]), f"{key}.kind")
+    given = {name: value for name, value in values.items() if name != "kind"}
+    known = [field.name for field in fields(kind)]
+    if unknown := [name for name in given if name not in known]:
+        raise ConfigError(
+            f"{key}.{unknown[0]}: {values['kind']} has {', '.join(known)}{did_you_mean(unknown[0], known)}"
+        )
+    required = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
+    if missing := [name for name in required if name not in given]:
+        raise ConfigError(f"{key}.{missing[0]} is missing: {values['kind']} needs {', '.join(required)}")
+    for field in fields(kind):
+        if field.name in given:
+            _check_type(f"{key}.{field.name}", str(field.type), given[field.name])
+    try:
+        return kind(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _check_type(key: str, declared: str, value: object) -> None:
+    """`declared` is the annotation of a setting, as text: str, float | None, list[str] and the like."""
+    choices = [choice.strip() for choice in declared.split("|")]
+    for choice in choices:
+        if choice == "None" and value is None:
+            return
+        if choice.startswith("list[") and isinstance(value, list):
+            if all(_is(choice[5:-1], each) for each in value):
+                return
+        elif _is(choice, value):
+            return
+    raise ConfigError(f"{key}={value!r} must be {declared}")
+
+
+def _is(kind: str, value: object) -> bool:
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    if kind == "float":
+        return isinstance(value, int | float) and value == value and abs(value) != float("inf")
+    return isinstance(value, {"int": int, "str": str}.get(kind, ()))
+
+
+def make_transforms(declared: Mapping[str, Mapping[str, Any]]) -> dict[str, TransformConfig]:
+    """In their order: one may read what an earlier one has made. Raises ConfigError."""
+    made = {column: make_transform(column, values) for column, values in declared.items()}
+    for position, (column, transform) in enumerate(made.items()):
+        for name, wanted in transform.inputs.items():
+            if name == column or name in list(made)[position + 1 :]:
+                raise ConfigError(
+                    f"data.transforms.{column} reads {name!r}, which is made after it: declare that one first"
+                )
+            if name in made and made[name].output != wanted and not (made[name].output == TEXT and wanted == TIME):
+                raise ConfigError(
+                    f"data.transforms.{column} reads {name!r} as {wanted}, and {name!r} is made as {made[name].output}"
+                )
+    return made
+
+
+def described(transforms: Mapping[str, TransformConfig], kinds: Mapping[str, str]) -> list[dict[str, Any]]:
+    """As dataset.json and artifacts hold them. `kinds` are their names."""
+    return [{"column": column, "kind": kinds[column], "settings": asdict(each)} for column, each in transforms.items()]
+
+
+def restore(described: Sequence[Mapping[str, Any]]) -> dict[str, TransformConfig]:
+    """What `described` was made of. Raises ConfigError, for one of a plugin that is not there too."""
+    return make_transforms({each["column"]: {"kind": each["kind"], **each["settings"]} for each in described})
+
+
+def raw_inputs(transforms: Mapping[str, TransformConfig]) -> dict[str, str]:
+    """Column of the source -> number, text or time. Raises ConfigError where two transforms read one in different ways."""
+    found: dict[str, str] = {}
+    for column, transform in transforms.items():
+        for name, kind in transform.inputs.items():
+            if name in transforms:
+                continue
+            if found.setdefault(name, kind) != kind and {found[name], kind} != {TEXT, TIME}:
+                raise ConfigError(
+                    f"data.transforms.{column} reads {name!r} as {kind}, and another transform as {found[name]}"
+                )
+    return found

@@ -1,0 +1,78 @@
+"""Read times for the transforms of them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+from zoneinfo import ZoneInfo
+
+from pipeline.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+UNITS = ("s", "ms", "us", "ns")
+PER_SECOND = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}
+WHOLE = re.compile(r"-?[0-9]{1,19}", re.ASCII)
+YEARS = 62_135_596_800, 253_402_300_799  # seconds from 1970 back to the year 1, and on to the end of 9999
+
+
+def check_time(unit: str, timezone: str) -> None:
+    """Raises ConfigError for a unit or a time zone that there is none of."""
+    if unit not in UNITS:
+        raise ConfigError(f"unit={unit!r} is not one of {', '.join(UNITS)}")
+    try:
+        ZoneInfo(timezone)
+    except (KeyError, ValueError, OSError):
+        raise ConfigError(f"timezone={timezone!r} is unknown: give a name such as UTC or Europe/Rome") from None
+
+
+def local_times(column: pa.Array, unit: str, timezone: str) -> pa.Array:
+    """timestamp[s] in `timezone`, of whole numbers of `unit` since 1970 and of ISO 8601 text; what is neither is missing.
+
+    Times without a zone of their own are of UTC.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    seconds = _of_timestamps(column) if pa.types.is_temporal(column.type) else _of_texts(column, unit)
+    times = seconds.cast(pa.timestamp("s", "UTC"))
+    return pc.local_timestamp(times.cast(pa.timestamp("s", timezone)))
+
+
+def _of_timestamps(column: pa.Array) -> pa.Array:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    zone = getattr(column.type, "tz", None)
+    return (
+        pc.floor_temporal(column.cast(pa.timestamp("us", zone)), unit="second")
+        .cast(pa.timestamp("s", zone))
+        .cast(pa.int64())
+    )
+
+
+def _of_texts(column: pa.Array, unit: str) -> pa.Array:
+    import pyarrow as pa
+
+    if not pa.types.is_dictionary(column.type):
+        column = column.cast(pa.string()).dictionary_encode()
+    seconds = pa.array([_seconds(text, unit) for text in column.dictionary.cast(pa.string()).to_pylist()], pa.int64())
+    return seconds.take(column.indices)
+
+
+def _seconds(text: str | None, unit: str) -> int | None:
+    from datetime import UTC, datetime
+
+    if text is None:
+        return None
+    if WHOLE.fullmatch(text):
+        seconds = int(text) // PER_SECOND[unit]
+    else:
+        try:
+            time = datetime.fromisoformat(text)
+        except ValueError:
+            return None
+        aware = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+        seconds = int(aware.timestamp() // 1)
+    return seconds if -YEARS[0] <= seconds <= YEARS[1] else None

@@ -1,0 +1,42 @@
+"""Make the columns that data.transforms declares, alike in preparation and in serving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig
+
+TYPES = {NUMBER: pa.float64(), TEXT: pa.string(), LIST: pa.list_(pa.string())}
+
+
+def derive(table: pa.Table, transforms: Mapping[str, TransformConfig], null_values: Sequence[str] = ()) -> pa.Table:
+    """The table with a column for each transform. `table` has the columns that parse_block gives.
+
+    Raises pa.ArrowInvalid for columns of types that cannot be what they should.
+    """
+    for column, transform in transforms.items():
+        inputs = [_read(table[name], kind, null_values) for name, kind in transform.inputs.items()]
+        made = transform.apply(inputs)
+        assert len(made) == table.num_rows, f"{column} has {len(made)} of {table.num_rows} rows"
+        table = table.append_column(column, made.cast(TYPES[transform.output]))
+    return table
+
+
+def _read(column: pa.ChunkedArray, kind: str, null_values: Sequence[str]) -> pa.Array:
+    """float64, or text; a missing value is null. Times stay of the type that they have."""
+    array = column.combine_chunks()
+    if kind == NUMBER:
+        return pa.array(np.asarray(array.to_numpy(zero_copy_only=False), np.float64), from_pandas=True)
+    if pa.types.is_temporal(array.type) and kind != TEXT:
+        return array
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        raise pa.ArrowInvalid("a list where a transform reads one value a row")
+    if pa.types.is_dictionary(array.type):
+        array = array.cast(pa.dictionary(pa.int32(), pa.string())).dictionary_decode()
+    texts = array.cast(pa.string())
+    missing = pc.is_in(texts, pa.array(["", *null_values], pa.string()))
+    return pc.if_else(missing, pa.scalar(None, pa.string()), texts)
