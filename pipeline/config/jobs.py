@@ -252,6 +252,11 @@ class RetrainJob(TrainJob):
 
     def _check_gate_tasks(self) -> None:
         """The gate goes by a binary label that the model learns, and holds others."""
+        if "ne" not in self.model.metrics:
+            raise ConfigError(
+                f"retrain's gate goes by NE, and model={self.model.kind} is measured by {', '.join(self.model.metrics)}: train, export "
+                "and switch the artifact without retrain, or choose a model of clicks"
+            )
         main, labels = self.data.columns.label, self.data.columns.all_labels
         learnt = labels if self.model.learns_all else {name: label for name, label in labels.items() if name == main}
         if learnt and (self.gate.task or main) not in learnt:

@@ -13,7 +13,7 @@ from pipeline.cli.command_line import load_config, print_user_errors, split_flag
 from pipeline.cli.verb import Verb
 from pipeline.config import saved_jobs
 from pipeline.config.data import ReaderConfig
-from pipeline.config.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, TrainJob
+from pipeline.config.jobs import EvaluateJob, GenerateJob, PlanJob, PrepareJob, RetrainJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job, save_job
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
 from pipeline.embeddings.row_frequencies import merge_frequencies
@@ -440,6 +440,11 @@ def test_a_wrong_command_fails_in_every_verb_before_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("error: unknown key 'nothing'") == 5
+
+
+def test_a_retriever_has_no_gate_to_be_retrained_by() -> None:
+    with pytest.raises(ConfigError, match=names("model=two_tower recall_at_10")):
+        load_config(RetrainJob, ["experiment=user_item_two_tower", "source=x"])
 
 
 def test_a_metric_without_a_label_is_that_of_the_first_label_that_has_it() -> None:

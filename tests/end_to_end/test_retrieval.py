@@ -27,10 +27,12 @@ from pipeline.serving.retrieval.retriever import Retriever
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.run import TrainSummary
+from tests.end_to_end.user_items import job_words, train_on_rank
 from tests.serving.servers import Server, running
 from tests.serving.test_switching import point, wait_until
 from tests.support.made_once import made_once
 from tests.support.messages import names
+from tests.support.ranks import RankPool
 
 USER = {"user_id": "7", "user_group": "3"}
 
@@ -277,3 +279,32 @@ def test_faiss_that_is_missing_is_named_with_the_way_out(
     with pytest.raises(ServingError, match=names("retrieval.index=exact")):
         _export(user_item_run.run_dir, tmp_path / "flat", "precision=fp32", "retrieval.index=flat")
     assert not os.path.exists(tmp_path / "flat")
+
+
+@pytest.mark.parametrize("kind", ["plain", pytest.param("compressed", marks=pytest.mark.campaign)])
+def test_raw_rows_of_validation_recall_what_the_certificate_says(
+    ranks: RankPool, exported: ExportSummary, user_item_data: str, tmp_path: Path, kind: str
+) -> None:
+    """Compressed user tables, pruned items, int8 layers: each raw row through both towers, as a client would ask."""
+    summary = exported
+    if kind == "compressed":
+        more = ["world_size=1", "tables.user_id.compression.kind=hash", "tables.user_id.compression.num_rows=40"]
+        run = ranks.run(1, train_on_rank, job_words(user_item_data, tmp_path / "run", *more))[0].run_dir
+        options = ["precision=int8", "dense=int8", "pruning.kind=untrained", "retrieval.max_recall_decrease=0.05"]
+        summary = _export(run, tmp_path / "artifact", *options)
+    lines = (Path(user_item_data).parent / "rows.tsv").read_text().splitlines()
+    (tmp_path / "rows.tsv").write_text("\n".join([lines[0], *lines[16001:18001]]) + "\n")
+    vectors = []
+    for tower in ("user", "item"):
+        words = [f"artifact={summary.artifact}", f"source={tmp_path}/rows.tsv", f"output={tmp_path}/{tower}.parquet"]
+        predict(load_config(PredictJob, [*words, "retrieve.vectors=true", f"retrieve.tower={tower}"]))
+        vectors.append(_vectors(tmp_path / f"{tower}.parquet"))
+    cells = [dict(zip(lines[0].split("\t"), line.split("\t"), strict=True)) for line in lines[16001:18001]]
+    catalogue, first = np.unique([row["item_id"] for row in cells], return_index=True)
+    scores = vectors[0] @ vectors[1][first].T
+    clicked = [number for number, row in enumerate(cells) if row["click"] == "1"]
+    own = scores[clicked, np.searchsorted(catalogue, [cells[number]["item_id"] for number in clicked])]
+    places = 1 + (scores[clicked] > own[:, None]).sum(axis=1)
+    assert (places <= 20).mean() == pytest.approx(
+        summary.certificate["splits"]["validation"]["artifact"]["recall_at_20"], abs=0.003
+    )
