@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from pipeline.config.registry import BUILT_IN
 from tests.docs.pages import REPOSITORY
 
 PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text()
@@ -18,7 +19,7 @@ def test_the_page_shows_the_example_as_it_is() -> None:
 
 
 def test_the_table_names_every_kind_of_component() -> None:
-    assert {kind for kind, _ in ROWS} == {"model", "task", "optimizer", "format", "compression", "hook", "verb"}
+    assert {kind for kind, _ in ROWS} == {*BUILT_IN, "verb"}
 
 
 @pytest.mark.parametrize(("kind", "path"), ROWS)

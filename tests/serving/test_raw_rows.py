@@ -31,6 +31,15 @@ columns: {label: click, dense: [price, age], sparse: [colour, city], multi_hot: 
 feature_ids: {city: {kind: hash, hash_size: 50, hash_seed: 7}, colour: {min_frequency: 3}}
 rows_per_row_group: 128
 """
+MADE = """
+transforms:
+  price_cut: {kind: clip, column: price, low: -5, high: 50}
+  price_band: {kind: bucketise, column: price_cut, quantiles: 10}
+  age_std: {kind: standardise, column: age}
+  hue: {kind: lower, column: colour}
+  hue_city: {kind: cross, columns: [hue, city]}
+  parts: {kind: split, column: colour, separator: ","}
+"""
 TINY = ["hardware=cpu", "trainer.global_batch_size=64", "trainer.max_steps=3", "trainer.evaluate_max_batches=1"]
 
 
@@ -54,9 +63,12 @@ def _write_mixed(path: Path) -> None:
 @pytest.fixture(scope="module")
 def mixed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, TrainJob, str]:
     """(artifact, its train job, raw file) of lists, hashed ids, mean pooling, missing values and bad rows."""
-    folder = tmp_path_factory.mktemp("mixed")
+    return _mixed_artifact(ranks, tmp_path_factory.mktemp("mixed"), MIXED_CONF)
+
+
+def _mixed_artifact(ranks: RankPool, folder: Path, described: str) -> tuple[str, TrainJob, str]:
     (folder / "conf" / "data").mkdir(parents=True)
-    (folder / "conf" / "data" / "mixed.yaml").write_text(MIXED_CONF)
+    (folder / "conf" / "data" / "mixed.yaml").write_text(described)
     source = folder / "mixed.csv"
     _write_mixed(source)
     conf = ["--config-dir", str(folder / "conf"), "data=mixed", f"data.path={folder / 'prepared'}"]
@@ -74,6 +86,17 @@ def test_raw_rows_with_lists_hashes_missing_values_and_bad_rows_score_as_prepare
     mixed: tuple[str, TrainJob, str],
 ) -> None:
     assert assert_raw_rows_are_prepared_rows(*mixed) == 2998
+
+
+@pytest.mark.campaign
+def test_raw_rows_score_as_prepared_where_columns_are_made_of_others(ranks: RankPool, tmp_path: Path) -> None:
+    artifact, job, source = _mixed_artifact(ranks, tmp_path, MIXED_CONF + MADE)
+    assert assert_raw_rows_are_prepared_rows(artifact, job, source) == 2998
+    manifest = Predictor.load(artifact).manifest
+    assert set(manifest.columns) == {"price", "age", "colour", "city", "tags"}
+    assert {"price_cut", "price_band", "hue", "hue_city", "parts"} <= {
+        each["column"] for each in manifest.schema.transforms
+    }
 
 
 def test_raw_criteo_rows_score_as_prepared(small_artifact: ExportSummary, prepared_clicks: str) -> None:
