@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import pytest
 from examples.retrieve import retrieve
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import ExportJob, PredictJob
-from pipeline.runtime.errors import ServingError
+from pipeline.runtime.errors import DamagedError, ServingError
+from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
 from pipeline.serving.artifact.export_run import ExportSummary, describe, export
 from pipeline.serving.artifact.manifest import ArtifactError, read_manifest
 from pipeline.serving.retrieval.queries import Wish
@@ -308,3 +309,32 @@ def test_raw_rows_of_validation_recall_what_the_certificate_says(
     assert (places <= 20).mean() == pytest.approx(
         summary.certificate["splits"]["validation"]["artifact"]["recall_at_20"], abs=0.003
     )
+
+
+def _retrieval(key: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda values: values["retrieval"].__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _retrieval("num_items", 61), _retrieval("num_items", "60"), _retrieval("dim", 0), _retrieval("search", -1),
+        _retrieval("index", "nope"), _retrieval("index", "hnsw"), _retrieval("item_feature", "user_id"),
+        _retrieval("user_features", ["user_id"]), _retrieval("more", 1),
+        lambda values: values["files"].pop("item.pt2"), lambda values: values.pop("retrieval"),
+        lambda values: values["retrieval"].update(dim=values["retrieval"]["dim"] // 2, num_items=120),
+        lambda values: values["files"].update({"items.arrow": values["files"]["items.vectors"]}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_that_was_resealed_with_what_cannot_be_is_one_line_of_error(
+    exported: ExportSummary, tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    artifact = tmp_path / "artifact"
+    shutil.copytree(exported.artifact, artifact, copy_function=os.link)
+    values = read_sealed(str(artifact / "manifest.json"))
+    change(values)
+    (artifact / "manifest.json").unlink()
+    (artifact / "manifest.json").write_text(seal_manifest(values))
+    with pytest.raises(DamagedError):
+        Retriever.load(str(artifact))

@@ -83,6 +83,8 @@ class RowEncoder:
         self._names = [*schema.dense, *self._in_buckets, *one_hot, *multi_hot]  # of ColumnLists
         self._positions = [self._names.index(feature.name, len(schema.dense)) for feature in schema.features]
         self._has_bags = any(feature.multi_hot or feature.bag_size > 1 for feature in schema.features)
+        self._raw_names = [*raw[DENSE], *raw[SPARSE], *self.layout.columns.lists]  # as schema_of(self.layout.columns)
+        self._num_raw_numbers = len(raw[DENSE])
         self._simple: pa.Schema | None = None  # the last one whose tables may become ColumnLists
 
     def encode(self, rows: Rows) -> EncodedRows:
@@ -90,11 +92,12 @@ class RowEncoder:
 
         Raises ServingError for a column that is missing, or of a type that cannot be what it should.
         """
-        if not self._derived:
-            few = rows if isinstance(rows, ColumnLists) else self._few(rows)
-            encoded = None if few is None else self._encode_few(few)
-            if encoded is not None:
-                return encoded
+        few = rows if isinstance(rows, ColumnLists) else self._few(rows)
+        if few is not None and self._derived:
+            few = self._derive_few(few)
+        encoded = None if few is None else self._encode_few(few)
+        if encoded is not None:
+            return encoded
         return self._encode_table(rows.to_table() if isinstance(rows, ColumnLists) else rows)
 
     def _few(self, rows: pa.Table) -> ColumnLists | None:
@@ -106,21 +109,33 @@ class RowEncoder:
                 return None
             self._simple = rows.schema
         try:
-            return ColumnLists(rows.schema, [rows[name].to_pylist() for name in self._names], rows.num_rows)
+            schema = pa.schema([rows.schema.field(name) for name in self._raw_names]) if self._derived else rows.schema
+            return ColumnLists(schema, [rows[name].to_pylist() for name in self._raw_names], rows.num_rows)
         except UnicodeDecodeError:
             return None
 
     def _is_simple(self, schema: pa.Schema) -> bool:
-        names, num_dense = self._names, self._num_numbers
+        names, num_dense = self._raw_names, self._num_raw_numbers
         if any(schema.names.count(name) != 1 for name in names):
             return False
         kinds = [schema.field(name).type for name in names]
-        lists = [kind for name, kind in zip(names, kinds, strict=True) if name in self._features.multi_hot]
+        lists = [kind for name, kind in zip(names, kinds, strict=True) if name in self.layout.columns.lists]
         return (
             all(pa.types.is_floating(kind) or pa.types.is_integer(kind) for kind in kinds[:num_dense])
             and all(_is_text(kind) for kind in kinds[num_dense : len(names) - len(lists)])
             and all(pa.types.is_list(kind) and _is_text(kind.value_type) for kind in lists)
         )
+
+    def _derive_few(self, rows: ColumnLists) -> ColumnLists | None:
+        """Raw columns to those that become features; None where a row is bad."""
+        numbers = np.array(rows.columns[: self._num_raw_numbers], np.float64)
+        if (np.abs(numbers) > LARGEST_FLOAT32).any():
+            return None
+        try:
+            table = derive(rows.to_table(), self._derived, self.schema.null_values).select(self._names)
+            return ColumnLists(table.schema, [column.to_pylist() for column in table.columns], rows.num_rows)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, UnicodeDecodeError):
+            return None
 
     def _encode_few(self, rows: ColumnLists) -> EncodedRows | None:
         """None where a row is bad: _encode_table tells which, and why."""
