@@ -82,4 +82,7 @@ USER 1000
 
 FROM runtime AS cpu
 COPY --from=cpu-venv /opt/venv /opt/venv
+# A fresh container would compile for half a minute, in every rank at once. On another kind of CPU it compiles anew, as any user.
+ENV NUMBA_CACHE_DIR=/opt/numba
+RUN python -m pipeline.precompile && chmod -R a+rwX /opt/numba
 USER 1000

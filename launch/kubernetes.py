@@ -7,6 +7,7 @@ code says (pipeline.runtime.process.exit_codes).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import CONTAINER, INSTANCE, is_kept, labels_of, pod_template
 from launch.manifest import given, to_yaml
 from launch.volcano import volcano_job
-from launch.workload import Workload
+from launch.workload import Workload, check_gpus_asked
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
 
@@ -31,6 +32,7 @@ NODES = "node"  # the one replicated job of a JobSet
 
 def render_job(workload: Workload, options: KubernetesOptions) -> str:
     """YAML for `kubectl create -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
+    check_gpus_asked(workload, bool(workload.gpu), "--gpu")
     return to_yaml(KINDS[options.kind](workload, options), _comment(workload, options))
 
 
@@ -139,7 +141,10 @@ def _comment(workload: Workload, options: KubernetesOptions) -> str:
     if workload.log_dir and is_kept(workload, options):
         lines.append(f"A log file a rank lies in {workload.log_dir}; rank 0's is what kubectl logs shows.")
     elif workload.log_dir:
-        lines.append(
-            f"WARNING: {workload.log_dir} lies in the pod and goes with it, checkpoints too: mount a volume at {options.workdir}, or at the run folder."
+        warning = (
+            f"WARNING: {workload.log_dir} lies in the pod and goes with it, checkpoints too: mount a volume at {options.workdir}, "
+            "or at the run folder."
         )
+        print(warning, file=sys.stderr)  # the manifest itself may go straight into kubectl
+        lines.append(warning)
     return "\n".join(lines)

@@ -19,15 +19,28 @@ class Host:
     mem_mb: int = 0
 
 
-# Whole hosts as clouds and vendors sell them, less a part for the system. TorchX's own names (gpu.small, aws_p4d.24xlarge)
-# work too; --cpu, --gpu and --memMB change single numbers of a named one.
+# Whole hosts with 8 GPUs as three clouds sell them: cores, MiB of memory.
+#   aws.amazon.com/ec2/instance-types/p4, /p5; cloud.google.com/compute/docs/accelerator-optimized-machines;
+#   learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated/ndasra100v4-series, ndma100v4-, ndh100v5-, ndh200v5-series
+CLOUD_HOSTS = {
+    "a100_40gb_x8": {"p4d.24xlarge": (96, 1_179_648), "a2-highgpu-8g": (96, 648_498), "ND96asr_v4": (96, 921_600)},
+    "a100_80gb_x8": {"p4de.24xlarge": (96, 1_179_648), "a2-ultragpu-8g": (96, 1_296_997), "ND96amsr_A100_v4": (96, 1_945_600)},
+    "h100_80gb_x8": {"p5.48xlarge": (192, 2_097_152), "a3-highgpu-8g": (208, 1_785_278), "ND96isr_H100_v5": (96, 1_945_600)},
+    "h200_141gb_x8": {"p5en.48xlarge": (192, 2_097_152), "a3-ultragpu-8g": (224, 2_815_246), "ND96isr_H200_v5": (96, 1_894_400)},
+}  # fmt: skip
+KEPT_CORES, KEPT_SHARE = 6, 0.08  # of a host, for its system, its agents and daemon sets
+
+
+def _on_every_cloud(name: str) -> Host:
+    cores, memory_mb = (min(sizes) for sizes in zip(*CLOUD_HOSTS[name].values(), strict=True))
+    return Host(cpu=cores - KEPT_CORES, gpu=8, mem_mb=int(memory_mb * (1 - KEPT_SHARE)) // 1000 * 1000)
+
+
+# TorchX's own names (gpu.small, aws_p4d.24xlarge) work too; --cpu, --gpu and --memMB change single numbers of a named one.
 NAMED_HOSTS = {
     "cpu_8": Host(cpu=8, mem_mb=30_000),
     "cpu_32": Host(cpu=32, mem_mb=120_000),
-    "a100_40gb_x8": Host(cpu=90, gpu=8, mem_mb=1_080_000),
-    "a100_80gb_x8": Host(cpu=90, gpu=8, mem_mb=1_080_000),
-    "h100_80gb_x8": Host(cpu=180, gpu=8, mem_mb=1_900_000),
-    "h200_141gb_x8": Host(cpu=180, gpu=8, mem_mb=1_900_000),
+    **{name: _on_every_cloud(name) for name in CLOUD_HOSTS},
 }
 
 

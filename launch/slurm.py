@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from launch.options import option
-from launch.workload import Workload
+from launch.workload import Workload, check_gpus_asked
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.masking import find_secret
 from pipeline.runtime.process.exit_codes import DONE, FINAL, REQUEUE, USER_ERROR
@@ -22,7 +22,9 @@ from pipeline.runtime.process.exit_codes import DONE, FINAL, REQUEUE, USER_ERROR
 LINE_WIDTH = 110
 AFTER_GRACE_S = 30  # between the end of the grace and the time limit, for what the batch script does then
 MOST_REQUEUES = 100  # of a job that is stopped by its time limit again and again
+EMPTY_STARTS = 3  # that may be stopped before they have saved anything, however few retries there are
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}|UNLIMITED|infinite", re.IGNORECASE)
+_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 _SIGNAL = re.compile(r"(?:(?:SIG)?TERM@)?(\d+)", re.IGNORECASE)
 
 
@@ -41,8 +43,14 @@ class SlurmOptions:
     mail_type: Optional[str] = option(None, "when to mail: BEGIN,END,FAIL,REQUEUE,TIME_LIMIT,...")
     signal: Optional[str] = option(None, "TERM@SECONDS before the time limit; by default the job's grace and half a minute")  # fmt: skip
     requeue: bool = option(True, "start the job again after a time limit, a pre-emption or the loss of a node")
-    output: str = option("%x-%j.out", "file for the output, relative to where sbatch is called; its folder must exist")
+    output: str = option(
+        "%x-%j.out",
+        "file for the output, relative to where sbatch is called (arrays: %x-%A_%a.out); its folder must exist",
+    )
     env_file: Optional[str] = option(None, "a shell file that the job reads first (modules, credentials); its text goes nowhere")  # fmt: skip
+    array: Optional[str] = option(
+        None, "tasks of an array: 0-3, or 0-99%4 for four at once; each reads SLURM_ARRAY_TASK_ID"
+    )
     sbatch: Optional[str] = option(None, "further options of sbatch, for instance '--reservation=r1 --exclusive'")
 
     def __post_init__(self) -> None:
@@ -52,6 +60,8 @@ class SlurmOptions:
                 raise LaunchError(f"{each.name}={value!r}: one line of text is needed")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise LaunchError(f"time={self.time} is no time limit of sbatch: give minutes, hh:mm:ss or d-hh:mm:ss")
+        if self.array is not None and not _ARRAY.fullmatch(self.array):
+            raise LaunchError(f"array={self.array} names no tasks: give 0-3, 1,5,7 or 0-99%4")
         if self.signal is not None and not _SIGNAL.fullmatch(self.signal):
             raise LaunchError(
                 f"signal={self.signal}: ranks save on TERM alone; give TERM@SECONDS, for instance TERM@120"
@@ -61,12 +71,20 @@ class SlurmOptions:
 
 
 def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
-    """The whole script; `sbatch` of it, as it is, runs the job."""
+    """The whole script; `sbatch` of it, as it is, runs the job. Raises LaunchError for a job that could not get further."""
+    asks_gpus = workload.gpu or "gpu" in f"{options.gres or ''} {options.sbatch or ''}"
+    check_gpus_asked(workload, bool(asks_gpus), "--gpu (or gres=gpu:...)")
+    _check_time(workload, options)
+    if options.array and workload.steps:
+        raise LaunchError(
+            f"array={options.array}: every task would train in the run folder of {workload.steps}; give each its own, for instance "
+            "'run_dir=\"runs/task${oc.env:SLURM_ARRAY_TASK_ID,0}\"'"
+        )
     parts = [
         "#!/bin/bash\n" + "\n".join(f"#SBATCH {line}" for line in sbatch_lines(workload, options)),
         "trap : TERM  # Slurm stops the ranks itself; this script stays to hear how they ended",
         *environment(workload, options),
-        "\n".join(_start(workload)),
+        "\n".join(_start(workload, options)),
         "\n".join(_ending(workload, options)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -81,13 +99,14 @@ def sbatch_lines(workload: Workload, options: SlurmOptions) -> Iterator[str]:
         shape["gpus-per-node"] = workload.gpu
     if workload.mem_mb:
         shape["mem"] = f"{workload.mem_mb}M"
-    named = ("partition", "account", "qos", "time", "constraint", "gres", "comment", "mail_user", "mail_type")
+    named = ("partition", "account", "qos", "time", "constraint", "gres", "comment", "mail_user", "mail_type", "array")
     chosen = {name.replace("_", "-"): value for name in named if (value := getattr(options, name)) is not None}
     yield from (f"--{name}={_quoted(str(value))}" for name, value in (shape | chosen).items())
     if seconds := _signal_s(workload, options):
         yield f"--signal=TERM@{seconds}"
     yield "--requeue" if options.requeue else "--no-requeue"
-    yield f"--output={_quoted(options.output)}"
+    is_default = options.array and options.output == SlurmOptions.output
+    yield f"--output={_quoted('%x-%A_%a.out' if is_default else options.output)}"
     yield "--open-mode=append"
     yield from shlex.split(options.sbatch or "")
 
@@ -105,6 +124,31 @@ def _signal_s(workload: Workload, options: SlurmOptions) -> int:
     return math.ceil(workload.grace_s) + AFTER_GRACE_S if workload.grace_s else 0
 
 
+def _check_time(workload: Workload, options: SlurmOptions) -> None:
+    """Raises LaunchError where the signal would come at once: the job would be requeued and never get further."""
+    limit_s, lead_s = limit_seconds(options.time), _signal_s(workload, options)
+    if limit_s is not None and lead_s and limit_s <= lead_s:
+        raise LaunchError(
+            f"time={options.time} is {limit_s} s and TERM comes {lead_s} s before its end, so before the first step: "
+            f"give more than {math.ceil(lead_s / 60)} minutes, or a shorter signal=TERM@SECONDS (and trainer.grace_s)"
+        )
+
+
+def limit_seconds(time: Optional[str]) -> Optional[int]:
+    """Of a time limit as sbatch takes it: minutes, minutes:seconds, h:mm:ss, or days-hours[:mm[:ss]]; None: no limit."""
+    if time is None or not time[0].isdigit():
+        return None
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def environment(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     if options.env_file:
         file = shlex.quote(options.env_file)
@@ -120,10 +164,22 @@ def environment(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     yield "\n".join(lines)
 
 
-def _start(workload: Workload) -> Iterator[str]:
+def _of_task(words: list[str]) -> list[str]:
+    """The files of the ranks' output apart for each task of an array."""
+    after = [False, *(word == "--log-dir" for word in words)]
+    return [
+        f'{word}"/task_$SLURM_ARRAY_TASK_ID"' if is_dir else word for word, is_dir in zip(words, after, strict=False)
+    ]
+
+
+def _start(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     yield from meeting_lines(workload)
+    if workload.steps and workload.goes_on_after_sigterm:
+        newest = f"find {shlex.quote(workload.steps)} -maxdepth 1 -name 'step_*' 2> /dev/null | sort | tail -n 1"
+        yield f"newest_step() {{ {newest}; }}"
+        yield "before=$(newest_step)"
     yield "code=0"
-    yield _folded(srun_words(workload)) + " || code=$?"
+    yield _folded(_of_task(srun_words(workload)) if options.array else srun_words(workload)) + " || code=$?"
 
 
 def meeting_lines(workload: Workload) -> list[str]:
@@ -177,19 +233,37 @@ def _ending(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     """Requeue what another start brings further. A job that is being cancelled, requeued or pre-empted is left alone."""
     yield 'echo "the ranks ended with code $code"'
     if options.requeue:
+        final = " | ".join(map(str, sorted({DONE, *FINAL} - {REQUEUE})))
         yield f"# {REQUEUE}: stopped in time, and saved. Codes that another start would not change are left alone; others are failures."
         yield "again=no"
+        yield 'failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"'
+        yield "failed() {  # what happened, and how often that is tried again"
+        yield '    echo "$1" >> "$failures"'
+        yield '    if [ "$(wc -l < "$failures")" -le "$2" ]; then again=yes; else echo "not tried again: $1"; fi'
+        yield "}"
         yield 'if [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then'
         yield "    case $code in"
-        yield f"        {' | '.join(map(str, sorted({DONE, *FINAL} - {REQUEUE})))}) ;;"
+        yield f"        {final}) ;;"
         if workload.goes_on_after_sigterm:
-            yield f'        {REQUEUE}) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_REQUEUES} ] && again=yes ;;'
+            yield from _after_sigterm(workload)
         if workload.max_retries:
-            yield "        *)"
-            yield '            failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"'
-            yield '            echo "$code" >> "$failures"'
-            yield f'            [ "$(wc -l < "$failures")" -le {workload.max_retries} ] && again=yes ;;'
+            yield f'        *) failed "code $code" {workload.max_retries} ;;'
         yield "    esac"
         yield "fi"
         yield '[ $again = yes ] && scontrol requeue "$SLURM_JOB_ID"'
+        yield f'[ "$code" -eq {DONE} ] && rm -f -- "$failures"'
     yield "exit $code"
+
+
+def _after_sigterm(workload: Workload) -> Iterator[str]:
+    """A start that was stopped before it saved anything counts as a failure: the next one may get no further."""
+    again = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_REQUEUES} ]'
+    if not workload.steps:
+        yield f"        {REQUEUE}) {again} && again=yes ;;"
+        return
+    yield f"        {REQUEUE})"
+    yield '            if [ "$(newest_step)" = "$before" ]; then'
+    yield f'                failed "nothing was saved before SIGTERM came" {max(workload.max_retries, EMPTY_STARTS)}'
+    yield f"            elif {again}; then"
+    yield "                again=yes"
+    yield "            fi ;;"

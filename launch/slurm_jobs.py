@@ -25,6 +25,7 @@ class SlurmJob:
     nodes: list[str]
     reason: str = ""
     restarts: int = 0
+    exit_code: int = 0  # of the script; 0 too where Slurm does not say
 
 
 def submit(script: str, flags: Sequence[str] = ()) -> str:
@@ -34,8 +35,8 @@ def submit(script: str, flags: Sequence[str] = ()) -> str:
 
 def find_job(job_id: str) -> Optional[SlurmJob]:
     """None where neither slurmctld nor accounting knows it."""
-    if not re.fullmatch(r"\d+", job_id):
-        raise LaunchError(f"{job_id} is no number of a Slurm job; `squeue --me` lists yours")
+    if not re.fullmatch(r"\d+(_\d+)?", job_id):  # 14_3: task 3 of an array
+        raise LaunchError(f"{job_id} is no number of a Slurm job, or of an array's task; `squeue --me` lists yours")
     return _in_queue(job_id) or _in_accounting(job_id)
 
 
@@ -62,7 +63,8 @@ def _in_queue(job_id: str) -> Optional[SlurmJob]:
         return None
     reason = shown.get("Reason", "").replace("None", "")
     nodes = _expanded(shown.get("NodeList", ""))
-    return SlurmJob(job_id, shown["JobState"], shown.get("JobName", ""), nodes, reason, int(shown.get("Restarts", 0)))
+    restarts, code = int(shown.get("Restarts", 0)), int(shown.get("ExitCode", "0:0").partition(":")[0])
+    return SlurmJob(job_id, shown["JobState"], shown.get("JobName", ""), nodes, reason, restarts, code)
 
 
 def _shown(job_id: str) -> dict[str, str]:
@@ -71,7 +73,7 @@ def _shown(job_id: str) -> dict[str, str]:
     done = _run(words)
     if done.returncode and "Invalid job id" not in done.stderr:
         raise LaunchError(_refusal(words, done.stderr))
-    keys = "JobState|JobName|NodeList|Reason|Restarts|StdOut"
+    keys = "JobState|JobName|NodeList|Reason|Restarts|StdOut|ExitCode"
     found = re.findall(rf"(?:^| )({keys})=(\S*)", done.stdout.splitlines()[0] if done.stdout else "")
     return dict(reversed(found))  # the first of each name: a comment, further behind, may hold anything
 

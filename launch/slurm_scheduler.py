@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
+import re
+import shutil
+import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Optional
 
+from fsspec.core import url_to_fs
 from torchx.schedulers.api import AppDryRunInfo, DescribeAppResponse, ListAppResponse, Stream, filter_regex
 from torchx.schedulers.slurm_scheduler import SlurmScheduler as TorchXSlurmScheduler
 from torchx.schedulers.slurm_scheduler import _get_job_dirs, _save_job_dir
@@ -40,6 +44,8 @@ STATES = {
 }  # fmt: skip
 JOB_DIR = "job_dir"
 POLL_S = 0.5
+SEALS = {ord(sign): chr(0xE000 + number) for number, sign in enumerate("=,;")}
+NEVER_COPIED = (".git", ".venv", "venv", "__pycache__")
 
 
 @dataclass
@@ -54,6 +60,12 @@ class ScriptRequest:
 
 
 class SlurmScheduler(TorchXSlurmScheduler):
+    def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Any) -> None:
+        """With job_dir the sources run from a copy of theirs; TorchX's own copy takes .venv, data sets and runs along."""
+        if cfg.get(JOB_DIR) is not None:
+            role.image = cfg[JOB_DIR]
+            copy_sources(url_to_fs(workspace)[1], cfg[JOB_DIR])
+
     def _run_opts(self) -> runopts:
         opts = super()._run_opts()
         known = dict(opts)
@@ -73,7 +85,9 @@ class SlurmScheduler(TorchXSlurmScheduler):
             for each in dataclasses.fields(SlurmOptions)
             if cfg.get(_cfg_name(each.name)) is not None
         }
-        request = ScriptRequest(render_sbatch(workload, SlurmOptions(**options)), cfg.get(JOB_DIR))
+        made = SlurmOptions(**{name: unsealed(value) for name, value in options.items()})
+        _check_output(made.output, cfg.get(JOB_DIR) or ".")
+        request = ScriptRequest(render_sbatch(workload, made), cfg.get(JOB_DIR))
         return AppDryRunInfo(request, str)  # type: ignore[arg-type]
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
@@ -112,7 +126,7 @@ class SlurmScheduler(TorchXSlurmScheduler):
         until: Optional[datetime] = None, should_tail: bool = False, streams: Optional[Stream] = None,
     ) -> Iterable[str]:  # fmt: skip
         """The lines of the job's one file: the script's, the agents' and rank 0's, over all requeues."""
-        path = slurm_jobs.output_path(app_id) or _output_nearby(app_id)
+        path = slurm_jobs.output_path(app_id) or output_nearby(app_id)
         if path is None:
             # Not one of ours, or long ago.
             return super().log_iter(app_id, role_name, k, regex, since, until, should_tail, streams)
@@ -154,7 +168,50 @@ def _cfg_name(field: str) -> str:
     return field.replace("_", "-")
 
 
-def _output_nearby(app_id: str) -> Optional[str]:
+def sealed(typed: str, known: Iterable[str]) -> str:
+    """-cfg words in which `sbatch=` may hold `=`, `,` and `;`: it reaches up to the next key that the scheduler has."""
+    keys = "|".join(map(re.escape, known))
+    value = re.compile(rf"(^|[,;])(sbatch=)(.*?)(?=[,;](?:{keys})=|$)", re.DOTALL)
+    return value.sub(lambda found: found[1] + found[2] + found[3].translate(SEALS), typed)
+
+
+def unsealed(value: Any) -> Any:
+    return (
+        value.translate({ord(seal): sign for sign, seal in zip("=,;", SEALS.values(), strict=True)})
+        if isinstance(value, str)
+        else value
+    )
+
+
+def copy_sources(folder: str, target: str) -> None:
+    """Copy what git tracks in `folder`; without git all but what .torchxignore names. Links stay links.
+
+    Raises:
+        LaunchError: `target` is there already.
+    """
+    if os.path.lexists(target):
+        raise LaunchError(f"job_dir={target} is there already; give a new folder")
+    tracked = subprocess.run(["git", "-C", folder, "ls-files", "-z"], capture_output=True, text=True)
+    if tracked.returncode == 0 and tracked.stdout:
+        for name in filter(None, tracked.stdout.split("\0")):
+            source, copy = os.path.join(folder, name), os.path.join(target, name)
+            if os.path.lexists(source):  # else it is deleted, and not committed so yet
+                os.makedirs(os.path.dirname(copy), exist_ok=True)
+                shutil.copy2(source, copy, follow_symlinks=False)
+        return
+    ignore_file = os.path.join(folder, ".torchxignore")
+    lines = open(ignore_file).read().split() if os.path.exists(ignore_file) else []  # noqa: SIM115
+    shutil.copytree(folder, target, symlinks=True, ignore=shutil.ignore_patterns(*lines, *NEVER_COPIED))
+
+
+def _check_output(output: str, folder: str) -> None:
+    """Raises LaunchError for a file in a folder that is not there: Slurm would fail the job without a word."""
+    where = os.path.join(folder, os.path.dirname(output))
+    if "%" not in where and not os.path.isdir(where):
+        raise LaunchError(f"output={output}: there is no folder {where}; make it first, for Slurm does not")
+
+
+def output_nearby(app_id: str) -> Optional[str]:
     folders = [".", *filter(None, [_get_job_dirs().get(app_id)])]
     found = [path for folder in folders for path in glob.glob(os.path.join(glob.escape(folder), f"*-{app_id}.out"))]
     return found[0] if found else None

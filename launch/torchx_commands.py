@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, Optional
 
 from torchx.cli.cmd_cancel import CmdCancel
 from torchx.cli.cmd_describe import CmdDescribe
@@ -25,6 +25,7 @@ from torchx.runner import Runner, get_runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import AppState, MalformedAppHandleException
 
+from launch import slurm_jobs, slurm_scheduler
 from pipeline.runtime.errors import LaunchError, did_you_mean
 from pipeline.runtime.masking import mask
 from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED, REQUEUE, USER_ERROR
@@ -33,6 +34,10 @@ from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED, REQUEUE, US
 class Run(CmdRun):
     def run(self, args: argparse.Namespace) -> None:
         with errors_as_lines("; what a cluster has been given runs on"):
+            if args.scheduler == "slurm" and args.scheduler_args:
+                with get_runner() as runner:
+                    known = [name for name, _ in runner.scheduler_run_opts("slurm")]
+                args.scheduler_args = slurm_scheduler.sealed(args.scheduler_args, known)
             _check_keys(args.scheduler, args.scheduler_args or "")
             super().run(args)
 
@@ -46,7 +51,7 @@ class Run(CmdRun):
             raise LaunchError(f"{app_handle}: the scheduler knows the job no more")
         if status.state != AppState.SUCCEEDED:
             hint = "" if log else f"; `torchx log {app_handle}` tells more"
-            _end(f"{app_handle} ended as {status.state.name}{hint}", FAILED)
+            _end(f"{app_handle} ended as {status.state.name}{hint}", _exit_code(app_handle) or FAILED)
 
 
 class Status(CmdStatus):
@@ -59,7 +64,13 @@ class Log(CmdLog):
     def run(self, args: argparse.Namespace) -> None:
         with errors_as_lines("; the job runs on"):
             # TorchX would wait for ever for a job that nobody knows.
-            _check_known("/".join(args.identifier.split("/")[:4]))
+            handle = "/".join(args.identifier.split("/")[:4])
+            if not _is_known(handle) and (path := _file_nearby(handle)):
+                # slurmctld forgets a job minutes after its end; what it wrote is there.
+                with open(path, errors="replace") as file:
+                    sys.stdout.writelines(line for line in file if not args.regex or re.search(args.regex, line))
+                return
+            _check_known(handle)
             super().run(args)
 
 
@@ -95,9 +106,29 @@ def _check_keys(scheduler: str, typed: str) -> None:
 
 
 def _check_known(handle: str) -> None:
+    if not _is_known(handle):
+        raise LaunchError(f"{handle}: the scheduler knows no such job, or knows it no more")
+
+
+def _is_known(handle: str) -> bool:
     with get_runner() as runner:
-        if runner.status(handle) is None:
-            raise LaunchError(f"{handle}: the scheduler knows no such job, or knows it no more")
+        return runner.status(handle) is not None
+
+
+def _slurm_id(handle: str) -> str:
+    """Empty for jobs of other schedulers."""
+    return handle.rpartition("/")[2] if handle.startswith("slurm://") else ""
+
+
+def _file_nearby(handle: str) -> Optional[str]:
+    job_id = _slurm_id(handle)
+    return slurm_scheduler.output_nearby(job_id) if job_id else None
+
+
+def _exit_code(handle: str) -> int:
+    """That of the job's script; 0 where nobody knows."""
+    job = slurm_jobs.find_job(job_id) if (job_id := _slurm_id(handle)) else None
+    return job.exit_code if job else 0
 
 
 @contextmanager

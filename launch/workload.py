@@ -89,6 +89,8 @@ class Workload:
     max_retries: int = 0
     grace_s: float = 0.0  # seconds from SIGTERM to the end that the ranks count on; 0: the verb saves nothing
     log_dir: str = ""  # a file a rank is written here; empty: there are no ranks, or no folder
+    on_gpus: bool = False  # the job's hardware has GPUs, one a rank
+    steps: str = ""  # the local folder of its checkpoints; empty: none, or in an object store
 
     @property
     def is_distributed(self) -> bool:
@@ -146,7 +148,10 @@ def _validate_unseen(job: TrainJob) -> None:
 def train(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
     validate = _validate_here if check_data else _validate_unseen
     job = parse_command_line(TrainJob, doc, _as_composed_by_ranks(words, where), validate)
-    return _ranks("train", words, where, job.name, f"{job.run_dir}/logs", job.trainer.grace_s)
+    made = _ranks("train", words, where, job.name, f"{job.run_dir}/logs", job.trainer.grace_s)
+    # An array's tasks each have a run folder of their own, whose name is known when they run.
+    varies = any("oc.env:" in word for word in words)
+    return _on_hardware(replace(made, steps="" if varies else _local_steps(job)), job)
 
 
 def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
@@ -178,7 +183,34 @@ def export(doc: Optional[str], words: list[str], where: Where, check_data: bool 
 
 def retrain(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
     job = parse_command_line(RetrainJob, doc, _as_composed_by_ranks(words, where))
-    return _ranks("retrain", words, where, f"retrain-{job.name}", f"{job.run_dir}/logs", job.trainer.grace_s)
+    made = _ranks("retrain", words, where, f"retrain-{job.name}", f"{job.run_dir}/logs", job.trainer.grace_s)
+    return _on_hardware(made, job)
+
+
+def _local_steps(job: TrainJob) -> str:
+    folder = job.checkpoint.folder or f"{job.run_dir}/checkpoints"
+    return "" if "://" in folder else folder
+
+
+def _on_hardware(workload: Workload, job: TrainJob) -> Workload:
+    """Raises LaunchError for more ranks on a host than GPUs. Whether GPUs are asked for at all, the scheduler's part knows."""
+    on_gpus = job.hardware.compute_device == "cuda"
+    ranks, gpus = workload.ranks_per_node, workload.gpu
+    if gpus and job.hardware.compute_device != "cpu" and ranks > gpus:
+        raise LaunchError(
+            f"-j {workload.nodes}x{ranks} starts {ranks} ranks on a host of {gpus} GPU(s), and each rank takes one: "
+            f"-j {-(-workload.nodes * ranks // gpus)}x{gpus}, or --gpu {ranks}"
+        )
+    return replace(workload, on_gpus=on_gpus)
+
+
+def check_gpus_asked(workload: Workload, asked: bool, how: str) -> None:
+    """Raises LaunchError where the job's hardware has GPUs and nobody asks the cluster for any; `how` one does."""
+    if workload.on_gpus and not asked:
+        raise LaunchError(
+            f"the job's hardware has GPUs, and none is asked for: each of the {workload.nodes} node(s) needs "
+            f"{workload.ranks_per_node}; give {how}, or hardware=cpu"
+        )
 
 
 WORKLOADS: dict[str, Callable[[Optional[str], list[str], Where, bool], Workload]] = {

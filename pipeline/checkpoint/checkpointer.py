@@ -288,7 +288,7 @@ class Checkpointer:
 
     def _load(self, step: int, manifest: dict[str, Any]) -> None:
         """Raises DamagedError, with the state half overwritten, or CheckpointError for what does not fit."""
-        path = step_path(self.folder, step)
+        path, began = step_path(self.folder, step), time.monotonic()
         reader = TensorsOnlyReader(path, manifest)
         tensors = self._ranks.read(lambda: StepTensors(path, reader), self._is_local)
         random = self._ranks.read(lambda: self._read_random_state(path, manifest), self._is_local)
@@ -330,6 +330,8 @@ class Checkpointer:
         if self._replicas:
             self._replicas.equal = not own
         self._writer.mark_verified(step)
+        if self._context.is_main:
+            logger.info("step %d  loaded from %s in %.1f s", step, path, time.monotonic() - began)
 
     def _log_replicas(self, manifest: dict[str, Any], own: bool) -> None:
         stored = manifest.get("replicas") or {}

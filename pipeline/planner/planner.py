@@ -27,11 +27,11 @@ from pipeline.planner.cost_model import (
     cache_load_factor,
 )
 from pipeline.planner.estimator import SortedEnumerator, shard_state_bytes
-from pipeline.planner.fingerprint import differing_lines
+from pipeline.planner.fingerprint import differing_libraries, differing_lines
 from pipeline.planner.hardware import build_topology, resolve_hardware
 from pipeline.planner.infeasible import UVM_KERNELS, describe_shortfall, explain_infeasible, table_bytes
 from pipeline.planner.limits import sharding_types_exact_for
-from pipeline.planner.plan_codec import decode_record, encode_record, load_plan
+from pipeline.planner.plan_codec import decode_record, encode_record, load_plan, read_plan
 from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms, show_bytes
 from pipeline.planner.request import PlanRequest, Problem, build_problem, fingerprint_of
 from pipeline.planner.search.portfolio import FIRST_PLAN, Infeasible, SearchConfig
@@ -43,6 +43,7 @@ from pipeline.runtime.errors import PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 
+LONG_SEARCH_S = 20.0  # all ranks wait for rank 0: after it the log says how to plan ahead
 logger = get_logger(__name__)
 
 
@@ -57,10 +58,11 @@ def load_or_search_plan(
     batch_size: int,
     context: DistributedContext,
     num_ranks: int | None = None,
+    earlier: str | None = None,
 ) -> PlanRecord:
     """Collective: rank 0 reads or searches the plan, and every rank gets the same one, or the same PlanError.
 
-    `num_ranks`: how many the plan is for; None: all.
+    `num_ranks`: how many the plan is for; None: all. `earlier`: the plan file of the run that goes on.
 
     Raises:
         PlanError: no plan holds the tables, or the plan file is missing, damaged or for something else.
@@ -75,7 +77,18 @@ def load_or_search_plan(
                 device_type=context.device.type,
             )
             request = PlanRequest(tables, model, sharders, here, optimizer, batch_size)
-            record = make_plan(config, request)
+            began = time.monotonic()
+            record = make_plan(config, request, earlier)
+            if (
+                config.kind != "file"
+                and (seconds := time.monotonic() - began) > LONG_SEARCH_S
+                and context.world_size > 1
+            ):
+                logger.info(
+                    "plan        found in %.0f s, for which %d ranks waited; plan ahead: python -m pipeline.plan <this job's "
+                    "overrides> world_size=%d, and train with planner=file",
+                    seconds, context.world_size, context.world_size,
+                )  # fmt: skip
             text = encode_record(record)
         except UserError as failure:
             if context.world_size == 1:
@@ -91,16 +104,38 @@ def load_or_search_plan(
     return decode_record(text)
 
 
-def make_plan(config: PlannerConfig, request: PlanRequest) -> PlanRecord:
-    """On this rank alone: the plan of planner.plan_file, or a fresh one. Raises PlanError as load_or_search_plan."""
+def make_plan(config: PlannerConfig, request: PlanRequest, earlier: str | None = None) -> PlanRecord:
+    """On this rank alone: the plan of planner.plan_file; that of the file `earlier` where it holds; or a fresh one.
+
+    Raises PlanError as load_or_search_plan.
+    """
     problem = build_problem(config, request)
     if config.kind != "file":
-        return search_plan(config, problem)
+        return (_earlier_plan(earlier, config, problem) if earlier else None) or search_plan(config, problem)
     hardware = request.hardware
     command = f"python -m pipeline.plan <this job's overrides> world_size={hardware.world_size} planner.plan_file={config.plan_file}"
     expected = fingerprint_of(problem)
     record = load_plan(config.plan_file, expected, command)
     _check_fits(record, problem.usable, f"plan file {config.plan_file}", command)
+    return record
+
+
+def _earlier_plan(path: str, config: PlannerConfig, problem: Problem) -> PlanRecord | None:
+    """The plan in `path` where it was made for just this; the log says so, or why a new one is searched."""
+    try:
+        record = read_plan(path)
+        expected = fingerprint_of(problem)
+        lines = differing_lines(record.fingerprint, expected) + differing_libraries(record.fingerprint, expected)
+        if record.planner != config.kind:
+            lines.insert(0, f"planner: {record.planner}, now {config.kind}")
+        if lines:
+            more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+            raise PlanError(f"it was made for another job ({lines[0]}{more})")
+        _check_fits(record, problem.usable, "it", "")
+    except (OSError, UserError) as error:
+        logger.info("plan        a new search, for %s does not hold: %s", path, str(error).splitlines()[0])
+        return None
+    logger.info("plan        %s still holds: no search", path)
     return record
 
 

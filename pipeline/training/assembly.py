@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.config.jobs import TrainJob
+from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.tables import TableConfig
 from pipeline.data.dataset import Dataset, check_group
 from pipeline.data.read.reader import ShardReader
@@ -27,6 +28,7 @@ from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.runtime.storage import storage
 from pipeline.sharding.torchrec.embedding_sync import replicates
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
@@ -119,6 +121,7 @@ def assemble(resolved: ResolvedJob, context: DistributedContext) -> Assembly:
         batch_size=batch_size,
         context=context,
         num_ranks=context.local_world_size if replicated else None,
+        earlier=_plan_of_run(job),
     )
     model = shard_model(
         task,
@@ -133,6 +136,18 @@ def assemble(resolved: ResolvedJob, context: DistributedContext) -> Assembly:
     if context.world_size == 1 and context.device.type == "cpu":
         join_lookups_to_products(model)
     return Assembly(resolved.tables, task, model, record, replicated)
+
+
+def _plan_of_run(job: TrainJob) -> str | None:
+    """The plan file of the run that goes on, where it was planned by the same settings; whether it holds, planning says."""
+    path, config = f"{job.run_dir}/plan.json", f"{job.run_dir}/config.yaml"
+    if not (job.checkpoint.resume and storage.is_file(path) and storage.is_file(config)):
+        return None
+    before, now = (replace(each.planner, plan_file="") for each in (load_saved_job(TrainJob, config), job))
+    if before != now:
+        logger.info("plan        a new search, for the settings of planner are not those of %s", config)
+        return None
+    return path
 
 
 def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:

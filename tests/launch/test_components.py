@@ -14,7 +14,7 @@ from torchx.specs.builders import materialize_appdef
 from torchx.specs.file_linter import validate
 
 from launch import components
-from launch.resources import Host, asked_host, parse_shape, this_host, threads_per_rank
+from launch.resources import CLOUD_HOSTS, Host, asked_host, named_host, parse_shape, this_host, threads_per_rank
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import TrainJob
 from pipeline.config.saved_jobs import save_job
@@ -132,12 +132,22 @@ def test_torchx_accepts_every_component() -> None:
         assert validate(source, name) == []
 
 
+def test_a_named_host_with_gpus_fits_that_of_each_cloud() -> None:
+    """180 cores and 1,900,000 MiB of an H100 host stayed pending for ever on two of the three."""
+    for name, hosts in CLOUD_HOSTS.items():
+        asked = named_host(name)
+        assert len(hosts) == 3 and asked.gpu == 8
+        for cores, memory_mb in hosts.values():
+            assert asked.cpu < cores and 0.5 * memory_mb < asked.mem_mb < 0.93 * memory_mb
+    assert named_host("h100_80gb_x8").cpu == 90 and named_host("a100_40gb_x8").mem_mb == 596_000
+
+
 def test_shapes_and_threads() -> None:
     assert parse_shape("2x8") == (2, 8) and parse_shape("4") == (1, 4)
     given = asked_host(16, 2, 1000, None)
     assert (given.cpu, given.gpu, given.mem_mb) == (16, 2, 1000)
     assert threads_per_rank(given.cpu, 4) == 4 and threads_per_rank(given.cpu, 100) == 1
-    assert asked_host(4, None, None, "h100_80gb_x8") == Host(cpu=4, gpu=8, mem_mb=1_900_000)
+    assert asked_host(4, None, None, "h100_80gb_x8") == Host(cpu=4, gpu=8, mem_mb=1_642_000)
     assert asked_host(None, None, None, "gpu.small").cpu == 8  # TorchX's own
     with pytest.raises(ValueError, match=names("h100_80gb_x8")):
         asked_host(None, None, None, "h100_80gbx8")

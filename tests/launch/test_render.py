@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.render import render
-from launch.slurm import SlurmOptions
+from launch.slurm import SlurmOptions, limit_seconds
 from launch.workload import parse_mounts
 from tests.support.datasets import described_dataset
 from tests.support.messages import mentions
@@ -75,6 +75,10 @@ def test_words_and_variables_arrive_as_they_were_typed(data: str, tmp_path: Path
     ("flags", "message"),
     [
         (["--time", "soon"], "time=soon"),
+        (["--time", "1"], "time=1 60"),
+        (["--time", "0:59"], "59 60"),
+        (["--time", "0-0:05", "--signal", "TERM@300"], "300"),
+        (["-j", "1x8", "--gpu", "4"], "1x8 4 2x4"),
         (["--signal", "USR1@60"], "TERM"),
         (["--comment", "a\nb"], "line"),
         (["--comment", "s3://key:secret@host/x"], "comment credential"),
@@ -107,12 +111,86 @@ def test_a_secret_of_the_environment_is_never_printed(data: str, monkeypatch: py
 
 
 def test_only_what_goes_on_is_requeued_after_sigterm(data: str) -> None:
-    assert "75) [" in _slurm(data) and "--signal=TERM@60" in _slurm(data)
+    assert "75)\n" in _slurm(data) and "--signal=TERM@60" in _slurm(data)
+    assert "75) [" in _slurm(data, words=("checkpoint.folder=s3://bucket/steps",))  # nobody lists those from a script
     plan = _slurm(data, verb="plan")
     assert "75)" not in plan and "--signal" not in plan
     assert "scontrol requeue" not in _slurm(data, "--no-requeue") and "#SBATCH --no-requeue" in _slurm(
         data, "--no-requeue"
     )
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:30", 7230),
+        ("1-12", 129600),
+        ("1-0:30", 88200),
+        ("UNLIMITED", None),
+        (None, None),
+    ],
+)
+def test_a_time_limit_is_read_as_sbatch_reads_it(time: str | None, seconds: int | None) -> None:
+    assert limit_seconds(time) == seconds
+
+
+def test_a_job_for_gpus_asks_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-j", "2x8", "--no-check-data", "--", "experiment=mlperf_dlrmv2", "data.path=/cluster/alone"]
+    kubernetes = ["train", "--image", "ours:1", "--cpu", "8", "--memMB", "1000"]
+    for target, flags in (("slurm", ["train"]), ("kubernetes", kubernetes)):
+        with pytest.raises(SystemExit):
+            render(target, [*flags, *words, "hardware=h100_80gb"])
+        assert mentions(capsys.readouterr().err, "--gpu 8 hardware=cpu")
+        assert "gpu" in render(target, [*flags, "--gpu", "8", *words, "hardware=h100_80gb"])
+    assert "--gres=gpu:h100:8" in render("slurm", ["train", "--gres", "gpu:h100:8", *words, "hardware=h100_80gb"])
+
+
+SRUN = """#!/bin/bash
+starts=$(cat starts); echo $((starts + 1)) > starts
+[ "${SAVES:-}" = yes ] && mkdir -p "steps/step_0000000$starts"
+exit "$CODE"
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "saves", "max_retries", "starts"),
+    [
+        (75, "no", 0, 4),  # three more for pre-emptions before the first step
+        (75, "yes", 0, 8),  # for as long as it is stopped
+        (75, "no", 5, 6),
+        (1, "no", 2, 3),
+        (2, "no", 2, 1),
+        (0, "yes", 2, 1),
+    ],
+)
+def test_a_job_that_saves_nothing_is_not_requeued_for_ever(
+    data: str, tmp_path: Path, code: int, saves: str, max_retries: int, starts: int
+) -> None:
+    """The rendered script with Slurm's commands replaced: started again as often as it asks to be, at most 8 times."""
+    script = _slurm(data, "--max-retries", str(max_retries), words=("checkpoint.folder=steps", f"run_dir={tmp_path}"))
+    (tmp_path / "job.sh").write_text(script)
+    (tmp_path / "starts").write_text("0\n")
+    commands = {"srun": SRUN, "squeue": "#!/bin/bash\necho RUNNING\n", "scontrol": "#!/bin/bash\n[ $1 = requeue ] && touch again\n"}  # fmt: skip
+    for name, text in commands.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "CODE": str(code),
+           "SAVES": saves, "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "1"}  # fmt: skip
+    for number in range(8):
+        again = tmp_path / "again"
+        again.unlink(missing_ok=True)
+        done = subprocess.run(
+            ["bash", "job.sh"], cwd=tmp_path, env={**env, "SLURM_RESTART_COUNT": str(number)}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        if not again.exists():
+            break
+    assert int((tmp_path / "starts").read_text()) == starts
+    assert code or not (tmp_path / "job-7.failures").exists()
 
 
 def test_containers_are_those_of_pyxis(data: str) -> None:

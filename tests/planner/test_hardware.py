@@ -46,14 +46,43 @@ def test_cpu_ranks_share_the_host_memory_and_have_no_hbm() -> None:
         assert device.storage.ddr % (GIB // 4) == 0
 
 
-def test_a_container_limit_below_the_host_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "memory.max").write_text(f"{GIB}\n")
-    (tmp_path / "unlimited").write_text("max\n")
-    monkeypatch.setattr(hardware, "CGROUP_LIMITS", (str(tmp_path / "absent"), str(tmp_path / "unlimited")))
+@pytest.mark.parametrize(
+    ("limited", "own"),
+    [
+        ("memory.max", "0::/"),
+        ("memory/memory.limit_in_bytes", ""),
+        ("slurm/job_7/memory.max", "0::/slurm/job_7/step_0"),  # a job's, from the outside
+        ("slurm/job_7/step_0/memory.max", "0::/slurm/job_7/step_0"),
+        ("memory/slurm/uid_4/memory.limit_in_bytes", "5:cpuset:/\n4:memory:/slurm/uid_4/job_7"),
+    ],
+)
+def test_a_limit_of_memory_below_the_hosts_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limited: str, own: str
+) -> None:
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
+    for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "own").write_text(own)
+    file = tmp_path / "cgroup" / limited
+    file.parent.mkdir(parents=True)
+    file.write_text("max\n")
     assert host_memory_bytes() > GIB
-    monkeypatch.setattr(hardware, "CGROUP_LIMITS", (str(tmp_path / "memory.max"),))
+    file.write_text(f"{GIB}\n")
     assert host_memory_bytes() == GIB
     assert on("cpu", 4).ddr_cap_bytes == GIB // 4
+
+
+@pytest.mark.parametrize(
+    "given", [{"SLURM_MEM_PER_NODE": "2048"}, {"SLURM_MEM_PER_CPU": "512", "SLURM_CPUS_ON_NODE": "4"}]
+)
+def test_the_memory_of_a_slurm_job_counts(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert host_memory_bytes() == 2 * GIB
+    for name in given:
+        monkeypatch.setenv(name, "0")  # all of the node's
+    assert host_memory_bytes() > 2 * GIB
 
 
 def test_a_gpu_at_hand_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import ConstraintConfig
 from pipeline.config.training import CommsConfig, SparseOptimizerConfig
 from pipeline.embeddings.table import Table
+from pipeline.planner import planner
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.explain import explain, summarize
@@ -305,6 +306,37 @@ def _error_on_rank(rank: int, tables: list[Table]) -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def test_the_plan_of_a_run_is_taken_up_where_it_holds_and_the_log_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resume must not search what it has: of MLPerf's tables on 16 GPUs that took a minute at each start."""
+    caplog.set_level("INFO", logger=planner.logger.name)
+
+    def said() -> str:
+        return [text for text in caplog.messages if text.startswith("plan  ")][-1]
+
+    path, asked = str(tmp_path / "plan.json"), request(make_tables([1000, 50, 7], 16), on("cpu", 2, ddr_cap_gb=1.0))
+    first = make_plan(CONFIG, asked, path)  # of a run that has none yet
+    assert mentions(said(), f"a new search {path}")
+    write_plan(path, first)
+    searched: list[str] = []
+    search = planner.SEARCHERS[CONFIG.kind]
+    monkeypatch.setitem(planner.SEARCHERS, CONFIG.kind, lambda *given: (searched.append("again"), search(*given))[1])
+    assert encode_record(make_plan(CONFIG, asked, path)) == encode_record(first) and not searched
+    assert mentions(said(), f"{path} no search")
+    others = {
+        "num_embeddings 1000 1001": request(make_tables([1001, 50, 7], 16), on("cpu", 2, ddr_cap_gb=1.0)),
+        "world_size 2 4": request(make_tables([1000, 50, 7], 16), on("cpu", 4, ddr_cap_gb=1.0)),
+        "batch_size": request(make_tables([1000, 50, 7], 16), on("cpu", 2, ddr_cap_gb=1.0), batch_size=64),
+    }
+    for number, (why, other) in enumerate(others.items(), start=1):
+        assert encode_record(make_plan(CONFIG, other, path)) != encode_record(first)
+        assert len(searched) == number and mentions(said(), f"a new search {path} {why}")
+    (tmp_path / "plan.json").write_text("{")
+    make_plan(CONFIG, asked, path)
+    assert len(searched) == 4
 
 
 def test_an_infeasible_plan_is_the_same_error_on_every_rank(ranks: RankPool) -> None:

@@ -11,8 +11,9 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
 from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
-from pipeline.config.saved_jobs import job_to_yaml
+from pipeline.config.saved_jobs import job_to_yaml, save_job
 from pipeline.embeddings import tables
+from pipeline.training.assembly import _plan_of_run
 from pipeline.training.evaluate_run import evaluate
 from pipeline.training.run import train
 from tests.support.ranks import RankPool
@@ -70,3 +71,15 @@ def test_a_plan_resolves_its_tables_once_and_does_not_change_its_job(
     plan(job)
     assert (len(calls), job_to_yaml(job)) == (1, before)
     assert "head_rows: auto" in before
+
+
+def test_a_run_that_goes_on_takes_up_its_plan_unless_the_planners_settings_changed(tmp_path: Path) -> None:
+    words = ["experiment=quickstart", "hardware=cpu", f"run_dir={tmp_path}"]
+    job = load_config(TrainJob, [*words, "planner=torchrec"])
+    assert _plan_of_run(job) is None
+    save_job(job, str(tmp_path / "config.yaml"))
+    (tmp_path / "plan.json").write_text("{}")
+    assert _plan_of_run(job) == str(tmp_path / "plan.json")
+    assert _plan_of_run(load_config(TrainJob, [*words, "planner=torchrec", "planner.plan_file=x.json"])) is not None
+    for other in ("planner=search", "planner.reserved_memory_fraction=0.3", "checkpoint.resume=false"):
+        assert _plan_of_run(load_config(TrainJob, [*words, "planner=torchrec", other])) is None

@@ -47,7 +47,7 @@ class RunRecord(Hook):
             ranks, libraries = self._manifest["world_size"], self._manifest["libraries"]
             lines = [
                 f"resumed from step {state.step}, trained on {ranks} rank(s) with torch {libraries.get('torch', '?')}; "
-                f"{state.total_steps - state.step} steps to go"
+                f"{state.total_steps - state.step} steps to go; attempt {attempt()}"
             ]
             lines += describe_differences(found)
         for line in lines:
@@ -63,11 +63,17 @@ class RunRecord(Hook):
             file.write(to_json(describe_start(state.step, self.parts.context.world_size)) + "\n")
 
 
+def attempt() -> str:
+    """Which start of the job this is: the scheduler's requeues and the agent's restarts, 0.0 for the first."""
+    return ".".join(os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+
+
 def describe_start(step: int, world_size: int) -> dict[str, Any]:
     """When, where and by what a training begins, or goes on, after `step`; credentials are masked."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_step": step,
+        "attempt": attempt(),
         "command": mask(shlex.join(["python", *sys.orig_argv[1:]])),
         "host": socket.gethostname(),
         "world_size": world_size,
