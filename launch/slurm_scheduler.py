@@ -85,7 +85,9 @@ class SlurmScheduler(TorchXSlurmScheduler):
             for each in dataclasses.fields(SlurmOptions)
             if cfg.get(_cfg_name(each.name)) is not None
         }
-        made = SlurmOptions(**{name: unsealed(value) for name, value in options.items()})
+        made = SlurmOptions(
+            **{name: unsealed(value) if isinstance(value, str) else value for name, value in options.items()}
+        )
         _check_output(made.output, cfg.get(JOB_DIR) or ".")
         request = ScriptRequest(render_sbatch(workload, made), cfg.get(JOB_DIR))
         return AppDryRunInfo(request, str)  # type: ignore[arg-type]
@@ -175,12 +177,8 @@ def sealed(typed: str, known: Iterable[str]) -> str:
     return value.sub(lambda found: found[1] + found[2] + found[3].translate(SEALS), typed)
 
 
-def unsealed(value: Any) -> Any:
-    return (
-        value.translate({ord(seal): sign for sign, seal in zip("=,;", SEALS.values(), strict=True)})
-        if isinstance(value, str)
-        else value
-    )
+def unsealed(value: str) -> str:
+    return value.translate({ord(seal): sign for sign, seal in zip("=,;", SEALS.values(), strict=True)})
 
 
 def copy_sources(folder: str, target: str) -> None:

@@ -30,7 +30,7 @@ KNOWN = ["partition", "time", "sbatch", "mail-user"]
 def test_sbatch_takes_options_of_any_form(typed: str, options: dict[str, str]) -> None:
     """`cannot be split into val<delim>key`, TorchX said, of the help's own example."""
     cfg = create_scheduler("test").run_opts().cfg_from_str(sealed(typed, KNOWN))
-    assert {name: unsealed(value) for name, value in cfg.items()} == options
+    assert {name: unsealed(str(value)) for name, value in cfg.items()} == options
 
 
 def _write(folder: Path, *names: str) -> None:
