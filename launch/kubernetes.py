@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import CONTAINER, INSTANCE, is_kept, labels_of, pod_template
-from launch.manifest import given, to_yaml
+from launch.manifest import given, patched, to_yaml
 from launch.volcano import volcano_job
 from launch.workload import Workload, check_gpus_asked
 from pipeline.runtime.errors import LaunchError
@@ -33,7 +33,8 @@ NODES = "node"  # the one replicated job of a JobSet
 def render_job(workload: Workload, options: KubernetesOptions) -> str:
     """YAML for `kubectl create -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
     check_gpus_asked(workload, bool(workload.gpu), "--gpu")
-    return to_yaml(KINDS[options.kind](workload, options), _comment(workload, options))
+    objects = KINDS[options.kind](workload, options)
+    return to_yaml(patched(objects, options.patch), _comment(workload, options))
 
 
 def metadata(workload: Workload, options: KubernetesOptions, queued: bool = False) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Optional
 from launch.kubernetes import headless_service, job_spec, metadata, queue_label
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import JOB_NAME, labels_of, pod_template
-from launch.manifest import given, to_yaml
+from launch.manifest import given, patched, to_yaml
 from launch.options import option
 from launch.workload import Workload
 from pipeline.runtime.errors import LaunchError, check_at_least, check_choice, check_within, did_you_mean
@@ -62,4 +62,5 @@ def render_cronjob(workload: Workload, cron: str, options: CronJobOptions) -> st
     }
     job: dict[str, Any] = {"apiVersion": "batch/v1", "kind": "CronJob", "metadata": metadata(workload, options), "spec": spec}  # fmt: skip
     comment = f"{workload.verb} at {cron}, {options.time_zone or 'in the time zone of the control plane'}."
-    return to_yaml([headless_service(workload, options), job] if many else [job], comment)
+    objects = [headless_service(workload, options), job] if many else [job]
+    return to_yaml(patched(objects, options.patch), comment)

@@ -10,6 +10,15 @@ from launch.options import option
 from pipeline.runtime.errors import LaunchError, check_at_least, check_choice
 
 KINDS = ("job", "jobset", "volcano")
+PULL_POLICIES = ("Always", "IfNotPresent", "Never")
+# NCCL falls back to TCP where it finds nothing faster, and a job is slow without a word: with NCCL_NET it ends instead.
+# docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html (NCCL_NET, NCCL_IB_DISABLE); github.com/aws/aws-ofi-nccl
+NCCL_SETTINGS = {
+    "infiniband": {"NCCL_NET": "IB"},
+    "roce": {"NCCL_NET": "IB"},
+    "efa": {"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "efa"},
+    "tcp": {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
+}
 EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
@@ -35,6 +44,23 @@ class KubernetesOptions:
     toleration: Optional[dict[str, str]] = option(None, "taint that may be there: KEY=VALUE:EFFECT, KEY=:EFFECT for any value")  # fmt: skip
     label: Optional[dict[str, str]] = option(None, "further label of all objects: KEY=VALUE; again for each")
     gpu_resource: str = option("nvidia.com/gpu", "name that the device plugin gives GPUs")
+    resource: Optional[dict[str, str]] = option(
+        None, "further resource of each pod: rdma/hca=8, vpc.amazonaws.com/efa=32; again for each"
+    )
+    ephemeral_mb: int = option(0, "local disk of each pod, beyond which it is evicted; 0: not said")
+    capability: Optional[str] = option(
+        None, "Linux capabilities, separated by commas: RDMA wants IPC_LOCK for its memory"
+    )
+    host_network: bool = option(False, "pods have their node's network: InfiniBand without a device plugin of its own")
+    network: Optional[str] = option(None, "what NCCL must talk over, else the job ends: infiniband, roce, efa or tcp")
+    together: Optional[str] = option(
+        None, "label of nodes that are near each other; pods prefer nodes with the same value"
+    )
+    annotation: Optional[dict[str, str]] = option(None, "annotation of the pods: KEY=VALUE; again for each")
+    pull_policy: Optional[str] = option(None, "when the image is pulled: Always, IfNotPresent or Never")
+    patch: Optional[str] = option(
+        None, "YAML file that is merged into the objects of the same kind, for what no flag foresees"
+    )
     shm_mb: int = option(0, "size of /dev/shm, part of the memory; 0: half of the memory")
     run_as_user: Optional[int] = option(None, "user id of the pods; else the image's, which must not be root")
     fs_group: int = option(1000, "group that volumes are given to; -1: leave it to the cluster (OpenShift)")
@@ -50,6 +76,19 @@ class KubernetesOptions:
         check_at_least("--meeting-timeout-s", self.meeting_timeout_s, 1)
         check_at_least("--grace-s", self.grace_s, 1, allow_none=True)
         check_at_least("--fs-group", self.fs_group, -1)
+        check_at_least("--ephemeral-mb", self.ephemeral_mb, 0)
+        check_choice("--pull-policy", self.pull_policy or "Always", PULL_POLICIES)
+        if self.network is not None:
+            check_choice("--network", self.network, NCCL_SETTINGS)
+        for name, amount in (self.resource or {}).items():
+            if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+|hugepages-\w+", name) or not re.fullmatch(
+                r"\d+[A-Za-z]*", amount
+            ):
+                raise LaunchError(f"--resource {name}={amount}: give DOMAIN/NAME=NUMBER, for instance rdma/hca=8")
+        if unknown := [name for name in self.capabilities if not re.fullmatch("[A-Z_]+", name)]:
+            raise LaunchError(
+                f"--capability {unknown[0]}: names are those of Linux without CAP_, for instance IPC_LOCK"
+            )
         if self.run_as_user == 0:
             raise LaunchError("--run-as-user 0 is root; give another number, or leave it to the image")
         if not self.workdir.startswith("/"):
@@ -62,6 +101,10 @@ class KubernetesOptions:
                 raise LaunchError(f"--secret-mount {name}={path}: give NAME=/path")
         for key, rest in (self.toleration or {}).items():
             check_choice(f"--toleration {key}={rest}: the effect", rest.partition(":")[2], EFFECTS)
+
+    @property
+    def capabilities(self) -> list[str]:
+        return [name for name in (self.capability or "").split(",") if name]
 
     @property
     def secrets(self) -> list[str]:

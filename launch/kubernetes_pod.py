@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-from launch.kubernetes_options import KubernetesOptions
+from launch.kubernetes_options import NCCL_SETTINGS, KubernetesOptions
 from launch.manifest import given
 from launch.workload import ENDPOINT, Mount, Workload
 from pipeline.runtime.errors import LaunchError
@@ -49,6 +49,9 @@ def pod_template(
         subdomain=subdomain,
         serviceAccountName=options.service_account,
         priorityClassName=options.priority_class,
+        hostNetwork=True if options.host_network else None,
+        dnsPolicy="ClusterFirstWithHostNet" if options.host_network else None,  # the nodes meet by a Service's name
+        affinity=_near(workload, options.together) if options.together else None,
         nodeSelector=options.node_selector,
         tolerations=[_toleration(key, effect) for key, effect in (options.toleration or {}).items()],
         imagePullSecrets=[{"name": options.pull_secret}] if options.pull_secret else [],
@@ -60,7 +63,14 @@ def pod_template(
         containers=[_container(workload, options, head, node)],
         volumes=[volume for volume, _ in _volumes(workload, options)],
     )
-    return {"metadata": {"labels": labels}, "spec": pod}
+    return {"metadata": given(labels=labels, annotations=options.annotation), "spec": pod}
+
+
+def _near(workload: Workload, label: str) -> dict[str, Any]:
+    """Where the near nodes are full, far ones do."""
+    term = {"labelSelector": {"matchLabels": {INSTANCE: workload.name}}, "topologyKey": label}
+    wish = {"weight": 100, "podAffinityTerm": term}
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
 
 
 def grace_s(workload: Workload, options: KubernetesOptions) -> int:
@@ -90,7 +100,7 @@ def _check(workload: Workload) -> None:
 
 
 def _container(workload: Workload, options: KubernetesOptions, head: str, node: str) -> dict[str, Any]:
-    env = dict(workload.env)
+    env = {**NCCL_SETTINGS.get(options.network or "", {}), **workload.env}
     if workload.is_distributed:
         env = {"OMP_NUM_THREADS": str(workload.threads(workload.cpu)), "LOGLEVEL": "WARNING", **env}
     variables: list[dict[str, Any]] = [{"name": name, "value": _literally(value)} for name, value in env.items()]
@@ -101,10 +111,13 @@ def _container(workload: Workload, options: KubernetesOptions, head: str, node: 
         cpu=str(workload.cpu),
         memory=f"{workload.mem_mb}Mi",
         **{options.gpu_resource: str(workload.gpu) if workload.gpu else ""},
+        **{"ephemeral-storage": f"{options.ephemeral_mb}Mi" if options.ephemeral_mb else ""},
+        **(options.resource or {}),
     )
     return given(
         name=CONTAINER,
         image=workload.image,
+        imagePullPolicy=options.pull_policy,
         command=_command(workload, options, head, node),  # no shell: SIGTERM reaches the agent
         workingDir=options.workdir,
         env=variables,
@@ -113,7 +126,10 @@ def _container(workload: Workload, options: KubernetesOptions, head: str, node: 
         terminationMessagePolicy="FallbackToLogsOnError",  # kubectl describe shows the error
         resources={"requests": size, "limits": size},
         volumeMounts=[mount for _, mount in _volumes(workload, options)],
-        securityContext={"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        securityContext={
+            "allowPrivilegeEscalation": False,
+            "capabilities": given(drop=["ALL"], add=options.capabilities),
+        },
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Optional
 
 import yaml
+
+from pipeline.runtime.errors import LaunchError
 
 # What is left without quotes. YAML 1.1, YAML 1.2 and Go's reader disagree on `1e3`, `0o7`, `yes`, `1_000`, `12:30`.
 _PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./:=,-]*(?<!:)")
@@ -36,6 +38,47 @@ def to_yaml(objects: list[dict[str, Any]], comment: str = "") -> str:
     # A line break inside a word would be folded where the line is long: no line is.
     documents = [yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True) for each in objects]
     return head + "---\n".join(documents)
+
+
+def patched(objects: list[dict[str, Any]], path: Optional[str]) -> list[dict[str, Any]]:
+    """Objects with each document of the file `path` merged into those of its kind, as kubectl's strategic merge does.
+
+    Mappings are merged, null removes a key, and lists are merged by the name of their members where they have one (containers,
+    env, volumes, ports), else replaced.
+
+    Raises:
+        LaunchError: the file cannot be read, or a document names no kind that there is.
+    """
+    if path is None:
+        return objects
+    try:
+        with open(path) as file:
+            documents = [each for each in yaml.safe_load_all(file) if each is not None]
+    except (OSError, yaml.YAMLError) as error:
+        raise LaunchError(f"--patch {path} cannot be read: {' '.join(str(error).split())}") from None
+    kinds = [each["kind"] for each in objects]
+    for document in documents:
+        kind = document.get("kind") if isinstance(document, dict) else None
+        if kind not in kinds:
+            raise LaunchError(f"--patch {path}: a document is for kind {kind}, and the objects are {', '.join(kinds)}")
+        objects = [_merged(each, document) if each["kind"] == kind else each for each in objects]
+    return objects
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        kept = {key: _merged(value, new[key]) if key in new else value for key, value in old.items()}
+        added = {key: value for key, value in new.items() if key not in old}
+        return {key: value for key, value in (kept | added).items() if value is not None}
+    if isinstance(old, list) and isinstance(new, list) and _named(old) and _named(new):
+        changes = {each["name"]: each for each in new}
+        first = [_merged(each, changes.pop(each["name"], {})) for each in old]
+        return first + list(changes.values())
+    return new
+
+
+def _named(members: list[Any]) -> bool:
+    return all(isinstance(each, dict) and "name" in each for each in members)
 
 
 def given(**values: Any) -> dict[str, Any]:

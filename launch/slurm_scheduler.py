@@ -80,14 +80,13 @@ class SlurmScheduler(TorchXSlurmScheduler):
         if workload is None:
             return super()._submit_dryrun(app, cfg)
         check_env(app.roles[0].env)
-        options = {
-            each.name: cfg[_cfg_name(each.name)]
-            for each in dataclasses.fields(SlurmOptions)
-            if cfg.get(_cfg_name(each.name)) is not None
+        typed = {each.name: cfg.get(_cfg_name(each.name)) for each in dataclasses.fields(SlurmOptions)}
+        options: dict[str, Any] = {
+            name: unsealed(value) if isinstance(value, str) else value
+            for name, value in typed.items()
+            if value is not None
         }
-        made = SlurmOptions(
-            **{name: unsealed(value) if isinstance(value, str) else value for name, value in options.items()}
-        )
+        made = SlurmOptions(**options)
         _check_output(made.output, cfg.get(JOB_DIR) or ".")
         request = ScriptRequest(render_sbatch(workload, made), cfg.get(JOB_DIR))
         return AppDryRunInfo(request, str)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -59,6 +60,9 @@ FULL = [
     "--service-account", "trainer", "--priority-class", "high", "--node-selector", "gpu=h100",
     "--toleration", "nvidia.com/gpu=:NoSchedule", "--toleration", "team=ads:NoExecute", "--label", "cost-centre=ads",
     "--shm-mb", "4000", "--run-as-user", "1234", "--fs-group", "1234", "--grace-s", "90",
+    "--resource", "rdma/hca=8", "--resource", "hugepages-2Mi=5120Mi", "--ephemeral-mb", "50000", "--capability", "IPC_LOCK",
+    "--host-network", "--network", "infiniband", "--together", "example.com/rack", "--pull-policy", "Always",
+    "--annotation", "sidecar.istio.io/inject=false", "--annotation", "k8s.v1.cni.cncf.io/networks=ib0",
 ]  # fmt: skip
 
 
@@ -171,8 +175,18 @@ def test_pods_are_not_root_and_get_what_they_ask_for(data: str) -> None:
     (template,) = pod_templates(job)
     spec, container = template["spec"], _container(job)
     assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 1234
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    assert container["resources"]["limits"] == {"cpu": "8", "memory": "16000Mi", "nvidia.com/gpu": "8"}
+    rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+    assert container["securityContext"] == rights
+    assert container["resources"]["limits"] == {
+        "cpu": "8", "memory": "16000Mi", "nvidia.com/gpu": "8", "ephemeral-storage": "50000Mi", "rdma/hca": "8",
+        "hugepages-2Mi": "5120Mi",
+    }  # fmt: skip
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert {"name": "NCCL_NET", "value": "IB"} in container["env"] and container["imagePullPolicy"] == "Always"
+    assert spec["hostNetwork"] and spec["dnsPolicy"] == "ClusterFirstWithHostNet"
+    (near,) = spec["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert near["podAffinityTerm"]["topologyKey"] == "example.com/rack"
+    assert template["metadata"]["annotations"]["sidecar.istio.io/inject"] == "false"
     assert spec["tolerations"] == [
         {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
         {"key": "team", "operator": "Equal", "value": "ads", "effect": "NoExecute"},
@@ -202,6 +216,43 @@ def test_a_run_folder_that_goes_with_its_pod_is_pointed_out(data: str) -> None:
     assert "# WARNING" not in _with_all_options(data, "job")
 
 
+PATCH = """
+kind: Job
+spec:
+  backoffLimit: 9
+  podFailurePolicy: null
+  template:
+    metadata: {annotations: {a: b}}
+    spec:
+      schedulerName: fast
+      containers:
+        - {name: main, env: [{name: OMP_NUM_THREADS, value: "3"}, {name: EXTRA, value: x}], tty: true}
+        - {name: sidecar, image: "side:1"}
+---
+kind: Service
+metadata: {annotations: {c: d}}
+"""
+
+
+def test_a_patch_is_merged_as_kubectl_merges_it(data: str, tmp_path: Path) -> None:
+    (tmp_path / "patch.yaml").write_text(PATCH)
+    plain, changed = (_manifests(_workload(data, "2x4"), patch=path) for path in (None, str(tmp_path / "patch.yaml")))
+    (service, job), (_, before) = changed, plain
+    for manifest in changed:
+        validate(manifest)
+    assert service["metadata"]["annotations"] == {"c": "d"} and service["spec"] == plain[0]["spec"]
+    assert job["spec"]["backoffLimit"] == 9 and "podFailurePolicy" not in job["spec"]
+    pod = job["spec"]["template"]["spec"]
+    main, sidecar = pod["containers"]
+    assert pod["schedulerName"] == "fast" and main["tty"] and sidecar["image"] == "side:1"
+    env = {each["name"]: each["value"] for each in main["env"]}
+    assert env == {**{e["name"]: e["value"] for e in _container(before)["env"]}, "OMP_NUM_THREADS": "3", "EXTRA": "x"}
+    assert main["command"] == _container(before)["command"]
+    (tmp_path / "patch.yaml").write_text("kind: Deployment\n")
+    with pytest.raises(LaunchError, match=names("patch.yaml Deployment Service, Job")):
+        _manifests(_workload(data, "2x4"), patch=str(tmp_path / "patch.yaml"))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -217,6 +268,12 @@ def test_a_run_folder_that_goes_with_its_pod_is_pointed_out(data: str) -> None:
         ([*PLACE, "--run-as-user", "0"], "root"),
         ([*PLACE, "-j", "2x1", "--name", "1tb"], "must begin with a letter"),
         ([*PLACE, "--node-selector", "gpu"], "NAME=VALUE"),
+        ([*PLACE, "--resource", "rdma=8"], "rdma=8 rdma/hca=8"),
+        ([*PLACE, "--resource", "rdma/hca=all"], "rdma/hca=all"),
+        ([*PLACE, "--capability", "cap_ipc_lock"], "cap_ipc_lock IPC_LOCK"),
+        ([*PLACE, "--network", "infinband"], "infiniband"),
+        ([*PLACE, "--pull-policy", "Never!"], "Never"),
+        ([*PLACE, "--patch", "/nowhere.yaml"], "/nowhere.yaml"),
     ],
 )
 def test_what_kubernetes_cannot_have_is_said_here(
