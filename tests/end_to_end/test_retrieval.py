@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +20,12 @@ import pytest
 from examples.retrieve import retrieve
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import ExportJob, PredictJob
+from pipeline.config.serving import RetrievalConfig
 from pipeline.runtime.errors import DamagedError, ServingError
 from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
 from pipeline.serving.artifact.export_run import ExportSummary, describe, export
 from pipeline.serving.artifact.manifest import ArtifactError, read_manifest
+from pipeline.serving.retrieval.index import index_class
 from pipeline.serving.retrieval.queries import Wish
 from pipeline.serving.retrieval.retriever import Retriever
 from pipeline.serving.scoring.predict import predict
@@ -227,6 +230,7 @@ def _user_rows(count: int) -> Any:
     return pa.table({"user_id": [str(number) for number in range(count)], "user_group": ["1"] * count})
 
 
+@pytest.mark.campaign
 def test_a_catalogue_of_raw_rows_names_the_items_and_unknown_ones_are_left_out(
     user_item_run: TrainSummary, raw: list[dict[str, str]], tmp_path: Path
 ) -> None:
@@ -273,13 +277,12 @@ def test_what_no_artifact_of_items_can_be_is_refused(
         Retriever.load(str(damaged))
 
 
-def test_faiss_that_is_missing_is_named_with_the_way_out(
-    user_item_run: TrainSummary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(ServingError, match=names("retrieval.index=exact")):
-        _export(user_item_run.run_dir, tmp_path / "flat", "precision=fp32", "retrieval.index=flat")
-    assert not os.path.exists(tmp_path / "flat")
+def test_faiss_that_is_missing_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    for kind in ("flat", "hnsw"):
+        with pytest.raises(ServingError, match=names("retrieval.index=exact")):
+            index_class(kind).build(np.eye(3, dtype=np.float32), RetrievalConfig())
+    assert index_class("exact").build(np.eye(3, dtype=np.float32), RetrievalConfig())
 
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("compressed", marks=pytest.mark.campaign)])
