@@ -34,7 +34,7 @@ train: $(VENV)/installed  ## install, make a data set with a known best AUC, pre
 	@[ -e datasets/quickstart/dataset.json ] || $(PY) -m pipeline.prepare data=quickstart source=$(RAW)
 	@$(PY) -m pipeline.plan experiment=$(EXPERIMENT) world_size=$(RANKS) brief=true
 	@$(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(EXPERIMENT) planner=file
-	@$(PY) -m pipeline.evaluate run=$(RUN) split=test
+	@$(PY) -m pipeline.evaluate run=$(RUN) split=test importance_rows=4096
 	@echo "picture     $(RUN)/report.html, all of it as one page: open it in a browser"
 	@echo "next        $(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(NEXT)"
 

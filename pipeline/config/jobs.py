@@ -294,6 +294,7 @@ class RegistryJob(Job):
     reason: str = ""
     run: str = ""  # the run folder that `add` takes its first version from
     num: int = 20  # records that history shows
+    html: str | None = None  # history: a page to write besides
     sign_key: str | None = None  # a private Ed25519 key as PEM: the version that `add` makes is signed with it
     require_signature: str | None = None  # a public one: only steps and versions that it vouches for are taken
 
@@ -301,6 +302,8 @@ class RegistryJob(Job):
         check_given("registry", self.registry)
         check_choice("command", self.command, REGISTRY_COMMANDS)
         check_at_least("num", self.num, 1)
+        if self.html is not None and not self.html.endswith(".html"):
+            raise ConfigError(f"html={self.html} must end in .html")
         if self.command == "add":
             check_given("run", self.run)
             if self.require_signature is not None and self.sign_key is None:
@@ -338,8 +341,10 @@ class EvaluateJob(Job):
     other_data: bool = False  # evaluate though data_path holds another data set
     require_signature: str | None = None  # a public Ed25519 key as PEM: only a step that it vouches for is measured
     tables: str = "averaged"  # own: where hosts trained tables of their own, each host's on the rows of its ranks
+    importance_rows: int = 0  # on which each feature's importance is measured by permutation; 0: it is not
 
     def __post_init__(self) -> None:
+        check_at_least("importance_rows", self.importance_rows, 0)
         check_choice("split", self.split, SPLITS)
         _check_chosen(self.which, self.step)
         check_choice("tables", self.tables, EVALUATED_TABLES)

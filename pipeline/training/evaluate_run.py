@@ -26,9 +26,16 @@ from pipeline.training.run import SUMMARY, describe_quality, describe_run
 from pipeline.training.run_state import chosen_step
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from pipeline.data.dataset import Dataset
+    from pipeline.data.read.reader import ShardReader
+    from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.runs.details import EvaluationDetails
 
 REPORT = "report.html"
+IMPORTANCE = "importance.json"
+MOST_FEATURES = 10  # named on the terminal
 CLICK_METRICS = ("ne", "logloss", "auc", "gauc", "auprc", "calibration", "label_rate")  # in this order on the terminal
 
 
@@ -44,6 +51,7 @@ class EvaluateSummary:
     throughput: dict[str, float] = field(default_factory=dict)  # of the training, where it is known
     tables: str = ""  # whose, where hosts trained tables of their own
     report: str = ""  # the run's page, where it has one
+    importance: dict[str, Any] = field(default_factory=dict)  # of features, where importance_rows asked for it
     best_by: str = ""  # the metric by which the step is the best of the run; empty where it was not chosen so
 
 
@@ -103,9 +111,22 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     if storage.exists(trained_summary := storage.join(job.run, SUMMARY)):
         summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
     details = collector.compute(job.split, step, metrics)
+    summary.importance = _importance(job, assembly.model, reader, context, dataset, step)
     if context.is_main:
         write_summary(summary, details)
     return summary
+
+
+def _importance(
+    job: EvaluateJob, model: Module, reader: ShardReader, context: DistributedContext, dataset: Dataset, step: int
+) -> dict[str, Any]:
+    """Collective: of each feature, where the job asks for it."""
+    if not job.importance_rows:
+        return {}
+    from pipeline.training.permutation import permutation_importance
+
+    found = permutation_importance(model, reader, context, list(dataset.dense_features), job.importance_rows)
+    return {"split": job.split, "step": step, **found}
 
 
 def write_summary(summary: EvaluateSummary, details: EvaluationDetails | None) -> None:
@@ -118,6 +139,8 @@ def write_summary(summary: EvaluateSummary, details: EvaluationDetails | None) -
     why = {"undefined": reason} if (reason := undefined(summary.metrics)) else {}
     said = {"split": summary.split, "step": summary.step, **tables, **summary.metrics, **why}
     storage.publish_text(summary.path, to_json(said, indent=1))
+    if summary.importance:
+        storage.publish_text(storage.join(summary.run, IMPORTANCE), to_json(summary.importance, indent=1))
     if storage.exists(storage.join(summary.run, REPORT)):
         from pipeline.training.runs.report import try_report
 
@@ -186,6 +209,12 @@ def describe(summary: EvaluateSummary) -> str:
     for name in [*first, *(name for name in summary.metrics if name not in first)]:
         value = summary.metrics[name]
         lines.append(f"  {name:<{width}}" + (f"{value:,}" if isinstance(value, int) else f"{value:.6g}"))
+    if summary.importance:
+        features = summary.importance["features"]
+        best_first = sorted(features, key=lambda name: -features[name]["ne_increase"])[:MOST_FEATURES]
+        lines.append(
+            "importance  NE rises by " + ", ".join(f"{features[name]['ne_increase']:.4f} {name}" for name in best_first)
+        )
     if summary.tables:
         lines.append(f"tables      {summary.tables}")
     lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")

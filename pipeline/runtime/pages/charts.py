@@ -9,6 +9,11 @@ from html import escape
 
 WIDTH, HEIGHT = 272, 150  # of the plot: with its margins it fits a phone's width
 LEFT, TOP, BOTTOM, RIGHT = 54, 24, 38, 12
+BAR_NAMES, BAR_STEP, BAR_LETTERS = (
+    138,
+    20,
+    18,
+)  # of a bar chart: where bars begin, how far they are apart, and of a name
 MOST_POINTS = 300  # of a line: more cannot be told apart
 Point = tuple[float, float]
 
@@ -24,6 +29,13 @@ class Line:
     joined: bool = True
 
 
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    value: float
+    error: float = 0.0
+
+
 def line_chart(
     label: str,
     unit: str,
@@ -32,8 +44,9 @@ def line_chart(
     log: bool = False,
     diagonal: bool = False,
     bounds: tuple[float, float] | None = None,
+    log_x: bool = False,
 ) -> str:
-    """Points that are not finite are left out. log: the values on a logarithmic scale; diagonal: a line where y is x."""
+    """Points that are not finite are left out. log, log_x: on a logarithmic scale; diagonal: a line where y is x."""
     drawn = [replace(line, points=thinned(_finite(line.points, log))) for line in lines]
     points = [point for line in drawn for point in line.points]
     if not points:
@@ -50,7 +63,8 @@ def line_chart(
             share = (math.log10(y) - math.log10(low)) / (math.log10(high) - math.log10(low))
         else:
             share = (y - low) / (high - low)
-        return LEFT + WIDTH * (x - left) / (right - left), TOP + HEIGHT * (1 - min(1.0, max(0.0, share)))
+        along = math.log(x / left) / math.log(right / left) if log_x else (x - left) / (right - left)
+        return LEFT + WIDTH * along, TOP + HEIGHT * (1 - min(1.0, max(0.0, share)))
 
     parts = [*_value_axis(_ticks(low, high, log), unit, lambda y: at(left, y)[1]), *_step_axis(left, right, x_name)]
     if diagonal:
@@ -107,12 +121,23 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
 
 def _value_axis(ticks: Sequence[float], unit: str, y_of: Callable[[float], float]) -> list[str]:
     parts = []
-    texts = [f"{tick:,.0f}" if abs(tick) >= 1000 else f"{tick:.4g}" for tick in ticks]
+    texts = next(
+        (
+            found
+            for digits in range(4, 8)
+            if len(set(found := [_tick_text(tick, digits) for tick in ticks])) == len(ticks)
+        ),
+        [_tick_text(tick, 8) for tick in ticks],
+    )
     for tick, shown in zip(ticks, texts, strict=True):
         y = y_of(tick)
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(text(LEFT - 5, y + 4, shown, "end", "faint"))
     return [*parts, text(LEFT, TOP - 10, unit, "start", "faint")]
+
+
+def _tick_text(tick: float, digits: int) -> str:
+    return f"{tick:,.0f}" if abs(tick) >= 1000 else f"{tick:.{digits}g}"
 
 
 def _step_axis(left: float, right: float, name: str) -> list[str]:
@@ -143,6 +168,26 @@ def _line(line: Line, at: Callable[[float, float], Point], x_name: str) -> list[
 def svg(label: str, width: float, height: float, parts: Sequence[str]) -> str:
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     return f'<svg role="img" aria-label="{escape(label)}" {size}>{"".join(parts)}</svg>'
+
+
+def bar_chart(label: str, bars: Sequence[Bar], colour: str = "validation", form: str = ".4f") -> str:
+    """Horizontal bars from 0, one below the other in the order given; a whisker shows each one's error. `form` is that of the numbers."""
+    if not bars:
+        return ""
+    high = max(max(bar.value + bar.error for bar in bars), 1e-12)
+    room = LEFT + WIDTH + RIGHT - BAR_NAMES - 58
+    parts = []
+    for index, bar in enumerate(bars):
+        y, width = 4 + index * BAR_STEP, room * max(bar.value, 0.0) / high
+        name = bar.name if len(bar.name) <= BAR_LETTERS else "…" + bar.name[1 - BAR_LETTERS :]
+        parts.append(text(BAR_NAMES - 6, y + 12, name, "end", title=bar.name))
+        parts.append(rect(BAR_NAMES, y, max(width, 0.5), 15, colour, f"{bar.name}: {bar.value:.4g} ± {bar.error:.2g}"))
+        end = BAR_NAMES + room * min(max(bar.value + bar.error, 0.0) / high, 1.0)
+        if bar.error:
+            begin = BAR_NAMES + room * max(bar.value - bar.error, 0.0) / high
+            parts.append(f'<line class="whisker" x1="{begin:.1f}" x2="{end:.1f}" y1="{y + 7.5}" y2="{y + 7.5}"/>')
+        parts.append(text(end + 5, y + 12, format(bar.value, form), "start", "faint"))
+    return svg(label, LEFT + WIDTH + RIGHT, 4 + BAR_STEP * len(bars), parts)
 
 
 def rect(x: float, y: float, width: float, height: float, colour: str, title: str, opacity: float = 1.0) -> str:

@@ -60,3 +60,10 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Itera
 def folded(summary: str, content: str) -> str:
     """Closed until it is clicked."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def scrolled(text: str, label: str) -> str:
+    """Text as it stands, which scrolls where it is wider than the screen."""
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}"><pre>{escape(text)}</pre></div>'
+    )

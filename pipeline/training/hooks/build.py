@@ -21,7 +21,7 @@ BEFORE = (
     "plateau",
 )
 # A checkpoint holds what all hooks have counted up to its step, and a rollback waits for a save in flight.
-AFTER = ("saving", "rollback", "monitor", "tracker")
+AFTER = ("saving", "rollback", "monitor", "tracker", "table_facts")
 
 
 def hook_names(job: TrainJob) -> list[str]:

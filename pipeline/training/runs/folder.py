@@ -22,13 +22,15 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import held_by
 from pipeline.training.runs.details import list_details
 
-CONFIG, METRICS, SUMMARY, PLAN, STARTS, TAGS = (
+CONFIG, METRICS, SUMMARY, PLAN, STARTS, TAGS, TABLES, IMPORTANCE = (
     "config.yaml",
     "metrics.jsonl",
     "summary.json",
     "plan.json",
     "starts.jsonl",
     "tags.json",
+    "tables.json",
+    "importance.json",
 )
 EVALUATION = re.compile(r"evaluation\.(\w+)\.step_(\d+)\.json")
 DEEPEST = 4  # folders below the one to be listed
@@ -103,6 +105,37 @@ class Run:
     def details(self) -> dict[tuple[str, int], str]:
         """(split, step) -> the file that holds what the evaluation saw."""
         return list_details(self.path)
+
+    @cached_property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """Table -> rows, dim, updated, norm (training.hooks.table_facts); empty of a run that has not ended."""
+        return dict(self._json(TABLES).get("tables", {}))
+
+    @cached_property
+    def _tables_of_features(self) -> dict[str, str]:
+        groups = self.config.get("tables", {})
+        return {
+            feature: name
+            for name, values in groups.items()
+            if isinstance(values, dict)
+            for feature in values.get("feature_names") or []
+        }
+
+    def table_of(self, feature: str) -> dict[str, Any]:
+        """As `tables`, of the one that the feature is looked up in; empty where that is not known."""
+        return self.tables.get(self._tables_of_features.get(feature, feature), {})
+
+    @cached_property
+    def importance(self) -> dict[str, tuple[float, float]]:
+        """Feature -> by how much NE rises where its values are shuffled, and the standard error (evaluate importance_rows=...)."""
+        found = self._json(IMPORTANCE).get("features", {})
+        return {name: (each["ne_increase"], each["error"]) for name, each in found.items()}
+
+    @property
+    def importance_of(self) -> tuple[str, int, int]:
+        """Split, step and rows of `importance`."""
+        found = self._json(IMPORTANCE)
+        return str(found.get("split", "")), int(found.get("step", 0)), int(found.get("rows", 0))
 
     @property
     def name(self) -> str:

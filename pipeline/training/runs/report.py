@@ -15,8 +15,8 @@ from pipeline.planner.explain import explain
 from pipeline.planner.plan_file import read_view
 from pipeline.runtime.errors import DataError, PlanError, UserError
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.pages.charts import Line, line_chart
-from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
+from pipeline.runtime.pages.charts import Bar, Line, bar_chart, line_chart
+from pipeline.runtime.pages.html import cards, document, figure, folded, legend, scrolled, table
 from pipeline.runtime.storage import storage
 from pipeline.training.runs.compare import Comparison, choose_split, describe
 from pipeline.training.runs.details import EvaluationDetails, Slice, read_details
@@ -25,6 +25,7 @@ from pipeline.training.runs.folder import PLAN, Run
 FILE = "report.html"
 logger = get_logger("pipeline.report")
 MOST_SLICES = 12
+MOST_BARS = 15
 LEAST_SLICE_ROWS = 100
 COLOURS = tuple(f"run_{number}" for number in range(1, 7))
 SPLIT_COLOURS = {"train": "training, over the last log window", "validation": "validation split"}
@@ -65,7 +66,7 @@ def render_report(run: Run) -> str:
         _quality(run),
         _calibration(details, split),
         _machine(run),
-        _features(dataset, details),
+        _features(dataset, details, run),
         _slices(dataset, details, run),
         _evaluations(run),
         _plan(run),
@@ -128,12 +129,12 @@ def warnings_of(run: Run, metrics: dict[str, float], details: EvaluationDetails 
     if not metrics:
         yield "The run has not been evaluated."
     calibration = metrics.get("calibration", 1.0)
-    if math.isfinite(calibration) and not 0.95 <= calibration <= 1.05:
+    if is_off := math.isfinite(calibration) and not 0.95 <= calibration <= 1.05:
         yield f"Predictions are {abs(calibration - 1):.0%} too {'high' if calibration > 1 else 'low'} on average (calibration {calibration:.3f})."
     throughput = run.summary.get("throughput", {})
     if throughput.get("input_stall_percent", 0.0) > 20:
         yield f"Training waited for input {throughput['input_stall_percent']:.0f} % of the time: see data.reader.decode_threads."
-    yield from run.summary.get("remarks", [])
+    yield from (each for each in run.summary.get("remarks", []) if not (is_off and each.startswith("calibration")))
     if bad := run.summary.get("num_bad_rows"):
         yield f"{bad:,} bad rows were left out; the folder quarantine lists them."
     if run.starts and run.starts[-1].commit.endswith("-dirty"):
@@ -215,9 +216,34 @@ def _machine(run: Run) -> Iterator[str]:
         yield f'<h2>Rates, speed and memory</h2><div class="charts">{"".join(drawn)}</div>'
 
 
-def _features(dataset: Dataset | None, details: EvaluationDetails | None) -> Iterator[str]:
-    if dataset is None or not dataset.sparse_features:
+def _features(dataset: Dataset | None, details: EvaluationDetails | None, run: Run) -> Iterator[str]:
+    if dataset is None or not (dataset.sparse_features or dataset.dense_features):
         return
+    found, (split, step, rows) = run.importance, run.importance_of
+    yield "<h2>Features</h2>"
+    if found:
+        ranked = sorted(found, key=lambda name: -found[name][0])
+        bars = [Bar(name, found[name][0], 2 * found[name][1]) for name in ranked[:MOST_BARS]]
+        yield figure("Importance: by how much NE rises without it", bar_chart("importance of each feature", bars))
+        yield (
+            f'<p class="faint">Each feature\'s values were shuffled between rows: {rows:,} rows of the {escape(split)} split, step {step:,}. '
+            "Lines are two standard errors. Of features that say the same each looks less important than it is alone.</p>"
+        )
+    else:
+        yield f'<p class="faint">By how much NE rises without each: <code>python -m pipeline.evaluate run={escape(run.path)} importance_rows=20000</code></p>'
+    headings, cells = _feature_rows(dataset, details, run)
+    yield (
+        '<p class="faint">Ids, and the share of lookups that the top id and the top 1 % of them take, are of the training split; coverage, '
+        "the share of rows whose id is known, and unknown are of the rows that were evaluated. Updated rows are those of the feature's table "
+        "that training has changed, and their norm is the root mean square of their lengths.</p>"
+    )
+    yield table(headings, cells, range(1, len(headings)), "features")
+
+
+def _feature_rows(
+    dataset: Dataset, details: EvaluationDetails | None, run: Run
+) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Headings, and a row a feature, the important ones first where that is known; dense ones have an importance alone."""
     unknown = {each.feature: each for each in details.slices if each.id == 0} if details else {}
     total = float(details.blocks.rows.sum()) if details else 0.0
     rows = []
@@ -225,22 +251,29 @@ def _features(dataset: Dataset | None, details: EvaluationDetails | None) -> Ite
         curve, none = feature.frequency_curve, unknown.get(feature.name)
         measured = details is not None and any(each.feature == feature.name for each in details.slices)
         share = (none.rows if none else 0) / total if measured and total else math.nan
+        facts = run.table_of(feature.name)
+        updated, size, norm = facts.get("updated"), facts.get("rows"), facts.get("norm")
         rows.append([
-            feature.name, f"{feature.cardinality:,}", f"{feature.num_distinct:,}" if feature.num_distinct else "-",
-            f"{feature.mean_pooling_factor:.3g}", f"{curve.shares[0]:.1%}" if curve.shares else "-",
-            _share_of_head(feature), "-" if math.isnan(share) else f"{1 - share:.2%}", "-" if math.isnan(share) else f"{share:.2%}",
+            feature.name, _importance(run, feature.name), f"{feature.cardinality:,}",
+            f"{updated:,.0f} ({updated / size:.0%})" if updated is not None and size else "-", f"{norm:.3g}" if norm is not None else "-",
+            "-" if math.isnan(share) else f"{1 - share:.2%}", "-" if math.isnan(share) else f"{share:.2%}",
             f"{none.calibration:.3f}" if none and none.rows >= LEAST_SLICE_ROWS and none.labels else "-",
+            f"{feature.mean_pooling_factor:.3g}", f"{curve.shares[0]:.1%}" if curve.shares else "-",
+            _share_of_head(feature), f"{feature.num_distinct:,}" if feature.num_distinct else "-",
         ])  # fmt: skip
     headings = (
-        "feature", "ids", "distinct values", "ids a row", "most frequent id", "1 % of ids have", "coverage", "unknown",
-        "calibration of unknown",
+        "feature", "importance", "ids", "updated rows", "norm", "coverage", "unknown", "its calibration", "ids a row", "top id", "top 1 %",
+        "distinct values",
     )  # fmt: skip
-    yield "<h2>Features</h2>"
-    yield (
-        '<p class="faint">Ids and their shares are of the training split; coverage, the share of rows whose id is known, and unknown are '
-        "of the rows that were evaluated.</p>"
-    )
-    yield table(headings, rows, range(1, len(headings)), "features")
+    if found := run.importance:
+        rows += [[name, _importance(run, name), *"-" * (len(headings) - 2)] for name in dataset.dense_features]
+        rows.sort(key=lambda row: -found.get(row[0], (math.inf, 0.0))[0])
+    return headings, rows
+
+
+def _importance(run: Run, feature: str) -> str:
+    value = run.importance.get(feature)
+    return "-" if value is None else f"{value[0]:.4f} ± {2 * value[1]:.4f}"
 
 
 def _share_of_head(feature: SparseFeature) -> str:
@@ -331,7 +364,7 @@ def _plan(run: Run) -> Iterator[str]:
     said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     yield "<h2>Sharding plan</h2>"
     yield f"<p>{len(plan.tables)} tables on {len(plan.ranks)} rank(s) of {escape(plan.hardware)}: {said}. Found by {escape(plan.planner)}.</p>"
-    yield folded("Every table, its place and why", _scrolled(explain(plan), "plan"))
+    yield folded("Every table, its place and why", scrolled(explain(plan), "plan"))
 
 
 def _data(dataset: Dataset | None, run: Run) -> Iterator[str]:
@@ -372,12 +405,8 @@ def _starts(run: Run) -> Iterator[str]:
 
 def _config(run: Run) -> Iterator[str]:
     text = yaml.safe_dump(run.config, sort_keys=False, default_flow_style=None, width=100)
-    yield f"<h2>Config</h2>{folded('config.yaml, nothing left out', _scrolled(text, 'config'))}"
+    yield f"<h2>Config</h2>{folded('config.yaml, nothing left out', scrolled(text, 'config'))}"
     yield f'<p class="faint">Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {escape(run.path)}.</p>'
-
-
-def _scrolled(text: str, label: str) -> str:
-    return f'<div class="scroll" role="region" tabindex="0" aria-label="{label}"><pre>{escape(text)}</pre></div>'
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,93 @@
+"""Say of each table at the end of a training how many of its rows were updated, and how long they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline.checkpoint.tables import MODEL, STATE, flatten, inventory_of_state, local_chunks
+from pipeline.config.registry import register
+from pipeline.runtime.logs import to_json
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.runtime.storage import storage
+from pipeline.training.hooks.base import Hook, TrainingState
+
+FILE = "tables.json"
+ROWS_AT_ONCE = 1 << 20
+Sums = tuple[float, float, float]  # squares, updated rows, rows: each row counts by its share of the columns
+
+
+@register("hook", "table_facts")
+class TableFacts(Hook):
+    """Writes <run_dir>/tables.json: table -> rows, dim, updated (None where its optimizer keeps no state), norm.
+
+    norm: root mean square of the rows' L2 norms; of those that were updated, where that is known. One pass over the tables.
+    """
+
+    def on_fit_end(self, state: TrainingState) -> None:
+        if state.preempted or self.parts.plan is None:
+            return
+        facts = table_facts(self.parts.model.state_dict(), self.parts.optimizer.state_dict(), self.parts.context)
+        if self.parts.writer is not None:
+            storage.publish_text(f"{self.job.run_dir}/{FILE}", to_json({"step": state.step, "tables": facts}, indent=1))
+
+
+def table_facts(
+    model: dict[str, Any], optimizer: dict[str, Any], context: DistributedContext
+) -> dict[str, dict[str, float | None]]:
+    """Collective. Of the sharded state of a model and its optimizer. Tables on SSDs are left out."""
+    flat = flatten({MODEL.rstrip("."): model, "optimizer": optimizer})
+    tables = inventory_of_state({key: value for key, value in flat.items() if hasattr(value, "size")}).tables
+    names = sorted(tables)
+    sums = torch.zeros((len(names), 4), dtype=torch.float64)
+    for index, name in enumerate(names):
+        weights = sorted(local_chunks(flat[tables[name].key]), key=lambda chunk: chunk[1][::-1])
+        if not all(isinstance(tensor, torch.Tensor) for tensor, _ in weights):
+            continue
+        state = _state_of(flat, tables[name].key, name)
+        has_state = state is not None and [len(part) for part in state] == [len(tensor) for tensor, _ in weights]
+        parts = [
+            _sums(tensor, state[at] if has_state and state else None, tables[name].dim)
+            for at, (tensor, _) in enumerate(weights)
+        ]
+        sums[index, :3] = torch.tensor(parts, dtype=torch.float64).sum(dim=0) if parts else 0.0
+        sums[index, 3] = float(bool(parts) and not has_state)
+    sums = sums.to(context.device)
+    if context.world_size > 1:
+        dist.all_reduce(sums)
+    found: dict[str, dict[str, float | None]] = {}
+    for name, (squares, updated, held, unknown) in zip(names, sums.cpu().tolist(), strict=True):
+        copies = held / tables[name].rows if tables[name].rows else 0.0  # of a table that every rank has whole
+        if copies:
+            counted = held if unknown else updated
+            found[name] = {
+                "rows": tables[name].rows, "dim": tables[name].dim, "updated": None if unknown else round(updated / copies),
+                "norm": (squares / counted) ** 0.5 if counted else 0.0,
+            }  # fmt: skip
+    return found
+
+
+def _state_of(flat: dict[str, Any], weight: str, table: str) -> list[torch.Tensor] | None:
+    """This rank's parts of an optimizer state that is 0 until a row is updated, in the order of the table's parts; None: there is none."""
+    prefix = f"{STATE}{weight.removeprefix(MODEL)}.{table}."
+    for name in ("momentum1", "sum", "exp_avg_sq", "momentum2"):
+        value = flat.get(prefix + name)
+        if value is not None:
+            return [tensor for tensor, _ in sorted(local_chunks(value), key=lambda chunk: chunk[1][::-1])]
+    return None
+
+
+def _sums(weights: torch.Tensor, state: torch.Tensor | None, dim: int) -> Sums:
+    """Of a part of a table [rows, columns]; its state is [rows] or as the weights."""
+    share, squares, updated = weights.shape[1] / dim, 0.0, 0.0
+    for begin in range(0, len(weights), ROWS_AT_ONCE):
+        part = weights[begin : begin + ROWS_AT_ONCE].detach().float().square().sum(dim=1)
+        if state is not None:
+            mask = state[begin : begin + ROWS_AT_ONCE].detach() != 0
+            mask = mask.any(dim=1) if mask.dim() > 1 else mask
+            updated += float(mask.sum()) * share
+            part = part[mask.to(part.device)]
+        squares += float(part.double().sum())
+    return squares, updated, len(weights) * share

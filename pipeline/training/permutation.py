@@ -1,0 +1,145 @@
+"""Measure how much a model relies on each feature: NE with the feature's values shuffled between rows, less NE (Breiman 2001).
+
+A feature that others repeat looks less important than it is alone, for the model takes what it needs from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.data.read.reader import ShardReader
+from pipeline.models.tasks.task import task_in
+from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.logs import progress
+from pipeline.runtime.process import preemption, watchdog
+from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
+from pipeline.training.evaluation import clicks_of, main_prefix
+from pipeline.training.input_watch import FailSafe, agreed_failure
+
+SEED = 0
+
+
+def permutation_importance(
+    model: nn.Module, reader: ShardReader, context: DistributedContext, dense_names: list[str], num_rows: int
+) -> dict[str, Any]:
+    """Collective: over the split's first batches, until they hold `num_rows` rows of all ranks.
+
+    A feature's values are shuffled within each rank's batch. Gives rows, ne, and for each feature how far NE rises, with its
+    standard error over rows. One forward pass a feature and batch.
+
+    Raises:
+        TrainingError: the model gives no logits, as one of retrieval; or fewer than two rows, or labels that are all alike.
+    """
+    num_batches = min(reader.steps_per_epoch, -(-num_rows // reader.batch_size // context.world_size) or 1)
+    task, was_training = task_in(model), model.training
+    names: list[str] = []
+    sums = torch.zeros(0)
+    model.eval()
+    fail_safe = FailSafe(reader)
+    batches = reader.batches(epoch=0)
+    try:
+        with preemption.deferred(), torch.no_grad(), watchdog.stepping("evaluating"):
+            with progress("importance", num_batches, context.is_main) as bar:
+                for index, batch in zip(range(num_batches), fail_safe.batches(batches), strict=False):
+                    batch = batch.to(context.device)
+                    names = [*dense_names, *batch.sparse_features.keys()]
+                    sums = sums if len(sums) else torch.zeros((len(names) + 1, 3), dtype=torch.float64)
+                    sums += _of_batch(model, task, batch, dense_names, [SEED, index, context.rank])
+                    bar.advance(1)
+                    if true_on_any_rank(preemption.wanted() or fail_safe.error is not None, context):
+                        raise agreed_failure(fail_safe.error, context) or preemption.Preempted()
+            if failure := agreed_failure(fail_safe.error, context):
+                raise failure
+    finally:
+        batches.close()
+        model.train(was_training)
+    sums = sums.to(context.device)
+    if context.world_size > 1:
+        dist.all_reduce(sums)
+    return _summarized(names, sums.cpu().numpy())
+
+
+def _of_batch(model: nn.Module, task: Any, batch: Batch, dense_names: list[str], seed: list[int]) -> torch.Tensor:
+    """[1 + features, 3]: rows, positives and losses; then of each feature rows, added losses and their squares."""
+    counted, labels, before = _losses(model, task, batch)
+    rows = float(counted.sum())
+    sums = [[rows, float(labels[counted].sum()), float(before[counted].sum())]]
+    order = np.arange(batch.batch_size)
+    real = np.flatnonzero(batch.is_present.cpu().numpy())
+    order[real] = np.random.default_rng(seed).permutation(real)
+    shuffle = torch.from_numpy(order).to(batch.labels.device)
+    for index in range(len(dense_names)):
+        dense = batch.dense_features.clone()
+        dense[:, index] = dense[shuffle, index]
+        sums.append(_added(model, task, replace(batch, dense_features=dense), before))
+    for key in batch.sparse_features.keys():  # noqa: SIM118 - no mapping
+        sums.append(_added(model, task, with_shuffled(batch, key, shuffle), before))
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+def _added(model: nn.Module, task: Any, batch: Batch, before: torch.Tensor) -> list[float]:
+    watchdog.beat(phase="evaluating")
+    counted, _, after = _losses(model, task, batch)
+    added = (after - before)[counted]
+    return [float(counted.sum()), float(added.sum()), float(added.square().sum())]
+
+
+def _losses(model: nn.Module, task: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[batch] each: the rows that count, labels, and log losses in nats."""
+    _, prediction = model(batch)
+    main = clicks_of(task, prediction).get(main_prefix(task))
+    if main is None:
+        raise TrainingError(
+            "importance_rows: this model gives no probability of a click, by which importance is measured"
+        )
+    labels = main.labels.double()
+    return (
+        main.sample_weights > 0,
+        labels,
+        binary_cross_entropy_with_logits(main.logits.double(), labels, reduction="none"),
+    )
+
+
+def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
+    """The batch with row `order[i]`'s ids of feature `key` in row i."""
+    features = batch.sparse_features
+    values, lengths = [], []
+    for name, feature in features.to_dict().items():
+        if name == key:
+            offsets, count = feature.offsets(), feature.lengths()[order]
+            begins = torch.repeat_interleave(offsets[order], count)
+            within = torch.arange(len(begins), device=begins.device) - torch.repeat_interleave(
+                torch.cumsum(count, 0) - count, count
+            )
+            values.append(feature.values()[begins + within])
+            lengths.append(count)
+        else:
+            values.append(feature.values())
+            lengths.append(feature.lengths())
+    shuffled = keyed_jagged_tensor(
+        list(features.keys()), torch.cat(values), torch.cat(lengths), features.stride(), [len(part) for part in values]
+    )
+    return replace(batch, sparse_features=shuffled)
+
+
+def _summarized(names: list[str], sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
+    """Raises TrainingError where NE has no meaning."""
+    rows, positives, loss = sums[0]
+    rate = positives / rows if rows else 0.0
+    if rows < 2 or not 0.0 < rate < 1.0:
+        raise TrainingError(f"importance_rows: {rows:.0f} rows with {positives:.0f} positives: take more rows")
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
+    features = {}
+    for name, (_, added, squares) in zip(names, sums[1:], strict=True):
+        mean = added / rows
+        error = np.sqrt(max(squares / rows - mean**2, 0.0) / (rows - 1))
+        features[name] = {"ne_increase": float(mean / entropy), "error": float(error / entropy)}
+    return {"rows": int(rows), "ne": float(loss / rows / entropy), "features": features}
