@@ -47,6 +47,7 @@ class SweepConfig:
 
     prune=asha: a training goes on from a rung (1/9, 1/3 and all of its steps with reduction_factor=3) only while it is among
     the best 1/reduction_factor there (Li et al. 2020). launch: the words before a trial's overrides; None: this Python.
+    scheduler_args, job_args: what `torchx run` takes as -cfg, and of pipeline.train before its `--`.
     """
 
     params: dict[str, KnobConfig] = field(default_factory=dict)
@@ -62,6 +63,9 @@ class SweepConfig:
     finalists: int = 2  # trained with all seeds at the end, and compared
     seeds: int = 1  # 1: no such comparison
     launch: list[str] | None = None
+    scheduler: str | None = None  # TorchX's: slurm, kubernetes, ...; None: processes of this machine
+    scheduler_args: dict[str, Any] = field(default_factory=dict)
+    job_args: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_choice("sweep.sampler", self.sampler, SAMPLERS)
@@ -71,6 +75,14 @@ class SweepConfig:
         check_at_least("sweep.retries", self.retries, 0)
         check_at_least("sweep.reduction_factor", self.reduction_factor, 2)
         check_at_least("sweep.rungs", self.rungs, 2)
+        if self.scheduler is None and (self.scheduler_args or self.job_args):
+            raise ConfigError(
+                "sweep.scheduler_args and sweep.job_args are of jobs: name their sweep.scheduler, slurm for instance"
+            )
+        if self.scheduler is not None and self.launch is not None:
+            raise ConfigError(
+                "sweep.launch starts processes of this machine, and sweep.scheduler jobs: set one of them"
+            )
         for key, knob in self.params.items():
             knob.check(key)
             for other in knob.when:

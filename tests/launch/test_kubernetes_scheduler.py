@@ -19,6 +19,8 @@ from torchx.specs.builders import materialize_appdef
 
 from launch import components
 from launch.kubernetes_scheduler import KubernetesScheduler, create_scheduler
+from pipeline.training.sweep.jobs import SchedulerJobs
+from pipeline.training.sweep.pool import Pool, Training
 from tests.launch.manifests import pod_templates, read, validate
 
 PLACE = ["--image", "ours:1", "--cpu", "8", "--memMB", "16000"]
@@ -94,3 +96,41 @@ def test_a_dry_run_needs_no_docker_and_no_cluster_and_a_run_without_one_ends_wit
     validate(yaml.safe_load(shown.out.partition("=== SCHEDULER REQUEST ===")[2]))
     assert refused.code == 2 and "Traceback" not in refused.err
     assert mentions(refused.err.splitlines()[-1], "error: ")
+
+
+class _Runner:
+    """TorchX's, for a cluster that is asked for nothing: what would be submitted is kept."""
+
+    def __init__(self) -> None:
+        self.resources: list[dict[str, Any]] = []
+
+    def scheduler_backends(self) -> list[str]:
+        return ["kubernetes"]
+
+    def scheduler_run_opts(self, scheduler: str) -> Any:
+        return _scheduler().run_opts()
+
+    def run_component(self, component: str, words: list[str], scheduler: str, settings: dict[str, Any]) -> str:
+        assert component == "pipeline.train"
+        self.resources.append(_request(words, **settings)[0])
+        return f"kubernetes://torchx/default:job-{len(self.resources)}"
+
+
+def test_a_trial_of_a_sweep_is_a_job_of_volcano(tmp_path: Path) -> None:
+    runner = _Runner()
+    jobs = SchedulerJobs(
+        "kubernetes", {"namespace": "team", "queue": "ads"}, [*PLACE, "-j", "1x2", "--check_data", "False"], "rates", runner  # type: ignore[arg-type]
+    )  # fmt: skip
+    words = [
+        "experiment=mlperf_dlrmv2",
+        "data.path=/data",
+        "optimizer.sparse.lr=0.004",
+        f"run_dir={tmp_path}/trials/0007",
+    ]
+    pool = Pool(1, jobs)
+    pool.start(Training(f"{tmp_path}/trials/0007", words, f"{tmp_path}/trials/0007.log"))
+    (resource,) = runner.resources
+    validate(resource)
+    assert resource["metadata"]["namespace"] == "team" and resource["metadata"]["name"].startswith("rates-0007")
+    assert pod_templates(resource)[0]["spec"]["containers"][0]["command"][-len(words) :] == words
+    assert (tmp_path / "trials/0007.job").read_text() == "kubernetes://torchx/default:job-1\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torchx.specs import AppState, AppStatus, runopts
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.sweep import compose, training_words
@@ -22,7 +23,9 @@ from pipeline.config.sweep import KnobConfig, SweepConfig
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.runtime.storage.lease import held_by
 from pipeline.training.runs.folder import open_run
+from pipeline.training.sweep.jobs import SchedulerJobs
 from pipeline.training.sweep.outcome import describe, importance, render_page, winner_command
+from pipeline.training.sweep.pool import Pool, Training
 from pipeline.training.sweep.run import SweepResult, sweep
 from pipeline.training.sweep.rungs import next_task, num_rungs, steps_at
 from pipeline.training.sweep.space import as_overrides, edges, grid
@@ -272,22 +275,136 @@ def test_twenty_trials_killed_twice_end_with_the_same_study(prepared_clicks: str
     print(out)
 
 
+def _replayed(config: SweepConfig, values: dict[str, dict[int, float]], total: int) -> tuple[Trial, int]:
+    """What ASHA chooses where each point's metric at each step is known, and the steps that it trains."""
+
+    def measured(point: dict, share: float) -> float:
+        return values[json.dumps(point)][round(share * total)]
+
+    trials, steps = _play(config, measured, 1, total)
+    complete = [trial for trial in trials if trial.state == "complete"]
+    return min(complete, key=lambda trial: (trial.value, trial.number)), steps
+
+
 @pytest.mark.campaign
 @pytest.mark.usefixtures("warm")
 def test_asha_on_real_trainings_finds_the_grids_best_within_noise(prepared_clicks: str, tmp_path: Path) -> None:
-    rates = "[0.003,0.01,0.03,0.1,0.3]"
+    """Grids of 25 pairs of rates with three seeds. ASHA's choice and the grid's are held to the seeds that did not choose them."""
+    params = {
+        "optimizer.sparse.lr": KnobConfig(choices=[0.003, 0.01, 0.03, 0.1, 0.3]),
+        "optimizer.dense.lr": KnobConfig(choices=[0.0003, 0.001, 0.003, 0.01, 0.03]),
+    }
+    chosen = ", ".join(f"{key}: {{choices: {knob.choices}}}" for key, knob in params.items())
     words = [
-        f"data.path={prepared_clicks}", LAUNCH, "trainer.max_steps=81", "sweep.sampler=grid", "sweep.trials=25",
-        "trainer.evaluate_max_batches=null",
-        f"sweep.params={{optimizer.sparse.lr: {{choices: {rates}}}, optimizer.dense.lr: {{choices: [0.0003,0.001,0.003,0.01,0.03]}}}}",
+        f"data.path={prepared_clicks}", LAUNCH, "trainer.max_steps=81", "sweep.sampler=grid", "sweep.trials=25", "sweep.parallel=2",
+        "trainer.evaluate_max_batches=null", "trainer.evaluate_every_steps=9", f"sweep.params={{{chosen}}}",
     ]  # fmt: skip
-    whole = _sweep(*words, f"run_dir={tmp_path}/grid", "sweep.seeds=3", "sweep.finalists=1")
-    asha = _sweep(*words, f"run_dir={tmp_path}/asha", "sweep.prune=asha")
-    nes = [open_run(folder).metrics("validation")[1]["ne"] for folder in whole.finalists[0]]
-    noise = float(np.std(nes, ddof=1))
-    print(f"grid: {whole.ranked[0].point} NE {whole.ranked[0].value:.4f}, seeds ± {noise:.4f}")
+    config, seeds = SweepConfig(params=params, sampler="grid", prune="asha"), range(3)
+    values: dict[int, dict[str, dict[int, float]]] = {}
+    for seed in seeds:
+        folder = tmp_path / f"grid{seed}"
+        grid_result = _sweep(*words, f"run_dir={folder}", f"trainer.seed={seed}")
+        values[seed] = {
+            json.dumps(trial.point): {
+                step: metrics["ne"]
+                for (_, step), metrics in open_run(f"{folder}/trials/{trial.number:04d}").evaluations.items()
+            }
+            for trial in grid_result.trials
+        }
+    asha = _sweep(*words, f"run_dir={tmp_path}/asha", "trainer.seed=0", "sweep.prune=asha", "sweep.parallel=1")
+    points = list(values[0])
+    final = np.array([[values[seed][point][81] for point in points] for seed in seeds])  # [seed, point]
+    regrets, shares = [], []
+    for row, seed in enumerate(seeds):
+        by_asha, steps = _replayed(config, values[seed], 81)
+        if seed == 0:
+            assert asha.ranked[0].point == by_asha.point and asha.steps_trained == steps  # as the real one did
+        best, found = int(final[row].argmin()), points.index(json.dumps(by_asha.point))
+        others = np.delete(final, row, axis=0)
+        regrets.append(float((others[:, found] - others[:, best]).mean()))
+        shares.append(steps / (25 * 81))
+        print(
+            f"seed {seed}: grid {points[best]} NE {final[row, best]:.4f}, with other seeds {others[:, best].mean():.4f}; ASHA {points[found]} "
+            f"NE {final[row, found]:.4f}, with other seeds {others[:, found].mean():.4f}; {100 * shares[-1]:.0f} % of the steps"
+        )
+    noise = float(np.sqrt(final[:, np.argsort(final.mean(axis=0))[:5]].var(axis=0, ddof=1).mean()))
+    truly = points[int(final.mean(axis=0).argmin())]
     print(
-        f"asha: {asha.ranked[0].point} NE {asha.ranked[0].value:.4f}, {asha.steps_trained} of {whole.steps_trained} steps"
+        f"best over all seeds: {truly} NE {final.mean(axis=0).min():.4f}; between seeds, of the five best points, ± {noise:.4f}"
     )
-    assert asha.steps_trained <= 0.4 * whole.steps_trained
-    assert asha.ranked[0].value <= whole.ranked[0].value + 2 * noise
+    print(
+        f"ASHA less the grid, with other seeds: {np.mean(regrets):+.4f}, of each {[round(each, 4) for each in regrets]}"
+    )
+    assert max(shares) <= 0.4
+    assert np.mean(regrets) <= noise
+
+
+class FakeRunner:
+    """What a sweep asks of TorchX's runner: jobs that train nothing, and end when they are told to."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[str, list[str], dict]] = []
+        self.states: dict[str, AppState] = {}
+
+    def scheduler_backends(self) -> list[str]:
+        return ["slurm", "kubernetes"]
+
+    def scheduler_run_opts(self, scheduler: str) -> runopts:
+        options = runopts()
+        options.add("time", type_=str, help="", default=None)
+        options.add("output", type_=str, help="", default=None)
+        return options
+
+    def run_component(self, component: str, words: list[str], scheduler: str, settings: dict) -> str:
+        handle = f"{scheduler}://session/{len(self.submitted)}"
+        self.submitted.append((component, words, settings))
+        self.states[handle] = AppState.PENDING
+        return handle
+
+    def status(self, handle: str) -> AppStatus | None:
+        if handle not in self.states:
+            return None
+        if self.states[handle] == AppState.UNKNOWN:
+            raise OSError("no answer")
+        return AppStatus(self.states[handle])
+
+    def close(self) -> None: ...
+
+
+def test_jobs_of_a_scheduler_are_submitted_once_followed_and_taken_up(tmp_path: Path) -> None:
+    runner = FakeRunner()
+
+    def opened() -> Pool:
+        return Pool(2, SchedulerJobs("slurm", {"time": 30}, ["-j", "1x2"], "Q_1", runner))  # type: ignore[arg-type]
+
+    def training(number: int) -> Training:
+        folder = f"{tmp_path}/trials/{number:04d}"
+        return Training(folder, ["a=1", f"run_dir={folder}"], f"{folder}.log")
+
+    pool = opened()
+    pool.start(training(0))
+    pool.start(training(1))
+    component, words, settings = runner.submitted[0]
+    assert component == "pipeline.train" and words[:6] == ["--name", "q-1-0000", "-j", "1x2", "--", "a=1"]
+    assert settings == {"time": "30", "output": f"{tmp_path}/trials/0000.log"} and not pool.has_room
+    runner.states["slurm://session/1"] = AppState.FAILED
+    ended = pool.wait()
+    assert ended.run_dir.endswith("0001") and ended.ended == "slurm://session/1 FAILED" and not ended.is_mistake
+    pool.start(ended)
+    assert len(runner.submitted) == 3 and ended.attempts == 2
+    pool.close()  # they run on
+    pool = opened()
+    assert pool.take_up(training(0)) and len(runner.submitted) == 3
+    pool.start(training(1))
+    assert len(runner.submitted) == 3
+    runner.states["slurm://session/0"] = AppState.UNKNOWN  # a scheduler that does not answer costs no job
+    runner.states["slurm://session/2"] = AppState.SUCCEEDED
+    assert pool.wait().run_dir.endswith("0001")
+    runner.states.pop("slurm://session/0")
+    assert "not known" in pool.wait().ended
+    with pytest.raises(ConfigError, match=names("sweep.scheduler_args.tme time")):
+        SchedulerJobs("slurm", {"tme": 30}, [], "q", runner)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=names("sweep.scheduler=slrm slurm")):
+        SchedulerJobs("slrm", {}, [], "q", runner)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=names("sweep.job_args")):
+        SweepConfig(job_args=["-j", "1x2"])

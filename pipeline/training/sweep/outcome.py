@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
 import numpy as np
 
-from pipeline.runtime.pages.charts import Line, line_chart
-from pipeline.runtime.pages.html import cards, document, figure, table
+from pipeline.runtime.pages.charts import Bar, Line, bar_chart, line_chart
+from pipeline.runtime.pages.html import cards, document, figure, legend, scrolled, table
 from pipeline.training.runs.compare import Comparison, compare
 from pipeline.training.runs.folder import open_run
 from pipeline.training.sweep.run import SweepResult
@@ -18,6 +18,7 @@ from pipeline.training.sweep.space import as_overrides
 from pipeline.training.sweep.study import Trial
 
 MOST_SHOWN = 10
+LOG_FROM = 10.0  # times the smallest value of a knob: charts of wider ones have a logarithmic scale
 NUM_BINS = 4  # of a range, for what a knob explains
 
 
@@ -71,6 +72,12 @@ def winner_command(result: SweepResult) -> str:
     return f"python -m pipeline.train {' '.join(map(shlex.quote, words))}"
 
 
+def _in_lines(result: SweepResult) -> str:
+    """The winner's command, a word a line."""
+    words = [*winner_words(result), f"run_dir={result.run_dir}/winner"]
+    return " \\\n    ".join(["python -m pipeline.train", *map(shlex.quote, words)]) + "\n"
+
+
 def describe(result: SweepResult) -> str:
     ranked, keys = result.ranked, list(dict.fromkeys(key for trial in result.trials for key in trial.point))
     rows = [["", "trial", result.metric, "state", *keys]]
@@ -107,6 +114,19 @@ def describe(result: SweepResult) -> str:
     return "\n".join(lines)
 
 
+def _is_wide(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether values of a knob, the first of each pair, spread so far that a logarithmic scale tells them apart."""
+    low, high = min(x for x, _ in pairs), max(x for x, _ in pairs)
+    return low > 0 and high / low >= LOG_FROM
+
+
+def _finalists_section(result: SweepResult) -> Iterator[str]:
+    compared = finalists(result)
+    if compared is not None:
+        yield "<h2>The finalists over their seeds</h2>"
+        yield scrolled(compared.as_text(), "the finalists compared")
+
+
 def _cell(trial: Trial, key: str) -> str:
     value = trial.point.get(key, "-")
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -131,12 +151,16 @@ def render_page(result: SweepResult, title: str) -> str:
         ]
         if pairs:
             line = Line(key, "validation", sorted(pairs), marks=True, joined=False)
-            drawn.append(figure(key, line_chart(f"{result.metric} over {key}", result.metric, [line], key)))
+            drawn.append(
+                figure(
+                    key, line_chart(f"{result.metric} over {key}", result.metric, [line], key, log_x=_is_wide(pairs))
+                )
+            )
     rows = [
         [str(place), f"{trial.number:04d}", f"{result.sign * trial.value:.5f}", str(trial.rung + 1), trial.state, *(_cell(trial, key) for key in keys)]
         for place, trial in enumerate(ranked, start=1)
     ]  # fmt: skip
-    explained = [[key, f"{share:.0%}"] for key, share in importance(result.trials).items()]
+    explained = [Bar(key, share) for key, share in importance(result.trials).items()]
     body = [
         f"<h1>Sweep {escape(title)}</h1>",
         cards([
@@ -144,8 +168,12 @@ def render_page(result: SweepResult, title: str) -> str:
             (str(len(result.trials)), "trials"),
             (f"{result.steps_trained / max(result.steps_of_all, 1):.0%}", "of the steps of training all to the end"),
         ]),
+        legend((("train", "each trial, at the last rung that it reached"), ("validation", "the best so far"))),
         f'<div class="charts">{"".join(drawn)}</div>',
-        *(["<h2>What each knob explains</h2>", table(("knob", "share of the spread"), explained, (1,))] if explained else []),
+        *(["<h2>What each knob explains</h2>",
+           figure("Share of the spread between trials", bar_chart("what each knob explains", explained, form=".0%"))] if explained else []),
+        *_finalists_section(result),
+        "<h2>The winner</h2>", scrolled(_in_lines(result), "the command that trains the winner"),
         "<h2>Trials</h2>", table(("", "trial", result.metric, "rungs", "state", *keys), rows, (0, 2, 3), "trials"),
     ]  # fmt: skip
     return document(f"Sweep {title}", body)

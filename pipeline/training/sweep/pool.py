@@ -1,40 +1,63 @@
-"""Run trainings as processes of their own, some at a time, and end with them when this process does."""
+"""Run trainings, some at a time: as processes of this machine, or as jobs of a scheduler."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from pipeline.runtime.process.processes import end_with_parent
+from pipeline.config.sweep import SweepConfig
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import held_by
 
-POLL_S = 0.2
-GRACE_S = 35.0  # for trainings that are asked to save and end
+LEASE_POLL_S = 0.2
 
 
 @dataclass
 class Training:
-    """`words` after the command of a training; `log` takes what it prints."""
+    """`words` after the command of a training; `log` takes what it prints. ended: how it ended, in words; empty while it runs."""
 
     run_dir: str
     words: list[str]
     log: str
     ttl_s: float = 120.0
-    process: subprocess.Popen[bytes] | None = None
     attempts: int = 0
+    ended: str = ""
+    is_mistake: bool = False  # it ended by an error that another start would not change
+
+
+class Launcher(Protocol):
+    """Starts trainings and sees how they end."""
+
+    poll_s: float
+
+    def take_up(self, training: Training) -> bool:
+        """Whether an earlier sweep started this training and it still runs or waits, so that it need not be started."""
+
+    def start(self, training: Training) -> None: ...
+
+    def update(self, training: Training) -> None:
+        """Set `ended` of one that has ended since."""
+
+    def close(self, running: Sequence[Training]) -> None:
+        """The sweep ends while these run."""
+
+
+def launcher_of(config: SweepConfig, name: str) -> Launcher:
+    """`name`: of the sweep, with which its jobs' names begin. Raises ConfigError for a scheduler that TorchX does not have."""
+    if config.scheduler is None:
+        from pipeline.training.sweep.local import LocalProcesses
+
+        return LocalProcesses(config.parallel, config.launch)
+    from pipeline.training.sweep.jobs import SchedulerJobs
+
+    return SchedulerJobs(config.scheduler, config.scheduler_args, config.job_args, name)
 
 
 class Pool:
-    """`launch`: the words before a training's own; None: this Python's `-m pipeline.train`."""
-
-    def __init__(self, parallel: int, launch: Sequence[str] | None) -> None:
-        self._parallel, self._launch = parallel, list(launch or [sys.executable, "-m", "pipeline.train"])
+    def __init__(self, parallel: int, launcher: Launcher) -> None:
+        self._parallel, self._launcher = parallel, launcher
         self._running: list[Training] = []
 
     @property
@@ -43,44 +66,32 @@ class Pool:
 
     def start(self, training: Training) -> None:
         """Waits while what an earlier sweep started still saves into the run folder."""
-        while held_by(training.run_dir, training.ttl_s):
-            time.sleep(POLL_S)
-        storage.make_folder(training.run_dir)
-        training.attempts += 1
-        with open(training.log, "ab") as log:
-            training.process = subprocess.Popen(
-                [*self._launch, *training.words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", self._threads())},
-                preexec_fn=end_with_parent,
-            )
-        self._running.append(training)
+        training.attempts, training.ended, training.is_mistake = training.attempts + 1, "", False
+        if not self.take_up(training):
+            while held_by(training.run_dir, training.ttl_s):
+                time.sleep(LEASE_POLL_S)
+            storage.make_folder(training.run_dir)
+            self._launcher.start(training)
+            self._running.append(training)
 
-    def _threads(self) -> str:
-        return str(max(1, len(os.sched_getaffinity(0)) // self._parallel))
+    def take_up(self, training: Training) -> bool:
+        """Whether an earlier sweep's job trains this already; it is then among those that run."""
+        is_there = self._launcher.take_up(training)
+        if is_there:
+            self._running.append(training)
+        return is_there
 
     def wait(self) -> Training:
         """The next training that has ended. There must be one that runs."""
         assert self._running
         while True:
             for training in self._running:
-                if training.process is not None and training.process.poll() is not None:
+                self._launcher.update(training)
+                if training.ended:
                     self._running.remove(training)
                     return training
-            time.sleep(POLL_S)
+            time.sleep(self._launcher.poll_s)
 
     def close(self) -> None:
-        """Ask all to save and end; those that do not in time are killed."""
-        processes = [training.process for training in self._running if training.process is not None]
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
-        for process in processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self._launcher.close(self._running)
         self._running.clear()

@@ -12,11 +12,10 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.read.streams import num_steps
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.process.exit_codes import USER_ERROR
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import take_lease
 from pipeline.training.runs.folder import Run
-from pipeline.training.sweep.pool import Pool, Training
+from pipeline.training.sweep.pool import Pool, Training, launcher_of
 from pipeline.training.sweep.rungs import next_task, num_rungs, steps_at
 from pipeline.training.sweep.space import Point, as_overrides, edges
 from pipeline.training.sweep.study import Study, Trial
@@ -85,12 +84,12 @@ def sweep(job: SweepJob, words: list[str], compose: Compose) -> SweepResult:
 class _Runner:
     def __init__(self, job: SweepJob, words: list[str], compose: Compose, study: Study, metric: str) -> None:
         self.job, self.words, self.compose, self.study, self.metric = job, words, compose, study, metric
-        self.pool = Pool(job.sweep.parallel, job.sweep.launch)
+        self.pool = Pool(job.sweep.parallel, launcher_of(job.sweep, job.name))
         self._steps: dict[tuple[str, int], int] = {}
 
     def search(self) -> None:
         """Until no trial is left to begin or to go on."""
-        config, busy = self.job.sweep, dict[int, tuple[Training, int]]()
+        config, busy = self.job.sweep, self._take_up()
         while True:
             while self.pool.has_room:
                 task = next_task(self.study.trials(), busy, self.study.num_wanted, config)
@@ -108,14 +107,33 @@ class _Runner:
             if trial.state == "running":
                 self.study.end(trial, "pruned")
 
+    def _take_up(self) -> dict[int, tuple[Training, int]]:
+        """Number -> training and rung, of those that an earlier sweep submitted and that are not over. What ended since is recorded."""
+        found = {}
+        for trial in self.study.trials():
+            rung = trial.rung + 1
+            if trial.state != "running" or rung >= num_rungs(self.job.sweep):
+                continue
+            training = self._training_to(trial, rung)
+            training.attempts = 1
+            if self.pool.take_up(training):
+                found[trial.number] = (training, rung)
+            elif (value := self._result(training.run_dir, self._steps_to(trial.point, rung))) is not None:
+                self._record(trial, rung, value)
+        return found
+
     def _begin(self, trial: Trial, rung: int) -> Training:
+        training = self._training_to(trial, rung)
         is_last = rung == num_rungs(self.job.sweep) - 1
-        limit = [] if is_last else [f"trainer.max_steps={self._steps_to(trial.point, rung)}"]
-        training = self._training(self.trial_dir(trial.number), [*as_overrides(trial.point), *limit])
         where = "" if is_last else f", to step {self._steps_to(trial.point, rung)}"
         logger.info("trial %d%s  %s", trial.number, where, "  ".join(as_overrides(trial.point)))
         self.pool.start(training)
         return training
+
+    def _training_to(self, trial: Trial, rung: int) -> Training:
+        is_last = rung == num_rungs(self.job.sweep) - 1
+        limit = [] if is_last else [f"trainer.max_steps={self._steps_to(trial.point, rung)}"]
+        return self._training(self.trial_dir(trial.number), [*as_overrides(trial.point), *limit])
 
     def trial_dir(self, number: int, seed: int | None = None) -> str:
         name = f"{number:04d}" + ("" if seed is None else f"_seed{seed}")
@@ -129,23 +147,25 @@ class _Runner:
         """Whether the trial has left the pool: with a result, or as failed. Else it was started again."""
         trial = next(trial for trial in self.study.trials() if trial.number == number)
         value = self._result(ended.run_dir, self._steps_to(trial.point, rung))
-        code = ended.process.returncode if ended.process else 0
         if value is None:
-            if code != USER_ERROR and ended.attempts <= self.job.sweep.retries:
+            if not ended.is_mistake and ended.attempts <= self.job.sweep.retries:
                 logger.warning(
-                    "trial %d ended with exit code %d and no result, and is started again; %s", number, code, ended.log
+                    "trial %d ended without a result (%s), and is started again; %s", number, ended.ended, ended.log
                 )
                 self.pool.start(ended)
                 return False
-            logger.warning("trial %d has failed with exit code %d: %s", number, code, _last_line(ended.log))
+            logger.warning("trial %d has failed (%s): %s", number, ended.ended, _last_line(ended.log))
             self.study.end(trial, "failed")
             return True
-        self.study.report(number, rung, value)
+        self._record(trial, rung, value)
+        return True
+
+    def _record(self, trial: Trial, rung: int, value: float) -> None:
+        self.study.report(trial.number, rung, value)
         trial.values[rung] = self.study.sign * value if math.isfinite(value) else math.inf
-        logger.info("trial %d  %s %.5f", number, self.metric, value)
+        logger.info("trial %d  %s %.5f", trial.number, self.metric, value)
         if rung == num_rungs(self.job.sweep) - 1:
             self.study.end(trial, "complete")
-        return True
 
     def _result(self, run_dir: str, steps: int) -> float | None:
         """The metric where the training has come as far as it was to; None where it has not, NaN where it was not a number."""

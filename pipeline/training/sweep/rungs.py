@@ -24,12 +24,15 @@ def next_task(trials: Sequence[Trial], busy: Collection[int], num_wanted: int, c
     """What a free place is to train; None: nothing, at least until a running trial ends. `busy`: numbers of running trials.
 
     A trial that was begun and has no result at its next rung goes first: the sweep was killed there. Then the best that may go
-    on, from the highest rung down, then a new trial.
+    on, from the highest rung down, then a new trial; with grid and random, which learn nothing from those that go on, new trials
+    go before. Points of a grid come in order, and if they improve along it each one were the best so far, and went on.
     """
     last = num_rungs(config) - 1
     idle = [trial for trial in trials if trial.state == "running" and trial.number not in busy]
     if begun := [trial for trial in idle if trial.rung < 0]:
         return begun[0], 0
+    if config.sampler != "tpe" and len(trials) < num_wanted:
+        return None, 0
     for rung in range(last - 1, -1, -1):
         best = promotable(trials, rung, config.reduction_factor)
         waiting = [trial for trial in best if trial.rung == rung and trial in idle]

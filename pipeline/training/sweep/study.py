@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 FILE = "study.journal"
 NAME = "sweep"
 LEAST_AT_RUNG = 6  # trials from which the sampler learns; fewer at a rung: from the rung below
-NOT_SAME = ("trials", "parallel", "retries", "finalists", "seeds", "launch")  # may change when a sweep goes on
+# May change when a sweep goes on.
+NOT_SAME = ("trials", "parallel", "retries", "finalists", "seeds", "launch", "scheduler", "scheduler_args", "job_args")
 
 
 @dataclass
