@@ -1,6 +1,6 @@
 """List the versions of a registry:  python -m pipeline.registry list registry/quickstart
 
-    python -m pipeline.registry history REGISTRY               what was promoted, rejected, skipped, rolled back, and why
+    python -m pipeline.registry history REGISTRY [html=PAGE]   what was promoted, rejected, skipped, rolled back, and why
     python -m pipeline.registry verify REGISTRY [VERSION]      read every byte (exit code 0, or 1 where one is damaged)
     python -m pipeline.registry rollback REGISTRY [VERSION] [reason=...]
                                                                back to the version before; retrain then waits
@@ -22,6 +22,7 @@ from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, de
 from pipeline.retraining.promotion import add_run
 from pipeline.retraining.registry import VERSION_NAME, Registry, RegistryError
 from pipeline.runtime.errors import UserError
+from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring, signing
 
 DAMAGED = 1  # exit code of verify
@@ -47,7 +48,11 @@ def list_versions(job: RegistryJob) -> list[str]:
 
 
 def show_history(job: RegistryJob) -> list[str]:
-    """The newest `job.num` records, oldest first."""
+    """The newest `job.num` records, oldest first; job.html gets a page of the champions and of all decisions."""
+    if job.html:
+        from pipeline.retraining.page import render_registry
+
+        storage.publish_text(job.html, render_registry(Registry(job.registry), Ledger(job.registry)))
     records = [record for record, _ in zip(Ledger(job.registry).newest(), range(job.num), strict=False)]
     return [describe_record(record) for record in reversed(records)] or [f"{job.registry} has no history yet"]
 

@@ -1,4 +1,4 @@
-"""Open a page in headless Chromium, and say how it looks there: width, requests, and what axe-core finds wrong."""
+"""Open pages in headless Chromium, and say how they look there: width, requests, and what axe-core finds wrong."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ POLICY = re.compile(r"<meta http-equiv=.Content-Security-Policy.*?>")  # would r
 SCRIPT = """
 addEventListener('load', () => axe.run().then(found => {
   const seen = {
+    index: __INDEX__,
     width: innerWidth, content: document.documentElement.scrollWidth,
     requests: performance.getEntriesByType('resource').map(each => each.name),
     background: getComputedStyle(document.body).backgroundColor,
@@ -26,8 +27,9 @@ addEventListener('load', () => axe.run().then(found => {
 }));
 """
 # A window is 500 pixels wide at least, and a frame as wide as a phone.
-FRAME = """<!doctype html><title>waiting</title><iframe width="{width}" height="900" style="border:0" src="{page}"></iframe>
-<script>onmessage = event => {{ document.title = 'SEEN' + JSON.stringify(event.data) }}</script>"""
+FRAME = """<!doctype html><title>waiting</title>{frames}<script>const found = [];
+onmessage = event => {{ found.push(event.data); if (found.length == {count}) document.title = 'SEEN' + JSON.stringify(found) }}</script>"""
+IFRAME = '<iframe width="{width}" height="900" style="border:0" src="{page}"></iframe>'
 
 
 @dataclass(frozen=True)
@@ -42,23 +44,34 @@ class Seen:
 
 
 def open_page(page: str, folder: Path, width: int = 1280, scheme: str = "light") -> Seen:
-    """Skips the test where there is no Chromium or no axe-core."""
+    """As open_pages, of one."""
+    return open_pages([page], folder, width, scheme)[0]
+
+
+def open_pages(pages: list[str], folder: Path, width: int = 1280, scheme: str = "light") -> list[Seen]:
+    """By one browser. Skips the test where there is no Chromium or no axe-core."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if not chromium:
         pytest.skip("there is no chromium on the PATH (Debian: apt install chromium)")
     if not (axe := find_spec("axe_core_python")) or not axe.submodule_search_locations:
         pytest.skip("there is no axe-core: pip install axe-core-python")
     script = (Path(axe.submodule_search_locations[0]) / "axe.min.js").read_text() + SCRIPT
-    watched = folder / f"{scheme}{width}.html"
-    watched.write_text(POLICY.sub("", page).replace("</body>", f"<script>{script}</script></body>"))
+    frames = []
+    for index, page in enumerate(pages):
+        watched = folder / f"{scheme}{width}_{index}.html"
+        own = f"<script>{script.replace('__INDEX__', str(index))}</script></body>"
+        watched.write_text(POLICY.sub("", page).replace("</body>", own))
+        frames.append(IFRAME.format(width=width, page=watched.as_uri()))
     frame = folder / f"frame{scheme}{width}.html"
-    frame.write_text(FRAME.format(width=width, page=watched.as_uri()))
+    frame.write_text(FRAME.format(frames="".join(frames), count=len(pages)))
     done = subprocess.run(
         [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile{scheme}{width}",
          f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", f"--window-size={width + 100},1000",
-         "--virtual-time-budget=20000", "--dump-dom", frame.as_uri()],
-        capture_output=True, text=True, timeout=120,
+         "--virtual-time-budget=60000", "--dump-dom", frame.as_uri()],
+        capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     match = re.search(r"<title>SEEN(.*?)</title>", done.stdout, re.S)
     assert match, done.stderr[-2000:]
-    return Seen(**json.loads(match[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">")))
+    found = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    found.sort(key=lambda seen: seen.pop("index") if isinstance(seen.get("index"), int) else 0)
+    return [Seen(**seen) for seen in found]
