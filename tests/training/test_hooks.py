@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,7 @@ from pipeline.runtime.logs import MetricsWriter
 from pipeline.runtime.process import preemption
 from pipeline.training.batch_order import BatchOrder
 from pipeline.training.hooks import progress as progress_hook
+from pipeline.training.hooks.anomaly import AnomalyError
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 from pipeline.training.hooks.build import build_hooks, hook_names
 from pipeline.training.hooks.progress import ProgressBar
@@ -275,3 +277,28 @@ def test_overfitting_reads_the_first_batches_again_and_again() -> None:
     assert len(seen) == 10
     resumed = [batch.labels for batch in BatchOrder(config, reader).batches(3)]
     assert all(label.equal(other) for label, other in zip(resumed, seen[6:], strict=True))
+
+
+class InfiniteReader(DrawnReader):
+    """Row 3 of rank 1's sixth batch has a dense feature that is infinite."""
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        for number, batch in enumerate(super().batches(epoch, start_step), epoch * self.steps_per_epoch + start_step):
+            if number == 5 and self._rank == 1:
+                batch.dense_features[3, 0] = float("inf")
+            yield batch
+
+
+def _anomaly(rank: int, folder: str) -> str:
+    config = replace(CONFIG, hooks=["anomaly"], pipeline="base")
+    with pytest.raises(AnomalyError) as error:
+        run_training(rank, folder, config, by_steps(0), InfiniteReader(rank, 2), PlainTask)
+    return str(error.value)
+
+
+def test_the_first_layer_that_is_not_finite_is_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    other, own = ranks.run(2, _anomaly, str(tmp_path))
+    assert "step 6: found on another rank" in other
+    assert re.match(
+        r"step 6: the output of model\.\w+.* infinite of .* in row 3, and so is what it was given; then", own
+    )
