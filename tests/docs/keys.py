@@ -15,7 +15,7 @@ from pipeline.cli.verb import Verb
 from pipeline.config.jobs import TrainJob
 from pipeline.config.registry import components
 
-PLAIN = {"doctor", "precompile", "agent"}  # verbs with arguments of their own
+PLAIN = {"completion", "doctor", "precompile", "agent"}  # verbs with arguments of their own
 
 
 @functools.cache
