@@ -1,6 +1,7 @@
 """Make a project of your own:  python -m pipeline.init my_project data=clicks.yaml source=clicks.csv
 
     python -m pipeline.inspect source=clicks.csv     writes clicks.yaml, which this copies
+    python -m pipeline.init                          on a terminal: asks for what is missing, and inspects the file
 
 The folder has a conf/ whose options are added to the package's, a Makefile (prepare, train, report, sweep, export, serve), and a model
 of your own to change. Nothing that is there is overwritten.
@@ -10,15 +11,19 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from pipeline.cli.command_line import load_config, print_user_errors
 from pipeline.cli.verb import verb
-from pipeline.cli.words import Command
-from pipeline.config.jobs import InitJob
+from pipeline.cli.words import Command, quoted, read_words
+from pipeline.config.jobs import InitJob, InspectJob
 from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.process.exit_codes import INTERRUPTED
 
 EXPERIMENT = """# @package _global_
 # make train, or: python -m pipeline.train --config-dir conf experiment={name}
@@ -83,12 +88,12 @@ SOURCE ?= {source}
 CONF := --config-dir conf
 WORDS ?=
 
-.PHONY: prepare train report sweep export serve
+.PHONY: prepare train report sweep export serve retrain schedule
 prepare:
 	$(PYTHON) -m pipeline.prepare $(CONF) data={name} source=$(SOURCE) $(WORDS)
 train:
 	PYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline.train $(CONF) experiment={name} $(WORDS)
-	$(PYTHON) -m pipeline.evaluate run=runs/{name} split=test
+	$(PYTHON) -m pipeline.evaluate run=runs/{name} split=test importance_rows=4096
 report:
 	$(PYTHON) -m pipeline.report run=runs/{name}
 sweep:
@@ -97,9 +102,14 @@ export:
 	$(PYTHON) -m pipeline.export run=runs/{name} output=artifacts/{name}
 serve:
 	$(PYTHON) -m pipeline.serve artifact=artifacts/{name}
-# Every hour, on windows of new rows: docs/retraining.md, and `python -m launch.schedule --help`
+# On windows of new rows, a folder each (docs/retraining.md): make retrain WINDOWS=windows
+WINDOWS ?= windows
+WHEN ?= @hourly
 retrain:
-	$(PYTHON) -m pipeline.retrain $(CONF) experiment={name} source=$(SOURCE) $(WORDS)
+	$(PYTHON) -m pipeline.retrain $(CONF) experiment={name} source=$(WINDOWS) $(WORDS)
+# A crontab line that does it: (crontab -l; make -s schedule WHEN='*/30 * * * *') | crontab -   (Slurm, Kubernetes: python -m launch.schedule --help)
+schedule:
+	@$(PYTHON) -m launch.schedule cron --cron "$(WHEN)" --no-check-data -- --config-dir $(abspath conf) experiment={name} source=$(abspath $(WINDOWS)) $(WORDS)
 """
 
 
@@ -140,8 +150,70 @@ def _model_for(values: dict[str, Any]) -> str:
     return "dlrm_dcn" if has_categories else "autoint"
 
 
+def with_answers(argv: list[str], ask: Callable[[str, str], str]) -> list[str]:
+    """The command line, with what `ask` (question, default) says of what it leaves out; a raw file that has no config is inspected.
+
+    Raises:
+        UserError: as inspect does, but for a label that cannot be told, which is asked for.
+    """
+    words = read_words(argv, COMMANDS, "make")
+    given = {
+        key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words.settings)
+    } | words.values
+    answers = dict(words.values)
+    if "source" not in given:
+        answers["source"] = ask("The raw rows: a CSV, TSV, Parquet or JSONL file", "")
+    source = (given | answers)["source"]
+    if "data" not in given:
+        known = Path(f"{Path(source).name.partition('.')[0]}.yaml")
+        default = str(known) if known.is_file() else ""
+        answers["data"] = ask("The data config that reads it (empty: look at the file, and write one)", default)
+        answers["data"] = answers["data"] or _inspected(source, ask)
+    if "folder" not in given:
+        answers["folder"] = ask("The project's folder", Path((given | answers)["data"]).stem)
+    settings = [*words.settings, *(f"{key}={quoted(value)}" for key, value in answers.items())]
+    return [*settings, *(f"{name}={value}" if value else name for name, value in words.flags.items())]
+
+
+def _inspected(source: str, ask: Callable[[str, str], str]) -> str:
+    """Where the data config was written to."""
+    from pipeline.cli.inspect import inspect
+    from pipeline.data.inspect.profile import LabelError
+
+    words, output = [f"source={quoted(source)}"], f"{Path(source).name.partition('.')[0]}.yaml"
+    words.append(f"output={quoted(output)}")
+    try:
+        said = inspect(load_config(InspectJob, words))
+    except LabelError as error:
+        print(error, file=sys.stderr)
+        said = inspect(load_config(InspectJob, [*words, f"label={quoted(ask('The column that is the label', ''))}"]))
+    print(said.partition("\nnext ")[0], file=sys.stderr)
+    return output
+
+
+def _ask(question: str, default: str) -> str:
+    from rich.console import Console
+    from rich.prompt import Prompt
+
+    return str(Prompt.ask(question, console=Console(stderr=True), default=default, show_default=bool(default))).strip()
+
+
 COMMANDS = (Command("make", ("folder",)),)
-main = verb("init", InitJob, describe=str, commands=COMMANDS, default="make")(init)
+_main = verb("init", InitJob, describe=str, commands=COMMANDS, default="make")(init)
+
+
+def main() -> None:
+    """Asks for what is missing where a person sits at a terminal."""
+    argv = sys.argv[1:]
+    if sys.stdin.isatty() and sys.stderr.isatty() and not {"-h", "--help", "--cfg"} & set(argv):
+        try:
+            with print_user_errors():
+                sys.argv[1:] = with_answers(argv, _ask)
+        except (KeyboardInterrupt, EOFError):
+            print("\nnothing was written", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+    _main()
+
 
 if __name__ == "__main__":
     main()

@@ -50,8 +50,8 @@ class Words:
         """As key=value words and flags, for a job that has `command` and the words' keys for fields."""
         return [
             *([f"command={self.command}"] if self.command else []),
-            *(f"{key}={_quoted(value)}" for key, value in self.values.items()),
-            *(f"{key}=[{','.join(map(_quoted, values))}]" for key, values in self.lists.items()),
+            *(f"{key}={quoted(value)}" for key, value in self.values.items()),
+            *(f"{key}=[{','.join(map(quoted, values))}]" for key, values in self.lists.items()),
             *self.remaining(),
         ]
 
@@ -109,7 +109,7 @@ def _unknown(words: list[str], command: Command, known: Mapping[str, Command]) -
     return ConfigError(f"cannot read {word!r}; commands are {usages}{did_you_mean(word, known)}")
 
 
-def _quoted(value: str) -> str:
+def quoted(value: str) -> str:
     """As Hydra reads text back: a number, or a path with signs that Hydra knows, would be read as something else."""
     is_plain = re.fullmatch(r"[\w./-]+", value) and not re.fullmatch(r"[\d._e+-]+", value)
     return value if is_plain else "'" + value.replace("'", "\\'") + "'"

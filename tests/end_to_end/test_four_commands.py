@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.cli.init import init
+from pipeline.cli.init import init, with_answers
 from pipeline.cli.inspect import inspect
 from pipeline.config.jobs import InitJob, InspectJob, PrepareJob, SweepJob, TrainJob
 from pipeline.data.prepare.run import prepare
@@ -56,6 +56,28 @@ def test_a_project_composes_and_nothing_in_it_is_overwritten(tmp_path: Path) -> 
     (tmp_path / "odd.yaml").write_text("a: 1\n")
     with pytest.raises(ConfigError, match=names("odd.yaml name format")):
         init(load_config(InitJob, [f"folder={tmp_path}/other", f"data={tmp_path}/odd.yaml", f"source={source}"]))
+
+
+def test_what_is_missing_is_asked_for_and_the_file_is_inspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my rows.csv").write_text(
+        "a,b,item\n" + "".join(f"{n % 3 == 0:d},{n % 2},i{n % 5}\n" for n in range(300))
+    )
+    asked: list[str] = []
+    answers = {"rows": "my rows.csv", "config": "", "label": "b", "folder": "shop"}
+
+    def ask(question: str, default: str) -> str:
+        asked.append(question)
+        return next(answer for word, answer in answers.items() if word in question.lower()) or default
+
+    words = with_answers([], ask)
+    assert len(asked) == 4 and with_answers(words, ask) == words and len(asked) == 4
+    job = load_config(InitJob, [word for word in words if not word.startswith("--")])
+    assert (job.folder, job.data, job.source) == ("shop", "my rows.yaml", "my rows.csv")
+    init(job)
+    assert "label: b" in (tmp_path / "shop/conf/data/my_rows.yaml").read_text()
 
 
 @pytest.mark.campaign

@@ -24,6 +24,10 @@ CRITEO_COLUMNS = 40
 NUM_FOLDS = 2
 
 
+class LabelError(DataError):
+    """Which column is the label cannot be told from names and values; the message says which could be."""
+
+
 @dataclass(frozen=True)
 class Column:
     """Shares are of the rows that have a value; `alone_auc`: of the label, by this column alone, out of fold (NaN: unknown)."""
@@ -182,7 +186,7 @@ def _label(columns: list[Column], wanted: str | None, path: str) -> str:
     named = [name for name in binary if LABEL_NAMES.fullmatch(name)]
     if len(named) == 1 or (not named and len(binary) == 1):
         return (named or binary)[0]
-    raise DataError(
+    raise LabelError(
         f"{path}: which column is the label? Columns of 0 and 1 are {', '.join(binary) or 'none'}; give label=<column>"
     )
 
