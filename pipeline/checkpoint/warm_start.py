@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,8 +86,11 @@ def warm_start(
     optimizer: KeyedOptimizer,
     context: DistributedContext,
     data: NewData,
+    initialize: Callable[[Collection[str]], None],
 ) -> WarmStartReport:
-    """Collective: fill the freshly initialized model and optimizer by `config`. `folder` holds the steps of config.run.
+    """Collective: fill the fresh model and optimizer by `config`. `folder` holds the steps of config.run.
+
+    initialize: is called with the names of tables of which the checkpoint does not hold every row.
 
     Raises:
         CheckpointError: there is no such step, it is damaged, or a policy refuses what it holds.
@@ -100,6 +103,7 @@ def warm_start(
     decisions = ranks.read(lambda: decide(source.stored, wanted, source.manifest, data, config), source.is_local)
     if context.is_main:
         _hint_at_renames(decisions, source.stored, wanted)
+    initialize({decision.name for decision in decisions.tables if not decision.is_whole})
     loaded = ranks.gather(ranks.read(lambda: _fill(flat, wanted, source, decisions), source.is_local))
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])

@@ -34,6 +34,11 @@ class TableDecision:
     with_state: bool = False
     reason: str = ""
 
+    @property
+    def is_whole(self) -> bool:
+        """Every row of the new table is loaded."""
+        return self.source is not None and self.row_map.old is None and self.source.rows >= self.rows
+
 
 @dataclass(frozen=True)
 class Decisions:

@@ -20,6 +20,7 @@ def precompile() -> bool:
         return False
     allow_untested_versions()  # compiling does no harm; training refuses them
     _tables()
+    _first_weights()
     _replicated_tables()
     _dot_products()
     return True
@@ -48,6 +49,15 @@ def _tables() -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 pooled = lookup(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2]))
             pooled.sum().backward()
+
+
+def _first_weights() -> None:
+    import torch
+
+    from pipeline.sharding.kernels.philox import fill_normal, fill_uniform
+
+    for fill in (fill_uniform, fill_normal):
+        fill(torch.empty(1), 0, 0, 1.0)
 
 
 def _replicated_tables() -> None:

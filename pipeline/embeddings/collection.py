@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -219,11 +218,37 @@ def _init_fn(table: Table) -> Callable[[torch.Tensor], torch.Tensor]:
     return initialize if table.rows_of is None else RowsOf(table.rows_of, initialize)
 
 
-def init_function(init: InitConfig, num_embeddings: int, embedding_dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+@dataclass(frozen=True)
+class Uniform:
+    """Fills a tensor with numbers of [-bound, bound]."""
+
+    bound: float
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        return nn.init.uniform_(weight, -self.bound, self.bound)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Fills a tensor with numbers of mean 0."""
+
+    std: float
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        return nn.init.normal_(weight, std=self.std)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Fills a tensor with zeros."""
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        return nn.init.zeros_(weight)
+
+
+def init_function(init: InitConfig, num_embeddings: int, embedding_dim: int) -> Uniform | Normal | Zeros:
     """Fills a table's weights in place. The scale follows the whole table, not the shard."""
     init = init.scaled(num_embeddings, embedding_dim)
     if init.scale is None:
-        return torch.nn.init.zeros_
-    if init.kind == "normal":
-        return partial(torch.nn.init.normal_, std=init.scale)
-    return partial(torch.nn.init.uniform_, a=-init.scale, b=init.scale)
+        return Zeros()
+    return Normal(init.scale) if init.kind == "normal" else Uniform(init.scale)

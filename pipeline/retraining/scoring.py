@@ -53,7 +53,7 @@ def score(
     context = init_distributed(job.comms.backend, job.comms.timeout_s)
     resolved = resolve(job, load_dataset(data_path), context)
     watchdog.beat(phase="loading")
-    assembly = assemble(resolved, context)
+    assembly = assemble(resolved, context, initialize=False)
     folder, _, step = checkpoint.rstrip("/").rpartition("/")
     Checkpointer(folder, assembly.model, None, context).restore(int(step.removeprefix("step_")))
     batch_size = job.trainer.evaluate_batch_size or job.trainer.global_batch_size

@@ -99,8 +99,8 @@ def build_task(resolved: ResolvedJob, device_type: str) -> TaskModel:
     return task
 
 
-def assemble(resolved: ResolvedJob, context: DistributedContext) -> Assembly:
-    """Collective: build, plan, shard, initialize."""
+def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: bool = True) -> Assembly:
+    """Collective: build, plan, shard, initialize; without `initialize` a checkpoint is to fill the tables."""
     job, plain = resolved.job, resolved.plain_tables
     for report in resolved.head_reports if context.world_size > 1 else []:
         logger.info("table %s: %s", report.table, report.note())
@@ -132,6 +132,7 @@ def assemble(resolved: ResolvedJob, context: DistributedContext) -> Assembly:
         tables=plain,
         replicated=replicated,
         fast_cpu=job.sharding.fast_cpu,
+        initialize=initialize,
     )
     if context.world_size == 1 and context.device.type == "cpu":
         join_lookups_to_products(model)

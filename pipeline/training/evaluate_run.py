@@ -84,7 +84,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     reader = on_all_ranks(
         lambda: open_reader(resolved, job.split, context, job.global_batch_size, every_row=True), context
     )
-    assembly = assemble(resolved, context)
+    assembly = assemble(resolved, context, initialize=False)
     replicas = TableReplicas(assembly.model, None, trained.parallel, context) if assembly.replicated else None
     checkpointer = Checkpointer(
         checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context, replicas=replicas

@@ -144,7 +144,7 @@ def _train(
     if context.device.type == "cpu" and job.sharding.fast_cpu:
         keep_freed_memory()
     memory = MemoryWatch(context)
-    assembly = assemble(resolved, context)
+    assembly = assemble(resolved, context, initialize=False)
     savings = _log_plan(assembly, context)
     if job.trainer.compile:
         DenseCompiler().compile(assembly.task.model)
@@ -197,8 +197,12 @@ def _resume(
     fence: Callable[[], None] | None,
     replicas: Replicas | None,
 ) -> tuple[Checkpointer, dict[str, Any] | None]:
-    """Collective: the run's checkpoints, and the manifest of the step that it goes on from; a warm start where there is none."""
+    """Collective: the run's checkpoints, and the manifest of the step that it goes on from; first weights where there is none.
+
+    A checkpoint is read into the tables as they were allocated: what it fills is not initialized before.
+    """
     from pipeline.planner.plan_codec import encode_record
+    from pipeline.sharding.torchrec.table_init import initialize_tables
 
     data_order = describe_data_order(job, dataset.fingerprint())
     about = describe_job(job, dataset, data_order, json.loads(encode_record(assembly.plan)))
@@ -207,6 +211,8 @@ def _resume(
     restored = resume(job, checkpointer, data_order, about["compression"])
     if restored is None and job.warm_start is not None:
         start_warm(job, job.warm_start, assembly, optimizer, context, dataset)
+    elif restored is None:
+        initialize_tables(assembly.model, job.trainer.seed)
     return checkpointer, restored
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -171,11 +171,14 @@ def start_warm(
 ) -> None:
     """Collective: first weights from another run; what became of each table goes to the log and warm_start.json.
 
+    Tables that the run has not whole are initialized here before.
+
     Raises:
         TrainingError: there is no such checkpoint, or a policy of `config` refuses what it holds.
     """
     from pipeline.checkpoint.warm_start import NewData, report_json, warm_start
     from pipeline.runtime.logs import get_logger, to_json
+    from pipeline.sharding.torchrec.table_init import initialize_tables
 
     by_name = {table.name: table for table in assembly.tables}
     parts = {part.name: part.whole_name for part in physical_tables(assembly.tables)}
@@ -187,7 +190,11 @@ def start_warm(
         signatures(assembly.tables),
     )
     folder = None if config.run is None else folder_of(config.run)
-    report = warm_start(config, folder, assembly.model, optimizer, context, data)
+
+    def initialize(names: Collection[str]) -> None:
+        initialize_tables(assembly.model, job.trainer.seed, names)
+
+    report = warm_start(config, folder, assembly.model, optimizer, context, data, initialize)
     for line in report.lines():
         get_logger("pipeline.train").info("%s", line)
     if context.is_main:

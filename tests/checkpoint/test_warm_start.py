@@ -16,7 +16,7 @@ import torch
 from pipeline.checkpoint.remap import RowMap, match_ids
 from pipeline.checkpoint.steps import list_steps
 from pipeline.checkpoint.survey import open_step
-from pipeline.checkpoint.tables import inventory_of_step
+from pipeline.checkpoint.tables import inventory_of_step, local_chunks
 from pipeline.checkpoint.vocabularies import IdSpace
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import TrainJob
@@ -24,6 +24,7 @@ from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import init_distributed
+from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.training.assembly import assemble, resolve
 from pipeline.training.optimizer import build_optimizer
 from pipeline.training.run_state import start_warm
@@ -46,9 +47,13 @@ def fresh_and_warm(rank: int, words: list[str]) -> tuple[Values, Values, dict[st
     """Collective: all values as drawn, all values after the warm start, and its report."""
     job = load_config(TrainJob, words)
     context, dataset = init_distributed(), load_dataset(job.data.path)
-    assembly = assemble(resolve(job, dataset, context), context)
+    assembly = assemble(resolve(job, dataset, context), context, initialize=False)
     optimizer = build_optimizer(assembly.model, job.optimizer)
+    initialize_tables(assembly.model, job.trainer.seed)
     fresh = whole(assembly.model, optimizer)
+    for key, value in assembly.model.state_dict().items():
+        for part, _ in local_chunks(value) if ".embedding_bags." in key else ():
+            part.detach().fill_(float("nan"))  # the warm start fills all of it
     assert job.warm_start is not None
     start_warm(job, job.warm_start, assembly, optimizer, context, dataset)
     report = json.loads(Path(job.run_dir, "warm_start.json").read_text()) if context.is_main else {}

@@ -14,6 +14,7 @@ from pipeline.config.training import (
     ScheduleConfig,
     SparseOptimizerConfig,
 )
+from pipeline.embeddings.collection import Normal, Uniform
 from pipeline.sharding.torchrec.sharding import shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.sharding.torchrec.table_init import initialize_tables
@@ -97,8 +98,17 @@ def test_schedules_and_gradient_clipping_act_as_they_do_unsharded(ranks_each_way
     assert difference < TOLERANCE < from_unclipped
 
 
+def first_tables(kinds: list[str]) -> list[TinyTable]:
+    """By Philox, and by an init_fn of other code."""
+    inits = (Uniform(0.5), Normal(0.5), None)
+    return [
+        TinyTable(f"t{i}", kind, num_embeddings=5000, init=init)
+        for i, (kind, init) in enumerate(zip(kinds, inits, strict=True))
+    ]
+
+
 def first_weights(rank: int, kinds: list[str], seed: int) -> dict[str, torch.Tensor]:
-    tables = [TinyTable(f"t{i}", kind, num_embeddings=5000) for i, kind in enumerate(kinds)]
+    tables = first_tables(kinds)
     torch.manual_seed(rank)  # the caller's random state must not matter, nor differ afterwards
     before = torch.get_rng_state()
     model, _ = build(rank, tables, optimizer_config("sgd"), seed=seed)
@@ -111,7 +121,7 @@ def test_first_weights_depend_on_the_seed_and_not_on_plan_or_world_size(ranks: R
     by_row = ranks.run(2, first_weights, ["row_wise", "column_wise", "data_parallel"], 5)[1]
     on_one = ranks.run(1, first_weights, ["row_wise", "column_wise", "data_parallel"], 5)[0]
     other_seed = ranks.run(1, first_weights, ["row_wise", "column_wise", "data_parallel"], 6)[0]
-    unsharded = TinyModel([TinyTable(f"t{i}", num_embeddings=5000) for i in range(3)], torch.device("cpu"))
+    unsharded = TinyModel(first_tables(["table_wise"] * 3), torch.device("cpu"))
     initialize_tables(unsharded, 5)
     for name, weight in unsharded.state_dict().items():
         assert all(torch.equal(weight, weights[name]) for weights in (by_table, by_row, on_one)), name

@@ -39,6 +39,7 @@ class TinyTable:
     num_embeddings: int = 53
     embedding_dim: int = 8
     data_type: DataType = DataType.FP32
+    init: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -58,7 +59,7 @@ class TinyModel(nn.Module):
                 feature_names=list(table.feature_names),
                 pooling=PoolingType.SUM if table.pooling == "sum" else PoolingType.MEAN,
                 data_type=table.data_type,
-                init_fn=lambda weight: nn.init.uniform_(weight, -init_scale, init_scale),
+                init_fn=table.init or (lambda weight: nn.init.uniform_(weight, -init_scale, init_scale)),
             )
             for table in tables
         ]

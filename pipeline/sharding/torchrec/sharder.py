@@ -38,7 +38,6 @@ from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder
 from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, partition_hashed_ids
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, optimizer_class_of
 from pipeline.sharding.torchrec.sparse_optimizer import tell_fbgemm
-from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 from pipeline.sharding.torchrec.variable_batches import (
     accept_variable_batches,
@@ -187,7 +186,7 @@ def _check_dtypes(features: KeyedJaggedTensor) -> None:
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
-    """Shards tables by any sharding type on any device, and initializes their weights from `seed` alone."""
+    """Shards tables by any sharding type on any device, and does not initialize their weights. `seed`: of managed rows."""
 
     def __init__(
         self,
@@ -246,7 +245,6 @@ class TableSharder(EmbeddingBagCollectionSharder):
         ]
         weights = self.shardable_parameters(module).items()
         sharded.update_rules = {name: weight.update_rule for name, weight in weights if hasattr(weight, "update_rule")}
-        initialize_tables(sharded, self._seed)
         sharded.managed = add_managed_tables(sharded, configs, env, self._seed)
         if self._fast_cpu:
             speed_up_cpu_tables(sharded._lookups, sharded.update_rules)  # a plain list: modules() does not go by them
@@ -289,7 +287,7 @@ def _pooled_as_sum(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
 
 @contextmanager
 def _not_initialized(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
-    """Skip TorchRec's own initialization from the rank's random state: initialize_tables overwrites it."""
+    """Skip TorchRec's own initialization from the rank's random state: initialize_tables is in its place."""
     init_fns = [config.init_fn for config in configs]
     for config in configs:
         config.init_fn = _keep

@@ -23,6 +23,7 @@ from pipeline.sharding.torchrec.sharding_checks import (
     check_plan_covers_tables,
     check_plan_is_exact,
 )
+from pipeline.sharding.torchrec.table_init import initialize_tables
 
 # Pooled rows travel by all-to-all (table_wise, column_wise and their kin, between hosts) or by reduce-scatter (row_wise and
 # its kin, within a host); their gradients come back by all-to-all and all-gather.
@@ -63,13 +64,15 @@ def shard_model(
     tables: list[Table] | None = None,
     replicated: bool = False,
     fast_cpu: bool = True,
+    initialize: bool = True,
 ) -> DistributedModelParallel:
     """Collective: place tables by `plan`, replicate the dense layers, initialize what is on meta from `seed`.
 
     Every rank passes the same seed; the first weights do not depend on plan or world size. With `tables`, column
     shards under a row-wise optimizer are refused unless the table's config names them. `replicated`: the plan is for the
     ranks of one host, and every host has its tables by it (training.embedding_sync). `fast_cpu`: ShardingConfig says what
-    it turns off. The caller's random state is kept.
+    it turns off. `initialize=False`: tables are as allocated, for initialize_tables or a checkpoint to fill. The
+    caller's random state is kept.
 
     Raises:
         ShardingError: the plan does not fit the model, or asks for what would silently go wrong.
@@ -98,6 +101,8 @@ def shard_model(
         torch.manual_seed(seed)
         sharded.init_parameters = True
         sharded.init_data_parallel()
+    if initialize:
+        initialize_tables(sharded, seed)
     _log(comms, exchange, fast_cpu)
     return sharded
 

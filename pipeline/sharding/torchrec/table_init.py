@@ -1,15 +1,16 @@
-"""Initialize tables from a seed, to the same weights whatever the plan and the number of ranks.
+"""Initialize tables from a seed, to the same weights whatever the plan and the number of ranks and threads.
 
 TorchRec initializes each shard from its rank's own random state: a table's weights then depend on the plan, and with one
-seed on all ranks every shard of a row_wise table gets the same rows. Here a table is initialized in blocks of rows, each
-from (seed, table, block), and every shard cuts out its own part.
+seed on all ranks every shard of a row_wise table gets the same rows. Here each weight is that number of Philox's that its
+place in the whole table says, under a key of (seed, table), so a shard samples its own part alone and all threads share it.
+An init_fn that is none of embeddings.collection's fills blocks of rows of the whole table, each from a seed of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,16 +19,28 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from pipeline.embeddings.collection import RowsOf
+from pipeline.embeddings.collection import Managed, Normal, RowsOf, Uniform, Zeros
+from pipeline.sharding.kernels.philox import fill_normal, fill_uniform
 
-BLOCK_ROWS = 4096  # changing it changes every model that a given seed initializes
+BLOCK_ROWS = 4096  # of another init_fn; changing it changes the models that a given seed initializes by it
+AT_ONCE = 1 << 22  # numbers, of what cannot be sampled where it lies: columns of a table, and fp16
 OWN_KERNELS = {"dense", "fused", "fused_uvm", "fused_uvm_caching"}  # key-value stores initialize rows on first use
 
 
-def initialize_tables(module: nn.Module, seed: int) -> None:
-    """Initialize every table inside `module`, sharded or not, by its config's init_fn; the caller's random state is kept.
+@dataclass(frozen=True)
+class _Part:
+    """Rows and columns of a table that lie in one tensor, from `row` and `column` of it on."""
 
-    init_fn must sample element by element (uniform, normal, zeros): it is called on float32 blocks of rows.
+    values: torch.Tensor
+    row: int
+    column: int
+
+
+def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
+    """Initialize the tables inside `module`, sharded or not, by their configs' init_fn; the caller's random state is kept.
+
+    `only`: the names of those to initialize; None: all. An init_fn of other code must sample element by element: it is
+    called on float32 blocks of rows.
     """
     for child in module.modules():
         if isinstance(child, ShardedEmbeddingBagCollection):
@@ -39,46 +52,79 @@ def initialize_tables(module: nn.Module, seed: int) -> None:
         else:
             continue
         weights = child.state_dict()
-        for config in configs:
-            for piece, row_offset, column_offset in _local_pieces(weights[f"embedding_bags.{config.name}.weight"]):
-                source, first_row = config, 0
+        for config in (config for config in configs if only is None or config.name in only):
+            for part in _local_parts(weights[f"embedding_bags.{config.name}.weight"]):
                 if isinstance(config.init_fn, RowsOf):  # its rows are a block of another table's
                     block = config.init_fn.block
-                    source = replace(config, name=block.table, num_embeddings=block.num_embeddings)
-                    first_row = block.first_row
-                _fill(piece, first_row + row_offset, column_offset, source, seed)
+                    whole = replace(config, name=block.table, num_embeddings=block.num_embeddings)
+                    _fill(replace(part, row=block.first_row + part.row), whole, seed)
+                else:
+                    _fill(part, config, seed)
 
 
-def _local_pieces(weight: torch.Tensor | ShardedTensor) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """(tensor, its first row, its first column) for each part of the table that lies on this rank."""
+def _local_parts(weight: torch.Tensor | ShardedTensor) -> Iterator[_Part]:
+    """Those of the table that lie on this rank."""
     if isinstance(weight, ShardedTensor):
         for shard in weight.local_shards():
             row, column = shard.metadata.shard_offsets
-            yield shard.tensor, row, column
+            yield _Part(shard.tensor, row, column)
     else:
-        yield weight, 0, 0
+        yield _Part(weight, 0, 0)
 
 
 @torch.no_grad()
-def _fill(piece: torch.Tensor, row_offset: int, column_offset: int, config: EmbeddingBagConfig, seed: int) -> None:
-    """Samples on the device of `piece`: a table of billions of values takes a GPU a blink, a CPU minutes."""
-    num_rows, num_columns = piece.shape
-    end = row_offset + num_rows
+def _fill(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
+    initialize = config.init_fn
+    assert initialize is not None
+    if isinstance(initialize, (RowsOf, Managed)):
+        initialize = initialize.initialize
+    if isinstance(initialize, Zeros):
+        part.values.zero_()
+    elif isinstance(initialize, (Uniform, Normal)):
+        _sample(part, config, initialize, _seed(f"{seed}/{config.name}"))
+    else:
+        _fill_by_blocks(part, config, seed)
+
+
+def _sample(part: _Part, config: EmbeddingBagConfig, distribution: Uniform | Normal, key: int) -> None:
+    """Samples on the device of `part`."""
+    values, width = part.values, config.embedding_dim
+    num_rows, num_columns = values.shape
+    if values.dtype == torch.float32 and num_columns == width and values.is_contiguous():
+        _sample_numbers(values.view(-1), distribution, key, part.row * width)
+        return
+    rows_at_once = max(AT_ONCE // width, 1)
+    rows = torch.empty(min(rows_at_once, num_rows), width, device=values.device)
+    for first in range(0, num_rows, rows_at_once):
+        sampled = rows[: num_rows - first]
+        _sample_numbers(sampled.view(-1), distribution, key, (part.row + first) * width)
+        values[first : first + len(sampled)] = sampled[:, part.column : part.column + num_columns]
+
+
+def _sample_numbers(out: torch.Tensor, distribution: Uniform | Normal, key: int, first: int) -> None:
+    if isinstance(distribution, Uniform):
+        fill_uniform(out, key, first, distribution.bound)
+    else:
+        fill_normal(out, key, first, distribution.std)
+
+
+def _fill_by_blocks(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
+    piece, end = part.values, part.row + len(part.values)
     assert config.init_fn is not None
     with torch.random.fork_rng(devices=[piece.device] if piece.is_cuda else []):
-        for block in range(row_offset // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
+        for block in range(part.row // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
             first = block * BLOCK_ROWS
             values = torch.empty(
                 min(BLOCK_ROWS, config.num_embeddings - first), config.embedding_dim, device=piece.device
             )
-            torch.manual_seed(_block_seed(seed, config.name, block))
+            torch.manual_seed(_seed(f"{seed}/{config.name}/{block}") >> 1)
             config.init_fn(values)
-            start, stop = max(first, row_offset), min(first + len(values), end)
-            piece[start - row_offset : stop - row_offset].copy_(
-                values[start - first : stop - first, column_offset : column_offset + num_columns]
+            start, stop = max(first, part.row), min(first + len(values), end)
+            piece[start - part.row : stop - part.row].copy_(
+                values[start - first : stop - first, part.column : part.column + piece.shape[1]]
             )
 
 
-def _block_seed(seed: int, table: str, block: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+def _seed(text: str) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
