@@ -169,7 +169,7 @@ def test_a_second_export_of_the_same_finds_the_first_and_another_is_refused(
 def test_an_artifact_too_far_from_its_model_is_refused_with_numbers_and_nothing_is_left(
     small_run: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ServingError, match=names("0.001 precision=int8")) as refused:  # fmt: skip
-        run_export(small_run, tmp_path / "artifact", "precision=int2", "parity.max_score_difference=0.001")
+    with pytest.raises(ServingError, match=names("0.002 precision=int8")) as refused:  # fmt: skip
+        run_export(small_run, tmp_path / "artifact", "precision=int2", "parity.max_score_difference=0.002")
     assert "precision=auto" in str(refused.value)
     assert list(tmp_path.iterdir()) == []

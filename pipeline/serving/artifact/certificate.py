@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.serving import PRECISIONS, ParityConfig
 from pipeline.data.targets import Target
+from pipeline.runtime.logs import progress
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import Manifest
 from pipeline.serving.artifact.quantize import nearest, row_bytes
@@ -51,13 +52,15 @@ def excesses(found: dict[str, Parity], limits: ParityConfig) -> list[str]:
 def costs(reference: Reference, kept: list[KeptRows | None], limits: ParityConfig) -> dict[str, Any]:
     """What each precision of all tables would cost on the validation split, and what pruning costs, each by itself."""
     trained, precisions = reference.trained, {}
-    for name in PRECISIONS:
-        mix = [nearest(stored.dim, name) for stored in trained.stored]
-        table_bytes = sum(
-            table.rows * row_bytes(table.dim, kind) for table, kind in zip(trained.stored, mix, strict=True)
-        )
-        parity = reference.parity_of(SPLIT, mix)
-        precisions[name] = {**parity.as_dict(), "table_bytes": table_bytes}
+    with progress("measuring what each precision costs", len(PRECISIONS)) as bar:
+        for name in PRECISIONS:
+            mix = [nearest(stored.dim, name) for stored in trained.stored]
+            table_bytes = sum(
+                table.rows * row_bytes(table.dim, kind) for table, kind in zip(trained.stored, mix, strict=True)
+            )
+            parity = reference.parity_of(SPLIT, mix)
+            precisions[name] = {**parity.as_dict(), "table_bytes": table_bytes}
+            bar.advance(1)
     return {
         "model": {split: _said(trained.targets, found) for split, found in reference.qualities.items()},
         "model_precision": "bf16" if trained.is_bf16 else "fp32",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -35,12 +35,21 @@ class Reference:
     scores: dict[str, Scores]
     qualities: dict[str, list[Quality]]
     scratch: str
+    measured: dict[tuple[str, ...], Parity] = field(default_factory=dict)  # by split and precisions
 
     def compare(self, split: str, scores: Scores) -> Parity:
         return compare(self.scores[split], scores, self.samples[split].labels, self.qualities[split])
 
     def parity_of(self, split: str, precisions: list[str]) -> Parity:
-        """Of the trained layers over tables of these precisions, one a table."""
+        """Of the trained layers over tables of these precisions, one a table; measured once for each."""
+        key = (split, *precisions)
+        if key not in self.measured:
+            self.measured[key] = self._measure(split, precisions)
+        return self.measured[key]
+
+    def _measure(self, split: str, precisions: list[str]) -> Parity:
+        if set(precisions) == {"fp32"}:
+            return self.compare(split, self.scores[split])  # that is what they are
         with _quantized(self, precisions) as lookup:
             return self._parity(split, lambda batch: lookup.pooled(batch.values, batch.offsets))
 
