@@ -1,6 +1,7 @@
 """Print what runs a job on a cluster, for its owner to read and keep, without TorchX:
 
 python -m launch.render slurm|kubernetes|torchrun <verb> [-j 2x8] [flags] -- experiment=... key=value
+python -m launch.render serving serve [flags] -- artifact=... key=value
 
 The job is composed and validated as the TorchX components do it. torchrun prints the command of each node.
 """
@@ -16,10 +17,11 @@ from typing import Any
 
 from launch.kubernetes import render_job
 from launch.kubernetes_options import KubernetesOptions
+from launch.kubernetes_serving import ServingOptions, render_serving
 from launch.options import add_flags, from_flags, option, split_words
 from launch.resources import this_host
 from launch.slurm import SlurmOptions, render_sbatch
-from launch.workload import WORKLOADS, Where, Workload, make_workload
+from launch.workload import SERVICES, WORKLOADS, Where, Workload, make_workload
 from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError
 
@@ -53,6 +55,7 @@ def _targets() -> dict[str, tuple[type, Callable[[Workload, Any], str]]]:
     return {
         "slurm": (SlurmOptions, render_sbatch),
         "kubernetes": (KubernetesOptions, render_job),
+        "serving": (ServingOptions, render_serving),
         "torchrun": (TorchrunOptions, render_torchrun),
     }
 
@@ -64,7 +67,8 @@ def render(target: str, argv: list[str]) -> str:
         prog=f"python -m launch.render {target}", allow_abbrev=False,
         usage="%(prog)s VERB [flags] -- key=value ...", description=(__doc__ or "").splitlines()[0],
     )  # fmt: skip
-    parser.add_argument("verb", choices=sorted(WORKLOADS), metavar="VERB", help=", ".join(WORKLOADS))
+    verbs = SERVICES if target == "serving" else WORKLOADS
+    parser.add_argument("verb", choices=sorted(verbs), metavar="VERB", help=", ".join(verbs))
     add_flags(parser, Where, "the job")
     add_flags(parser, kind, target)
     parser.add_argument("--check-data", action=argparse.BooleanOptionalAction, default=True, help="read here what the job reads, and validate the job against it")  # fmt: skip

@@ -23,7 +23,7 @@ from pipeline.cli.command_line import (
     validate_geometry,
     validate_train,
 )
-from pipeline.config.jobs import EvaluateJob, ExportJob, PlanJob, PrepareJob, RetrainJob, TrainJob
+from pipeline.config.jobs import EvaluateJob, ExportJob, PlanJob, PrepareJob, RetrainJob, ServeJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import TrainerConfig
 from pipeline.runtime.errors import LaunchError, TrainingError
@@ -90,6 +90,7 @@ class Workload:
     grace_s: float = 0.0  # seconds from SIGTERM to the end that the ranks count on; 0: the verb saves nothing
     log_dir: str = ""  # a file a rank is written here; empty: there are no ranks, or no folder
     on_gpus: bool = False  # the job's hardware has GPUs, one a rank
+    http_port: int = 0  # of a server
     steps: str = ""  # the local folder of its checkpoints; empty: none, or in an object store
 
     @property
@@ -213,9 +214,25 @@ def check_gpus_asked(workload: Workload, asked: bool, how: str) -> None:
         )
 
 
+def serve(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    """A server that listens to all, and goes on answering while the load balancers learn that it is about to end."""
+    given = {word.partition("=")[0] for word in words}
+    defaults = {"server.host": "0.0.0.0", "server.shutdown_delay_s": "5"}
+    if cores := asked_host(where.cpu, where.gpu, where.memMB, where.h).cpu:
+        defaults["threads"] = str(cores)  # torch would start one for each core of the node
+    words = [*words, *(f"{key}={value}" for key, value in defaults.items() if key not in given)]
+    job = parse_command_line(ServeJob, doc, words)
+    made = _single("serve", words, where, "serve-" + job.artifact.rstrip("/").rpartition("/")[2])
+    grace_s = job.server.shutdown_delay_s + job.server.drain_s
+    return replace(made, http_port=job.server.port, grace_s=grace_s)
+
+
 WORKLOADS: dict[str, Callable[[Optional[str], list[str], Where, bool], Workload]] = {
     "prepare": prepare, "plan": plan, "train": train, "evaluate": evaluate, "export": export, "retrain": retrain,
 }  # fmt: skip
+
+
+SERVICES = {"serve": serve}  # verbs that run until they are stopped
 
 
 def make_workload(
@@ -227,7 +244,7 @@ def make_workload(
     """
     with print_user_errors():
         check_env(where.env or {})
-        return WORKLOADS[verb](doc, list(overrides), where, check_data)
+        return (WORKLOADS | SERVICES)[verb](doc, list(overrides), where, check_data)
 
 
 def check_env(env: dict[str, str]) -> None:

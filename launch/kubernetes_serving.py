@@ -1,0 +1,139 @@
+"""Render a server of an artifact for Kubernetes: Deployment, Service, disruption budget and, where asked for, autoscaling.
+
+The pods follow the artifact's link or the registry's champion themselves, so a promotion needs no new rollout; the Deployment
+rolls when its image or its command changes, a pod at a time, none taken away before the next one is ready.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from launch.kubernetes_options import KubernetesOptions
+from launch.kubernetes_pod import INSTANCE, labels_of, pod_template
+from launch.manifest import given, patched, to_yaml
+from launch.options import option
+from launch.workload import Workload
+from pipeline.runtime.errors import LaunchError, check_at_least, check_within
+
+
+@dataclass(frozen=True)
+class ServingOptions(KubernetesOptions):
+    """What a server takes beside what a job does."""
+
+    replicas: int = option(2, "pods; with autoscaling, the fewest")
+    max_replicas: int = option(0, "the most pods that autoscaling may start; 0: no autoscaling")
+    cpu_percent: int = option(60, "share of the cores asked for that autoscaling aims at; latency grows above")
+    service_port: int = option(80, "port of the Service")
+    load_s: int = option(600, "seconds that a pod may take to load the artifact")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("replicas", "load_s"):
+            check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        check_within("--service-port", self.service_port, 1, 65535)
+        check_within("--cpu-percent", self.cpu_percent, 1, 100)
+        if self.max_replicas and self.max_replicas < self.replicas:
+            raise LaunchError(f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}")
+        if self.kind != "job" or self.queue:
+            raise LaunchError("a server is a Deployment, which no queue holds: leave --kind and --queue out")
+
+
+def render_serving(workload: Workload, options: ServingOptions) -> str:
+    """YAML for `kubectl apply -f -`. Raises LaunchError for what Kubernetes, or the server, cannot have."""
+    objects = [_deployment(workload, options), _service(workload, options)]
+    if options.replicas > 1:
+        objects.append(_disruption_budget(workload, options))
+    if options.max_replicas:
+        objects.append(_autoscaler(workload, options))
+    comment = f"{workload.verb}: {options.replicas} pods behind {workload.name}:{options.service_port}; it asks nobody who they are."
+    return to_yaml(patched(objects, options.patch), comment)
+
+
+def _metadata(workload: Workload, options: ServingOptions) -> dict[str, Any]:
+    return given(name=workload.name, namespace=options.namespace, labels=labels_of(workload, options))
+
+
+def _selector(workload: Workload) -> dict[str, str]:
+    return {INSTANCE: workload.name}
+
+
+def _deployment(workload: Workload, options: ServingOptions) -> dict[str, Any]:
+    spec = {
+        **({} if options.max_replicas else {"replicas": options.replicas}),  # else each apply would undo autoscaling
+        "selector": {"matchLabels": _selector(workload)},
+        "progressDeadlineSeconds": options.load_s + 60,
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "template": _pod(workload, options),
+    }
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": _metadata(workload, options), "spec": spec}
+
+
+def _pod(workload: Workload, options: ServingOptions) -> dict[str, Any]:
+    template = pod_template(workload, options, "localhost", labels_of(workload, options))
+    pod = template["spec"]
+    pod["restartPolicy"] = "Always"  # the only one that a Deployment has
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": _selector(workload)},
+    }
+    pod["topologySpreadConstraints"] = [spread]
+    (container,) = pod["containers"]
+    container["ports"] = [{"name": "http", "containerPort": workload.http_port}]
+    period_s = 5
+    container["startupProbe"] = _probe("/health/ready", period_s, failures=-(-options.load_s // period_s))
+    container["readinessProbe"] = _probe("/health/ready", period_s, failures=2)
+    container["livenessProbe"] = _probe("/health/live", 10, failures=6)
+    scraped = {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(workload.http_port),
+        "prometheus.io/path": "/metrics",
+    }
+    template["metadata"]["annotations"] = {**scraped, **(options.annotation or {})}
+    return template
+
+
+def _probe(path: str, period_s: int, failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": path, "port": "http"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 3,
+        "failureThreshold": failures,
+    }
+
+
+def _service(workload: Workload, options: ServingOptions) -> dict[str, Any]:
+    port = {"name": "http", "port": options.service_port, "targetPort": "http"}
+    spec = {"selector": _selector(workload), "ports": [port]}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(workload, options), "spec": spec}
+
+
+def _disruption_budget(workload: Workload, options: ServingOptions) -> dict[str, Any]:
+    """Nodes that are drained take one pod at a time."""
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": _selector(workload)}}
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _metadata(workload, options),
+        "spec": spec,
+    }
+
+
+def _autoscaler(workload: Workload, options: ServingOptions) -> dict[str, Any]:
+    """By the share of cores in use: it needs the metrics server alone. Latency wants an adapter of Prometheus (--patch)."""
+    target = {"type": "Utilization", "averageUtilization": options.cpu_percent}
+    spec = {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": workload.name},
+        "minReplicas": options.replicas,
+        "maxReplicas": options.max_replicas,
+        "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": target}}],
+        "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
+    }
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": _metadata(workload, options),
+        "spec": spec,
+    }
