@@ -31,6 +31,8 @@ SHOWN_IN = {
     "data.synthetic": "data/quickstart:synthetic",
     "data.user_item": "data/user_item:user_item",
     "data.conversions": "data/conversions:conversions",
+    "data.histories": "data/histories:histories",
+    f"data.columns.sequence.{NAME}": "data/histories:columns.sequence.history_dwell",
     "data.negative_sampling": "data/conversions_sampled:negative_sampling",
 }
 MEANINGS = {

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig, check_labels
 from pipeline.config.registry import find
-from pipeline.config.sequences import SequenceConfig, resolve_sequences
+from pipeline.config.sequences import HistoriesConfig, SequenceConfig, resolve_sequences
 from pipeline.config.tables import is_pattern, matches
 from pipeline.config.transforms import NUMBER, TransformConfig, make_transforms, raw_inputs
 from pipeline.runtime.errors import (
@@ -437,6 +437,7 @@ class DataConfig:
     dense_transforms: dict[str, str] = field(default_factory=dict)  # of dense columns that have another one
     conversions: ConversionsConfig | None = None
     transforms: dict[str, Any] = field(default_factory=dict)  # column that is made -> kind and settings of how
+    histories: HistoriesConfig | None = None
 
     def __post_init__(self) -> None:
         check_given("data.name", self.name)

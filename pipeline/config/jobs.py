@@ -88,7 +88,7 @@ class PrepareJob(Job):
 
 @dataclass
 class GenerateJob(Job):
-    """data.synthetic, data.user_item or data.conversions says what is generated; `output` is the text that prepare then takes for its source."""
+    """data.synthetic, user_item, conversions or histories says what is generated; `output` is the text that prepare then takes for its source."""
 
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "${paths.raw}/${data.name}.tsv"
@@ -97,10 +97,10 @@ class GenerateJob(Job):
 
     def __post_init__(self) -> None:
         check_at_least("threads", self.threads, 1, allow_none=True)
-        if self.data.synthetic is self.data.user_item is self.data.conversions is None:
+        if self.data.synthetic is self.data.user_item is self.data.conversions is self.data.histories is None:
             raise ConfigError(
-                f"data={self.data.name} has no `synthetic`, `user_item` or `conversions` section to generate from; data=quickstart, "
-                "data=user_item and data=conversions have one"
+                f"data={self.data.name} has no `synthetic`, `user_item`, `conversions` or `histories` section to generate from; data=quickstart, "
+                "data=user_item, data=conversions and data=histories have one"
             )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipeline.embeddings.table import Table
 
 CLICK_METRICS = ("ne", "auc", "logloss")
-ACTIVATIONS = ("relu", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "identity")
+ACTIVATIONS = ("relu", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "identity", "dice")
 INITS = ("torch", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal")
 
 

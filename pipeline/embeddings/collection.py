@@ -15,7 +15,7 @@ from pipeline.config.tables import InitConfig
 from pipeline.embeddings.bags import sum_of_lengths
 from pipeline.embeddings.compression.kind import compressed
 from pipeline.embeddings.physical import physical_tables
-from pipeline.embeddings.positions import position_features, width_of
+from pipeline.embeddings.positions import COUNT_UNIT, position_features, width_of
 from pipeline.embeddings.table import Block, ManagedRows, Table
 
 POOLING_TYPES = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
@@ -90,15 +90,16 @@ class Composition(nn.Module):
                         columns += [composer(parts, features, index + number) for number in range(len(names))]
                     index += len(names)
                     if feature in read:
-                        columns.append(self._count(features, composer, names, index).unsqueeze(1))
+                        columns.append(self._count(features, composer, names, index))
         return KeyedTensor(self._features, self._dims, torch.cat(columns, dim=1))
 
     @staticmethod
     def _count(features: KeyedJaggedTensor, composer: nn.Module | None, names: list[str], end: int) -> torch.Tensor:
-        """[batch] float32: how many ids the positions `names` have, which end before index `end` of their table."""
+        """[batch, COUNT_COLUMNS] float32: how many ids the positions `names` have, which end before index `end` of their table."""
         if isinstance(composer, Composer):
             names = [name for index in range(end - len(names), end) for name in composer.id_features(index)]
-        return sum_of_lengths(features, names).to(torch.float32)
+        count = sum_of_lengths(features, names)
+        return torch.stack([count // COUNT_UNIT, count % COUNT_UNIT], dim=1).to(torch.float32)
 
 
 def _columns_of(pooled: KeyedTensor, names: list[str]) -> torch.Tensor:

@@ -56,7 +56,8 @@ class Table:
     `feature_names[i]`, None where its lists have any length; empty: unknown. `part_of` is the name of the compressed table
     that a part belongs to. `rows_of`: the table that
     this part's rows belong to and are initialized as; `l2`: of touched rows, in their gradient; `managed`: what gives ids its rows, where ids have no bound; `note`: a
-    sentence for the plan's report; `positions`: its sequences that are not pooled (embeddings.positions).
+    sentence for the plan's report; `positions`: its sequences that are not pooled (embeddings.positions);
+    `padding`: rows a sample of positions without an id, which are returned and sent as zeros.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Table:
     note: str = ""
     l2: float = 0.0
     positions: list[Positions] = field(default_factory=list)
+    padding: float = 0.0
 
     @property
     def whole_name(self) -> str:

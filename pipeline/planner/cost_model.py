@@ -128,7 +128,9 @@ class CostModel:
 
     def __init__(self, hardware: Hardware, tables: Iterable[Table], wire: Wire, corrected: bool = True) -> None:
         self._hardware, self._wire, self._corrected = hardware, wire, corrected
+        tables = list(tables)
         self._frequencies = {table.name: table.frequencies for table in tables}
+        self._padding = {table.name: table.padding for table in tables}
         self.links = links_of(hardware)
 
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
@@ -179,7 +181,7 @@ class CostModel:
             num_rows=sizes[:, 0].astype(float),
             num_columns=sizes[:, 1].astype(float),
             lookups=np.broadcast_to(samples * sum(factors) * shares, len(sizes)),
-            outputs=samples * sum(min(1.0, factor) for factor in factors),
+            outputs=samples * (sum(min(1.0, factor) for factor in factors) + self._padding[option.name]),
             num_lengths=samples * len(factors),
             hits=hits,
             weighted=bool(option.is_weighted),

@@ -57,6 +57,8 @@ def _describe_table(entry: PlacedTable) -> dict[str, Any]:
         "managed",
         "note",
         "l2",
+        "positions",
+        "padding",
     ):
         del described[left_out]
     return {**described, "module": entry.module}

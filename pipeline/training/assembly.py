@@ -155,8 +155,9 @@ def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:
     """Features that share a table share its rows, so the same id should mean the same value."""
     for table in tables:
         features = [dataset.sparse_feature(name) for name in table.feature_names]
+        owners = {(each.sequence and each.sequence.shares) or each.name for each in features}
         if len({(feature.hash_size, feature.hash_seed) for feature in features}) > 1 or (
-            len(features) > 1 and features[0].hash_size is None
+            len(owners) > 1 and features[0].hash_size is None
         ):
             logger.warning(
                 "features %s share table %r, but each has a vocabulary of its own: the same row stands for different "

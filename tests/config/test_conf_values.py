@@ -16,6 +16,7 @@ from pipeline.config.data import BaseVocabularyConfig, BucketsConfig, Conversion
 from pipeline.config.jobs import CONFIG_NAMES
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.registry import components
+from pipeline.config.sequences import HistoriesConfig, SequenceConfig
 from pipeline.config.sweep import KnobConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig
 from pipeline.config.warm_start import WarmStartConfig
@@ -28,6 +29,7 @@ OTHERWISE = {
     "name": "${data.name}_${model.kind}",
     "world_size": "${oc.decode:${oc.env:WORLD_SIZE,1}}",
     "planner.gap_tolerance": {"plan": 0.0},
+    "beside": "history",  # of the example of a sequence
     "low": 0.005,  # of the example of a knob, as are the two that follow
     "high": 0.2,
     "log": True,
@@ -44,6 +46,8 @@ OPTIONAL: list[tuple[type, str, tuple[str, ...]]] = [
     (SyntheticConfig, "data/quickstart", ("synthetic",)),
     (UserItemConfig, "data/user_item", ("user_item",)),
     (ConversionsConfig, "data/conversions", ("conversions",)),
+    (HistoriesConfig, "data/histories", ("histories",)),
+    (SequenceConfig, "data/histories", ("columns", "sequence", "history_dwell")),
     (LabelConfig, "data/conversions", ("columns", "labels", "click")),
     (NegativeSamplingConfig, "data/conversions_sampled", ("negative_sampling",)),
     (BucketsConfig, "data/open_bandit_buckets", ("buckets", "user-item_affinity_*")),

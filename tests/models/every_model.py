@@ -51,7 +51,7 @@ OPTIMIZERS = OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad", lr=0.1), D
 CLICK_MODELS = [
     kind
     for kind, config in components("model").items()
-    if config.__module__.startswith("pipeline.") and config().task == "click"
+    if config.__module__.startswith("pipeline.") and config().task == "click" and not config().sequence_inputs
 ]
 
 

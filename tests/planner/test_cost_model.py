@@ -11,8 +11,9 @@ from torchrec.distributed.planner.types import Perf, ShardingOption
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import SHARDING_TYPES, ConstraintConfig
 from pipeline.config.training import CommsConfig
+from pipeline.embeddings.positions import by_position
 from pipeline.embeddings.row_frequencies import RowFrequencies
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.table import Positions, Table
 from pipeline.planner import searcher
 from pipeline.planner.collectives import Links
 from pipeline.planner.constraints import build_constraints, place_tables
@@ -301,3 +302,17 @@ def test_the_memory_of_a_host_is_capped_as_a_whole(monkeypatch: pytest.MonkeyPat
     assert problem.host_memory is not None
     assert problem.host_memory.tolist() == [8 * record.usable_ddr_bytes] * 2
     assert {option.kind for options in problem.tables for option in options} <= set(problem.latency_ms)
+
+
+def test_a_sequence_returns_a_row_for_each_position_and_looks_up_its_ids() -> None:
+    """A bag of 20 ids beside a sequence of 50 positions with 20 ids a sample."""
+    (bag,) = make_tables([1000], 128, [20])
+    sequence = by_position(replace(bag, positions=[Positions(bag.feature_names[0], 50)]))
+    assert sum(sequence.pooling_factors) == pytest.approx(20.0) and len(sequence.feature_names) == 50
+    works = {}
+    for table in (bag, sequence):
+        asked = requested([table], on("h100_80gb", 16))
+        (option,) = [o for o in enumerator(asked, True).enumerate(asked.model, asked.sharders) if key(o) == ONE]
+        works[len(table.feature_names)] = CostModel(asked.hardware, asked.tables, wire_of(asked.sharders))._work(option)
+    assert works[1].lookups[0] == pytest.approx(works[50].lookups[0])
+    assert (works[1].outputs, works[50].outputs) == pytest.approx((16 * 1024, 50 * 16 * 1024))

@@ -25,7 +25,11 @@ SETTINGS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 LARGEST = {"fp32": 1e-6, "bf16": 0.05, "int8": 0.1}
 # Models of several labels: tests/models/test_labels.py.
-SCORING = [kind for kind, config in components("model").items() if kind != "two_tower" and not config().learns_all]
+SCORING = [
+    kind
+    for kind, config in components("model").items()
+    if kind != "two_tower" and not config().learns_all and not config().sequence_inputs
+]
 # In fp32 tests/models/test_every_model.py and test_build.py export each of them by default.
 CASES = [
     *(pytest.param(kind, "fp32", marks=[] if kind == "ncf" else pytest.mark.campaign) for kind in SCORING),

@@ -23,10 +23,14 @@ class BatchNorm(nn.Module):
     Numbers are float32 whatever the autocast, the output has the input's type.
     """
 
-    def __init__(self, width: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+    def __init__(self, width: int, momentum: float = 0.1, eps: float = 1e-5, affine: bool = True) -> None:
         super().__init__()
         self.momentum, self.eps = momentum, eps
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.width = width
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
+        self.register_parameter("weight", nn.Parameter(torch.ones(width)) if affine else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(width)) if affine else None)
         self.running_mean: torch.Tensor
         self.running_var: torch.Tensor
         self.register_buffer("running_mean", torch.zeros(width))
@@ -41,14 +45,14 @@ class BatchNorm(nn.Module):
             self.running_var,
             self.weight,
             self.bias,
-            self.training,
+            self.training and len(rows) > 1,  # one row has no variance
             self.momentum,
             self.eps,
         )
         return normalized.to(rows.dtype)
 
     def extra_repr(self) -> str:
-        return f"{len(self.weight)}, momentum={self.momentum}, eps={self.eps}"
+        return f"{self.width}, momentum={self.momentum}, eps={self.eps}"
 
 
 @torch.compiler.disable
@@ -56,11 +60,15 @@ def _over_all_ranks(norm: BatchNorm, rows: torch.Tensor) -> torch.Tensor:
     values = rows.float()
     mean, variance, count = _global_statistics(values.detach())
     with torch.no_grad():
-        norm.running_mean.lerp_(mean, norm.momentum)
-        norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)  # of the population, as torch has it
+        momentum = norm.momentum * (count > 1)
+        norm.running_mean.lerp_(mean, momentum)
+        # of the population, as torch has it
+        norm.running_var.lerp_(variance * (count / (count - 1).clamp(min=1)), momentum)
     scale = torch.rsqrt(variance + norm.eps)
     normalized = _Normalize.apply(values, mean, scale, count)  # type: ignore[no-untyped-call]
-    return torch.addcmul(norm.bias, normalized, norm.weight).to(rows.dtype)
+    if norm.weight is not None and norm.bias is not None:
+        normalized = torch.addcmul(norm.bias, normalized, norm.weight)
+    return normalized.to(rows.dtype)
 
 
 def _global_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -75,7 +83,7 @@ def _global_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     with waiting():
         dist.all_gather(gathered, local)
     counts, means, squares = torch.stack(gathered).split([1, rows.shape[1], rows.shape[1]], dim=1)
-    count = counts.sum()
+    count = counts.sum().clamp(min=1)
     mean = (counts * means).sum(dim=0) / count
     variance = (squares + counts * (means - mean).square()).sum(dim=0) / count
     return mean, variance, count

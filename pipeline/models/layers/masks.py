@@ -9,7 +9,7 @@ from torch import nn
 from pipeline.config.model import LayerSettings
 from pipeline.models.layers.batch_norm import BatchNorm
 from pipeline.models.layers.features import FeatureInputs
-from pipeline.models.layers.mlp import ACTIVATIONS
+from pipeline.models.layers.mlp import Activation
 
 
 class FeatureNorm(nn.Module):
@@ -56,7 +56,7 @@ class MaskBlock(nn.Module):
             self.norm = BatchNorm(out_features)
         elif settings.layer_norm:
             self.norm = nn.LayerNorm(out_features)
-        self._activation_fn = ACTIVATIONS[settings.activation]
+        self._activation_fn = Activation(settings.activation, out_features)
         self.dropout = nn.Dropout(settings.dropout) if settings.dropout else None
 
     def forward(self, inputs: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

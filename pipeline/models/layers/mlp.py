@@ -10,6 +10,7 @@ from torch import nn
 
 from pipeline.config.model import LayerSettings
 from pipeline.models.layers.batch_norm import BatchNorm
+from pipeline.models.layers.dice import Dice
 
 # In place where backward needs the output alone, or nothing: a linear layer's or norm's own output is nobody else's.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -21,6 +22,21 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid_,
     "identity": lambda values: values,
 }
+
+
+class Activation(nn.Module):
+    """[rows, width] -> [rows, width], by its name; "dice" alone has parameters."""
+
+    def __init__(self, name: str, width: int) -> None:
+        super().__init__()
+        self.dice = Dice(width) if name == "dice" else None
+        self._function = ACTIVATIONS.get(name)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.dice is not None:
+            return self.dice(values)  # type: ignore[no-any-return]
+        assert self._function is not None
+        return self._function(values)
 
 
 class MLP(nn.Module):
@@ -59,7 +75,7 @@ class Layer(nn.Module):
             self.norm = BatchNorm(out_features)
         elif settings.layer_norm:
             self.norm = nn.LayerNorm(out_features)
-        self._activation_fn = ACTIVATIONS[settings.activation]
+        self._activation_fn = Activation(settings.activation, out_features)
         self.dropout = nn.Dropout(settings.dropout) if settings.dropout else None
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:

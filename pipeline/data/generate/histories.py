@@ -1,0 +1,132 @@
+"""Generate users' histories and clicks on a target item, from a planted teacher: a TSV with a header.
+
+The logit is the effect of the dwell time of the last item of the history that has the target's category, 0 where none has
+it, and an effect of the target. Neither the dwell times of a history nor its categories tell by themselves which dwell time
+goes with the target's: that takes their positions together. The true probability of every row goes to
+`<output>.teacher.parquet`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+
+from pipeline.config.sequences import HistoriesConfig
+from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, sigmoid, write_chunks
+
+COLUMNS = ("label", "item_id", "category", "history", "history_category", "history_dwell")
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """Numbers from 0: targets [rows]; items and dwells [rows, max_length], of which the first `lengths` [rows] count."""
+
+    targets: np.ndarray
+    items: np.ndarray
+    dwells: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def present(self) -> np.ndarray:
+        """[rows, max_length] bool"""
+        return np.arange(self.items.shape[1]) < self.lengths[:, None]
+
+
+@dataclass(frozen=True)
+class Interest:
+    """The planted teacher: effects of dwell times [num_dwells] and targets [num_items], categories [num_items]."""
+
+    categories: np.ndarray
+    dwells: np.ndarray
+    items: np.ndarray
+    bias: float
+
+    def logits(self, rows: Behaviour) -> np.ndarray:
+        matches = rows.present & (self.categories[rows.items] == self.categories[rows.targets][:, None])
+        last = rows.items.shape[1] - 1 - np.argmax(matches[:, ::-1], axis=1)
+        dwell = self.dwells[rows.dwells[np.arange(len(last)), last]]
+        return np.where(matches.any(axis=1), dwell, 0.0) + self.items[rows.targets] + self.bias
+
+    def probabilities(self, rows: Behaviour) -> np.ndarray:
+        return sigmoid(self.logits(rows))
+
+
+def make_interest(config: HistoriesConfig) -> Interest:
+    """Clicks come at config.positive_rate."""
+    random = np.random.default_rng([config.seed, 0])
+    categories = np.arange(config.num_items) % config.num_categories
+    effects = np.linspace(-1.0, 1.0, config.num_dwells) if config.num_dwells > 1 else np.ones(1)
+    dwells = config.dwell_effect * random.permutation(effects) / max(float(effects.std()), 1e-9)
+    items = config.item_effect * random.normal(0, 1, config.num_items)
+    interest = Interest(categories, dwells, items, 0.0)
+    rows = sample_behaviour(config, interest, np.random.default_rng([config.seed, 1]), 20_000)
+    return Interest(categories, dwells, items, fit_bias(interest.logits(rows), config.positive_rate))
+
+
+def sample_behaviour(
+    config: HistoriesConfig, interest: Interest, random: np.random.Generator, num_rows: int
+) -> Behaviour:
+    """Histories of different categories, but for `repeats`; the target has one of them at `match_rate`."""
+    count, length = config.num_categories, config.max_length
+    order = np.argsort(random.random((num_rows, count)), axis=1)
+    categories = order[:, :length].copy()
+    lengths = random.integers(0, length + 1, num_rows)
+    again = random.random((num_rows, length)) < config.repeats
+    again[:, 0] = False
+    earlier = (random.random((num_rows, length)) * np.arange(length)).astype(np.int64)
+    for position in range(1, length):  # one after the other, for what is repeated may be a repetition
+        chosen = again[:, position]
+        categories[chosen, position] = categories[chosen, earlier[chosen, position]]
+    picked = (random.random(num_rows) * np.maximum(lengths, 1)).astype(np.int64)
+    has_match = (random.random(num_rows) < config.match_rate) & (lengths > 0)
+    target = np.where(has_match, categories[np.arange(num_rows), picked], order[:, length])
+    return Behaviour(
+        _item_of(config, random, target),
+        _item_of(config, random, categories),
+        random.integers(0, config.num_dwells, (num_rows, length)),
+        lengths,
+    )
+
+
+def _item_of(config: HistoriesConfig, random: np.random.Generator, categories: np.ndarray) -> np.ndarray:
+    """An item of each category, evenly: item i is of category i % num_categories."""
+    held = (config.num_items - categories - 1) // config.num_categories + 1
+    return categories + config.num_categories * (random.random(categories.shape) * held).astype(np.int64)
+
+
+def sample_rows(config: HistoriesConfig, interest: Interest, chunk: int) -> tuple[bytes, np.ndarray]:
+    """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
+    random = np.random.default_rng([config.seed, 2, chunk])
+    num_rows = min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK)
+    rows = sample_behaviour(config, interest, random, num_rows)
+    truth = interest.probabilities(rows)
+    lists = (rows.items, interest.categories[rows.items], rows.dwells)
+    values = [
+        pa.array((random.random(num_rows) < truth).astype(np.int8)),
+        pa.array(rows.targets),
+        pa.array(interest.categories[rows.targets]),
+        *(pa.array(_joined(each, rows.lengths)) for each in lists),
+    ]
+    sink = pa.BufferOutputStream()
+    if chunk == 0:  # pyarrow would put the names in quotes
+        sink.write("\t".join(COLUMNS).encode() + b"\n")
+    options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    pa.csv.write_csv(pa.table(values, names=list(COLUMNS)), sink, options)
+    return sink.getvalue().to_pybytes(), truth
+
+
+def _joined(values: np.ndarray, lengths: np.ndarray) -> list[str]:
+    texts = values.astype(str)
+    return ["|".join(row[:length]) for row, length in zip(texts.tolist(), lengths.tolist(), strict=True)]
+
+
+def write_source(config: HistoriesConfig, output: str, threads: int | None = None) -> None:
+    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
+    interest = make_interest(config)
+    write_chunks(
+        lambda chunk: sample_rows(config, interest, chunk), config.num_rows, output, threads or os.cpu_count() or 1
+    )

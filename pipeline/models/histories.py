@@ -1,0 +1,121 @@
+"""The base of models over one behaviour sequence and the target that it is read for (stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from pipeline.config.model import LayersConfig, SequenceInput
+from pipeline.config.tables import InitConfig
+from pipeline.embeddings.table import Table
+from pipeline.models.checks import check_features, check_layer_sizes, dims_of_features
+from pipeline.runtime.errors import ConfigError, check_at_least, check_below_one
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeline.models.layers.history import HistoryInputs
+
+
+@dataclass
+class HistoryConfig(LayersConfig):
+    """Of models that read a sequence position by position; what they make of it goes into an MLP with all other features.
+
+    sequences: the behaviour, then what stands beside it (its side information). targets: for the first of these, in their
+    order, the feature of the row with the same meaning: the item for the items, its category for their categories.
+    num_positions: the newest ids alone; None: as many as the data keep. Other sequences of the data set are pooled.
+    """
+
+    init: str = "xavier_normal"
+    sequences: list[str] = field(default_factory=lambda: ["history"])
+    targets: list[str] = field(default_factory=lambda: ["item_id"])
+    num_positions: int | None = None
+    hidden_layer_sizes: list[int] = field(default_factory=lambda: [200, 80])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_sizes("model.hidden_layer_sizes", self.hidden_layer_sizes)
+        check_at_least("model.num_positions", self.num_positions, 1, allow_none=True)
+        if not 0 < len(self.targets) <= len(self.sequences):
+            raise ConfigError(
+                f"model.targets has {len(self.targets)} features and model.sequences {len(self.sequences)}: name a target for "
+                "the first sequence at least, and none without its sequence"
+            )
+
+    @property
+    def table_init(self) -> InitConfig:
+        return InitConfig("normal", 0.05)
+
+    @property
+    def sequence_inputs(self) -> list[SequenceInput]:
+        return [SequenceInput(name, self.num_positions) for name in self.sequences]
+
+    def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
+        roles = [("model.sequences", name) for name in self.sequences]
+        check_features([*roles, *(("model.targets", name) for name in self.targets)], tables)
+        dims = dims_of_features(tables)
+        counts = {each.feature: each.num_positions for table in tables for each in table.positions}
+        for sequence, target in zip(self.sequences, self.targets, strict=False):
+            if dims[sequence] != dims[target]:
+                raise ConfigError(
+                    f"model.sequences compares {sequence!r} of {dims[sequence]} columns with {target!r} of {dims[target]}; give "
+                    f"their tables one embedding_dim, or prepare {sequence!r} with shares={target}"
+                )
+        for name in self.sequences[1:]:
+            if counts[name] != counts[self.sequences[0]]:
+                raise ConfigError(
+                    f"model.sequences has {counts[self.sequences[0]]} positions of {self.sequences[0]!r} and {counts[name]} of "
+                    f"{name!r}: prepare {name!r} with beside={self.sequences[0]}"
+                )
+
+    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
+        from pipeline.embeddings.collection import build_embeddings
+        from pipeline.models.layers.history import HistoryInputs, HistoryModel
+        from pipeline.models.layers.mlp import MLP
+
+        dims = dims_of_features(tables)
+        others = [name for name in dims if name not in self.sequences]
+        inputs = HistoryInputs(self.sequences, self.targets, others, dims)
+        positions = next(each for table in tables for each in table.positions if each.feature == self.sequences[0])
+        encoder, width = self.build_encoder(inputs, positions.num_positions)
+        width += inputs.other_width + num_dense_features
+        layers = MLP(width, self.hidden_layer_sizes, self.layer_settings, out_features=1)
+        return HistoryModel(build_embeddings(tables), inputs, encoder, layers)
+
+    def build_encoder(self, inputs: HistoryInputs, num_positions: int) -> tuple[nn.Module, int]:
+        """What makes [B, width] of (target [B, Q], rows [B, num_positions, K], mask [B, num_positions]), and its width."""
+        raise NotImplementedError(f"{type(self).__name__} has no build_encoder()")
+
+
+@dataclass
+class SelfAttentionConfig(HistoryConfig):
+    """Of models with blocks of self attention over the sequence and the target behind it, `attention_dim` columns wide."""
+
+    learnt_positions: ClassVar[bool] = True
+    attention_dim: int = 32
+    num_heads: int = 2
+    num_blocks: int = 1
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("attention_dim", "num_heads", "num_blocks"):
+            check_at_least(f"model.{name}", getattr(self, name), 1)
+        check_below_one("model.attention_dropout", self.attention_dropout)
+        if self.attention_dim % self.num_heads:
+            raise ConfigError(
+                f"model.attention_dim={self.attention_dim} is no multiple of model.num_heads={self.num_heads}; choose another"
+            )
+
+    def build_block(self, num_positions: int) -> nn.Module:
+        """Takes (values [B, L, attention_dim], ages [B, L], seen [B, L, L])."""
+        raise NotImplementedError(f"{type(self).__name__} has no build_block()")
+
+    def build_encoder(self, inputs: HistoryInputs, num_positions: int) -> tuple[nn.Module, int]:
+        from pipeline.models.layers.self_attention import WithTarget
+
+        blocks = [self.build_block(num_positions) for _ in range(self.num_blocks)]
+        encoder = WithTarget(
+            inputs.target_width, inputs.row_width, num_positions, self.attention_dim, blocks, self.learnt_positions
+        )
+        return encoder, self.attention_dim

@@ -1,0 +1,29 @@
+"""HSTU as layers of a ranking model: pointwise attention over a sequence with its target (stdlib only; layers import torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.config.registry import register
+from pipeline.models.histories import SelfAttentionConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@register("model", "hstu")
+@dataclass
+class HSTUConfig(SelfAttentionConfig):
+    """Hierarchical sequential transduction units (arXiv 2402.17152), with a bias by how far apart positions are.
+
+    The unit is the paper's; the sequence is of one kind of action, and no time stamps enter the bias.
+    """
+
+    kind: str = "hstu"
+    learnt_positions = False
+
+    def build_block(self, num_positions: int) -> nn.Module:
+        from pipeline.models.layers.self_attention import HSTUBlock
+
+        return HSTUBlock(self.attention_dim, self.num_heads, num_positions, self.attention_dropout)
