@@ -44,7 +44,7 @@ class HistoryConfig(LayersConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        return InitConfig("normal", 0.05)
+        return InitConfig("normal", 0.01)
 
     @property
     def sequence_inputs(self) -> list[SequenceInput]:

@@ -127,6 +127,32 @@ def test_raw_rows_score_as_prepared_rows(run: Path, source: tuple[str, list[str]
     assert [row.line for row in found.bad_rows] == [4] and "history_dwell" in found.bad_rows[0].reason
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.search=history_category", "model.num_positions=2"],
+        ["experiment=histories_bst"],
+        ["experiment=histories_hstu"],
+        ["tables.item_id.compression={kind: hash, ratio: 2}"],
+        ["trainer.precision=bf16"],
+    ],
+    ids=["search", "bst", "hstu", "hash", "bf16"],
+)
+def test_other_models_are_exported_and_serve_raw_rows_too(
+    ranks: RankPool, source: tuple[str, list[str]], tmp_path: Path, words: list[str]
+) -> None:
+    raw, named = source
+    kept = [word for word in TRAIN if "experiment" not in word and "attention_layer" not in word]
+    first = [] if words[0].startswith("experiment") else ["experiment=histories_din"]
+    overrides = [*first, *kept, *SMALL, *named, *words, f"run_dir={tmp_path / 'run'}"]
+    ranks.run(2, _train, overrides)
+    exported = run_export(tmp_path / "run", tmp_path / "artifact", "precision=fp32")
+    assert exported.parity["validation"]["max_score_difference"] < 1e-5
+    job = load_config(TrainJob, overrides)
+    assert assert_raw_rows_are_prepared_rows(exported.artifact, job, raw) == NUM_ROWS
+
+
 def _encoder() -> RowEncoder:
     names = ["item", *(f"v{number}" for number in range(9))]
     indexed = index_values([(1, names)])

@@ -366,8 +366,8 @@ def test_a_model_refuses_sequences_and_targets_that_do_not_fit() -> None:
         DIN.check_tables(apart, 0)
 
 
-def _lift(config: ModelConfig, **settings: float) -> float:
-    data = HistoriesConfig(num_rows=40_000, num_items=200, num_categories=16, max_length=10)
+def _lift(config: ModelConfig, num_rows: int, **settings: float) -> float:
+    data = HistoriesConfig(num_rows=num_rows, num_items=200, num_categories=16, max_length=10)
     return share_of_lift(config, generate(data), **settings)  # type: ignore[arg-type]
 
 
@@ -376,8 +376,8 @@ LAYERS: dict[str, list[int]] = {"hidden_layer_sizes": [64, 32], "attention_layer
 
 @pytest.mark.campaign
 def test_din_finds_the_planted_teacher_and_a_pooled_bag_does_not() -> None:
-    assert _lift(DINConfig(**READ, **LAYERS), epochs=4) >= 0.97  # type: ignore[arg-type]
-    assert _lift(DeepFMConfig(hidden_layer_sizes=[64, 32]), epochs=4) < 0.85
+    assert _lift(DINConfig(**READ, **LAYERS), 80_000, epochs=4) >= 0.97  # type: ignore[arg-type]
+    assert _lift(DeepFMConfig(hidden_layer_sizes=[64, 32]), 80_000, epochs=4) < 0.85
 
 
 @pytest.mark.campaign
@@ -391,7 +391,7 @@ def test_blocks_know_which_of_several_matches_is_the_last_and_din_cannot() -> No
 @pytest.mark.campaign
 def test_a_hard_search_by_category_finds_the_planted_teacher() -> None:
     searched = DINConfig(**READ, **LAYERS, search="history_category", num_positions=3)  # type: ignore[arg-type]
-    assert _lift(searched, epochs=4) >= 0.97
+    assert _lift(searched, 40_000, epochs=4) >= 0.97
 
 
 def test_batches_of_a_search_have_few_positions() -> None:
