@@ -41,10 +41,10 @@ class BatchNorm(nn.Module):
             return _over_all_ranks(self, rows)
         normalized = F.batch_norm(
             rows.float(),
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
+            self.running_mean.float(),  # itself, but in layers that were exported in bf16
+            self.running_var.float(),
+            None if self.weight is None else self.weight.float(),
+            None if self.bias is None else self.bias.float(),
             self.training and len(rows) > 1,  # one row has no variance
             self.momentum,
             self.eps,

@@ -61,5 +61,5 @@ class TargetAttention(nn.Module):
         at_target = F.linear(target, of_target + of_difference, self.first.bias)
         at_row = target.unsqueeze(2) * of_product.t() + (of_row - of_difference).t()  # [B, Q, hidden]
         if of_side.shape[1]:
-            at_row = torch.cat([at_row, of_side.t().expand(len(target), -1, -1)], dim=1)
+            at_row = torch.cat([at_row, of_side.t().expand(target.shape[0], -1, -1)], dim=1)
         return torch.baddbmm(at_target.unsqueeze(1), rows, at_row).flatten(0, 1)
