@@ -148,7 +148,8 @@ def test_other_models_are_exported_and_serve_raw_rows_too(
     overrides = [*first, *kept, *SMALL, *named, *words, f"run_dir={tmp_path / 'run'}"]
     ranks.run(2, _train, overrides)
     exported = run_export(tmp_path / "run", tmp_path / "artifact", "precision=fp32")
-    assert exported.parity["validation"]["max_score_difference"] < 1e-5
+    limit = 5e-3 if "trainer.precision=bf16" in words else 1e-5  # the artifact's layers are fp32
+    assert exported.parity["validation"]["max_score_difference"] < limit
     job = load_config(TrainJob, overrides)
     assert assert_raw_rows_are_prepared_rows(exported.artifact, job, raw) == NUM_ROWS
 
