@@ -41,6 +41,11 @@ def test_dlrm_reaches_97_percent_of_the_teachers_lift(ranks: RankPool, quickstar
 
 
 @pytest.mark.campaign
+def test_dlrm_reaches_99_percent_in_three_epochs(ranks: RankPool, quickstart_data: str, tmp_path: Path) -> None:
+    assert _share_of_lift(ranks, "quickstart_three_epochs", quickstart_data, tmp_path) >= 0.99
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize(("experiment", "least"), [("quickstart_dlrm_dcn", 0.95), ("quickstart_deepfm", 0.90)])
 def test_the_other_models_learn_the_teacher(
     ranks: RankPool, quickstart_data: str, tmp_path: Path, experiment: str, least: float
