@@ -17,8 +17,10 @@ import numpy as np
 from pipeline.__main__ import main as run_verb
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import EvaluateJob, ExportJob, PredictJob, PrepareJob, TrainJob
+from pipeline.config.serving import RetrievalConfig
 from pipeline.data.prepare.run import prepare
 from pipeline.serving.artifact.export_run import export
+from pipeline.serving.retrieval.index import index_class
 from pipeline.serving.scoring.predict import predict
 from pipeline.training.evaluate_run import evaluate
 from pipeline.training.run import train
@@ -30,6 +32,7 @@ name: shop
 format: json_rows
 dense_transform: none
 columns: {label: click, dense: [price], sparse: [shop, item], multi_hot: [tags]}
+transforms: {last_digit: {kind: last_characters, column: item}}
 """
 TRAIN = [
     "data=shop", "model=summed_mlp", "model.hidden=8", "tables.default.embedding_dim=8", "hardware=cpu",
@@ -50,6 +53,19 @@ def write_rows(path: Path) -> None:
             file.write(json.dumps(row) + "\n")
             if number in (7, 70, 700):
                 file.write('{"click": "maybe"}\n' if number == 7 else "no row\n")
+
+
+def search_items(folder: Path) -> dict[str, Any]:
+    """The plugin's index, written and read again, beside the package's exact one."""
+    random = np.random.default_rng(1)
+    items, users = random.normal(size=(50, 8)).astype(np.float32), random.normal(size=(4, 8)).astype(np.float32)
+    kind, path = index_class("sorted_scores"), str(folder / "items.index")
+    kind.build(items, RetrievalConfig()).write(path)
+    found, exact = (
+        index.search(users, 5)[1].tolist()
+        for index in (kind.load(path, 50, 8, 0), index_class("exact").build(items, RetrievalConfig()))
+    )
+    return {"found": found, "exact": exact}
 
 
 def whole_way(folder: Path) -> dict[str, Any]:
@@ -74,7 +90,7 @@ def whole_way(folder: Path) -> dict[str, Any]:
     return {
         "prepared": prepared.path, "summary": (run / "summary.json").read_text(), "config": (run / "config.yaml").read_text(), "steps": [first.step, second.step],
         "metrics": measured.metrics, "parity": exported.parity, "printed": printed.getvalue(),
-        "scores": (folder / "scores.csv").read_text(), "log": (run / "metrics.jsonl").read_text(),
+        "items": search_items(folder), "scores": (folder / "scores.csv").read_text(), "log": (run / "metrics.jsonl").read_text(),
     }  # fmt: skip
 
 
