@@ -69,7 +69,7 @@ def test_its_model_is_exported_and_scores_its_raw_rows(gone: dict[str, Any]) -> 
 
 def test_its_transform_makes_a_column_of_prepared_rows(gone: dict[str, Any]) -> None:
     features = {feature.name: feature for feature in load_dataset(gone["prepared"]).sparse_features}
-    assert features["last_digit"].num_embeddings == 11  # ten digits, and row 0 of unknown ones
+    assert features["last_digit"].cardinality == 11  # ten digits, and row 0 of unknown ones
 
 
 def test_its_index_finds_what_the_exact_one_finds(gone: dict[str, Any]) -> None:
