@@ -16,20 +16,23 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from pipeline.config import registry
+from pipeline.config.jobs import CONFIG_NAMES
+
 Undo = Callable[[], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def own_process_state() -> Iterator[None]:
-    """Environment, folder, umask, signals, hooks, loggers, warnings, collector and torch's settings are put back afterwards.
+    """Environment, folder, umask, signals, hooks, loggers, warnings, collector, plugins and torch's settings are put back.
 
     Random generators start from 0, so that nothing depends on who drew from them before.
     """
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)
-    undo = [_environment(), _folder(), _signals_and_hooks(), _loggers(), _collector(), _torch()]
+    undo = [_environment(), _folder(), _signals_and_hooks(), _loggers(), _collector(), _plugins(), _torch()]
     with warnings.catch_warnings():
         try:
             yield
@@ -105,6 +108,26 @@ def _collector() -> Undo:
         (gc.enable if enabled else gc.disable)()
         if gc.get_freeze_count() and not frozen:
             gc.unfreeze()
+
+    return undo
+
+
+def _plugins() -> Undo:
+    """A plugin that was loaded is unknown again, and imported anew when it is next asked for."""
+    before = set(registry._loaded)
+
+    def undo() -> None:
+        for name in [name for name in registry._loaded - before if not name.startswith("pipeline.")]:
+            if name == registry.ENTRY_POINTS:
+                continue
+            registry._loaded.remove(name)
+            for known in registry._components.values():
+                for key in [key for key, found in known.items() if found.__module__.startswith(name)]:
+                    del known[key]
+            for job in [job for job in CONFIG_NAMES if job.__module__.startswith(name)]:
+                del CONFIG_NAMES[job]
+            for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
+                del sys.modules[module]
 
     return undo
 
