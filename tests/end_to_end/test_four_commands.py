@@ -18,7 +18,7 @@ from pipeline.training.run import TrainSummary, train
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 
-SAMPLES = ("open_bandit", "ml100k", "criteo")
+SAMPLES = (*(pytest.param(name, marks=pytest.mark.campaign) for name in ("open_bandit", "ml100k")), "criteo")
 
 
 def _source(sample: str, samples: Path, folder: Path) -> Path:
@@ -80,7 +80,6 @@ def test_what_is_missing_is_asked_for_and_the_file_is_inspected(
     assert "label: b" in (tmp_path / "shop/conf/data/my_rows.yaml").read_text()
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_four_commands_train_a_model_on_a_real_sample(
     ranks: RankPool, samples: Path, tmp_path: Path, sample: str
