@@ -328,7 +328,7 @@ def _retrieval(key: str, value: Any) -> Callable[[dict[str, Any]], object]:
         lambda values: values["retrieval"].update(dim=values["retrieval"]["dim"] // 2, num_items=120),
         lambda values: values["files"].update({"items.arrow": values["files"]["items.vectors"]}),
     ],
-    ids=str,
+    ids=range(13),
 )  # fmt: skip
 def test_a_manifest_that_was_resealed_with_what_cannot_be_is_one_line_of_error(
     exported: ExportSummary, tmp_path: Path, change: Callable[[dict[str, Any]], object]
