@@ -253,7 +253,7 @@ def test_metrics_to_go_by_are_named_by_label_the_main_one_first(tmp_path: Path) 
     assert job.metrics[:3] == ("click/ne", "click/auc", "click/logloss") and "conversion/auc" in job.metrics
     assert load_config(TrainJob, [*words, "data.columns.label=conversion"]).early_stop_metric == "conversion/ne"
     with pytest.raises(ConfigError, match=names("checkpoint.best_metric model=mmoe click/ne")):
-        load_config(TrainJob, [*words, "checkpoint.best_metric=ne"])
+        load_config(TrainJob, [*words, "checkpoint.best_metric=nee"])
     alone = load_config(TrainJob, ["experiment=conversions_mmoe", "model=dlrm", f"run_dir={tmp_path}"])
     assert alone.metrics == ("ne", "auc", "logloss")
     retrain = [*words, "source=rows.tsv"]
