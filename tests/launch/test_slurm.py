@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.launch.launching import SAVED, SECRET, START_S, STEP, Launch
 
 
+@pytest.mark.campaign
 def test_a_job_of_torchx_is_followed_requeued_resumed_and_cancelled(launch: Launch) -> None:
     handle = launch.torchx(
         "run", "-s", "slurm", "-cfg", "time=30,comment=two words", "pipeline.train", "-j", "2x1", "--env", "A=1,2",
