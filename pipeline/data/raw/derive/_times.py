@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
+from pipeline.config.transforms import TIME, TransformConfig
 from pipeline.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,6 +18,31 @@ UNITS = ("s", "ms", "us", "ns")
 PER_SECOND = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}
 WHOLE = re.compile(r"-?[0-9]{1,19}", re.ASCII)
 YEARS = 62_135_596_800, 253_402_300_799  # seconds from 1970 back to the year 1, and on to the end of 9999
+
+
+@dataclass(frozen=True)
+class PartOfTime(TransformConfig):
+    """As text, of whole numbers of `unit` since 1970 or of ISO 8601 times, in `timezone`; missing where it is no time."""
+
+    column: str
+    unit: str = "s"
+    timezone: str = "UTC"
+
+    def __post_init__(self) -> None:
+        check_time(self.unit, self.timezone)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        return {self.column: TIME}
+
+    def part(self, times: pa.Array) -> pa.Array:
+        """Whole numbers, of timestamp[s] of the place."""
+        raise NotImplementedError(f"{type(self).__name__} has no part()")
+
+    def apply(self, columns: Sequence[pa.Array]) -> pa.Array:
+        import pyarrow as pa
+
+        return self.part(local_times(columns[0], self.unit, self.timezone)).cast(pa.string())
 
 
 def check_time(unit: str, timezone: str) -> None:

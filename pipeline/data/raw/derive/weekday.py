@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
-from pipeline.config.transforms import TIME, TransformConfig
-from pipeline.data.raw.derive._times import check_time, local_times
+from pipeline.data.raw.derive._times import PartOfTime
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -16,23 +14,8 @@ if TYPE_CHECKING:
 
 @register("transform", "weekday")
 @dataclass(frozen=True)
-class Weekday(TransformConfig):
-    """As text, of whole numbers of `unit` since 1970 or of ISO 8601 times, in `timezone`; missing where it is no time."""
-
-    column: str
-    unit: str = "s"
-    timezone: str = "UTC"
-
-    def __post_init__(self) -> None:
-        check_time(self.unit, self.timezone)
-
-    @property
-    def inputs(self) -> dict[str, str]:
-        return {self.column: TIME}
-
-    def apply(self, columns: Sequence[pa.Array]) -> pa.Array:
-        import pyarrow as pa
+class Weekday(PartOfTime):
+    def part(self, times: pa.Array) -> pa.Array:
         import pyarrow.compute as pc
 
-        times = local_times(columns[0], self.unit, self.timezone)
-        return pc.day_of_week(times).cast(pa.string())
+        return pc.day_of_week(times)
