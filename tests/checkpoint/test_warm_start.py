@@ -162,6 +162,7 @@ def test_rows_follow_their_values_into_another_vocabulary(
     assert one["rows_loaded"] == len(values) + 1 - 2 and "rows matched by value" in one["changes"]
 
 
+@pytest.mark.campaign
 def test_ids_that_cannot_be_matched_are_refused_unless_told_to_keep_them(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -232,6 +233,7 @@ def _train(rank: int, words: list[str]) -> int:
     return train(load_config(TrainJob, words)).step
 
 
+@pytest.mark.campaign
 def test_a_run_with_a_step_of_its_own_is_resumed_and_not_started_again(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:

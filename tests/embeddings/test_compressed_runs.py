@@ -79,6 +79,7 @@ def test_the_summary_says_what_was_saved_and_who_shares_rows(run: Path) -> None:
     assert 0 < found["cat_25"]["collisions"]["lookups_of_others"] < found["cat_25"]["collisions"]["lookups"] <= 1
 
 
+@pytest.mark.campaign
 def test_an_artifact_scores_as_the_trainer_evaluates_on_another_number_of_ranks(
     ranks: RankPool, run: Path, prepared_clicks: str
 ) -> None:

@@ -31,12 +31,13 @@ def _evaluate(rank: int, run_dir: str) -> EvaluateSummary:
     return evaluate(load_config(EvaluateJob, [f"run={run_dir}"]))
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("data", "pattern", "header", "least_auc"),
     [
         ("criteo_kaggle", "criteo_kaggle_head10k.txt", 0, 0.62),  # a logistic regression gets 0.76, +-0.02
         # Some 30 positives: too few to measure.
-        pytest.param("criteo_1tb", "criteo_1tb_day*.tsv", 0, None, marks=pytest.mark.campaign),
+        pytest.param("criteo_1tb", "criteo_1tb_day*.tsv", 0, None),
         ("open_bandit", "open_bandit_random_men.csv", 1, None),  # 1 % positives, drawn by a random policy
     ],
 )

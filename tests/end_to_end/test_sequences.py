@@ -76,6 +76,7 @@ def _tensors(run: Path) -> dict[str, torch.Tensor]:
     return {key: tensors.read(key, [0] * len(tensors.shape(key)), tensors.shape(key)) for key in tensors.entries}
 
 
+@pytest.mark.campaign
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     ranks: RankPool, run: Path, source: tuple[str, list[str]], tmp_path: Path
 ) -> None:

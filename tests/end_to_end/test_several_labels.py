@@ -116,6 +116,7 @@ def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained:
     assert measured == pytest.approx(metrics, abs=2e-4)
 
 
+@pytest.mark.campaign
 def test_a_run_of_several_labels_resumes_bit_for_bit(
     ranks: RankPool, folder: Path, trained: TrainSummary, tmp_path: Path
 ) -> None:

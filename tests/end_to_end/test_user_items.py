@@ -56,6 +56,7 @@ def test_evaluate_finds_the_recall_of_the_training_on_any_number_of_ranks(
         assert "AUC" not in evaluate_module.describe(summary)
 
 
+@pytest.mark.campaign
 def test_a_retriever_goes_on_where_it_was_stopped_bit_for_bit(
     ranks: RankPool, data: str, retriever: TrainSummary, tmp_path: Path
 ) -> None:

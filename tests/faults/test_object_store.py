@@ -51,7 +51,10 @@ def _error_of(rank: int, action: str, staging: str) -> str:
 
 @pytest.mark.parametrize(
     "kinds",
-    [pytest.param(("lost", "truncated"), id="some"), pytest.param(PASSING, id="all", marks=pytest.mark.campaign)],
+    [
+        pytest.param(("lost", "truncated"), id="some", marks=pytest.mark.campaign),
+        pytest.param(PASSING, id="all", marks=pytest.mark.campaign),
+    ],
 )
 def test_passing_faults_are_outlasted_and_what_is_saved_loads_exactly(
     ranks: RankPool,
@@ -108,6 +111,7 @@ def _purges(rank: int, staging: str) -> list[int]:
     return list_steps(FOLDER)
 
 
+@pytest.mark.campaign
 def test_steps_are_purged_and_damage_is_walked_past(
     ranks: RankPool,
     store: FaultyProxy,  # noqa: F811

@@ -133,6 +133,7 @@ def test_on_a_warm_start_each_follows_its_policy_row_by_row(
     )
 
 
+@pytest.mark.campaign
 def test_a_policy_of_refusal_changes_nothing(ranks: RankPool, tmp_path: Path, fault: FaultRecorder) -> None:
     ranks.run(2, _save, str(tmp_path / "checkpoints"), 2)
     refusing = {"missing": "new", "extra": "dropped", "grown": "grown", "shrunk": "shrunk", "retyped": "retyped", "reshaped": "reshaped"}  # fmt: skip

@@ -41,6 +41,7 @@ def test_a_job_of_torchx_is_followed_requeued_resumed_and_cancelled(launch: Laun
     assert not [file for file in launch.folder.rglob("*.log") if SECRET in file.read_text(errors="replace")]
 
 
+@pytest.mark.campaign
 def test_a_rendered_script_saves_when_its_time_is_up_goes_on_and_ends(launch: Launch) -> None:
     script = launch.render("train", "-j", "2x1", "--time", "30", "--", *launch.overrides, "trainer.max_steps=400")  # fmt: skip
     assert "#SBATCH --signal=TERM@48\n" in script
@@ -65,6 +66,7 @@ def test_a_mistake_is_not_tried_again(launch: Launch) -> None:
     assert len(re.findall(r"(?m)^error: .*/nowhere", launch.output(job_id))) == 1
 
 
+@pytest.mark.campaign
 def test_what_slurm_refuses_is_one_line(launch: Launch) -> None:
     train = ["pipeline.train", "-j", "2x1", "--", *launch.overrides]
     refused = launch.torchx("run", "-s", "slurm", "-cfg", "partition=nope", *train, code=2)

@@ -109,7 +109,15 @@ CASES: list[tuple[Callable[[], PlanRequest], list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "missing", "offered"), CASES, ids=[make.__name__ for make, _, _ in CASES])
+@pytest.mark.parametrize(
+    ("make", "missing", "offered"),
+    [
+        pytest.param(
+            *case, id=case[0].__name__, marks=[pytest.mark.campaign] if case[0] is without_room_beside_state else []
+        )
+        for case in CASES
+    ],
+)
 def test_suggestions_are_those_that_hold(
     make: Callable[[], PlanRequest], missing: list[str], offered: list[str]
 ) -> None:

@@ -167,7 +167,7 @@ def test_a_challenger_of_the_same_data_is_promoted(
 @pytest.mark.parametrize(
     ("history", "num_seeds", "faults"),
     [
-        pytest.param(SMALL, 1, ["flipped", "half"], id="1 seed"),
+        pytest.param(SMALL, 1, ["flipped", "half"], id="1 seed", marks=campaign),
         pytest.param(EQUAL, 5, FAULTS, id="5 seeds", marks=campaign),
     ],
     indirect=["history"],

@@ -75,6 +75,7 @@ def test_the_first_version_is_held_to_absolute_limits() -> None:
     assert mentions(judge(constant, None, GateConfig()).reasons[0], "gate.max_ne=1")
 
 
+@pytest.mark.campaign
 def test_the_upper_bound_covers_the_true_ratio_as_often_as_it_says() -> None:
     covered = 0
     for seed in range(60):

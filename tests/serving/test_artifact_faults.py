@@ -132,7 +132,7 @@ def test_layers_that_hold_a_pickle_are_refused_before_torch_reads_them(small_art
 @pytest.mark.parametrize(
     "stages",
     [
-        pytest.param(SOME_STAGES, id="some"),
+        pytest.param(SOME_STAGES, id="some", marks=pytest.mark.campaign),
         pytest.param(list(kill_worker.STAGES), id="all", marks=pytest.mark.campaign),
     ],
 )

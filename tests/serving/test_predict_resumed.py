@@ -54,9 +54,8 @@ def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
     assert pq.read_table(tmp_path / "whole.parquet")["row"].to_pylist() == list(range(6000))
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.campaign), (signal.SIGTERM, 75)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_prediction_that_is_stopped_keeps_its_parts_and_goes_on(
     tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:

@@ -90,6 +90,7 @@ def test_settings_that_do_not_go_together_are_refused(small_run: Path) -> None:
     assert PruningConfig(kind="frequency", keep_lookups=0.99).keep_lookups == 0.99
 
 
+@pytest.mark.campaign
 def test_auto_finds_a_smaller_mix_than_int8_within_its_budget(small_run: Path, tmp_path: Path) -> None:
     words = ["precision=auto", "ne_budget=0.0005", "tables.cat_25=fp16", "parity.max_rows=3000", *LOOSE]
     summary = run_export(small_run, tmp_path / "artifact", *words)

@@ -66,7 +66,14 @@ def check(found: dict[str, tuple[float, float]]) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "path"),
-    [("sgd", "shared_memory"), ("adagrad", "gloo"), ("rowwise_adagrad", "shared_memory"), ("rowwise_adagrad", "gloo")],
+    [
+        ("sgd", "shared_memory"),
+        ("rowwise_adagrad", "gloo"),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in (("adagrad", "gloo"), ("rowwise_adagrad", "shared_memory"))
+        ),
+    ],
 )
 def test_sharded_steps_equal_unsharded_steps(ranks: RankPool, optimizer: str, path: str) -> None:
     kinds = [kind for kind in ON_ONE_HOST if optimizer != "rowwise_adagrad" or kind not in BY_COLUMNS]
@@ -75,7 +82,7 @@ def test_sharded_steps_equal_unsharded_steps(ranks: RankPool, optimizer: str, pa
     check(PathPool(ranks, PATHS[path]).run(2, distances, suites, optimizer_config(optimizer), 0)[0])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.campaign), "rowwise_adagrad"])
 def test_steps_sharded_over_two_hosts_equal_unsharded_steps(ranks: RankPool, optimizer: str) -> None:
     kinds = [kind for kind in ON_TWO_HOSTS if optimizer != "rowwise_adagrad" or kind not in BY_COLUMNS]
     suites = {f"{kind} {pooling}": alone(kind, pooling) for kind in kinds for pooling in ("sum", "mean")}

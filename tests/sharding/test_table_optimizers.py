@@ -159,8 +159,10 @@ def test_adam_is_torchs_on_touched_rows_for_every_sharding_type(
             SparseOptimizerConfig("adagrad", lr=0.01, weight_decay=0.2, weight_decay_mode="decoupled"), 0.05,
             partial(torch.optim.Adagrad, lr=0.01, eps=1e-8, weight_decay=0.05), marks=pytest.mark.campaign,
         ),
-        (SparseOptimizerConfig("rowwise_adagrad", lr=0.01, weight_decay=0.02, gradient_clip_norm=0.02), 0.03,
-         partial(RowWiseAdagrad, lr=0.01, eps=1e-8, weight_decay=0.05)),
+        pytest.param(
+            SparseOptimizerConfig("rowwise_adagrad", lr=0.01, weight_decay=0.02, gradient_clip_norm=0.02), 0.03,
+            partial(RowWiseAdagrad, lr=0.01, eps=1e-8, weight_decay=0.05), marks=pytest.mark.campaign,
+        ),
         (SparseOptimizerConfig("adam", lr=LR, weight_decay=0.02, gradient_clip_value=0.01), 0.03,
          partial(torch.optim.Adam, lr=LR, weight_decay=0.05)),
         (SparseOptimizerConfig("partial_rowwise_adam", lr=LR, weight_decay=0.5), 0.0, partial(PartialRowWiseAdam, lr=LR)),

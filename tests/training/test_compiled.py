@@ -42,9 +42,8 @@ def _losses(rank: int, cache: str, backend: str) -> tuple[list[float], list[str]
 
 
 # aot_eager: graphs are captured, with their backward, and guarded as ever, and no C++ is compiled of them.
-@pytest.mark.parametrize(
-    ("backend", "num_ranks"), [("aot_eager", 1), pytest.param("inductor", 2, marks=pytest.mark.campaign)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize(("backend", "num_ranks"), [("aot_eager", 1), ("inductor", 2)])
 def test_compiled_layers_train_to_the_same_losses_under_torchrecs_pipeline(
     ranks: RankPool, tmp_path: Path, backend: str, num_ranks: int
 ) -> None:

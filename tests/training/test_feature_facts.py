@@ -51,6 +51,7 @@ def test_a_training_says_how_many_rows_of_each_table_it_has_updated(small_run: P
         )
 
 
+@pytest.mark.campaign
 def test_an_evaluation_measures_importance_on_all_ranks_and_the_page_shows_it(
     ranks: RankPool, small_run: Path, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def _is_called(models: list[EvaluationDetails], metric: str, same_seeds: bool = 
     return difference(baseline, variant, values, resampled, CONFIDENCE).is_called
 
 
+@pytest.mark.campaign
 def test_of_40_pairs_of_equal_variants_at_most_two_are_called_different() -> None:
     draw = np.random.default_rng(0)
     pairs = [_models([0.3] * 6, draw) for _ in range(40)]

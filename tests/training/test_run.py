@@ -92,6 +92,7 @@ def test_the_model_learns_the_planted_teacher(trained: TrainSummary) -> None:
     assert trained.validation["auc"] > 0.5 + 0.5 * (trained.bayes_auc - 0.5)
 
 
+@pytest.mark.campaign
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def _train_after_draws(rank: int, overrides: list[str]) -> None:
         _train(rank, overrides)
 
 
+@pytest.mark.campaign
 def test_what_libraries_draw_while_a_run_starts_is_not_in_its_random_state(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -144,6 +146,7 @@ def test_what_libraries_draw_while_a_run_starts_is_not_in_its_random_state(
     assert all(state == states[0] for state in states)  # and training itself draws nothing
 
 
+@pytest.mark.campaign
 def test_dropout_and_batch_norm_are_resumed_bit_for_bit_and_evaluated_by_running_statistics(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -220,6 +223,7 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(ranks: RankPool, trained:
     assert json.loads(Path(summary.path).read_text())["auc"] == summary.metrics["auc"]
 
 
+@pytest.mark.campaign
 def test_a_part_of_a_split_and_other_data_do_not_take_the_place_of_the_evaluation(
     ranks: RankPool, trained: TrainSummary, prepared_clicks: str, tmp_path: Path
 ) -> None:

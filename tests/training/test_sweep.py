@@ -194,8 +194,8 @@ def test_a_sweep_trains_ordinary_runs_and_goes_on_where_it_was(prepared_clicks: 
     ]  # fmt: skip
     first = _sweep(*words, "sweep.trials=2")
     assert [trial.state for trial in first.trials].count("complete") == 1
-    result = _sweep(*words, "sweep.trials=4", "sweep.seeds=2")
-    assert len(result.trials) == 4 and [trial.point for trial in result.trials][:2] == [
+    result = _sweep(*words, "sweep.trials=3", "sweep.seeds=2")
+    assert len(result.trials) == 3 and [trial.point for trial in result.trials][:2] == [
         trial.point for trial in first.trials
     ]
     best = result.ranked[0]

@@ -99,6 +99,7 @@ def test_a_run_cut_in_two_ends_where_the_uninterrupted_one_does(ranks: RankPool,
     assert (again, result.step) == (plain, 12)  # a second run of a finished job trains nothing
 
 
+@pytest.mark.campaign
 def test_a_run_by_adam_that_is_cut_in_two_ends_bit_for_bit_alike(ranks: RankPool, tmp_path: Path) -> None:
     """With micro-batches: its bias correction goes by the step, which the checkpoint holds."""
     sparse = SparseOptimizerConfig("adam", lr=0.05, weight_decay=0.01, gradient_clip_value=0.1)
