@@ -11,6 +11,8 @@ RANKS ?= 2
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 # Processes that share the test files out; each starts gloo ranks of its own.
 JOBS ?= 2
+# Tests start many processes: each would compile the package again where bytecode is not kept.
+unexport PYTHONDONTWRITEBYTECODE
 # Extra words for pip, for instance an index that has CPU-only builds of torch (much smaller, same results).
 PIP_FLAGS ?=
 TORCHREC := torchrec==1.8.0

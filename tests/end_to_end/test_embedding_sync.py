@@ -134,9 +134,10 @@ def test_evaluate_says_whose_tables_it_used(ranks: RankPool, run: Path) -> None:
             ranks.run(2, _evaluate, [*words, "world_size=2", "tables=own", f"step={step}"])
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "hosts",
-    [[(2, 2, "every_step")], pytest.param([(4, 1, "never")], marks=pytest.mark.campaign)],
+    [[(2, 2, "every_step")], [(4, 1, "never")]],
     ids=["fewer", "more"],
 )
 def test_another_number_of_hosts_goes_on_from_the_mean(

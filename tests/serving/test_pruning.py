@@ -52,6 +52,7 @@ def test_rows_that_were_never_trained_are_the_unknown_row_and_all_others_stay(sm
     assert torch.equal(found, torch.where(stays[:, None], weights, weights[0]))
 
 
+@pytest.mark.campaign
 def test_the_rarest_half_of_all_rows_is_left_out(small_run: Path, prepared_clicks: str, tmp_path: Path) -> None:
     words = ["precision=int8", "pruning.kind=frequency", "pruning.fraction=0.5", *LOOSE, *FEW_ROWS]
     summary = run_export(small_run, tmp_path / "artifact", *words)
@@ -65,6 +66,7 @@ def test_the_rarest_half_of_all_rows_is_left_out(small_run: Path, prepared_click
     assert_raw_rows_are_prepared_rows(summary.artifact, job, str(source), same_ids=False, splits=["test"])
 
 
+@pytest.mark.campaign
 def test_the_least_trained_share_is_found_by_a_histogram(small_run: Path, tmp_path: Path) -> None:
     words = ["precision=int8", "pruning.kind=untrained", "pruning.fraction=0.9", *LOOSE, *FEW_ROWS]
     tables = read_manifest(run_export(small_run, tmp_path / "artifact", *words).artifact).tables

@@ -39,6 +39,7 @@ def _upload(run: Path, to: str, lr: str = "") -> str:
     return to
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("store")
 def test_runs_in_an_object_store_are_read_as_local_ones(run_as_trained: Path, tmp_path: Path) -> None:
     first, second = _upload(run_as_trained, f"{ROOT}/a/first"), _upload(run_as_trained, f"{ROOT}/b/second", "lr: 0.5")
