@@ -7,6 +7,7 @@ code says (pipeline.runtime.process.exit_codes).
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,14 +28,24 @@ AGAIN = {
 }
 STAYS_SO = sorted(FINAL - {REQUEUE})  # another start would end the same way
 QUEUE = "kueue.x-k8s.io/queue-name"
+LONGEST_NAME = 50  # of a workload
 NODES = "node"  # the one replicated job of a JobSet
 
 
 def render_job(workload: Workload, options: KubernetesOptions) -> str:
     """YAML for `kubectl create -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
     check_gpus_asked(workload, bool(workload.gpu), "--gpu")
+    workload = named_for_attempt(workload, options)
     objects = KINDS[options.kind](workload, options)
     return to_yaml(patched(objects, options.patch), _comment(workload, options))
+
+
+def named_for_attempt(workload: Workload, options: KubernetesOptions) -> Workload:
+    """With the suffix of --attempt. The run folder is the job's own: another attempt goes on from its checkpoints."""
+    if options.attempt is None:
+        return workload
+    suffix = secrets.token_hex(3) if options.attempt == "auto" else options.attempt
+    return replace(workload, name=f"{workload.name[: LONGEST_NAME - len(suffix) - 1].rstrip('-')}-{suffix}")
 
 
 def metadata(workload: Workload, options: KubernetesOptions, queued: bool = False) -> dict[str, Any]:
@@ -56,7 +67,7 @@ def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata(workload, options),
+        "metadata": {**metadata(workload, options), **_owned(workload, options)},
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -64,6 +75,14 @@ def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str
             "ports": [{"name": "c10d", "port": workload.port}],
         },
     }
+
+
+def _owned(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
+    """By the Job, whose uid is known once it is there: without this the Service stays when the Job goes."""
+    if options.owner is None:
+        return {}
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": workload.name, "uid": options.owner}
+    return {"ownerReferences": [owner]}
 
 
 def job_spec(workload: Workload, options: KubernetesOptions, template: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class CronJobOptions(KubernetesOptions):
         known = zoneinfo.available_timezones()  # empty where the system has no list
         if self.time_zone is not None and known and self.time_zone not in known:
             raise LaunchError(f"--time-zone {self.time_zone} is no time zone{did_you_mean(self.time_zone, known)}")
+        if self.attempt or self.owner:
+            raise LaunchError("a CronJob names its Jobs and stays itself: leave --attempt and --owner out")
         if self.kind != "job":
             raise LaunchError(f"--kind {self.kind}: a CronJob makes Jobs, nothing else; leave --kind out")
 

@@ -20,6 +20,7 @@ NCCL_SETTINGS = {
     "tcp": {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
 }
 EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
+UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
@@ -33,6 +34,13 @@ class KubernetesOptions:
     namespace: Optional[str] = option(None, "namespace; else the one that kubectl is set to")
     queue: Optional[str] = option(
         None, "a LocalQueue of Kueue, which holds the job until all of its pods fit; a queue of Volcano"
+    )
+    attempt: Optional[str] = option(
+        None, "suffix of all names, so that a job is applied again beside its finished self; auto: made up each time"
+    )
+    owner: Optional[str] = option(
+        None,
+        "uid of the Job that its Service is to be deleted with: kubectl get job NAME -o jsonpath={.metadata.uid}",
     )
     workdir: str = option("/workspace", "folder that the job runs in; relative paths, run folders too, lie under it")
     secret: Optional[str] = option(None, "Secrets whose keys become environment variables, separated by commas")
@@ -88,6 +96,13 @@ class KubernetesOptions:
         if unknown := [name for name in self.capabilities if not re.fullmatch("[A-Z_]+", name)]:
             raise LaunchError(
                 f"--capability {unknown[0]}: names are those of Linux without CAP_, for instance IPC_LOCK"
+            )
+        if self.attempt is not None and not re.fullmatch("[a-z0-9]{1,20}", self.attempt):
+            raise LaunchError(f"--attempt {self.attempt}: give 1 to 20 lower-case letters and digits, or auto")
+        if self.owner is not None and (self.kind != "job" or not UID.fullmatch(self.owner)):
+            raise LaunchError(
+                f"--owner {self.owner}: give the uid of a Job as kubectl shows it (--kind {self.kind}: its operator makes the "
+                "Service, and takes it away)"
             )
         if self.run_as_user == 0:
             raise LaunchError("--run-as-user 0 is root; give another number, or leave it to the image")

@@ -25,7 +25,7 @@ from pipeline.runtime.errors import LaunchError
 
 DEFAULT_QUEUE = "default"
 UNIQUE = 12  # random characters behind a name
-NOT_HERE = ("kind", "workdir", "node_selector", "toleration", "label", "secret_mount", "deadline_s")
+NOT_HERE = ("kind", "workdir", "node_selector", "toleration", "label", "secret_mount", "deadline_s", "attempt", "owner")
 NOT_FOUND = 404
 
 

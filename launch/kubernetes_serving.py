@@ -35,6 +35,8 @@ class ServingOptions(KubernetesOptions):
         check_within("--cpu-percent", self.cpu_percent, 1, 100)
         if self.max_replicas and self.max_replicas < self.replicas:
             raise LaunchError(f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}")
+        if self.attempt or self.owner:
+            raise LaunchError("a server has one name for as long as it is there: leave --attempt and --owner out")
         if self.kind != "job" or self.queue:
             raise LaunchError("a server is a Deployment, which no queue holds: leave --kind and --queue out")
 

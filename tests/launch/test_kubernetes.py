@@ -216,6 +216,32 @@ def test_a_run_folder_that_goes_with_its_pod_is_pointed_out(data: str) -> None:
     assert "# WARNING" not in _with_all_options(data, "job")
 
 
+UID = "0f2b9c1e-6f5b-4b7e-9a55-3c1d2e4f5a6b"
+
+
+def test_another_attempt_has_names_of_its_own_and_the_same_run_folder(data: str) -> None:
+    first, again = (_manifests(_workload(data, "2x4"), attempt=attempt) for attempt in (None, "b7"))
+    assert [each["metadata"]["name"] for each in again] == ["quickstart-b7", "quickstart-b7"]
+    (template,) = pod_templates(again[1])
+    assert again[0]["spec"]["selector"].items() <= template["metadata"]["labels"].items()  # not the other's pods
+    assert template["spec"]["subdomain"] == "quickstart-b7"
+    words, before = _container(again[1])["command"], _container(first[1])["command"]
+    assert words[words.index("--rdzv-endpoint") + 1] == "quickstart-b7-0.quickstart-b7:29500"
+    assert words[words.index("--log-dir") + 1] == before[before.index("--log-dir") + 1] and words[-2:] == before[-2:]
+    long = replace(_workload(data), name="x" * 50)
+    made = {_manifests(long, attempt="auto")[0]["metadata"]["name"] for _ in range(5)}
+    assert len(made) == 5 and {len(name) for name in made} == {50}
+
+
+def test_a_service_goes_with_the_job_that_owns_it(data: str) -> None:
+    service, job = _manifests(_workload(data, "2x4"), owner=UID)
+    validate(service)
+    assert service["metadata"]["ownerReferences"] == [
+        {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": job["metadata"]["name"], "uid": UID}
+    ]
+    assert "ownerReferences" not in job["metadata"]
+
+
 PATCH = """
 kind: Job
 spec:
@@ -273,6 +299,9 @@ def test_a_patch_is_merged_as_kubectl_merges_it(data: str, tmp_path: Path) -> No
         ([*PLACE, "--capability", "cap_ipc_lock"], "cap_ipc_lock IPC_LOCK"),
         ([*PLACE, "--network", "infinband"], "infiniband"),
         ([*PLACE, "--pull-policy", "Never!"], "Never"),
+        ([*PLACE, "--attempt", "Second"], "--attempt Second"),
+        ([*PLACE, "--owner", "me"], "--owner me"),
+        ([*PLACE, "--owner", UID, "--kind", "jobset"], "--owner jobset"),
         ([*PLACE, "--patch", "/nowhere.yaml"], "/nowhere.yaml"),
     ],
 )

@@ -69,6 +69,7 @@ def test_pods_listen_are_asked_whether_they_are_ready_and_answer_while_they_are_
     [
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 3"),
         (["--queue", "team"], "--queue"),
+        (["--attempt", "auto"], "--attempt"),
         (["--service-port", "0"], "--service-port"),
         (["-j", "2x1"], "2x1"),
     ],
