@@ -46,7 +46,7 @@ from pipeline.checkpoint.steps import (
 from pipeline.checkpoint.tables import flatten, inventory_of_state, merge
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.runtime.errors import CheckpointError, DamagedError, StepTakenError
-from pipeline.runtime.logs import get_logger
+from pipeline.runtime.logs import fields, get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import read_verified
@@ -331,7 +331,9 @@ class Checkpointer:
             self._replicas.equal = not own
         self._writer.mark_verified(step)
         if self._context.is_main:
-            logger.info("step %d  loaded from %s in %.1f s", step, path, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            told = fields(event="loaded", step=step, checkpoint=path, seconds=round(seconds, 3))
+            logger.info("step %d  loaded from %s in %.1f s", step, path, seconds, extra=told)
 
     def _log_replicas(self, manifest: dict[str, Any], own: bool) -> None:
         stored = manifest.get("replicas") or {}

@@ -1,9 +1,10 @@
-"""List, compare, show, tag and remove runs:  python -m pipeline.runs list
+"""List, compare, show, tag, clean and remove runs:  python -m pipeline.runs list
 
     python -m pipeline.runs list [ROOT] [sort=ne] [output=runs.parquet]
     python -m pipeline.runs compare RUN RUN... [html=page.html]      is one better, and how sure is that?
     python -m pipeline.runs show RUN                                 what it is, and all that was measured
     python -m pipeline.runs tag RUN TAG... [note='...']              a tag with a leading - is taken away: 'tags=[-old]'
+    python -m pipeline.runs clean RUN [keep_days=30]                old starts' rank logs, and checkpoints set aside as damaged
     python -m pipeline.runs remove RUN [force=true]                  the folder, checkpoints included
 
 Everything is read from the run folders alone. Runs that differ in nothing but trainer.seed are compared as one variant.
@@ -61,6 +62,14 @@ def tag_run(job: RunsJob) -> str:
     return f"{job.run}  tags: {', '.join(tag(open_run(job.run), job.tags, job.note)) or 'none'}"
 
 
+def clean_run(job: RunsJob) -> str:
+    from pipeline.training.runs.cleaning import clean
+    from pipeline.training.runs.folder import open_run
+
+    removed = clean(open_run(job.run), job.keep_days)
+    return "\n".join([*(f"removed {path}" for path in removed), f"{len(removed)} removed from {job.run}"])
+
+
 def remove_run(job: RunsJob) -> str:
     from pipeline.training.runs.folder import open_run
     from pipeline.training.runs.listing import remove
@@ -70,7 +79,7 @@ def remove_run(job: RunsJob) -> str:
 
 
 RUN: dict[str, Callable[[RunsJob], str]] = {
-    "list": list_runs, "compare": compare_runs, "show": show_run, "tag": tag_run, "remove": remove_run,
+    "list": list_runs, "compare": compare_runs, "show": show_run, "tag": tag_run, "clean": clean_run, "remove": remove_run,
 }  # fmt: skip
 
 
@@ -84,6 +93,7 @@ COMMANDS = (
     Command("compare", many="runs"),
     Command("show", ("run",)),
     Command("tag", ("run",), many="tags"),
+    Command("clean", ("run",)),
     Command("remove", ("run",)),
 )
 main = verb("runs", RunsJob, describe=str, commands=COMMANDS, default="list")(run)

@@ -446,14 +446,14 @@ class InitJob(Job):
             check_given(name, getattr(self, name))
 
 
-RUNS_COMMANDS = ("list", "compare", "show", "tag", "remove")
+RUNS_COMMANDS = ("list", "compare", "show", "tag", "clean", "remove")
 
 
 @dataclass
 class RunsJob(Job):
     """root: the folder below which runs are listed; run, runs: run folders; output: a .parquet file beside the text.
 
-    compare takes `runs`, the first of which is the baseline; show, tag and remove take `run`. Tags with a leading - are
+    compare takes `runs`, the first of which is the baseline; show, tag, clean and remove take `run`. Tags with a leading - are
     taken away. confidence: of the intervals.
     """
 
@@ -469,6 +469,7 @@ class RunsJob(Job):
     output: str | None = None
     html: str | None = None  # compare: a page to write besides
     force: bool = False  # remove a run that has tags
+    keep_days: float = 30.0  # clean: what is younger stays
     paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:
@@ -480,7 +481,8 @@ class RunsJob(Job):
             raise ConfigError(f"output={self.output} must end in .parquet")
         if self.html is not None and not self.html.endswith(".html"):
             raise ConfigError(f"html={self.html} must end in .html")
-        if self.command in ("show", "tag", "remove"):
+        check_at_least("keep_days", self.keep_days, 0)
+        if self.command in ("show", "tag", "clean", "remove"):
             check_given("run", self.run)
         if self.command == "compare" and len(self.runs) < 2:
             raise ConfigError("compare takes two runs at least: python -m pipeline.runs compare RUN RUN")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 import time
 import warnings
@@ -52,18 +53,33 @@ class _DropNoise(logging.Filter):
         return not (record.name == "root" and "Sharding spec not found" in record.getMessage())
 
 
+def attempt() -> str:
+    """Which start of the job this is: the scheduler's requeues and the agent's restarts, 0.0 for the first."""
+    return ".".join(os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+
+
+def job_id() -> str:
+    """The scheduler's or the launcher's name of the job; empty for a process that was started by hand."""
+    return next(filter(None, map(os.environ.get, ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"))), "")
+
+
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """`extra` of a log line: what it says as names and values, for logs of JSON."""
+    return {"fields": values}
+
+
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line, for whatever collects logs."""
+    """One JSON object a line, for whatever collects logs; a line's own fields() stand beside its message."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self._rank = rank
+        self._about = {"job": job_id(), "attempt": attempt(), "host": socket.gethostname(), "rank": rank}
 
     def format(self, record: logging.LogRecord) -> str:
         values = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(), "rank": self._rank, "logger": record.name,
-            "message": mask(record.getMessage()),
+            "level": record.levelname.lower(), **self._about, "logger": record.name,
+            "message": mask(record.getMessage()), **getattr(record, "fields", {}),
         }  # fmt: skip
         if record.exc_info:
             values["traceback"] = mask(self.formatException(record.exc_info))

@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,19 @@ def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
 def _train(rank: int, overrides: list[str]) -> TrainSummary:
     logging.getLogger("pipeline").setLevel(logging.INFO)
     return train(load_config(TrainJob, overrides))
+
+
+def _told_by_train(rank: int, overrides: list[str]) -> list[dict[str, Any]]:
+    """What the log lines of a training say as fields, in order."""
+    told: list[dict[str, Any]] = []
+    keep = logging.Handler()
+    keep.emit = lambda record: told.append(vars(record).get("fields", {}))  # type: ignore[method-assign]
+    logging.getLogger("pipeline").addHandler(keep)
+    try:
+        _train(rank, overrides)
+    finally:
+        logging.getLogger("pipeline").removeHandler(keep)
+    return [each for each in told if each]
 
 
 def _contents(run_dir: Path) -> dict[str, bytes]:
@@ -72,7 +86,10 @@ def test_a_resumed_run_says_from_where_and_with_what_else_it_goes_on(
 ) -> None:
     ranks.run(1, _train, _job(prepared_clicks, tmp_path, "trainer.max_steps=2"))
     more = ["trainer.max_steps=4", "optimizer.dense.lr=0.002", "tables.cat_0.init.kind=normal"]
-    ranks.run(1, _train, _job(prepared_clicks, tmp_path, *more))
+    loaded, resumed = ranks.run(1, _told_by_train, _job(prepared_clicks, tmp_path, *more))[0]
+    assert (loaded["event"], loaded["step"]) == ("loaded", 2) and loaded["seconds"] >= 0
+    assert Path(loaded["checkpoint"]) == tmp_path / "checkpoints" / "step_00000002"
+    assert resumed == {"event": "resumed", "step": 2, "steps_to_go": 2, "saved_by_ranks": 1}
     log = (tmp_path / "train.log").read_text()
     assert mentions(
         log, "resumed step 2 1 rank torch 2 steps optimizer.dense.lr=0.002 0.003 tables.cat_0.init.kind=normal"
@@ -81,7 +98,7 @@ def test_a_resumed_run_says_from_where_and_with_what_else_it_goes_on(
     assert "lr: 0.002" in (tmp_path / "config.yaml").read_text()
     first, second = (json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines())
     assert (first["from_step"], second["from_step"], second["world_size"]) == (0, 2, 1)
-    assert second.keys() >= {"time", "command", "host", "version", "commit"}
+    assert second.keys() >= {"time", "attempt", "command", "host", "version", "commit"}
 
 
 def test_rows_of_another_order_are_refused_before_torch(prepared_clicks: str, finished: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from pipeline.config.jobs import TrainJob
 from pipeline.config.training import LoggerConfig, TrainerConfig
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.logs import MetricsWriter, configure_logging, get_logger
+from pipeline.runtime.logs import MetricsWriter, configure_logging, fields, get_logger
 from pipeline.training.hooks.monitor import Monitor
 from pipeline.training.hooks.tracker import Forwarder, Track
 from tests.support.messages import names
@@ -196,16 +196,21 @@ def test_a_tracker_that_is_not_installed_is_named_before_training(
         LoggerConfig(tracker="aim")
 
 
-def test_a_log_of_json_has_an_object_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_of_json_has_an_object_a_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_JOB_ID": "13", "SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
     before = logging.getLogger().handlers[:]
     configure_logging(0, as_json=True)
-    get_logger("pipeline.test").info('a "quoted"\nline of %s', "s3://key:secret@bucket")
+    said = 'a "quoted"\nline of %s'
+    get_logger("pipeline.test").info(said, "s3://key:secret@bucket", extra=fields(event="resumed", step=9))
     try:
         1 / 0  # noqa: B018
     except ZeroDivisionError:
         get_logger("pipeline.test").exception("failed")
     first, second = (json.loads(line) for line in capfd.readouterr().err.splitlines())
     logging.getLogger().handlers[:] = before
+    assert (first["job"], first["attempt"], first["host"]) == ("13", "2.1", socket.gethostname())
+    assert (first["event"], first["step"]) == ("resumed", 9) and "event" not in second
     assert (first["level"], first["rank"], first["logger"]) == ("info", 0, "pipeline.test")
     assert 'a "quoted"\nline of' in first["message"] and "secret" not in first["message"]
     assert "ZeroDivisionError" in second["traceback"] and second["time"].endswith("+00:00")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -135,6 +136,26 @@ def test_runs_are_listed_sorted_tagged_and_removed(copy: Copy, tmp_path: Path) -
     _say("remove", str(bad))
     _say("remove", str(good), "force=true")
     assert find_runs(str(tmp_path)) == []
+
+
+def test_old_logs_and_damaged_checkpoints_are_cleaned_away(copy: Copy) -> None:
+    run = copy("clean")
+    aged, fresh, damaged = run / "logs" / "7_a_x", run / "logs" / "8_a_y", run / "checkpoints" / ".damaged-00000010-1"
+    kept = run / "checkpoints" / "step_00000030"
+    for folder in (aged, fresh, damaged, kept):
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text("text")
+    os.utime(aged / "stderr.log", (0, 0))
+    (run / "logs" / "rank_0.stderr.log").symlink_to("7_a_x/stderr.log")
+    assert _say("clean", str(run)).splitlines() == [f"removed {aged}", f"1 removed from {run}"]
+    assert {path.name for path in (run / "logs").iterdir()} == {"8_a_y"}
+    lease = take_lease(str(run), 60.0)
+    with pytest.raises(RunFolderHeldError):
+        _say("clean", str(run), "keep_days=0")
+    lease.release()
+    assert damaged.exists()
+    assert mentions(_say("clean", str(run), "keep_days=0"), f"{damaged} {fresh} 2 removed")
+    assert kept.exists() and not damaged.exists()
 
 
 @pytest.mark.parametrize(("words", "says"), [

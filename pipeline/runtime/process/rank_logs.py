@@ -2,16 +2,54 @@
 
 <log_dir>/<job>_<host>_<random>/attempt_<n>/<local rank>/stdout.log, stderr.log    as torchelastic writes them
 <log_dir>/rank_<rank>.stdout.log, rank_<rank>.stderr.log                           links to the newest of each
+
+A start removes the folders of starts that are older than KEPT_DAYS and not among the newest KEPT_STARTS.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import tempfile
+import time
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
+
+
+KEPT_STARTS, KEPT_DAYS = 100, 30
+DAY_S = 86400.0
+
+
+def old_starts(log_dir: str, kept: int = KEPT_STARTS, days: float = KEPT_DAYS) -> list[str]:
+    """Paths of the starts' folders that nobody has written to for so many days, less the newest `kept` of all."""
+    before = time.time() - days * DAY_S
+    found = []
+    with contextlib.suppress(OSError), os.scandir(log_dir) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # another host's start removes them too
+                if entry.is_dir(follow_symlinks=False):
+                    found.append((_last_written(entry.path), entry.path))
+    newest_first = sorted(found, reverse=True)
+    return [path for written, path in newest_first[kept:] if written < before]
+
+
+def _last_written(start: str) -> float:
+    """Of a start's folder: its attempts' files are written long after it is made."""
+    files = (os.path.join(folder, name) for folder, _, names in os.walk(start) for name in names)
+    return max((os.lstat(file).st_mtime for file in files), default=os.stat(start).st_mtime)
+
+
+def remove_starts(paths: list[str]) -> None:
+    """With the links that then lead nowhere."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+    for log_dir in {os.path.dirname(path) for path in paths}:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(log_dir):
+                if entry.is_symlink() and not os.path.exists(entry.path):
+                    os.unlink(entry.path)
 
 
 class RankLogs(DefaultLogsSpecs):
@@ -21,6 +59,7 @@ class RankLogs(DefaultLogsSpecs):
         base = log_dir or tempfile.mkdtemp(prefix="torchelastic_")
         os.makedirs(base, exist_ok=True)
         host = socket.gethostname().partition(".")[0]
+        remove_starts(old_starts(base))
         # A name of its own each time: a second launch under the same id must not clear the files of the first.
         return tempfile.mkdtemp(prefix=f"{rdzv_run_id}_{host}_", dir=base)
 

@@ -16,7 +16,7 @@ from pipeline.config.jobs import TrainJob
 from pipeline.config.registry import register
 from pipeline.config.saved_jobs import save_job
 from pipeline.planner.plan_codec import write_plan
-from pipeline.runtime.logs import get_logger, to_json
+from pipeline.runtime.logs import attempt, fields, get_logger, to_json
 from pipeline.runtime.masking import mask
 from pipeline.training.continued import check_finished, describe_differences, differences
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
@@ -41,6 +41,7 @@ class RunRecord(Hook):
         if self._manifest is None or "config" not in self._manifest:  # a test's own
             return
         found = differences(self.job, self._manifest["config"])
+        told: dict[str, object] = {}
         if state.is_over:
             lines = [text] if (text := check_finished(self.job.run_dir, state.step, found)) else []
         else:
@@ -49,9 +50,16 @@ class RunRecord(Hook):
                 f"resumed from step {state.step}, trained on {ranks} rank(s) with torch {libraries.get('torch', '?')}; "
                 f"{state.total_steps - state.step} steps to go; attempt {attempt()}"
             ]
+            told = {
+                "event": "resumed",
+                "step": state.step,
+                "steps_to_go": state.total_steps - state.step,
+                "saved_by_ranks": ranks,
+            }
             lines += describe_differences(found)
         for line in lines:
-            logger.info("%s %s", self.job.run_dir, line)
+            logger.info("%s %s", self.job.run_dir, line, extra=fields(**told))
+            told = {}
 
     def on_train_start(self, state: TrainingState) -> None:
         """Rank 0 alone writes; parts of a test have no plan."""
@@ -61,11 +69,6 @@ class RunRecord(Hook):
         write_plan(f"{self.job.run_dir}/plan.json", self.parts.plan)
         with open(f"{self.job.run_dir}/{STARTS}", "a") as file:
             file.write(to_json(describe_start(state.step, self.parts.context.world_size)) + "\n")
-
-
-def attempt() -> str:
-    """Which start of the job this is: the scheduler's requeues and the agent's restarts, 0.0 for the first."""
-    return ".".join(os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def describe_start(step: int, world_size: int) -> dict[str, Any]:
