@@ -17,7 +17,6 @@ import time
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 
-
 KEPT_STARTS, KEPT_DAYS = 100, 30
 DAY_S = 86400.0
 
