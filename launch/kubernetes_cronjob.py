@@ -6,7 +6,8 @@ import zoneinfo
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from launch.kubernetes import headless_service, job_spec, metadata, queue_label
+from launch.indexed_job import job_spec, metadata, queue_label
+from launch.kubernetes import headless_service
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import JOB_NAME, labels_of, pod_template
 from launch.manifest import given, patched, to_yaml

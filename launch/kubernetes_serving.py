@@ -1,4 +1,4 @@
-"""Render a server of an artifact for Kubernetes: Deployment, Service, disruption budget and, where asked for, autoscaling.
+"""Render a server of an artifact for Kubernetes: Deployment, Service, disruption budget and, where asked for, autoscaling and a ServiceMonitor.
 
 The pods follow the artifact's link or the registry's champion themselves, so a promotion needs no new rollout; the Deployment
 rolls when its image or its command changes, a pod at a time, none taken away before the next one is ready.
@@ -16,6 +16,8 @@ from launch.options import option
 from launch.workload import Workload
 from pipeline.runtime.errors import LaunchError, check_at_least, check_within
 
+LATENCY = "pipeline_serving_request_p95_seconds"  # as launch/monitoring/prometheus_adapter.yml names it
+
 
 @dataclass(frozen=True)
 class ServingOptions(KubernetesOptions):
@@ -24,15 +26,24 @@ class ServingOptions(KubernetesOptions):
     replicas: int = option(2, "pods; with autoscaling, the fewest")
     max_replicas: int = option(0, "the most pods that autoscaling may start; 0: no autoscaling")
     cpu_percent: int = option(60, "share of the cores asked for that autoscaling aims at; latency grows above")
+    latency_ms: int = option(
+        0,
+        "95th percentile of a request that autoscaling aims at besides; needs launch/monitoring/prometheus_adapter.yml",
+    )
+    monitor: bool = option(False, "a ServiceMonitor, by which Prometheus' operator finds the metrics")
+    scrape_s: int = option(15, "seconds between two looks at the metrics")
     service_port: int = option(80, "port of the Service")
     load_s: int = option(600, "seconds that a pod may take to load the artifact")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("replicas", "load_s"):
+        for name in ("replicas", "load_s", "scrape_s"):
             check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
         check_within("--service-port", self.service_port, 1, 65535)
         check_within("--cpu-percent", self.cpu_percent, 1, 100)
+        check_at_least("--latency-ms", self.latency_ms, 0)
+        if self.latency_ms and not self.max_replicas:
+            raise LaunchError(f"--latency-ms {self.latency_ms} steers autoscaling: give --max-replicas too")
         if self.max_replicas and self.max_replicas < self.replicas:
             raise LaunchError(f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}")
         if self.attempt or self.owner:
@@ -48,6 +59,8 @@ def render_serving(workload: Workload, options: ServingOptions) -> str:
         objects.append(_disruption_budget(workload, options))
     if options.max_replicas:
         objects.append(_autoscaler(workload, options))
+    if options.monitor:
+        objects.append(_monitor(workload, options))
     comment = f"{workload.verb}: {options.replicas} pods behind {workload.name}:{options.service_port}; it asks nobody who they are."
     return to_yaml(patched(objects, options.patch), comment)
 
@@ -93,7 +106,8 @@ def _pod(workload: Workload, options: ServingOptions) -> dict[str, Any]:
         "prometheus.io/port": str(workload.http_port),
         "prometheus.io/path": "/metrics",
     }
-    template["metadata"]["annotations"] = {**scraped, **(options.annotation or {})}
+    if not options.monitor:  # else it would be counted twice where the cluster's Prometheus goes by both
+        template["metadata"]["annotations"] = {**scraped, **(options.annotation or {})}
     return template
 
 
@@ -124,13 +138,17 @@ def _disruption_budget(workload: Workload, options: ServingOptions) -> dict[str,
 
 
 def _autoscaler(workload: Workload, options: ServingOptions) -> dict[str, Any]:
-    """By the share of cores in use: it needs the metrics server alone. Latency wants an adapter of Prometheus (--patch)."""
+    """By the share of cores in use, which needs the metrics server alone, and by latency where asked for: the larger number holds."""
     target = {"type": "Utilization", "averageUtilization": options.cpu_percent}
+    metrics: list[dict[str, Any]] = [{"type": "Resource", "resource": {"name": "cpu", "target": target}}]
+    if options.latency_ms:
+        average = {"type": "AverageValue", "averageValue": f"{options.latency_ms}m"}  # thousandths of a second
+        metrics.append({"type": "Pods", "pods": {"metric": {"name": LATENCY}, "target": average}})
     spec = {
         "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": workload.name},
         "minReplicas": options.replicas,
         "maxReplicas": options.max_replicas,
-        "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": target}}],
+        "metrics": metrics,
         "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
     }
     return {
@@ -138,4 +156,14 @@ def _autoscaler(workload: Workload, options: ServingOptions) -> dict[str, Any]:
         "kind": "HorizontalPodAutoscaler",
         "metadata": _metadata(workload, options),
         "spec": spec,
+    }
+
+
+def _monitor(workload: Workload, options: ServingOptions) -> dict[str, Any]:
+    endpoint = {"port": "http", "path": "/metrics", "interval": f"{options.scrape_s}s"}
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "ServiceMonitor",
+        "metadata": _metadata(workload, options),
+        "spec": {"selector": {"matchLabels": _selector(workload)}, "endpoints": [endpoint]},
     }

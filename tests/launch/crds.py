@@ -1,7 +1,10 @@
-"""Schemas of the two kinds that Kubernetes itself does not know, down to their pod and job templates.
+"""Schemas of the kinds that Kubernetes itself does not know, down to their pod and job templates.
 
-Written after the published types: Volcano's batch.volcano.sh/v1alpha1 (volcano-sh/apis, job.go, events.go, actions.go) and
-JobSet's jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, its CustomResourceDefinition). No key beside theirs is let through.
+Written after the published types: Volcano's batch.volcano.sh/v1alpha1 (volcano-sh/apis, job.go, events.go, actions.go),
+JobSet's jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, its CustomResourceDefinition), Kubeflow's trainer.kubeflow.org/v1alpha1
+(kubeflow/trainer at 8c0f5059b, trainjob_types.go, trainingruntime_types.go) and kubeflow.org/v1 (kubeflow/training-operator 1.9.0,
+pytorch_types.go, common_types.go), and monitoring.coreos.com/v1 (prometheus-operator at 6adcebc50, servicemonitor_types.go,
+types.go). No key beside theirs is let through.
 """
 
 from __future__ import annotations
@@ -61,15 +64,87 @@ RULE = _object(
     ),
     targetReplicatedJobs=TEXTS,
 )  # fmt: skip
-JOB_SET = _object(
-    "apiVersion", "kind", "metadata", "spec",
-    apiVersion=_one_of("jobset.x-k8s.io/v1alpha2"), kind=_one_of("JobSet"), metadata=METADATA,
-    spec=_object(
+JOB_SET_SPEC = _object(
         replicatedJobs=_list(_object("name", "template", name=TEXT, replicas=COUNT, groupName=TEXT, template=ANYTHING)),
         network=_object(enableDNSHostnames=FLAG, publishNotReadyAddresses=FLAG, subdomain=TEXT),
         failurePolicy=_object(maxRestarts=COUNT, restartStrategy=_one_of("Recreate", "BlockingRecreate"), rules=_list(RULE)),
         successPolicy=_object("operator", operator=_one_of("All", "Any"), targetReplicatedJobs=TEXTS),
         startupPolicy=_object("startupPolicyOrder", startupPolicyOrder=_one_of("AnyOrder", "InOrder")),
         suspend=FLAG, ttlSecondsAfterFinished=COUNT, managedBy=TEXT,
+)  # fmt: skip
+JOB_SET = _object(
+    "apiVersion", "kind", "metadata", "spec",
+    apiVersion=_one_of("jobset.x-k8s.io/v1alpha2"), kind=_one_of("JobSet"), metadata=METADATA, spec=JOB_SET_SPEC,
+)  # fmt: skip
+
+TRAINING_RUNTIME = _object(
+    "apiVersion", "kind", "metadata",
+    apiVersion=_one_of("trainer.kubeflow.org/v1alpha1"), kind=_one_of("TrainingRuntime"), metadata=METADATA,
+    spec=_object(
+        mlPolicy=_object(numNodes=COUNT, torch=ANYTHING, mpi=ANYTHING, flux=ANYTHING, jax=ANYTHING, xgboost=ANYTHING),
+        podGroupPolicy=_object(coscheduling=ANYTHING, volcano=ANYTHING),
+        template=_object(metadata=ANYTHING, spec=JOB_SET_SPEC),
+    ),
+)  # fmt: skip
+MANAGERS = _one_of("trainer.kubeflow.org/trainjob-controller", "kueue.x-k8s.io/multikueue")
+TRAIN_JOB = _object(
+    "apiVersion", "kind", "metadata",
+    apiVersion=_one_of("trainer.kubeflow.org/v1alpha1"), kind=_one_of("TrainJob"), metadata=METADATA,
+    spec=_object(
+        "runtimeRef",
+        runtimeRef=_object("name", name={"type": "string", "minLength": 1}, apiGroup=TEXT, kind=TEXT),
+        initializer=_object(dataset=ANYTHING, model=ANYTHING),
+        trainer=_object(
+            image=TEXT, command=TEXTS, args=TEXTS, env={"type": "array"}, numNodes=COUNT, resourcesPerNode=ANYTHING,
+            numProcPerNode=COUNT,
+        ),
+        runtimePatches={"type": "array"}, suspend=FLAG, activeDeadlineSeconds={"type": "integer", "minimum": 1},
+        managedBy=MANAGERS,
+    ),
+)  # fmt: skip
+
+REPLICA = _object(replicas=COUNT, restartPolicy=_one_of("Always", "OnFailure", "Never", "ExitCode"), template=ANYTHING)
+PYTORCH_JOB = _object(
+    "apiVersion", "kind", "metadata", "spec",
+    apiVersion=_one_of("kubeflow.org/v1"), kind=_one_of("PyTorchJob"), metadata=METADATA,
+    spec=_object(
+        "pytorchReplicaSpecs",
+        runPolicy=_object(
+            cleanPodPolicy=_one_of("", "All", "Running", "None"), ttlSecondsAfterFinished=COUNT, activeDeadlineSeconds=COUNT,
+            backoffLimit=COUNT, suspend=FLAG, managedBy=TEXT,
+            schedulingPolicy=_object(
+                minAvailable=COUNT, queue=TEXT, minResources=ANYTHING, priorityClass=TEXT, scheduleTimeoutSeconds=COUNT,
+            ),
+        ),
+        elasticPolicy=_object(
+            minReplicas=COUNT, maxReplicas=COUNT, rdzvBackend=_one_of("c10d", "etcd", "etcd-v2"), rdzvPort=COUNT,
+            rdzvHost=TEXT, rdzvId=TEXT, rdzvConf={"type": "array"}, standalone=FLAG, nProcPerNode=COUNT, maxRestarts=COUNT,
+            metrics={"type": "array"},
+        ),
+        pytorchReplicaSpecs=_object(Master=REPLICA, Worker=REPLICA),
+        nprocPerNode=TEXT,
+    ),
+)  # fmt: skip
+
+LABELS = {"type": "object", "additionalProperties": TEXT}
+DURATION = {
+    "type": "string",
+    "pattern": "^(0|(([0-9]+)y)?(([0-9]+)w)?(([0-9]+)d)?(([0-9]+)h)?(([0-9]+)m)?(([0-9]+)s)?(([0-9]+)ms)?)$",
+}
+ENDPOINT = _object(
+    port=TEXT, targetPort=ANYTHING, path=TEXT, scheme=_one_of("http", "https", "HTTP", "HTTPS"), params=ANYTHING,
+    interval=DURATION, scrapeTimeout=DURATION, honorLabels=FLAG, honorTimestamps=FLAG, trackTimestampsStaleness=FLAG,
+    metricRelabelings={"type": "array"}, relabelings={"type": "array"}, filterRunning=FLAG, bearerTokenFile=TEXT,
+    followRedirects=FLAG, enableHttp2=FLAG, tlsConfig=ANYTHING, basicAuth=ANYTHING, authorization=ANYTHING, oauth2=ANYTHING,
+)  # fmt: skip
+SERVICE_MONITOR = _object(
+    "apiVersion", "kind", "metadata", "spec",
+    apiVersion=_one_of("monitoring.coreos.com/v1"), kind=_one_of("ServiceMonitor"), metadata=METADATA,
+    spec=_object(
+        "endpoints", "selector",
+        jobLabel=TEXT, targetLabels=TEXTS, podTargetLabels=TEXTS, endpoints=_list(ENDPOINT),
+        selector=_object(matchLabels=LABELS, matchExpressions={"type": "array"}),
+        namespaceSelector=_object(any=FLAG, matchNames=TEXTS), sampleLimit=COUNT, targetLimit=COUNT, labelLimit=COUNT,
+        scrapeClass=TEXT, attachMetadata=_object(node=FLAG), keepDroppedTargets=COUNT,
     ),
 )  # fmt: skip

@@ -11,12 +11,17 @@ import yaml
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 
-from tests.launch.crds import JOB_SET, VOLCANO_JOB
+from tests.launch.crds import JOB_SET, PYTORCH_JOB, SERVICE_MONITOR, TRAIN_JOB, TRAINING_RUNTIME, VOLCANO_JOB
 
 # The schemas up to 1.28 want onPodConditions in every rule of a podFailurePolicy, which their servers do not.
 RELEASES = ("1.29", kubernetes_validate.latest_version())
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 Manifest = dict[str, Any]
+OTHERS = {  # (group, kind) of what is no part of Kubernetes
+    ("batch.volcano.sh", "Job"): VOLCANO_JOB, ("jobset.x-k8s.io", "JobSet"): JOB_SET,
+    ("trainer.kubeflow.org", "TrainingRuntime"): TRAINING_RUNTIME, ("trainer.kubeflow.org", "TrainJob"): TRAIN_JOB,
+    ("kubeflow.org", "PyTorchJob"): PYTORCH_JOB, ("monitoring.coreos.com", "ServiceMonitor"): SERVICE_MONITOR,
+}  # fmt: skip
 
 
 def read(text: str) -> list[Manifest]:
@@ -28,8 +33,10 @@ def pod_templates(manifest: Manifest) -> list[Manifest]:
     spec = manifest["spec"]
     if manifest["kind"] == "CronJob":
         return [spec["jobTemplate"]["spec"]["template"]]
-    if manifest["kind"] == "JobSet":
-        return [each["template"]["spec"]["template"] for each in spec["replicatedJobs"]]
+    if manifest["kind"] in ("JobSet", "TrainingRuntime"):
+        return [each["template"]["spec"]["template"] for each in _job_set(manifest)["replicatedJobs"]]
+    if manifest["kind"] == "PyTorchJob":
+        return [each["template"] for each in spec["pytorchReplicaSpecs"].values()]
     if manifest["apiVersion"].startswith("batch.volcano.sh"):
         return [task["template"] for task in spec["tasks"]]
     return [spec["template"]] if manifest["kind"] == "Job" else []
@@ -46,26 +53,30 @@ def as_pod(template: Manifest) -> Manifest:
 
 def validate(manifest: Manifest) -> None:
     """Raises for what the schemas refuse, or what only a server would."""
-    group = manifest["apiVersion"].partition("/")[0]
-    if group == "batch.volcano.sh":
-        _validator("volcano").validate(manifest)
-    elif group == "jobset.x-k8s.io":
-        _validator("jobset").validate(manifest)
-        for each in manifest["spec"]["replicatedJobs"]:
-            _against_releases(
-                {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **each["template"]}
-            )
+    key = manifest["apiVersion"].partition("/")[0], manifest["kind"]
+    if key in OTHERS:
+        _validator(key).validate(manifest)
     else:
         _against_releases(manifest)
+    if manifest["kind"] in ("JobSet", "TrainingRuntime"):
+        for each in _job_set(manifest)["replicatedJobs"]:
+            job = {"apiVersion": "batch/v1", "kind": "Job", **each["template"]}
+            _against_releases({**job, "metadata": {"name": "job", **each["template"].get("metadata", {})}})
     for template in pod_templates(manifest):
         _against_releases(as_pod(template))
     _beyond_schemas(manifest)
 
 
+def _job_set(manifest: Manifest) -> Manifest:
+    """The spec of a JobSet, or of that in a TrainingRuntime."""
+    spec: Manifest = manifest["spec"]
+    return spec["template"]["spec"] if manifest["kind"] == "TrainingRuntime" else spec
+
+
 @cache
-def _validator(kind: str) -> Validator:
+def _validator(key: tuple[str, str]) -> Validator:
     """Of a kind that is no part of Kubernetes; its schema is checked once."""
-    schema = {"volcano": VOLCANO_JOB, "jobset": JOB_SET}[kind]
+    schema = OTHERS[key]
     made = validator_for(schema)
     made.check_schema(schema)
     return made(schema)
@@ -87,7 +98,10 @@ def _beyond_schemas(manifest: Manifest) -> None:
     for template in pod_templates(manifest):
         spec = template["spec"]
         container, *_ = spec["containers"]  # a patch may add another
-        assert spec["restartPolicy"] == "Never"  # the only one that a podFailurePolicy is allowed with
+        if manifest["kind"] == "PyTorchJob":
+            assert "restartPolicy" not in spec  # the replica's
+        else:
+            assert spec["restartPolicy"] == "Never"  # the only one that a podFailurePolicy is allowed with
         assert NAME.fullmatch(container["name"]) and NAME.fullmatch(spec.get("subdomain", "none"))
         volumes = [volume["name"] for volume in spec["volumes"]]
         assert sorted(volumes) == sorted({mount["name"] for mount in container["volumeMounts"]})
@@ -102,8 +116,8 @@ def _failure_rules(manifest: Manifest) -> list[Manifest]:
     spec = manifest["spec"]
     if manifest["kind"] == "CronJob":
         spec = spec["jobTemplate"]["spec"]
-    elif manifest["kind"] == "JobSet":
-        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    elif manifest["kind"] in ("JobSet", "TrainingRuntime"):
+        spec = _job_set(manifest)["replicatedJobs"][0]["template"]["spec"]
     return list(spec.get("podFailurePolicy", {}).get("rules", []))
 
 

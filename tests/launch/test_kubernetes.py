@@ -66,7 +66,7 @@ FULL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset", "volcano"])
+@pytest.mark.parametrize("kind", ["job", "jobset", "volcano", "trainjob", "pytorchjob"])
 def test_manifests_hold_against_the_schemas(data: str, kind: str) -> None:
     one, two = _manifests(_workload(data), kind=kind), _manifests(_workload(data, "2x4"), kind=kind)
     for manifest in [*one, *two, *read(_with_all_options(data, kind))]:
@@ -130,6 +130,43 @@ def test_volcano_has_a_task_a_node_and_takes_exit_codes_for_what_they_are(data: 
     assert again["spec"]["maxRetry"] == 5 and again["spec"]["policies"][-1]["action"] == "RestartJob"
     with pytest.raises(LaunchError, match=names("53")):
         _manifests(replace(_workload(data, "2x4"), name="x" * 54), kind="volcano")
+
+
+def test_kubeflow_trainer_runs_a_runtime_of_the_jobs_own(data: str) -> None:
+    runtime, job = _manifests(
+        replace(_workload(data, "2x4"), max_retries=3), kind="trainjob", queue="ads", deadline_s=99
+    )
+    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] and runtime["spec"]["mlPolicy"] == {
+        "numNodes": 2
+    }
+    assert job["spec"]["suspend"] and job["spec"]["activeDeadlineSeconds"] == 99
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "ads"
+    (nodes,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert nodes["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    inner = nodes["template"]["spec"]
+    assert "activeDeadlineSeconds" not in inner and "suspend" not in inner and inner["completions"] == 2
+    container = _container(runtime)
+    assert container["name"] == nodes["name"] == "node"  # where Trainer looks for it
+    command = container["command"]
+    assert command[command.index("--rdzv-endpoint") + 1] == "quickstart-node-0-0.quickstart:29500"
+    assert runtime["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] == 3
+
+
+def test_a_pytorchjob_has_a_master_and_workers_that_the_operator_numbers(data: str) -> None:
+    (job,) = _manifests(replace(_workload(data, "4x4"), max_retries=2), kind="pytorchjob", queue="ads")
+    master, worker = (job["spec"]["pytorchReplicaSpecs"][name] for name in ("Master", "Worker"))
+    assert (master["replicas"], worker["replicas"], worker["restartPolicy"]) == (1, 3, "OnFailure")
+    assert job["spec"]["runPolicy"]["backoffLimit"] == 8 and job["spec"]["runPolicy"]["suspend"]
+    for replica, node in ((master, "0"), (worker, "2")):
+        (container,) = replica["template"]["spec"]["containers"]
+        words = [expand(word, {"RANK": "2"}) for word in container["command"]]
+        assert words[words.index("--rdzv-endpoint") + 1] == "quickstart-master-0:29500"
+        assert words[words.index("--node-rank") + 1] == node
+        assert container["name"] == "pytorch" and container["ports"][0]["name"] == "pytorchjob-port"
+    (alone,) = _manifests(_workload(data), kind="pytorchjob")
+    assert list(alone["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+    assert alone["spec"]["pytorchReplicaSpecs"]["Master"]["restartPolicy"] == "Never"
 
 
 def test_one_pod_needs_no_service_and_no_fixed_port(data: str) -> None:
@@ -293,6 +330,7 @@ def test_a_patch_is_merged_as_kubectl_merges_it(data: str, tmp_path: Path) -> No
         ([*PLACE, "--workdir", "workspace"], "give a path that begins with /"),
         ([*PLACE, "--run-as-user", "0"], "root"),
         ([*PLACE, "-j", "2x1", "--name", "1tb"], "must begin with a letter"),
+        ([*PLACE, "--kind", "trainjob", "--name", "1tb"], "must begin with a letter"),
         ([*PLACE, "--node-selector", "gpu"], "NAME=VALUE"),
         ([*PLACE, "--resource", "rdma=8"], "rdma=8 rdma/hca=8"),
         ([*PLACE, "--resource", "rdma/hca=all"], "rdma/hca=all"),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 from launch.render import render
-from tests.launch.manifests import NAME, _against_releases, as_pod, read
+from pipeline.serving.http.metrics import ServerMetrics
+from tests.launch.manifests import NAME, _against_releases, as_pod, read, validate
 from tests.support.messages import mentions
 
+MONITORING = Path(__file__).resolve().parents[2] / "launch" / "monitoring"
 PLACE = ["--image", "ours:1", "--cpu", "4", "--memMB", "16000"]
 
 
@@ -41,6 +47,38 @@ def test_a_server_is_a_deployment_behind_a_service_that_holds_against_the_schema
     assert scaled["scaleTargetRef"]["name"] == found["Deployment"]["metadata"]["name"]
 
 
+def test_a_server_is_scaled_by_latency_and_found_by_prometheus() -> None:
+    found = _objects(
+        "--max-replicas", "9", "--latency-ms", "20", "--monitor", "--scrape-s", "5", "--label", "release=prom"
+    )
+    cpu, latency = found["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    assert (cpu["type"], latency["type"], latency["pods"]["target"]["averageValue"]) == ("Resource", "Pods", "20m")
+    _against_releases(found["HorizontalPodAutoscaler"])
+    monitor, service = found["ServiceMonitor"], found["Service"]
+    validate(monitor)
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] == service["spec"]["ports"][0]["name"] and endpoint["interval"] == "5s"
+    assert monitor["metadata"]["labels"]["release"] == "prom"
+    assert "annotations" not in found["Deployment"]["spec"]["template"]["metadata"]  # one way to be found is enough
+    monitor["spec"]["endpoints"][0]["intervall"] = "5s"
+    with pytest.raises(jsonschema.ValidationError):
+        validate(monitor)
+
+
+def test_the_adapter_makes_the_latency_of_what_the_server_counts() -> None:
+    """Of the histogram that /metrics has, under the name that the autoscaler asks for."""
+    (rule,) = yaml.safe_load((MONITORING / "prometheus_adapter.yml").read_text())["rules"]
+    found = _objects("--max-replicas", "9", "--latency-ms", "20")
+    asked = found["HorizontalPodAutoscaler"]["spec"]["metrics"][1]["pods"]["metric"]["name"]
+    assert rule["name"]["as"] == asked
+    metrics = ServerMetrics()
+    metrics.request_seconds.labels("/score").observe(0.01)
+    samples = {sample.name for metric in metrics.registry.collect() for sample in metric.samples}
+    assert rule["seriesQuery"].partition("{")[0] in samples
+    assert {"<<.Series>>", "<<.LabelMatchers>>", "<<.GroupBy>>"} <= set(re.findall("<<[^>]*>>", rule["metricsQuery"]))
+
+
 def test_pods_listen_are_asked_whether_they_are_ready_and_answer_while_they_are_taken_away() -> None:
     found = _objects(words=("server.port=8123", "server.drain_s=40"))
     spec = found["Deployment"]["spec"]["template"]["spec"]
@@ -69,6 +107,7 @@ def test_pods_listen_are_asked_whether_they_are_ready_and_answer_while_they_are_
     [
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 3"),
         (["--queue", "team"], "--queue"),
+        (["--latency-ms", "20"], "--latency-ms 20 --max-replicas"),
         (["--attempt", "auto"], "--attempt"),
         (["--service-port", "0"], "--service-port"),
         (["-j", "2x1"], "2x1"),
