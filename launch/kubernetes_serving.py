@@ -54,6 +54,12 @@ class ServingOptions(KubernetesOptions):
 
 def render_serving(workload: Workload, options: ServingOptions) -> str:
     """YAML for `kubectl apply -f -`. Raises LaunchError for what Kubernetes, or the server, cannot have."""
+    comment = f"{workload.verb}: {options.replicas} pods behind {workload.name}:{options.service_port}; it asks nobody who they are."
+    return to_yaml(patched(serving_objects(workload, options), options.patch), comment)
+
+
+def serving_objects(workload: Workload, options: ServingOptions) -> list[dict[str, Any]]:
+    """Each object, the Deployment first."""
     objects = [_deployment(workload, options), _service(workload, options)]
     if options.replicas > 1:
         objects.append(_disruption_budget(workload, options))
@@ -61,8 +67,7 @@ def render_serving(workload: Workload, options: ServingOptions) -> str:
         objects.append(_autoscaler(workload, options))
     if options.monitor:
         objects.append(_monitor(workload, options))
-    comment = f"{workload.verb}: {options.replicas} pods behind {workload.name}:{options.service_port}; it asks nobody who they are."
-    return to_yaml(patched(objects, options.patch), comment)
+    return objects
 
 
 def _metadata(workload: Workload, options: ServingOptions) -> dict[str, Any]:

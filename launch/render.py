@@ -2,6 +2,7 @@
 
 python -m launch.render slurm|kubernetes|torchrun <verb> [-j 2x8] [flags] -- experiment=... key=value
 python -m launch.render serving serve [flags] -- artifact=... key=value
+python -m launch.render chain slurm|argo|airflow|compose CHAIN.yaml [flags]
 
 The job is composed and validated as the TorchX components do it. torchrun prints the command of each node.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from launch.chain import render_chain
 from launch.kubernetes import render_job
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_serving import ServingOptions, render_serving
@@ -86,6 +88,9 @@ def main() -> None:
     argv = sys.argv[1:]
     if argv[:1] and argv[0] in _targets():
         print(render(argv[0], argv[1:]), end="")
+        return
+    if argv[:1] == ["chain"]:
+        print(render_chain(argv[1:]), end="")
         return
     asked = argv[:1] in (["-h"], ["--help"])
     print((__doc__ or "").strip(), file=sys.stdout if asked else sys.stderr)

@@ -4,7 +4,8 @@ Written after the published types: Volcano's batch.volcano.sh/v1alpha1 (volcano-
 JobSet's jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, its CustomResourceDefinition), Kubeflow's trainer.kubeflow.org/v1alpha1
 (kubeflow/trainer at 8c0f5059b, trainjob_types.go, trainingruntime_types.go) and kubeflow.org/v1 (kubeflow/training-operator 1.9.0,
 pytorch_types.go, common_types.go), and monitoring.coreos.com/v1 (prometheus-operator at 6adcebc50, servicemonitor_types.go,
-types.go). No key beside theirs is let through.
+types.go). No key beside theirs is let through. COMPOSE is of what we write in a Compose file, after compose-spec.json (compose-spec/compose-spec
+at 00655e222).
 """
 
 from __future__ import annotations
@@ -147,4 +148,26 @@ SERVICE_MONITOR = _object(
         namespaceSelector=_object(any=FLAG, matchNames=TEXTS), sampleLimit=COUNT, targetLimit=COUNT, labelLimit=COUNT,
         scrapeClass=TEXT, attachMetadata=_object(node=FLAG), keepDroppedTargets=COUNT,
     ),
+)  # fmt: skip
+
+VARIABLES = {"type": "object", "additionalProperties": TEXT}
+CONDITION = _object(
+    "condition", condition=_one_of("service_started", "service_healthy", "service_completed_successfully")
+)
+SERVICE = _object(
+    "image",
+    image=TEXT, command=TEXTS, entrypoint=TEXTS, working_dir=TEXT, environment=VARIABLES, volumes=TEXTS,
+    depends_on={"type": "object", "additionalProperties": CONDITION}, cpus={"type": ["number", "string"]}, mem_limit=TEXT,
+    shm_size=TEXT, init=FLAG, stop_grace_period=TEXT, ports=TEXTS,
+    restart={"type": "string", "pattern": "^(no|always|unless-stopped|on-failure(:[0-9]+)?)$"},
+    healthcheck=_object(test=TEXTS, interval=TEXT, timeout=TEXT, retries={"type": ["number", "string"]}, start_period=TEXT),
+    deploy=_object(
+        resources=_object(reservations=_object(devices=_list(_object("capabilities", driver=TEXT, count=COUNT, capabilities=TEXTS))))
+    ),
+)  # fmt: skip
+COMPOSE = _object(
+    "services",
+    name={"type": "string", "pattern": "^[a-z0-9][a-z0-9_-]*$"},
+    services={"type": "object", "patternProperties": {"^[a-zA-Z0-9._-]+$": SERVICE}, "additionalProperties": False},
+    volumes={"type": "object", "additionalProperties": {"type": "object"}},
 )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Render a chain as a Workflow of Argo: a pod a stage, a JobSet where a stage has several nodes, a Deployment for a server.
+
+Each submission has a name of its own (kubectl create, argo submit), and so have its pods and JobSets.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from launch.indexed_job import STAYS_SO
+from launch.kubernetes import KINDS
+from launch.kubernetes_options import KubernetesOptions
+from launch.kubernetes_pod import labels_of, pod_template
+from launch.kubernetes_serving import ServingOptions, serving_objects
+from launch.manifest import given, to_yaml
+from launch.stages import Stage
+from pipeline.runtime.errors import LaunchError
+
+THIS_RUN = "this-run-of-the-chain"  # stands for the workflow's name until the text is whole
+# Fields of a pod that a template of Argo has under the same name; the others go through its podSpecPatch.
+OF_TEMPLATE = ("volumes", "securityContext", "nodeSelector", "tolerations", "affinity", "priorityClassName")
+NOT_OF_A_STEP = (
+    "restartPolicy",
+    "containers",
+    "automountServiceAccountToken",
+    "imagePullSecrets",
+    "serviceAccountName",
+    "subdomain",
+)
+
+
+def render_workflow(name: str, stages: list[Stage], options: KubernetesOptions) -> str:
+    """YAML for `kubectl create -f -`. Raises LaunchError for what Kubernetes, or Argo, cannot have."""
+    if options.kind != "job" or options.attempt or options.owner or options.patch:
+        raise LaunchError("a Workflow has a template a stage: leave --kind, --attempt, --owner and --patch out")
+    templates: list[dict[str, Any]] = []
+    tasks: list[dict[str, Any]] = []
+    for stage in stages:
+        _check_words(stage)
+        for template in _templates(stage, options):
+            templates.append(template)
+            tasks.append(given(name=template["name"], template=template["name"], dependencies=list(stage.after)))
+    spec = given(
+        entrypoint="chain",
+        serviceAccountName=options.service_account,
+        imagePullSecrets=[{"name": options.pull_secret}] if options.pull_secret else [],
+        ttlStrategy={"secondsAfterCompletion": options.keep_s},
+        templates=[{"name": "chain", "dag": {"tasks": tasks}}, *templates],
+    )
+    metadata = given(generateName=f"{name}-", namespace=options.namespace, labels=options.label)
+    workflow = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata, "spec": spec}
+    comment = f"{name}: {' -> '.join(stage.name for stage in stages)}. Its service account may create JobSets and Deployments."
+    return to_yaml([workflow], comment).replace(THIS_RUN, "{{workflow.name}}")
+
+
+def _check_words(stage: Stage) -> None:
+    for word in [*stage.workload.command, *stage.workload.env.values()]:
+        if "{{" in word:
+            raise LaunchError(
+                f"stages.{stage.name}: {word!r} has {{{{, which Argo takes for a variable; put a blank between"
+            )
+
+
+def _templates(stage: Stage, options: KubernetesOptions) -> list[dict[str, Any]]:
+    if stage.is_service:
+        kept = {name: getattr(options, name) for name in options.__dataclass_fields__}
+        objects = serving_objects(stage.workload, ServingOptions(**{**kept, "queue": None}))
+        names = [stage.name, *(f"{stage.name}-{each['kind'].lower()}" for each in objects[1:])]
+        return [_resource(name, "apply", each) for name, each in zip(names, objects, strict=True)]
+    if stage.workload.nodes > 1:
+        named = replace(stage.workload, name=f"{THIS_RUN}-{stage.name}")
+        (jobset,) = KINDS["jobset"](named, replace(options, kind="jobset"))
+        ends = {
+            "successCondition": "status.terminalState == Completed",
+            "failureCondition": "status.terminalState == Failed",
+        }
+        return [_resource(stage.name, "create", jobset, setOwnerReference=True, **ends)]
+    return [_step(stage, options)]
+
+
+def _resource(name: str, action: str, manifest: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"name": name, "resource": {"action": action, "manifest": to_yaml([manifest]), **more}}
+
+
+def _step(stage: Stage, options: KubernetesOptions) -> dict[str, Any]:
+    workload = stage.workload
+    pod = pod_template(workload, options, "localhost", labels_of(workload, options))["spec"]
+    (container,) = pod["containers"]
+    rest = {key: value for key, value in pod.items() if key not in (*OF_TEMPLATE, *NOT_OF_A_STEP)}
+    retry = None
+    if workload.max_retries:
+        stays_so = f"asInt(lastRetry.exitCode) not in {STAYS_SO}"  # another start would end the same way
+        retry = {"limit": workload.max_retries, "retryPolicy": "Always", "expression": stays_so}
+    return given(
+        name=stage.name,
+        metadata=given(labels=labels_of(workload, options), annotations=options.annotation),
+        activeDeadlineSeconds=options.deadline_s or None,
+        retryStrategy=retry,
+        container=container,
+        **{key: pod[key] for key in OF_TEMPLATE if key in pod},
+        podSpecPatch=json.dumps(rest) if rest else "",
+    )

@@ -1,0 +1,160 @@
+"""Print what runs several verbs one after another, from a file that names them:
+
+python -m launch.render chain slurm|argo|airflow|compose CHAIN.yaml [flags]
+
+The file has a `name`, `defaults` and `stages`: a mapping of a verb, or of a name with `verb:`, to its `overrides` and to what
+differs of the place (j, cpu, gpu, memMB, h, env, image, mount, max_retries, max_restarts). A stage starts once the one before has
+ended well, or those that `after` names. Each is composed here; what its data are is seen when it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional
+
+import yaml
+
+from launch.airflow import AirflowOptions, render_dag
+from launch.argo import render_workflow
+from launch.compose import ComposeOptions, render_compose
+from launch.kubernetes_options import KubernetesOptions
+from launch.options import add_flags, from_flags
+from launch.slurm import SlurmOptions, render_sbatch
+from launch.stages import Stage
+from launch.workload import SERVICES, WORKLOADS, Where, make_workload
+from pipeline.cli.command_line import print_user_errors
+from pipeline.runtime.errors import LaunchError, check_choice
+
+OWN_KEYS = ("verb", "overrides", "after")
+PLACE_KEYS = tuple(each.name for each in dataclasses.fields(Where) if each.name != "name")
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Stages in an order in which each stands behind those that it waits for."""
+
+    name: str
+    stages: list[Stage]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    verb: str
+    where: Where
+    overrides: list[str] = field(default_factory=list)
+    after: tuple[str, ...] = ()
+
+
+def read_chain(path: str) -> Chain:
+    """The chain of a file, each stage composed. Raises LaunchError; a stage's own mistake ends the process as in every verb."""
+    with print_user_errors():
+        values = _mapping(path, _read(path), ("name", "defaults", "stages"))
+        name = str(values.get("name", "chain"))
+        _check_name("name", name)
+        defaults = _mapping("defaults", values.get("defaults") or {}, PLACE_KEYS)
+        entries: list[_Entry] = []
+        for key, stage in _mapping("stages", values.get("stages") or {}).items():
+            entries.append(_entry(name, str(key), stage or {}, defaults, entries))
+        if not entries:
+            raise LaunchError(f"{path} names no stages: give stages: with prepare, train, export, ...")
+    return Chain(
+        name,
+        [
+            Stage(each.name, make_workload(each.verb, None, each.overrides, each.where, check_data=False), each.after)
+            for each in entries
+        ],
+    )
+
+
+def _read(path: str) -> Any:
+    try:
+        with open(path) as file:
+            return yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise LaunchError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _mapping(where: str, values: Any, keys: Optional[tuple[str, ...]] = None) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise LaunchError(f"{where}: a mapping is needed, not {type(values).__name__}")
+    for key in values:
+        if keys is not None:
+            check_choice(f"{where}: the key", str(key), keys)
+    return values
+
+
+def _check_name(where: str, name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise LaunchError(f"{where}: {name!r} is none: up to 30 lower-case letters, digits and dashes, a letter first")
+
+
+def _entry(chain: str, name: str, stage: Any, defaults: dict[str, Any], before: list[_Entry]) -> _Entry:
+    values = _mapping(f"stages.{name}", stage, (*OWN_KEYS, *PLACE_KEYS))
+    _check_name("stages", name)
+    verb = str(values.get("verb", name))
+    check_choice(f"stages.{name}: the verb", verb, [*WORKLOADS, *SERVICES])
+    overrides = values.get("overrides", [])
+    overrides = shlex.split(overrides) if isinstance(overrides, str) else [str(word) for word in overrides]
+    after = values.get("after", [before[-1].name] if before else [])
+    after = [after] if isinstance(after, str) else list(after)
+    for each in after:
+        check_choice(f"stages.{name}.after", each, [earlier.name for earlier in before])
+    place = {**defaults, **{key: value for key, value in values.items() if key in PLACE_KEYS}}
+    if place.get("env"):
+        place["env"] = {key: str(value) for key, value in _mapping(f"stages.{name}.env", place["env"]).items()}
+    where = replace(Where(), **place, name=f"{chain}-{name}")
+    return _Entry(name, verb, where, overrides, tuple(after))
+
+
+def render_slurm(chain: Chain, options: SlurmOptions) -> str:
+    """A script that submits all stages at once; each waits for those before, and goes when one of them fails."""
+    parts = [
+        f"#!/bin/bash\n# {chain.name}: {' -> '.join(stage.name for stage in chain.stages)}. Run it by bash; it prints a job id a stage.\n"
+        "set -euo pipefail"
+    ]
+    for stage in chain.stages:
+        variable, mark = _variable(stage.name), f"END_OF_{_variable(stage.name).upper()}"
+        ids = ":".join(f"${{{_variable(name)}%%;*}}" for name in stage.after)
+        waits = f' --dependency="afterok:{ids}" --kill-on-invalid-dep=yes' if ids else ""
+        script = render_sbatch(stage.workload, options)
+        parts.append(
+            f"{variable}=$(sbatch --parsable{waits} << '{mark}'\n{script}{mark}\n)\necho \"{stage.name} ${variable}\""
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _variable(name: str) -> str:
+    return "job_" + name.replace("-", "_")
+
+
+TARGETS: dict[str, tuple[type, Callable[[Chain, Any], str]]] = {
+    "slurm": (SlurmOptions, render_slurm),
+    "argo": (KubernetesOptions, lambda chain, options: render_workflow(chain.name, chain.stages, options)),
+    "airflow": (AirflowOptions, lambda chain, options: render_dag(chain.name, chain.stages, options)),
+    "compose": (ComposeOptions, lambda chain, options: render_compose(chain.name, chain.stages, options)),
+}
+
+
+def render_chain(argv: list[str]) -> str:
+    """The text for the words behind `chain`; --help and errors end the process as in every verb."""
+    usage = "python -m launch.render chain TARGET CHAIN.yaml [flags]"
+    with print_user_errors():
+        if not argv or argv[0] not in TARGETS:
+            raise LaunchError(f"{usage}: TARGET is one of {', '.join(TARGETS)}")
+    kind, render_with = TARGETS[argv[0]]
+    parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", metavar="CHAIN.yaml", help="name, defaults and stages")
+    add_flags(parser, kind, argv[0])
+    typed = parser.parse_args(argv[1:])
+    with print_user_errors():
+        options: Any = from_flags(kind, typed)
+    chain = read_chain(typed.file)
+    with print_user_errors():
+        return render_with(chain, options)
