@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.chain import TARGETS as CHAINS
 from pipeline.cli.command_line import load_config
 from pipeline.cli.words import Words, read_words
 from pipeline.runtime.errors import ConfigError
@@ -187,6 +188,8 @@ def verb_of(command: Command) -> tuple[str, list[str]] | None:
             return rest[0], rest[1:]
         if module.startswith("pipeline."):
             return module.removeprefix("pipeline."), rest
+        if module == "launch.render" and rest[:1] == ["chain"]:
+            return None
         if module in ("launch.render", "launch.schedule"):
             if "--help" in rest:
                 return None
@@ -206,6 +209,10 @@ def problem_of(command: Command) -> str:
         unknown = [word for word in words[1:] if "=" not in word and word not in targets]
         return f"make has no {unknown}" if unknown else ""
     module = words[2] if len(words) > 2 and words[1] == "-m" else ""
+    if module == "launch.render" and list(words[3:4]) == ["chain"]:
+        targets = set("".join(words[4:5]).split("|"))
+        unknown_targets = targets - {*CHAINS, "TARGET"}
+        return f"launch.render chain knows no {unknown_targets}" if unknown_targets else ""
     if module.startswith(("benchmarks.", "tests.")):
         file = REPOSITORY / (module.replace(".", "/") + ".py")
         if not file.exists():

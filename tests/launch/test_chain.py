@@ -115,7 +115,7 @@ def _operators(source: str) -> dict[str, dict[str, Any]]:
         {each.arg: each.value.value for each in call.keywords if each.arg and isinstance(each.value, ast.Constant)}
         for call in named
     ]
-    return {values["task_id"]: values for values in keywords}
+    return {str(values["task_id"]): values for values in keywords}
 
 
 def test_airflow_submits_each_stage_and_waits_for_its_end(two_nodes: str) -> None:
