@@ -14,6 +14,7 @@ from launch.cron import parse_cron
 from launch.options import option
 from launch.slurm import SlurmOptions, render_sbatch
 from launch.stages import Stage
+from launch.workload import check_one_task
 from pipeline.runtime.errors import LaunchError, check_choice
 
 BY = ("slurm", "worker")
@@ -89,6 +90,7 @@ def _command(stage: Stage, options: AirflowOptions) -> str:
     if options.by == "slurm":
         wait = "" if stage.is_service else " --wait"
         return f"{enter}sbatch --parsable{wait} << 'END_OF_SCRIPT'\n{render_sbatch(workload, options)}END_OF_SCRIPT\n"
+    check_one_task(workload, "a worker of Airflow")
     if stage.is_service or workload.nodes > 1:
         raise LaunchError(
             f"stages.{stage.name}: a worker runs what ends, on one host: leave the stage out, or give --by slurm"

@@ -37,6 +37,9 @@ def app_of(workload: Workload) -> specs.AppDef:
         role.entrypoint, role.args = "bash", ["-c", f"exec {_escaped(workload, head)}"]
     else:
         role.entrypoint, *role.args = (_literally(word) for word in workload.argv())
+        if workload.tasks > 1:  # a replica a task, which TorchX numbers; Slurm's arrays number their own
+            role.num_replicas = workload.tasks
+            role.args[-1] = f"shard={macros.replica_id}"
     return specs.AppDef(name=workload.name, roles=[role])
 
 

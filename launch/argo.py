@@ -16,6 +16,7 @@ from launch.kubernetes_pod import labels_of, pod_template
 from launch.kubernetes_serving import ServingOptions, serving_objects
 from launch.manifest import given, to_yaml
 from launch.stages import Stage
+from launch.workload import check_one_task
 from pipeline.runtime.errors import LaunchError
 
 THIS_RUN = "this-run-of-the-chain"  # stands for the workflow's name until the text is whole
@@ -38,6 +39,7 @@ def render_workflow(name: str, stages: list[Stage], options: KubernetesOptions) 
     templates: list[dict[str, Any]] = []
     tasks: list[dict[str, Any]] = []
     for stage in stages:
+        check_one_task(stage.workload, "a pod of a Workflow")
         _check_words(stage)
         for template in _templates(stage, options):
             templates.append(template)

@@ -211,3 +211,65 @@ def retrain(
     where = workload.Where(j, cpu, gpu, memMB, h, env, image, mount, name, max_retries, max_restarts)
     doc = appdef.without_args(retrain.__doc__)
     return appdef.app_of(workload.make_workload("retrain", doc, overrides, where, check_data))
+
+
+def predict(
+    *overrides: str,
+    cpu: Optional[int] = None,
+    gpu: Optional[int] = None,
+    memMB: Optional[int] = None,
+    h: Optional[str] = None,
+    env: Optional[Dict[str, str]] = None,
+    image: Optional[str] = None,
+    mount: Optional[str] = None,
+    name: Optional[str] = None,
+    max_retries: int = 0,
+) -> specs.AppDef:
+    """Score files: torchx run -s slurm pipeline.predict -- artifact=... source=rows/ output=scores.parquet num_shards=8
+
+    Args:
+        overrides: artifact=, source=, output= and what `python -m pipeline.predict --help` lists; num_shards=N starts N tasks
+        cpu: cores a task; this machine's, or the cluster's default, unless given
+        gpu: GPUs a task
+        memMB: memory a task; this machine's unless given
+        h: a named TorchX resource instead of cpu, gpu and memMB
+        env: environment of the job (A=1,B=2)
+        image: container image; without one the job runs in this Python environment
+        mount: type=bind,src=/data,dst=/data,readonly (or type=volume, type=device), several after one another
+        name: name of the TorchX app
+        max_retries: how often the scheduler may start a task again; parts that are scored stay so
+    """
+    where = workload.Where("1x1", cpu, gpu, memMB, h, env, image, mount, name, max_retries)
+    doc = appdef.without_args(predict.__doc__)
+    return appdef.app_of(workload.make_workload("predict", doc, overrides, where))
+
+
+def serve(
+    *overrides: str,
+    cpu: Optional[int] = None,
+    gpu: Optional[int] = None,
+    memMB: Optional[int] = None,
+    h: Optional[str] = None,
+    env: Optional[Dict[str, str]] = None,
+    image: Optional[str] = None,
+    mount: Optional[str] = None,
+    name: Optional[str] = None,
+    max_retries: int = 0,
+) -> specs.AppDef:
+    """Serve an artifact until cancelled: torchx run -s slurm pipeline.serve -- artifact=artifacts/quickstart
+
+    Args:
+        overrides: artifact=<folder, link or registry> and what `python -m pipeline.serve --help` lists
+        cpu: cores; this machine's, or the cluster's default, unless given
+        gpu: GPUs
+        memMB: memory; this machine's unless given
+        h: a named TorchX resource instead of cpu, gpu and memMB
+        env: environment of the job (A=1,B=2)
+        image: container image; without one the job runs in this Python environment
+        mount: type=bind,src=/data,dst=/data,readonly (or type=volume, type=device), several after one another
+        name: name of the TorchX app
+        max_retries: how often the scheduler may start the server again
+    """
+    where = workload.Where("1x1", cpu, gpu, memMB, h, env, image, mount, name, max_retries)
+    doc = appdef.without_args(serve.__doc__)
+    return appdef.app_of(workload.make_workload("serve", doc, overrides, where))

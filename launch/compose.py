@@ -11,7 +11,7 @@ from typing import Any
 from launch.manifest import given, to_yaml
 from launch.options import option
 from launch.stages import Stage
-from launch.workload import Workload
+from launch.workload import Workload, check_one_task
 from pipeline.runtime.errors import LaunchError, check_within
 
 STORAGE, BUCKET = "storage", "bucket"
@@ -74,6 +74,7 @@ def _bucket(options: ComposeOptions) -> dict[str, Any]:
 
 def _service(stage: Stage, options: ComposeOptions) -> dict[str, Any]:
     workload = stage.workload
+    check_one_task(workload, "Compose")
     if workload.image is None:
         raise LaunchError(
             f"stages.{stage.name}: image is needed (defaults: image: ...); docs/cluster.md says how to build it"

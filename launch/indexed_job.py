@@ -33,10 +33,10 @@ def job_spec(workload: Workload, options: KubernetesOptions, template: dict[str,
     return given(
         suspend=True if options.queue else None,  # until Kueue lets it start
         completionMode="Indexed",
-        completions=workload.nodes,
-        parallelism=workload.nodes,
+        completions=workload.tasks if workload.tasks > 1 else workload.nodes,
+        parallelism=workload.tasks if workload.tasks > 1 else workload.nodes,
         # The end of the first node ends the others: each of their pods counts.
-        backoffLimit=workload.max_retries * workload.nodes,
+        backoffLimit=workload.max_retries * max(workload.nodes, workload.tasks),
         podFailurePolicy=_failure_policy(),
         activeDeadlineSeconds=options.deadline_s or None,
         template=template,

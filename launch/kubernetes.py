@@ -19,7 +19,7 @@ from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import INSTANCE, is_kept, labels_of, pod_template
 from launch.manifest import given, patched, to_yaml
 from launch.volcano import volcano_job
-from launch.workload import Workload, check_gpus_asked
+from launch.workload import Workload, check_gpus_asked, check_one_task
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import REQUEUE
 
@@ -35,6 +35,8 @@ LONGEST_NAME = 50  # of a workload
 def render_job(workload: Workload, options: KubernetesOptions) -> str:
     """YAML for `kubectl create -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
     check_gpus_asked(workload, bool(workload.gpu), "--gpu")
+    if options.kind != "job":
+        check_one_task(workload, f"--kind {options.kind}")
     workload = named_for_attempt(workload, options)
     objects = KINDS[options.kind](workload, options)
     return to_yaml(patched(objects, options.patch), _comment(workload, options))

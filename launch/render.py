@@ -23,7 +23,7 @@ from launch.kubernetes_serving import ServingOptions, render_serving
 from launch.options import add_flags, from_flags, option, split_words
 from launch.resources import this_host
 from launch.slurm import SlurmOptions, render_sbatch
-from launch.workload import SERVICES, WORKLOADS, Where, Workload, make_workload
+from launch.workload import SERVICES, WORKLOADS, Where, Workload, check_one_task, make_workload
 from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError
 
@@ -39,6 +39,7 @@ class TorchrunOptions:
 
 def render_torchrun(workload: Workload, options: TorchrunOptions) -> str:
     """The command of every node, the same for all."""
+    check_one_task(workload, "torchrun")
     if workload.nodes > 1 and options.head == "localhost":
         raise LaunchError(
             f"-j {workload.nodes}x{workload.ranks_per_node} meets at the first node: say --head NAME, as the others know it"

@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from launch.options import option
@@ -72,6 +72,13 @@ class SlurmOptions:
 
 def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
     """The whole script; `sbatch` of it, as it is, runs the job. Raises LaunchError for a job that could not get further."""
+    if workload.tasks > 1 and options.array is None:
+        options = replace(options, array=f"0-{workload.tasks - 1}")
+    elif workload.tasks > 1 and options.array not in (f"0-{workload.tasks - 1}", *_at_once(workload, options)):
+        raise LaunchError(
+            f"array={options.array}, and num_shards={workload.tasks} has the tasks 0-{workload.tasks - 1}: leave array out, or give "
+            f"0-{workload.tasks - 1}%8 for eight at once"
+        )
     asks_gpus = workload.gpu or "gpu" in f"{options.gres or ''} {options.sbatch or ''}"
     check_gpus_asked(workload, bool(asks_gpus), "--gpu (or gres=gpu:...)")
     _check_time(workload, options)
@@ -88,6 +95,12 @@ def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
         "\n".join(_ending(workload, options)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _at_once(workload: Workload, options: SlurmOptions) -> list[str]:
+    """The array with the limit of tasks at once that is asked for."""
+    limit = (options.array or "").partition("%")[2]
+    return [f"0-{workload.tasks - 1}%{limit}"] if limit else []
 
 
 def sbatch_lines(workload: Workload, options: SlurmOptions) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import labels_of, pod_template
 from launch.manifest import given
-from launch.workload import Workload
+from launch.workload import Workload, check_one_task
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
 
@@ -21,6 +21,7 @@ MOST_EVICTIONS = 3
 
 def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
     """Raises LaunchError for what Kubernetes, or the job, cannot have."""
+    check_one_task(workload, "Volcano")
     if options.deadline_s:
         raise LaunchError(f"--deadline-s {options.deadline_s}: Volcano ends no job by the clock; leave it out")
     return {

@@ -23,7 +23,7 @@ from pipeline.cli.command_line import (
     validate_geometry,
     validate_train,
 )
-from pipeline.config.jobs import EvaluateJob, ExportJob, PlanJob, PrepareJob, RetrainJob, ServeJob, TrainJob
+from pipeline.config.jobs import EvaluateJob, ExportJob, PlanJob, PredictJob, PrepareJob, RetrainJob, ServeJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import TrainerConfig
 from pipeline.runtime.errors import LaunchError, TrainingError
@@ -36,7 +36,7 @@ MOUNT_TYPES = ("bind", "volume", "device")
 ENDPOINT = "<rendezvous host:port>"
 JOB_ID = "<job id>"
 
-GO_ON = ("prepare", "train", "retrain")  # verbs whose work before a SIGTERM is not lost
+GO_ON = ("prepare", "train", "retrain", "predict")  # verbs whose work before a SIGTERM is not lost
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class Workload:
     log_dir: str = ""  # a file a rank is written here; empty: there are no ranks, or no folder
     on_gpus: bool = False  # the job's hardware has GPUs, one a rank
     http_port: int = 0  # of a server
+    tasks: int = 1  # of an array: the command runs so often, each time with another number
     steps: str = ""  # the local folder of its checkpoints; empty: none, or in an object store
 
     @property
@@ -182,6 +183,29 @@ def export(doc: Optional[str], words: list[str], where: Where, check_data: bool 
     return _single("export", words, where, "export")
 
 
+# The number of this task: Slurm's arrays and Kubernetes' Indexed Jobs put it into the environment.
+TASK_NUMBER = "${oc.env:SLURM_ARRAY_TASK_ID,${oc.env:JOB_COMPLETION_INDEX,0}}"
+
+
+def predict(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    """One process, or with num_shards=N an array of N, each with its own shard."""
+    job = parse_command_line(PredictJob, doc, words)
+    if job.num_shards > 1:
+        if any(word.partition("=")[0] == "shard" for word in words):
+            raise LaunchError("shard=... with num_shards: each task of the array is given its own; leave shard out")
+        words = [*words, f'shard="{TASK_NUMBER}"']
+    stem = job.output.rstrip("/").rpartition("/")[2].partition(".")[0]
+    return replace(_single("predict", words, where, f"predict-{stem}"), tasks=job.num_shards)
+
+
+def check_one_task(workload: Workload, what: str) -> None:
+    """Raises LaunchError for an array where there is none."""
+    if workload.tasks > 1:
+        raise LaunchError(
+            f"num_shards={workload.tasks} is an array of tasks, and {what} has none: Slurm's arrays and Kubernetes' Jobs do"
+        )
+
+
 def retrain(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
     job = parse_command_line(RetrainJob, doc, _as_composed_by_ranks(words, where))
     made = _ranks("retrain", words, where, f"retrain-{job.name}", f"{job.run_dir}/logs", job.trainer.grace_s)
@@ -229,6 +253,7 @@ def serve(doc: Optional[str], words: list[str], where: Where, check_data: bool =
 
 WORKLOADS: dict[str, Callable[[Optional[str], list[str], Where, bool], Workload]] = {
     "prepare": prepare, "plan": plan, "train": train, "evaluate": evaluate, "export": export, "retrain": retrain,
+    "predict": predict,
 }  # fmt: skip
 
 

@@ -526,6 +526,8 @@ class PredictJob(Job):
     rows_per_part: int = 1_000_000  # what a killed run loses at most
     max_quarantined_fraction: float = 0.01
     overwrite: bool = False
+    num_shards: int = 1  # processes that share the source's files, each with a file of its own beside output
+    shard: int = 0  # which of them this is
     threads: int | None = None  # None: all cores
     temp_dir: str | None = None  # None: beside output
     require_signature: str | None = None  # a public Ed25519 key as PEM: only an artifact that it vouches for scores
@@ -533,6 +535,8 @@ class PredictJob(Job):
     def __post_init__(self) -> None:
         check_given("artifact", self.artifact)
         check_given("output", self.output)
+        check_at_least("num_shards", self.num_shards, 1)
+        check_within("shard", self.shard, 0, self.num_shards - 1)
         check_memory(self.memory)
         if self.format is not None:
             find("format", self.format)

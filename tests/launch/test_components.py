@@ -9,15 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from torchx import specs
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.file_linter import validate
 
 from launch import components
+from launch.render import render
 from launch.resources import CLOUD_HOSTS, Host, asked_host, named_host, parse_shape, this_host, threads_per_rank
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs import PredictJob, TrainJob
 from pipeline.config.saved_jobs import save_job
+from tests.launch.manifests import expand
 from tests.support.datasets import described_dataset
 from tests.support.messages import mentions, names
 
@@ -128,8 +131,54 @@ def test_help_after_the_dashes_is_the_verbs(capsys: pytest.CaptureFixture[str]) 
 
 def test_torchx_accepts_every_component() -> None:
     source = str(REPOSITORY / "launch" / "components.py")
-    for name in ("train", "evaluate", "prepare", "plan", "export", "retrain"):
+    for name in ("train", "evaluate", "prepare", "plan", "export", "retrain", "predict", "serve"):
         assert validate(source, name) == []
+
+
+PREDICT = ["artifact=a", "source=rows/*.csv", "output=scores/today.parquet"]
+
+
+def test_shards_of_a_prediction_are_tasks_of_an_array(capsys: pytest.CaptureFixture[str]) -> None:
+    (role,) = components.predict(*PREDICT, "num_shards=8", cpu=2, memMB=1000).roles
+    values = specs.macros.Values(img_root="", app_id="job-1", replica_id="3", rank0_env="HOST_0")
+    assert role.num_replicas == 8 and values.apply(role).args[-2:] == ["num_shards=8", "shard=3"]
+    (role,) = components.predict(*PREDICT, cpu=2, memMB=1000).roles
+    assert role.num_replicas == 1 and role.args[-1] == PREDICT[-1]
+    script = render("slurm", ["predict", "--", *PREDICT, "num_shards=8"])
+    assert "#SBATCH --array=0-7\n" in script and "#SBATCH --job-name=predict-today\n" in script
+    assert "--array=0-7%2" in render("slurm", ["predict", "--array", "0-7%2", "--", *PREDICT, "num_shards=8"])
+    place = ["--image", "ours:1", "--cpu", "2", "--memMB", "1000", "--max-retries", "1"]
+    job = yaml.safe_load(render("kubernetes", ["predict", *place, "--", *PREDICT, "num_shards=8"]))
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"], spec["backoffLimit"]) == (
+        "Indexed",
+        8,
+        8,
+        8,
+    )
+    word = expand(spec["template"]["spec"]["containers"][0]["command"][-1], {})
+    for variable in ("SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(variable, "5")
+            assert load_config(PredictJob, [*PREDICT, "num_shards=8", word]).shard == 5
+    for target, flags in (
+        ("slurm", ["--array", "0-3"]),
+        ("kubernetes", [*place, "--kind", "jobset"]),
+        ("torchrun", []),
+    ):
+        with pytest.raises(SystemExit):
+            render(target, ["predict", *flags, "--", *PREDICT, "num_shards=8"])
+        assert mentions(capsys.readouterr().err, "num_shards=8")
+    with pytest.raises(SystemExit):
+        components.predict(*PREDICT, "num_shards=8", "shard=1")
+    assert mentions(capsys.readouterr().err, "shard num_shards")
+
+
+def test_a_server_is_a_component() -> None:
+    (role,) = components.serve("artifact=artifacts/clicks", cpu=4, memMB=1000).roles
+    assert role.args[2:] == [
+        "pipeline.serve", "artifact=artifacts/clicks", "server.host=0.0.0.0", "server.shutdown_delay_s=5", "threads=4",
+    ]  # fmt: skip
 
 
 def test_a_named_host_with_gpus_fits_that_of_each_cloud() -> None:

@@ -31,6 +31,7 @@ COMPONENTS = {
     "train": ["-j", "2x8", "--gpu", "8", *NO_DATA, "experiment=mlperf_dlrmv2", "data.path=/data"],
     "evaluate": ["-j", "1x8", *NO_DATA, "run=/workspace/runs/mlperf", "split=validation"],
     "export": [*NO_DATA, "run=/workspace/runs/mlperf"],
+    "predict": ["--", "artifact=/a", "source=/rows", "output=/workspace/scores.parquet"],
     "retrain": ["-j", "1x8", *NO_DATA, "experiment=criteo_kaggle_dlrm", "source=clicks"],
 }
 

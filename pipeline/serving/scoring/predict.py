@@ -22,6 +22,7 @@ from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.runtime.process.processes import only_one_run
 from pipeline.runtime.storage import atomic, storage
 from pipeline.serving.scoring.load import FoundArtifact, find_folder
+from pipeline.serving.scoring.shards import MANIFEST_SUFFIX, job_of_shard, publish_manifest, sources_of_shard
 
 if TYPE_CHECKING:
     from pipeline.data.raw.source import Source
@@ -54,6 +55,8 @@ def predict(
 ) -> PredictSummary:
     """Write job.output, and <output>.json, which is its commit; bad rows go to <output>.quarantine.jsonl.
 
+    With num_shards the files are this shard's (pipeline.serving.scoring.shards), and the last to end writes the manifest of all.
+
     Raises:
         ServingError: artifact or source cannot be read, too many rows are bad, or job.output holds other scores.
     """
@@ -65,6 +68,7 @@ def predict(
         from pipeline.serving.scoring.score_parts import StagedScores
 
     check_apart(job)
+    whole, job = job, job_of_shard(job)
     sources = find_sources(job.source)
     if load is None:
         path = find(job.artifact).path
@@ -73,7 +77,11 @@ def predict(
         scorer = load(job)
     subject = _subject(job, scorer, sources)
     if finished := _finished(job, subject):
+        if job.num_shards > 1:
+            publish_manifest(whole)
         return finished
+    if job.num_shards > 1:
+        storage.remove(whole.output + MANIFEST_SUFFIX)  # of another prediction
     staging = staging_folder(job)
     os.makedirs(staging, exist_ok=True)
     with only_one_run(staging, "scoring"):
@@ -81,6 +89,8 @@ def predict(
         scored_before = staged.progress.num_rows
         summary = _score(job, scorer, sources, staged)
         storage.remove(staging)
+    if job.num_shards > 1 and publish_manifest(whole):
+        logger.info("all %d shards are done: %s%s", job.num_shards, whole.output, MANIFEST_SUFFIX)
     return PredictSummary(**{**summary, "num_scored_before": scored_before, "seconds": time.monotonic() - started})
 
 
@@ -114,6 +124,8 @@ def _subject(job: PredictJob, scorer: Scorer, sources: list[Source]) -> dict[str
         "id_columns": list(job.id_columns),
         "batch_rows": job.batch_rows,  # a product of matrices may round by its number of rows
     }
+    if job.num_shards > 1:
+        subject["shard"] = [job.shard, job.num_shards]
     if hasattr(scorer, "output"):
         subject["retrieve"] = asdict(job.retrieve)
     return dict(json.loads(json.dumps(subject)))
@@ -157,8 +169,11 @@ def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: Stage
     opened = open_sources(sources, layouts, (FILE, ROW, *(field.name for field in fields)))
     schema = output_schema(opened, fields)
     threads = job.threads or len(os.sched_getaffinity(0))
-    with progress("scoring", sum(source.size_bytes for source in sources)) as bar:
+    own = sources_of_shard(sources, job.shard, job.num_shards)
+    with progress("scoring", sum(source.size_bytes for source in own)) as bar:
         for number, source in enumerate(opened):
+            if source.source not in own:
+                continue
             score_source(
                 scorer, source, number, schema, staged,
                 batch_rows=job.batch_rows, rows_per_part=job.rows_per_part, threads=threads, advance=bar.advance,
@@ -176,7 +191,7 @@ def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: Stage
     }
     if text := scorer.unusual(done.row_zero):
         logger.warning("%s", text)
-    report = {"subject": done.subject, "summary": summary, "sources": [asdict(source) for source in sources]}
+    report = {"subject": done.subject, "summary": summary, "sources": [asdict(source) for source in own]}
     storage.publish_text(job.output + REPORT_SUFFIX, json.dumps(report, indent=1))
     return summary
 
