@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -215,6 +215,33 @@ def test_a_registered_hook_runs_logs_saves_and_is_restored(ranks: RankPool, tmp_
     assert read_manifest(step_path(str(tmp_path / "checkpoints"), 12))["counted"] == 12
     # The line of a step is written before a hook of one's own hears of its end.
     assert [line["counted"] for line in train_lines(tmp_path)] == [7, 11]
+
+
+@register("hook", "test_watching")
+class Watching(Hook):
+    """Keeps what the last log line said of all ranks."""
+
+    seen: ClassVar[list[dict[str, float]]] = []
+
+    def on_step_end(self, state: TrainingState) -> None:
+        type(self).seen = state.of_ranks
+
+
+def _watched(rank: int, folder: str, port: int | None) -> list[dict[str, float]]:
+    config = replace(CONFIG, max_steps=4, log_every_steps=2, hooks=["test_watching"], metrics_port=port)
+    run_training(rank, folder, config, by_steps(0), DrawnReader(rank, 2))
+    return Watching.seen
+
+
+def test_every_rank_is_measured_where_prometheus_asks(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, _watched, str(tmp_path / "watched"), 0)
+    assert first == second and len(first) == 2  # rank 0 serves the numbers of both
+    named = {"step_seconds", "input_stall_seconds", "comms_seconds", "peak_memory_bytes", "straggler_score"}
+    assert all(set(each) == named and each["peak_memory_bytes"] > 1 << 20 for each in first)
+    busy = [each["step_seconds"] - each["comms_seconds"] for each in first]
+    middle = sum(busy) / 2
+    assert [each["straggler_score"] for each in first] == pytest.approx([each / middle for each in busy])
+    assert ranks.run(2, _watched, str(tmp_path / "alone"), None) == [[], []]
 
 
 def test_hooks_of_a_users_come_after_ours_and_before_saving_and_a_misspelt_one_is_an_error() -> None:

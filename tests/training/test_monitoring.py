@@ -16,12 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from pipeline.config.jobs import TrainJob
 from pipeline.config.training import LoggerConfig, TrainerConfig
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import MetricsWriter, configure_logging, fields, get_logger
 from pipeline.training.hooks.monitor import Monitor
+from pipeline.training.hooks.throughput import straggler_scores
 from pipeline.training.hooks.tracker import Forwarder, Track
 from tests.support.messages import names
 
@@ -41,7 +43,7 @@ def _parts(run: Path) -> Any:
 
 
 def _state(step: int = 0, saved_step: int = 0) -> Any:
-    return SimpleNamespace(step=step, saved_step=saved_step, total_steps=90)
+    return SimpleNamespace(step=step, saved_step=saved_step, total_steps=90, of_ranks=[])
 
 
 @pytest.fixture
@@ -67,13 +69,17 @@ def test_prometheus_gets_steps_metrics_restarts_and_the_age_of_the_checkpoint(mo
     monitor.parts.writer.write("train", 20, {"ne": 0.75, "input_stall_percent": 2.5})
     monitor.parts.writer.write("validation", 20, {"ne": 0.8, "undefined": "why"})  # type: ignore[dict-item]
     before = monitor.registry.get_sample_value("pipeline_training_last_checkpoint_timestamp_seconds", {"run": "clicks"})
-    monitor.on_step_end(_state(20, saved_step=20))
+    state = _state(20, saved_step=20)
+    state.of_ranks = [{"step_seconds": 0.5, "straggler_score": 1.0}, {"step_seconds": 0.5, "straggler_score": 1.75}]
+    monitor.on_step_end(state)
     port = monitor._server.server_port
     text = urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=10).read().decode()
     for line in (
         'pipeline_training_step{run="clicks"} 20.0', 'pipeline_training_steps{run="clicks"} 90.0',
         'pipeline_training_restarts{run="clicks"} 1.0', 'pipeline_training_metric{name="ne",run="clicks",split="train"} 0.75',
         'pipeline_training_metric{name="ne",run="clicks",split="validation"} 0.8',
+        'pipeline_training_rank{name="straggler_score",rank="1",run="clicks"} 1.75',
+        'pipeline_training_rank{name="step_seconds",rank="0",run="clicks"} 0.5',
     ):  # fmt: skip
         assert line in text
     saved = re.search(r"pipeline_training_last_checkpoint_timestamp_seconds\{.*?\} (\S+)", text)
@@ -94,6 +100,20 @@ def test_a_port_that_is_taken_costs_a_warning(tmp_path: Path, caplog: pytest.Log
     assert "no metrics are served: trainer.metrics_port=" in caplog.text
 
 
+def test_every_rule_has_a_condition_a_severity_and_words() -> None:
+    (group,) = yaml.safe_load((MONITORING / "training_alerts.yml").read_text())["groups"]
+    assert len({rule["alert"] for rule in group["rules"]}) == 6
+    for rule in group["rules"]:
+        assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"} and rule["expr"].strip()
+        assert rule["labels"]["severity"] in ("page", "ticket") and "$labels.run" in rule["annotations"]["summary"]
+        assert re.fullmatch(r"\d+[smhd]", rule.get("for", "1m"))
+
+
+def test_the_rank_that_others_wait_for_scores_highest() -> None:
+    assert straggler_scores([1.0, 1.0, 1.5, 1.0]) == [1.0, 1.0, 1.5, 1.0]
+    assert straggler_scores([0.0, 0.0]) == [0.0, 0.0]
+
+
 def test_rules_and_dashboard_name_metrics_that_there_are(monitor: Monitor) -> None:
     """The names are the registry's; promtool reads the rules where it is installed."""
     known = {metric.name for metric in monitor.registry.collect()}
@@ -106,7 +126,7 @@ def test_rules_and_dashboard_name_metrics_that_there_are(monitor: Monitor) -> No
         done = subprocess.run(
             ["promtool", "check", "rules", str(MONITORING / "training_alerts.yml")], capture_output=True, text=True
         )
-        assert done.returncode == 0 and "5 rules found" in done.stdout, done.stderr
+        assert done.returncode == 0 and "6 rules found" in done.stdout, done.stderr
 
 
 class Kept:

@@ -76,6 +76,7 @@ class TrainingState:
     lr_factor: float = 1.0  # on both rates, of the steps to come; the plateau hook's
     preempted: bool = False  # asked to stop by SIGTERM or Ctrl-C
     throughput: dict[str, float] = field(default_factory=dict)  # over all steps but the first; set at the end
+    of_ranks: list[dict[str, float]] = field(default_factory=list)  # at the last log line, where they are watched
     pipeline: Any = None  # TorchRec's train pipeline, while steps are trained
 
     @property

@@ -22,7 +22,9 @@ logger = get_logger("pipeline.train")
 
 @register("hook", "monitor")
 class Monitor(Hook):
-    """Gauges: what ABOUT names, and pipeline_training_metric{run,split,name} for all that a line of metrics.jsonl holds.
+    """Gauges: what ABOUT names, pipeline_training_metric{run,split,name} for all that a line of metrics.jsonl holds, and
+    pipeline_training_rank{run,rank,name} of every rank at the last log line: step_seconds, input_stall_seconds, comms_seconds,
+    peak_memory_bytes and straggler_score.
 
     A port that is taken costs a warning. The server ends with the training.
     """
@@ -31,6 +33,7 @@ class Monitor(Hook):
         super().__init__(job, parts)
         self._server: Any = None
         self._saved_step = 0
+        self._of_ranks: list[dict[str, float]] = []
         if job.trainer.metrics_port is None:
             return
         try:
@@ -46,6 +49,9 @@ class Monitor(Hook):
         }
         self._metric = Gauge(
             f"{PREFIX}_metric", "A number of metrics.jsonl", ["run", "split", "name"], registry=self.registry
+        )
+        self._rank = Gauge(
+            f"{PREFIX}_rank", "Of one rank at the last log line", ["run", "rank", "name"], registry=self.registry
         )
 
     def on_train_start(self, state: TrainingState) -> None:
@@ -75,6 +81,11 @@ class Monitor(Hook):
         if self._server is None:
             return
         self._gauges["step"].set(state.step)
+        if state.of_ranks is not self._of_ranks:
+            self._of_ranks = state.of_ranks
+            for rank, values in enumerate(state.of_ranks):
+                for name, value in values.items():
+                    self._rank.labels(self.job.name, str(rank), name).set(value)
         if state.saved_step != self._saved_step:
             self._saved_step = state.saved_step
             self._gauges["last_checkpoint_timestamp_seconds"].set(time.time())

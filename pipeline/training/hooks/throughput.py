@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import statistics
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -106,6 +107,8 @@ class StepLog(Hook):
             **self._learning_rates(),
             **state.hooks.log_values(state),
         }
+        if self.job.trainer.metrics_port is not None:
+            state.of_ranks = of_ranks(self.parts.context, self._of_this_rank())
         self._logged, self._num_logged = self._now(), self._num_steps
         quality = _quality(values)
         logger.info(
@@ -121,6 +124,14 @@ class StepLog(Hook):
         )
         if self.parts.writer:
             self.parts.writer.write("train", state.step, values)
+
+    def _of_this_rank(self) -> dict[str, float]:
+        """Since the last line, a step on average; comms_seconds is left out where the backend does not let it be measured."""
+        seconds, stall, comms, _ = (now - then for now, then in zip(self._now(), self._logged, strict=True))
+        steps = max(1, self._num_steps - self._num_logged)
+        values = {"step_seconds": seconds / steps, "input_stall_seconds": stall / steps}
+        values |= {"comms_seconds": comms / steps} if self._comms else {}
+        return {**values, "peak_memory_bytes": own_peak_memory_gb(self.parts.context) * 2**30}
 
     def _learning_rates(self) -> dict[str, float]:
         groups = self.parts.optimizer.param_groups
@@ -156,11 +167,30 @@ def describe_comms_wait(rates: dict[str, float]) -> str:
 
 
 def peak_memory_gb(context: DistributedContext) -> float:
-    """Collective: GiB of the rank that needed most; device memory on GPUs, resident memory elsewhere."""
-    if context.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(context.device) / 2**30
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
-    value = torch.tensor(peak, device=context.device)
+    """Collective: GiB of the rank that needed most; see own_peak_memory_gb."""
+    value = torch.tensor(own_peak_memory_gb(context), device=context.device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
+
+
+def own_peak_memory_gb(context: DistributedContext) -> float:
+    """GiB of this rank at its most: device memory on GPUs, resident memory elsewhere."""
+    if context.device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(context.device)) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+def of_ranks(context: DistributedContext, values: dict[str, float]) -> list[dict[str, float]]:
+    """Collective: each rank's values, which have the same names, and its straggler_score; by rank."""
+    own = torch.tensor(list(values.values()), dtype=torch.float64, device=context.device)
+    gathered = [torch.empty_like(own) for _ in range(context.world_size)]
+    dist.all_gather(gathered, own)
+    ranks = [dict(zip(values, each.tolist(), strict=True)) for each in gathered]
+    scores = straggler_scores([each["step_seconds"] - each.get("comms_seconds", 0.0) for each in ranks])
+    return [{**each, "straggler_score": score} for each, score in zip(ranks, scores, strict=True)]
+
+
+def straggler_scores(busy_seconds: list[float]) -> list[float]:
+    """How many times as long as the median rank each one is busy in a step, its waits for others left out."""
+    middle = max(statistics.median(busy_seconds), 1e-9)
+    return [seconds / middle for seconds in busy_seconds]
