@@ -1,4 +1,4 @@
-"""Measure predictions of clicks: NE, logloss, calibration and label rate by TorchRec, AUC and AUPRC exactly."""
+"""Measure predictions of clicks: NE, logloss, calibration and label rate by TorchRec, AUC and AUPRC by us."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torchrec.metrics.metrics_config import RecTaskInfo
 from torchrec.metrics.ne import NEMetric
 
 from pipeline.data.quality import auc, ranked_groups
+from pipeline.models.tasks.score_counts import ScoreCounts
 from pipeline.runtime.process.distributed import DistributedContext
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ TASK = RecTaskInfo(name="click", label_name="label", prediction_name="prediction
 # TorchRec's metric keys -> the field's. Its logloss is in bits (log2), ours in nats as the field reports it.
 NAMES = {"ne-click|{}_ne": "ne", "ne-click|{}_logloss": "logloss", "calibration-click|{}_calibration": "calibration"}
 BATCHES_AT_ONCE = 64
+EXACT_ROWS = 1 << 24  # of which AUC is exact: 80 MiB of logits and labels
+COUNTED_AT_ONCE = 1 << 20  # rows that are put into buckets together
 LABEL_RATE = "ctr-click|{}_ctr"
 
 
@@ -83,31 +86,68 @@ class RunningMetrics:
 
 
 class ScoreCollector:
-    """Keeps every sample's logit and label (5 bytes a sample) for metrics that need them all."""
+    """AUC and AUPRC of all ranks' samples, in memory that does not grow with their number.
 
-    def __init__(self) -> None:
+    Up to `exact_rows` of all ranks together they are exact: each sample's logit and label is kept (5 bytes a sample), and
+    rank 0 sorts them. Of more samples they are counted by buckets of logits (10 MiB), and what is found states its error.
+    """
+
+    def __init__(self, exact_rows: int = EXACT_ROWS) -> None:
+        self._exact_rows, self._num_kept = exact_rows, 0
         self._logits: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
+        self._counts: ScoreCounts | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of samples and counts on this rank."""
+        counted = 0 if self._counts is None else self._counts.counts.nbytes
+        return counted + sum(part.nbytes for part in (*self._logits, *self._labels))
 
     def update(self, prediction: Prediction) -> None:
         real = prediction.sample_weights > 0
         self._logits.append(prediction.logits[real].cpu())
         self._labels.append(prediction.labels[real].to(torch.uint8).cpu())
+        self._num_kept += len(self._labels[-1])
+        if self._num_kept > (self._exact_rows if self._counts is None else COUNTED_AT_ONCE):
+            self._count()
+
+    def _count(self) -> ScoreCounts:
+        """What is kept goes into the buckets."""
+        counts = self._counts = self._counts or ScoreCounts()
+        if self._logits:
+            counts.add(torch.cat(self._logits).float().numpy(), torch.cat(self._labels).numpy())
+        self._logits, self._labels, self._num_kept = [], [], 0
+        return counts
 
     def compute(self, context: DistributedContext) -> dict[str, float]:
-        """Collective: exact AUC and AUPRC over all ranks' samples, and their number."""
+        """Collective: AUC and AUPRC over all ranks' samples, and their number; `auc_error` and `auprc_error` where they
+        are by buckets: the exact ones lie no further off than that."""
+        counted = 0 if self._counts is None else int(self._counts.counts.sum())
+        num_samples = torch.tensor(counted + self._num_kept, device=context.device)
+        dist.all_reduce(num_samples)
+        found = self._by_buckets(context) if int(num_samples) > self._exact_rows else self._exact(context)
+        values = torch.tensor(found, dtype=torch.float64, device=context.device)
+        dist.broadcast(values, src=0)
+        area, precision_area, *errors = values.tolist()
+        named = dict(zip(("auc_error", "auprc_error"), errors, strict=False))
+        return {"auc": area, "auprc": precision_area, "num_samples": int(num_samples), **named}
+
+    def _exact(self, context: DistributedContext) -> list[float]:
         logits = torch.cat(self._logits) if self._logits else torch.empty(0)
         labels = torch.cat(self._labels) if self._labels else torch.empty(0, dtype=torch.uint8)
         logits, labels = gather_to_main(logits, context), gather_to_main(labels, context)
-        values = torch.zeros(3, dtype=torch.float64)
-        if context.is_main:
-            values = torch.tensor(
-                [auc(logits.numpy(), labels.numpy()), auprc(logits, labels), len(logits)], dtype=torch.float64
-            )
-        values = values.to(context.device)
-        dist.broadcast(values, src=0)
-        area, precision_area, num_samples = values.tolist()
-        return {"auc": area, "auprc": precision_area, "num_samples": int(num_samples)}
+        return [auc(logits.numpy(), labels.numpy()), auprc(logits, labels)] if context.is_main else [0.0, 0.0]
+
+    def _by_buckets(self, context: DistributedContext) -> list[float]:
+        """AUC, AUPRC and their errors."""
+        total = torch.from_numpy(self._count().counts.copy()).to(context.device)  # compute() may come twice
+        dist.reduce(total, dst=0)
+        if not context.is_main:
+            return [0.0] * 4
+        counts = ScoreCounts(total.cpu().numpy())
+        area, precision_area = counts.auc(), counts.auprc()
+        return [area.value, precision_area.value, area.error, precision_area.error]
 
 
 def gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Tensor:

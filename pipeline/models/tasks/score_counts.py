@@ -1,0 +1,90 @@
+"""Count labels by buckets of logits, so that AUC and AUPRC of any number of rows take the same memory.
+
+A bucket's rows are taken as equal scores, and both measures state how far that can put them off: an upper bound, for rows
+whose scores are equal indeed add to it and put nothing off. Buckets are those of the
+upper bits of a float32: BUCKETS_OF_OCTAVE of equal width between two powers of 2, for magnitudes from 2**-12 up to 2**8.
+Smaller and larger magnitudes lie in the first and last bucket of their sign.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.quality import Floats
+
+MANTISSA_BITS, KEPT_BITS = 23, 14
+BUCKETS_OF_OCTAVE = 1 << KEPT_BITS
+LEAST, MOST = (int(np.array(edge, np.float32).view(np.int32)) for edge in (2.0**-12, 2.0**8))
+BUCKETS_OF_SIGN = (MOST - LEAST) >> (MANTISSA_BITS - KEPT_BITS)
+BUCKETS = 2 * BUCKETS_OF_SIGN
+
+
+class Bounded(NamedTuple):
+    """A measure, and how far the exact one can lie from it on either side."""
+
+    value: float
+    error: float
+
+
+def bucket_of(logits: NDArray[np.float32]) -> NDArray[np.int64]:
+    """[n] in 0 to BUCKETS - 1, ascending with the logit; a NaN is in the last."""
+    positive_zeros = logits + np.float32(0.0)
+    bits = positive_zeros.view(np.int32)
+    magnitudes = np.clip(bits & 0x7FFFFFFF, LEAST, MOST - 1)
+    steps = ((magnitudes - LEAST) >> (MANTISSA_BITS - KEPT_BITS)).astype(np.int64)
+    is_below = (bits < 0) & ~np.isnan(logits)
+    buckets: NDArray[np.int64] = np.where(is_below, BUCKETS_OF_SIGN - 1 - steps, BUCKETS_OF_SIGN + steps)
+    return buckets
+
+
+def _zeros() -> NDArray[np.int64]:
+    return np.zeros((2, BUCKETS), np.int64)
+
+
+@dataclass
+class ScoreCounts:
+    """`counts` [2, BUCKETS]: rows of label 0 and of label 1. Those of several ranks are added up."""
+
+    counts: NDArray[np.int64] = field(default_factory=_zeros)
+
+    def add(self, logits: NDArray[np.float32], labels: NDArray[np.uint8]) -> None:
+        buckets = bucket_of(logits)
+        for label in (0, 1):
+            self.counts[label] += np.bincount(buckets[labels == label], minlength=BUCKETS)
+
+    def auc(self) -> Bounded:
+        """Pairs of unlike labels in one bucket count half, and each may count 0 or 1. NaN where labels are alike."""
+        negatives, positives = self._best_first()
+        pairs = positives.sum() * negatives.sum()
+        if not pairs:
+            return Bounded(math.nan, 0.0)
+        above = positives.cumsum() - positives
+        undecided = (negatives * positives).sum() / 2
+        return Bounded(float(((negatives * above).sum() + undecided) / pairs), float(undecided / pairs))
+
+    def auprc(self) -> Bounded:
+        """A bucket's positives may all come before its negatives, or the first of them after. NaN without a positive."""
+        negatives, positives = self._best_first()
+        if not positives.sum():
+            return Bounded(math.nan, 0.0)
+        found = positives.cumsum()
+        rows = (positives + negatives).cumsum()
+        found_before, rows_before = found - positives, rows - positives - negatives
+
+        def mean(precision: Floats) -> float:
+            return float((precision * positives).sum() / positives.sum())
+
+        value = mean(found / np.maximum(rows, 1.0))
+        most = mean(found / np.maximum(rows_before + positives, 1.0))
+        least = mean((found_before + 1) / (rows_before + negatives + 1))
+        return Bounded(value, max(most - value, value - least))
+
+    def _best_first(self) -> tuple[Floats, Floats]:
+        """Rows of label 0 and of label 1 by bucket."""
+        negatives, positives = self.counts[:, ::-1].astype(np.float64)
+        return negatives, positives
