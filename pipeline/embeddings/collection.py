@@ -173,9 +173,14 @@ def build_embedding_bag_collection(
 ) -> EmbeddingBagCollection:
     """One EmbeddingBagConfig a table. `device` None: meta, no memory is allocated before sharding.
 
-    The pooled output is a KeyedTensor by feature name; its order of values depends on the plan, so read it by key.
+    The pooled output is a KeyedTensor by feature name; its order of values depends on the plan, so read it by key. Where ids of
+    a table have weights the features of all have them, 1 for those without.
     """
-    return EmbeddingBagCollection(tables=[_config(table) for table in tables], device=device or torch.device("meta"))
+    return EmbeddingBagCollection(
+        tables=[_config(table) for table in tables],
+        device=device or torch.device("meta"),
+        is_weighted=any(table.is_weighted for table in tables),
+    )
 
 
 def _config(table: Table) -> EmbeddingBagConfig:

@@ -57,7 +57,8 @@ class Table:
     that a part belongs to. `rows_of`: the table that
     this part's rows belong to and are initialized as; `l2`: of touched rows, in their gradient; `managed`: what gives ids its rows, where ids have no bound; `note`: a
     sentence for the plan's report; `positions`: its sequences that are not pooled (embeddings.positions);
-    `padding`: rows a sample of positions without an id, which are returned and sent as zeros.
+    `padding`: rows a sample of positions without an id, which are returned and sent as zeros; `is_weighted`: ids of some
+    feature have weights.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Table:
     l2: float = 0.0
     positions: list[Positions] = field(default_factory=list)
     padding: float = 0.0
+    is_weighted: bool = False
 
     @property
     def whole_name(self) -> str:

@@ -61,6 +61,8 @@ def _describe_table(entry: PlacedTable) -> dict[str, Any]:
         "padding",
     ):
         del described[left_out]
+    if not entry.table.is_weighted:  # absent in plans of earlier releases
+        del described["is_weighted"]
     return {**described, "module": entry.module}
 
 

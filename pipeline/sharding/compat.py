@@ -124,6 +124,9 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(COLLECTION, SHARDER, "init_data_parallel", "self"),
     _call(COLLECTION, SHARDER, "input_dist", "self ctx features"),
     _call(COLLECTION, SHARDER, "compute_and_output_dist", "self ctx input"),
+    _call(f"{TORCHREC}.embeddingbag", SHARDER, "_create_mean_pooling_divisor",
+          "lengths keys offsets stride stride_per_key dim_per_key pooling_type_to_rs_features embedding_names embedding_dims "
+          "variable_batch_per_feature kjt_inverse_order kjt_key_indices kt_key_ordering inverse_indices weights"),
     *_names(AWAITABLE, f"{SHARDER} {ORDER}", "_awaitables"),
     *_names(AWAITABLE, ORDER, "_embedding_dims", "_embedding_names"),
     _call(AWAITABLE, ORDER, "_wait_impl", "self"),

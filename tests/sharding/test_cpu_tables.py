@@ -8,9 +8,14 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 
 from pipeline.sharding.torchrec.cpu_tables import partition_tables, speed_up_cpu_tables
+from pipeline.sharding.torchrec.weighted_means import divide_weights_of_means
 
 ROWS, DIMS = (1, 7, 300, 20_000), (4, 8, 20, 64)
 BATCH = 96
@@ -54,11 +59,14 @@ def _inputs(most: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(ids), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
 
 
-def _train(lookup: SplitTableBatchedEmbeddingBagsCodegen, most: int, num_steps: int = 4) -> list[torch.Tensor]:
+def _train(
+    lookup: SplitTableBatchedEmbeddingBagsCodegen, most: int, num_steps: int = 4, weighted: bool = False
+) -> list[torch.Tensor]:
     """Pooled outputs, then tables and states."""
     outputs = []
     for seed in range(num_steps):
-        pooled = lookup(*_inputs(most, seed))
+        ids, offsets = _inputs(most, seed)
+        pooled = lookup(ids, offsets, torch.randn(len(ids)) if weighted else None)
         outputs.append(pooled.detach().clone())
         pooled.backward(torch.randn(pooled.shape, generator=torch.Generator().manual_seed(seed)))
     states = [state for table in lookup.split_optimizer_states() for state in table]
@@ -78,6 +86,47 @@ def test_tables_states_and_outputs_equal_fbgemms(optimizer: str, pooling: Poolin
     )
 
 
+@pytest.mark.parametrize("most", [1, 9], ids=["one_hot", "multi_hot"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_sums_of_weighted_ids_equal_fbgemms(optimizer: str, most: int) -> None:
+    theirs, ours = (_lookup(OPTIMIZERS[optimizer]) for _ in range(2))
+    assert speed_up_cpu_tables([ours]) == 1
+    expected, found = (_train(lookup, most, weighted=True) for lookup in (theirs, ours))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+    assert not torch.equal(found[0], _train(_lookup(OPTIMIZERS[optimizer]), most, 1)[0])
+
+
+@pytest.mark.parametrize("kind", ["fused", "dense"])
+def test_a_mean_of_weighted_ids_is_divided_by_their_number_and_so_is_its_gradient(kind: str) -> None:
+    """FBGEMM's own backward on CPU does not divide."""
+    ids, offsets = torch.tensor([2, 5, 5, 3]), torch.tensor([0, 3, 3, 4])
+    weights = torch.tensor([0.5, -1.0, 3.0, 4.0])
+    tables: list[torch.Tensor] = []
+    for fast in (False, True):
+        if kind == "dense":
+            lookup = DenseTableBatchedEmbeddingBagsCodegen([(6, 4)], use_cpu=True, pooling_mode=PoolingMode.MEAN)
+            table = lookup.weights.data.view(6, 4)
+        else:
+            spec = (6, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
+            lookup = SplitTableBatchedEmbeddingBagsCodegen(
+                [spec], optimizer=EmbOptimType.EXACT_SGD, pooling_mode=PoolingMode.MEAN, learning_rate=1.0
+            )
+            table = lookup.split_embedding_weights()[0]
+        table.copy_(torch.arange(6.0).unsqueeze(1).expand(6, 4))
+        divide_weights_of_means([lookup])
+        speed_up_cpu_tables([lookup] if fast else [])
+        pooled = lookup(ids, offsets, weights)
+        torch.testing.assert_close(pooled[:, 0].tolist(), [(0.5 * 2 - 5 + 3 * 5) / 3, 0.0, 12.0])
+        torch.testing.assert_close(lookup(ids, offsets)[:, 0].tolist(), [4.0, 0.0, 3.0])  # without weights, as ever
+        pooled.sum().backward()
+        tables.append(-lookup.weights.grad.view(6, 4) if kind == "dense" else table.clone())
+    expected = torch.tensor([0.0, 0.0, 0.5 / 3, 4.0, 0.0, 2.0 / 3])
+    for table in tables:
+        moved = -table[:, 0] if kind == "dense" else torch.arange(6.0) - table[:, 0]
+        torch.testing.assert_close(moved, expected)
+
+
 @pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
 def test_any_number_of_threads_gives_the_same_bits(precision: SparseType) -> None:
     found = []
@@ -85,7 +134,7 @@ def test_any_number_of_threads_gives_the_same_bits(precision: SparseType) -> Non
         torch.set_num_threads(num_threads)
         lookup = _lookup(EmbOptimType.EXACT_ROWWISE_ADAGRAD, precision=precision)
         speed_up_cpu_tables([lookup])
-        found.append(_train(lookup, 5))
+        found.append(_train(lookup, 5, weighted=precision == SparseType.FP16))
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
@@ -137,13 +186,12 @@ def test_a_new_learning_rate_is_taken_at_once() -> None:
 def test_what_it_cannot_do_stays_fbgemms() -> None:
     eight = _lookup(EmbOptimType.EXACT_SGD, precision=SparseType.INT8)
     assert speed_up_cpu_tables([eight]) == 0
-    weighted, theirs = _lookup(EmbOptimType.EXACT_SGD), _lookup(EmbOptimType.EXACT_SGD)
-    speed_up_cpu_tables([weighted])
+    learning = _lookup(EmbOptimType.EXACT_SGD)  # the weights of its ids
+    speed_up_cpu_tables([learning])
     ids, offsets = _inputs(3, 0)
-    for lookup in (weighted, theirs):
-        lookup(ids, offsets, torch.rand(len(ids), generator=torch.Generator().manual_seed(1))).sum().backward()
-    for expected, found in zip(theirs.split_embedding_weights(), weighted.split_embedding_weights(), strict=True):
-        torch.testing.assert_close(found, expected)
+    weights = torch.ones(len(ids), requires_grad=True)
+    learning(ids, offsets, weights).sum().backward()
+    assert weights.grad is not None and (weights.grad != 0).any()
 
 
 def test_an_id_out_of_range_is_still_found() -> None:

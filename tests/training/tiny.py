@@ -30,7 +30,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class TinyTable:
-    """`kind` is the sharding type that the plan gives it."""
+    """`kind` is the sharding type that the plan gives it. Where one table is weighted all batches have weights."""
 
     name: str
     kind: str = "table_wise"
@@ -40,6 +40,7 @@ class TinyTable:
     embedding_dim: int = 8
     data_type: DataType = DataType.FP32
     init: Callable[[torch.Tensor], torch.Tensor] | None = None
+    weighted: bool = False
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -63,7 +64,9 @@ class TinyModel(nn.Module):
             )
             for table in tables
         ]
-        self.embedding_bag_collection = EmbeddingBagCollection(tables=configs, device=device)
+        self.embedding_bag_collection = EmbeddingBagCollection(
+            tables=configs, device=device, is_weighted=any(table.weighted for table in tables)
+        )
         self.keys = [feature for table in tables for feature in table.feature_names]
         width = sum(table.embedding_dim * len(table.feature_names) for table in tables)
         with torch.random.fork_rng(devices=[]):
@@ -158,7 +161,12 @@ def batches(
         labels = torch.randint(0, 2, (batch_size,), generator=generator).float()
         parts = [torch.split(ids[i], lengths[i].tolist())[mine] for i in range(len(keys))]
         values = torch.cat([part for feature in parts for part in feature])
-        yield KeyedJaggedTensor(keys, values, lengths=lengths[:, mine].reshape(-1)), labels[mine]
+        weights = None
+        if any(table.weighted for table in tables):  # of both signs
+            drawn = [torch.rand(len(each), generator=generator) * 3 - 1 for each in ids]
+            own = [torch.split(drawn[i], lengths[i].tolist())[mine] for i in range(len(keys))]
+            weights = torch.cat([part for feature in own for part in feature])
+        yield KeyedJaggedTensor(keys, values, weights, lengths=lengths[:, mine].reshape(-1)), labels[mine]
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -26,26 +26,30 @@ def _copy(table, at, into, position, dim):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _sum(table, begin, indices, first, last, scale, dim, row, sums):  # type: ignore[no-untyped-def]
-    """sums[:dim] = scale * the rows of indices[first:last]; `row` is a buffer for a row."""
+def _sum(table, begin, indices, factors, first, last, scale, dim, row, sums):  # type: ignore[no-untyped-def]
+    """sums[:dim] = scale * the rows of indices[first:last], each times its factor where there are some; `row` is a buffer."""
     sums[:dim] = np.float32(0)
     whole = dim // U(LANES) * U(LANES)
     for position in range(first, last):
+        share = scale
+        if len(factors):
+            share = scale * factors[position]
         _copy(table, begin + U(indices[position]) * dim, row, U(0), dim)
         for k in range(U(0), whole, U(LANES)):
-            add_16(sums, k, row, k, scale)
+            add_16(sums, k, row, k, share)
         for k in range(whole, dim):
-            add_1(sums, k, row, k, scale)
+            add_1(sums, k, row, k, share)
 
 
 # Numba compiles plain arrays and numbers: no object can bundle them.
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def look_up(  # type: ignore[no-untyped-def]
-    indices, offsets, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
+    indices, offsets, factors, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
 ):  # fmt: skip
     """Fill out[s * width + columns[f]:] with the pooled rows of each feature f for samples s in begin..end.
 
-    indices [L], offsets [F * B + 1], columns [F + 1]; table: all tables' rows, flat, those of feature f from table_begins[f]
+    indices [L], offsets [F * B + 1], columns [F + 1]; factors: a weight for each id [L], or none [0], and a mean is divided by
+    the number of ids, whatever their weights; table: all tables' rows, flat, those of feature f from table_begins[f]
     on, num_rows[f] of them. False where an id or an offset is out of range: `out` is then unfinished.
     """
     num_features = U(len(columns) - 1)
@@ -71,12 +75,12 @@ def look_up(  # type: ignore[no-untyped-def]
                     if U(indices[position]) >= limit:  # a negative id is a large one
                         return False
                 target = sample * width + U(columns[feature])
-                if last - first == U(1):
+                if last - first == U(1) and not len(factors):
                     _copy(table, table_begin + U(indices[first]) * dim, out, target, dim)
                 else:
                     scale = np.float32(1)
                     if is_mean and last > first:
                         scale = np.float32(1) / np.float32(last - first)
-                    _sum(table, table_begin, indices, first, last, scale, dim, row, sums)
+                    _sum(table, table_begin, indices, factors, first, last, scale, dim, row, sums)
                     _copy(sums, U(0), out, target, dim)
     return True

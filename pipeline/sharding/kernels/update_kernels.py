@@ -173,7 +173,7 @@ def _chain(indices, begin, end, slots, rows, heads, tails, following):  # type: 
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
-def _bags(offsets, first_bag, last_bag, num_samples, begin, is_mean, sources, scales):  # type: ignore[no-untyped-def]
+def _bags(offsets, factors, first_bag, last_bag, begin, is_mean, sources, scales):  # type: ignore[no-untyped-def]
     """For each position in a table's ids: its bag, and the factor of its gradient."""
     for bag in range(first_bag, last_bag):
         first, last = U(offsets[bag]), U(offsets[bag + U(1)])
@@ -182,7 +182,7 @@ def _bags(offsets, first_bag, last_bag, num_samples, begin, is_mean, sources, sc
             scale = np.float32(1) / np.float32(last - first)
         for position in range(first, last):
             sources[position - begin] = bag
-            scales[position - begin] = scale
+            scales[position - begin] = scale * factors[position] if len(factors) else scale
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -326,14 +326,15 @@ def _update_others(  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def update_tables(  # type: ignore[no-untyped-def]
-    tables, feature_begins, indices, offsets, num_samples, gradients, width, columns, weights, halves, is_half,
+    tables, feature_begins, indices, offsets, factors, num_samples, gradients, width, columns, weights, halves, is_half,
     weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
 ):  # fmt: skip
     """Update the tables whose numbers are in `tables`, in `halves` (fp16 as uint16) where `is_half`, else in `weights`.
 
-    Twenty-two parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
+    Twenty-three parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
 
     feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
+    factors: a weight for each id [L], or none [0].
     gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
     numbers: as LR and what follows it say. l2s [T]: a touched row's gradient gains l2 * its weights. every [T]: the table's
     rows, where untouched ones are updated too, as by a gradient of 0; else 0.
@@ -349,7 +350,7 @@ def update_tables(  # type: ignore[no-untyped-def]
         state_dim = dim if kind != ROWWISE_ADAGRAD else U(1)
         square_dim = dim if kind != ROWWISE_ADAM else U(1)
         count = _chain(indices, begin, end, slots, rows, heads, tails, following)
-        _bags(offsets, first * num_samples, last * num_samples, num_samples, begin, is_mean, sources, scales)
+        _bags(offsets, factors, first * num_samples, last * num_samples, begin, is_mean, sources, scales)
         gradient, touched = np.empty(dim, np.float32), np.zeros(every[table], np.bool_)
         begins = (U(weight_begins[first]), U(state_begins[first]), U(square_begins[first]))
         sizes = (dim, state_dim, square_dim)

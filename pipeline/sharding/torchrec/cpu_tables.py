@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,13 +57,13 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
             self.optimizer = optimizer
 
     def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        """Raises ShardingError for what FBGEMM would have to train: weighted ids."""
+        """Raises ShardingError for what FBGEMM would have to train: weights of ids that are trained too."""
         if self.optimizer not in MOMENTS:
             return super().forward(*arguments, **keywords)
         if torch.is_grad_enabled():
             raise ShardingError(
-                f"on CPU {self.optimizer.name} trains tables whose ids have no weights; use optimizer.sparse.name=adagrad, "
-                "or train on a GPU"
+                f"on CPU {self.optimizer.name} trains tables and not the weights of their ids; use "
+                "optimizer.sparse.name=adagrad, or train on a GPU"
             )
         optimizer, self.optimizer = self.optimizer, EmbOptimType.EXACT_ADAGRAD  # whose forward is there
         try:
@@ -127,8 +127,21 @@ def _is_supported(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     )
 
 
+class Bags(NamedTuple):
+    """indices [L], offsets [F * B + 1], and where ids have weights, [L] of these."""
+
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None = None
+
+    def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """As the kernels take them: without weights, none."""
+        weights = np.empty(0, np.float32) if self.weights is None else self.weights.detach().float().numpy()
+        return self.indices.numpy(), self.offsets.numpy(), weights
+
+
 class FastLookup:
-    """In place of the module's forward(indices [L], offsets [F * B + 1]) -> [B, all features' D]."""
+    """In place of the module's forward(indices [L], offsets [F * B + 1], weights of the ids [L]) -> [B, all features' D]."""
 
     def __init__(
         self, lookup: SplitTableBatchedEmbeddingBagsCodegen, pool: Callable[..., bool], update: Callable[..., None],
@@ -167,43 +180,42 @@ class FastLookup:
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
         *arguments: Any, **keywords: Any,
     ) -> torch.Tensor:  # fmt: skip
-        special = any(argument is not None for argument in (per_sample_weights, *arguments, *keywords.values()))
-        if special or not torch.is_grad_enabled():
+        special = any(argument is not None for argument in (*arguments, *keywords.values()))
+        trains_weights = per_sample_weights is not None and per_sample_weights.requires_grad
+        if special or trains_weights or not torch.is_grad_enabled():
             return self._fbgemm_forward(indices, offsets, per_sample_weights, *arguments, **keywords)
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         dtype = torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
         lookup = self._lookup
         lookup.step += 1
-        return _Pooled.apply(lookup.weights_host, indices, offsets.to(indices.dtype), dtype, self)  # type: ignore[no-any-return,no-untyped-call]
+        bags = Bags(indices, offsets.to(indices.dtype), per_sample_weights)
+        return _Pooled.apply(lookup.weights_host, *bags, dtype, self)  # type: ignore[no-any-return,no-untyped-call]
 
-    def look_up(
-        self, indices: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Pooled rows, and the ids and offsets that they are of: FBGEMM's where it had to fix them.
+    def look_up(self, bags: Bags, dtype: torch.dtype) -> tuple[torch.Tensor, Bags]:
+        """Pooled rows, and the bags that they are of: FBGEMM's where it had to fix them.
 
         Raises:
             RuntimeError: FBGEMM's, for ids out of range, where its bounds check is set to raise.
         """
-        num_samples = (len(offsets) - 1) // len(self._num_rows)
+        num_samples = (len(bags.offsets) - 1) // len(self._num_rows)
         out = torch.empty(num_samples, self.room + int(self._columns[-1]), dtype=dtype)
-        if not self._fill(out, indices, offsets):
-            indices, offsets, _, _ = self._lookup.prepare_inputs(indices, offsets, force_cast_input_types=True)
-            if not self._fill(out, indices, offsets):
+        if not self._fill(out, bags):
+            bags = Bags(*self._lookup.prepare_inputs(*bags, force_cast_input_types=True)[:3])
+            if not self._fill(out, bags):
                 raise RuntimeError("FBGEMM has let ids or offsets pass that are out of range")
-        return out[:, self.room :], indices, offsets
+        return out[:, self.room :], bags
 
-    def _fill(self, out: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> bool:
+    def _fill(self, out: torch.Tensor, bags: Bags) -> bool:
         """Partition samples over torch's threads; False where an id or an offset is out of range."""
         fbgemm, num_samples, width = self._lookup, len(out), out.shape[1]
         if not num_samples:
             return True
         arguments = (
-            indices.numpy(), offsets.numpy(), np.uint64(num_samples), self._columns + self.room, _flat(fbgemm.weights_host),
-            fbgemm.weights_offsets.numpy(), self._num_rows, fbgemm.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
+            *bags.arrays(), np.uint64(num_samples), self._columns + self.room, _flat(fbgemm.weights_host), fbgemm.weights_offsets.numpy(), self._num_rows, fbgemm.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
         )  # fmt: skip
         return all(on_all_threads(self._pool, arguments, num_samples))
 
-    def update(self, gradients: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+    def update(self, gradients: torch.Tensor, bags: Bags) -> None:
         """Partition tables over torch's threads; each is one thread's, so their number changes no result."""
         fbgemm, rule = self._lookup, self._rule
         is_half = fbgemm.weights_precision == SparseType.FP16
@@ -212,10 +224,10 @@ class FastLookup:
         halves = stored if is_half else np.empty(0, np.uint16)
         states = _state(fbgemm, fbgemm.momentum1_host, fbgemm.momentum1_offsets)
         squares = _state(fbgemm, fbgemm.momentum2_host, fbgemm.momentum2_offsets)
-        num_samples, bounds = len(gradients), offsets.numpy()
+        num_samples, bounds = len(gradients), bags.offsets.numpy()
         rows, width = _rows(gradients)
         arguments = (
-            self._feature_begins, indices.numpy(), bounds, np.uint64(num_samples), rows, np.uint64(width),
+            self._feature_begins, *bags.arrays(), np.uint64(num_samples), rows, np.uint64(width),
             self._columns, weights, halves, is_half, fbgemm.weights_offsets.numpy(), *states, *squares, rule.kind,
             fbgemm.pooling_mode == PoolingMode.MEAN, rule.numbers(fbgemm.get_learning_rate(), self.num_steps + 1), self._l2s,
             self._every, np.uint64(self.step),
@@ -290,15 +302,16 @@ class _Pooled(torch.autograd.Function):
         weights: torch.Tensor,
         indices: torch.Tensor,
         offsets: torch.Tensor,
+        factors: torch.Tensor | None,
         dtype: torch.dtype,
         lookup: FastLookup,
     ) -> torch.Tensor:
-        pooled, indices, offsets = lookup.look_up(indices, offsets, dtype)
-        ctx.save_for_backward(indices, offsets)
+        pooled, bags = lookup.look_up(Bags(indices, offsets, factors), dtype)
+        ctx.save_for_backward(*bags)
         ctx.lookup = lookup
         return pooled
 
     @staticmethod
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        ctx.lookup.update(gradients, *ctx.saved_tensors)
-        return None, None, None, None, None
+        ctx.lookup.update(gradients, Bags(*ctx.saved_tensors))
+        return None, None, None, None, None, None

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import embeddingbag
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionAwaitable,
@@ -45,6 +47,7 @@ from pipeline.sharding.torchrec.variable_batches import (
     in_order_of,
     reduce_scatter_variable_batches,
 )
+from pipeline.sharding.torchrec.weighted_means import divide_weights_of_means
 
 ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
 MEAN, SUM = PoolingType.MEAN.value, PoolingType.SUM.value
@@ -78,12 +81,11 @@ class ShardedTables(ShardedEmbeddingBagCollection):
                 ids = splits.wait().wait()
             return self.compute_and_output_dist(context, ids)
         _check_dtypes(features)
-        rows = lookup(features.values(), features.offsets())
+        rows = lookup(features.values(), features.offsets(), features.weights_or_none())
         return KeyedTensor(self._embedding_names, self._embedding_dims, rows)
 
     def _is_for_whole_lookup(self, features: KeyedJaggedTensor) -> bool:
-        is_plain = not features.variable_stride_per_key() and features.weights_or_none() is None
-        return is_plain and features.keys() == self._embedding_names
+        return not features.variable_stride_per_key() and features.keys() == self._embedding_names
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
@@ -102,8 +104,9 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             features = in_order_of(
                 features, [name for sharding in self._embedding_shardings for name in sharding.feature_names()]
             )
-        awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, features)
-        if self._has_mean_pooling_callback and features.weights_or_none() is None:
+        with _means_by_number_of_ids():
+            awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, features)
+        if self._has_mean_pooling_callback:
             # TorchRec adds 1e-6 to every length, also to the 1 of the tables that are not to be divided.
             ctx.divisor = ctx.divisor.round_().clamp_(min=1)
         return awaitable
@@ -157,6 +160,24 @@ class ClockedSparseDist(TrainPipelineSparseDist[Any, Any]):
             super().wait_sparse_data_dist(context)
         for request in context.input_dist_tensors_requests.values():
             request.wait = _clocked(request.wait)  # type: ignore[method-assign]
+
+
+@contextmanager
+def _means_by_number_of_ids() -> Iterator[None]:
+    """Inside, TorchRec divides row-sharded MEAN bags by their number of ids, also where ids have weights.
+
+    It would divide by the sum of the weights there, while FBGEMM, which divides in all other tables, goes by the number.
+    """
+    torchrec_divisor = embeddingbag._create_mean_pooling_divisor
+    embeddingbag._create_mean_pooling_divisor = partial(_without_weights, torchrec_divisor)
+    try:
+        yield
+    finally:
+        embeddingbag._create_mean_pooling_divisor = torchrec_divisor
+
+
+def _without_weights(divisor: Callable[..., torch.Tensor], **arguments: Any) -> torch.Tensor:
+    return divisor(**arguments | {"weights": None})
 
 
 def _clocked(wait: Callable[[], Any]) -> Callable[[], Any]:
@@ -246,6 +267,8 @@ class TableSharder(EmbeddingBagCollectionSharder):
         weights = self.shardable_parameters(module).items()
         sharded.update_rules = {name: weight.update_rule for name, weight in weights if hasattr(weight, "update_rule")}
         sharded.managed = add_managed_tables(sharded, configs, env, self._seed)
+        if device.type == "cpu":
+            divide_weights_of_means(sharded._lookups)
         if self._fast_cpu:
             speed_up_cpu_tables(sharded._lookups, sharded.update_rules)  # a plain list: modules() does not go by them
         if device.type == "cpu":
