@@ -81,6 +81,11 @@ class TrainingOptimizer(CombinedOptimizer):
         return list(self._dense.param_groups) if self._dense else []
 
     @property
+    def replicated(self) -> ReplicatedTablesOptimizer | None:
+        """Of the data_parallel tables."""
+        return self._replicated
+
+    @property
     def configured_rates(self) -> tuple[float, float]:
         """Of tables and of layers, before schedules."""
         return self._config.sparse.lr, self._config.dense.lr

@@ -324,20 +324,37 @@ def _update_others(  # type: ignore[no-untyped-def]
             )
 
 
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _mark(marks, begin, row):  # type: ignore[no-untyped-def]
+    """Set the bit of a row in its table's bitmap, which begins at byte `begin`."""
+    marks[begin + (row >> U(3))] |= np.uint8(U(1) << (row & U(7)))
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):  # type: ignore[no-untyped-def]
+    """Set the bits of all rows that a batch names, in the bitmaps of update_tables: for updates that are not its own."""
+    for table in range(len(feature_begins) - 1):
+        first, last = U(feature_begins[table]) * num_samples, U(feature_begins[table + 1]) * num_samples
+        for position in range(U(offsets[first]), U(offsets[last])):
+            _mark(marks, U(mark_begins[table]), U(indices[position]))
+
+
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def update_tables(  # type: ignore[no-untyped-def]
     tables, feature_begins, indices, offsets, factors, num_samples, gradients, width, columns, weights, halves, is_half,
     weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
+    marks, mark_begins,
 ):  # fmt: skip
     """Update the tables whose numbers are in `tables`, in `halves` (fp16 as uint16) where `is_half`, else in `weights`.
 
-    Twenty-three parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
+    Twenty-five parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
 
     feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
     factors: a weight for each id [L], or none [0].
     gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
     numbers: as LR and what follows it say. l2s [T]: a touched row's gradient gains l2 * its weights. every [T]: the table's
-    rows, where untouched ones are updated too, as by a gradient of 0; else 0.
+    rows, where untouched ones are updated too, as by a gradient of 0; else 0. marks: a bitmap of the updated rows for each
+    table, which begins at byte mark_begins [T + 1]; empty where nobody asks for them.
     """
     longest, size = _buffer_sizes(tables, feature_begins, offsets, num_samples)
     slots, following = np.empty(size, np.int32), np.empty(longest, np.int32)
@@ -369,8 +386,12 @@ def update_tables(  # type: ignore[no-untyped-def]
             _update_row(
                 row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2s[table], step, begins, sizes
             )
+            if len(marks):
+                _mark(marks, U(mark_begins[table]), row)
             if len(touched):
                 touched[row] = True
+        if len(marks) and every[table]:
+            marks[mark_begins[table] : mark_begins[table + 1]] = 255
         _update_others(
             touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2s[table], step, begins, sizes
         )
@@ -378,13 +399,14 @@ def update_tables(  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def update_rows(  # type: ignore[no-untyped-def]
-    weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every
+    weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every, marks
 ):  # fmt: skip
     """The same updates from a dense gradient; tables have `rows` [T] of `dims` [T], states a number a weight, or a row.
 
-    A row is touched where its gradient is not all zero; every [T]: not 0 where untouched rows are updated too.
+    A row is touched where its gradient is not all zero; every [T]: not 0 where untouched rows are updated too. marks: a byte
+    for each row of all tables, which becomes 1 where the row is updated; empty where nobody asks for them.
     """
-    begin, state, square = U(0), U(0), U(0)
+    begin, state, square, marked = U(0), U(0), U(0), U(0)
     for table in range(len(rows)):
         dim = U(dims[table])
         row_gradient = np.empty(dim, np.float32)
@@ -400,6 +422,9 @@ def update_rows(  # type: ignore[no-untyped-def]
                         row_gradient[k] += l2s[table] * weights[begin + k]
                 scale = _to_direction(row_gradient, states, squares, state, square, kind, numbers, dim)
                 _subtract(weights, begin, row_gradient, scale, numbers[KEEP], dim)
+                if len(marks):
+                    marks[marked] = 1
+            marked += U(1)
             begin += dim
             state += state_dim
             square += square_dim

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,6 +158,8 @@ class FastLookup:
         )
         if not own:
             self._every = np.zeros(len(shard_rows), np.int64)
+        # Bitmaps of the rows that were updated, one table after the other; empty until track_rows().
+        self._marks, self._mark_begins = np.empty(0, np.uint8), np.zeros(len(shard_rows) + 1, np.int64)
         self.step = 0  # micro-batches of the run; seeds the rounding of fp16 rows
         self.num_steps = 0  # updates of the optimizer before the next one
         # Set where the model takes it (pipeline.models.layers.dlrm): columns left free ahead of the features', for the model
@@ -176,13 +178,36 @@ class FastLookup:
         """Of each feature."""
         return [int(dim) for dim in np.diff(self._columns)]
 
+    def track_rows(self) -> list[np.ndarray[Any, Any]]:
+        """Keep bitmaps of the rows that updates change: one for each table, as numpy.packbits(bitorder="little") has them.
+
+        Who reads a bitmap clears it.
+        """
+        if not len(self._marks):
+            sizes = [-(-spec[0] // 8) for spec in self._lookup.embedding_specs]
+            self._mark_begins = np.array([0, *accumulate(sizes)], dtype=np.int64)
+            self._marks = np.zeros(sum(sizes), np.uint8)
+        return [self._marks[begin:end] for begin, end in pairwise(self._mark_begins)]
+
+    def _mark_ids(self, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+        from pipeline.sharding.kernels.update_kernels import mark_ids
+
+        indices, offsets, _, _ = self._lookup.prepare_inputs(indices, offsets, force_cast_input_types=True)
+        num_samples = (len(offsets) - 1) // len(self._num_rows)
+        mark_ids(
+            self._marks, self._mark_begins, self._feature_begins, indices.numpy(), offsets.numpy(), np.uint64(num_samples)
+        )  # fmt: skip
+
     def __call__(
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
         *arguments: Any, **keywords: Any,
     ) -> torch.Tensor:  # fmt: skip
         special = any(argument is not None for argument in (*arguments, *keywords.values()))
         trains_weights = per_sample_weights is not None and per_sample_weights.requires_grad
-        if special or trains_weights or not torch.is_grad_enabled():
+        by_fbgemm = special or trains_weights
+        if by_fbgemm and len(self._marks) and torch.is_grad_enabled():  # its backward will update them
+            self._mark_ids(indices, offsets)
+        if by_fbgemm or not torch.is_grad_enabled():
             return self._fbgemm_forward(indices, offsets, per_sample_weights, *arguments, **keywords)
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         dtype = torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
@@ -230,7 +255,7 @@ class FastLookup:
             self._feature_begins, *bags.arrays(), np.uint64(num_samples), rows, np.uint64(width),
             self._columns, weights, halves, is_half, fbgemm.weights_offsets.numpy(), *states, *squares, rule.kind,
             fbgemm.pooling_mode == PoolingMode.MEAN, rule.numbers(fbgemm.get_learning_rate(), self.num_steps + 1), self._l2s,
-            self._every, np.uint64(self.step),
+            self._every, np.uint64(self.step), self._marks, self._mark_begins,
         )  # fmt: skip
         first_ids = bounds[self._feature_begins * num_samples]
         dims = self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]

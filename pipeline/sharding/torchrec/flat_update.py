@@ -32,6 +32,7 @@ PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maxim
 class _Block:
     """One flat parameter: its tables' rows, widths, L2 and `every` in order, and each of their states in one array."""
 
+    tables: list[int]  # the id() of each one's weight
     weights: torch.Tensor
     rows: np.ndarray[Any, Any]
     dims: np.ndarray[Any, Any]
@@ -47,6 +48,15 @@ class FlatUpdate:
         self, optimizer: torch.optim.Optimizer, rule: UpdateRule, blocks: list[_Block], update: Callable[..., None]
     ) -> None:
         self._optimizer, self._rule, self._blocks, self._update = optimizer, rule, blocks, update
+        self._marks = [np.empty(0, np.uint8) for _ in blocks]
+
+    def track_rows(self) -> dict[int, np.ndarray[Any, Any]]:
+        """Keep a byte for each row, which becomes 1 where the row is updated: by the id() of its table's weight."""
+        self._marks = [np.zeros(int(block.rows.sum()), np.uint8) for block in self._blocks]
+        found = {}
+        for block, marks in zip(self._blocks, self._marks, strict=True):
+            found |= dict(zip(block.tables, np.split(marks, np.cumsum(block.rows)[:-1]), strict=True))
+        return found
 
     def clear_gradients(self) -> None:
         for block in self._blocks:
@@ -59,12 +69,12 @@ class FlatUpdate:
             optimizer.num_steps += 1
             step = optimizer.num_steps
         numbers = self._rule.numbers(optimizer.param_groups[0]["lr"], step)
-        for block in self._blocks:
+        for block, marks in zip(self._blocks, self._marks, strict=True):
             gradient = block.weights.grad
             if gradient is not None:
                 self._update(
                     block.weights.detach().numpy(), gradient.contiguous().numpy(), *(state.numpy() for state in block.states),
-                    block.rows, block.dims, self._rule.kind, numbers, block.l2s, block.every,
+                    block.rows, block.dims, self._rule.kind, numbers, block.l2s, block.every, marks,
                 )  # fmt: skip
 
 
@@ -122,7 +132,7 @@ def _block(
     rows, dims = (np.array([table.shape[axis] for table in tables], dtype=np.int64) for axis in (0, 1))
     l2s = np.array([rules[id(table)].l2 for table in tables], dtype=np.float32)
     every = np.array([rules[id(table)].all_rows for table in tables], dtype=np.int64)
-    return _Block(tables[0]._original_tensor, rows, dims, l2s, every, states)
+    return _Block([id(table) for table in tables], tables[0]._original_tensor, rows, dims, l2s, every, states)
 
 
 def _joined(tables: list[TableBatchedEmbeddingSlice], optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from pipeline.checkpoint.changes import ShardPlace
 from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, MANAGED, STATE
 from pipeline.embeddings.table import ManagedRows
@@ -67,6 +69,7 @@ class ManagedTable:
             for name, size in sizes.items()
         }
         self._maps = [self._make_map(bucket) for bucket in range(self.num_buckets)]
+        self.on_initialized: Callable[[torch.Tensor], None] | None = None  # given the local rows that begin anew
 
     def _make_map(self, bucket: int) -> MCHManagedCollisionModule:
         """TorchRec's map of a bucket, whose tensors are views of `state`: a checkpoint loads into them."""
@@ -164,6 +167,8 @@ class ManagedTable:
         self._weight[rows] = values.to(self._weight.dtype)
         for state in self._states:
             state[rows] = 0
+        if self.on_initialized is not None:
+            self.on_initialized(rows)
 
 
 class ManagedTables:
@@ -195,6 +200,12 @@ class ManagedTables:
 
     def __bool__(self) -> bool:
         return bool(self._num_buckets)
+
+    def watch_initialized(self, mark: Callable[[ShardPlace, torch.Tensor], None]) -> None:
+        """`mark` is given the rows of a shard, counted from its first, that another id has now and that begin anew."""
+        for name, table in self._tables.items():
+            first_row = table.first_bucket * table.managed.rows_a_bucket
+            table.on_initialized = partial(mark, ShardPlace(name, first_row, 0))
 
     def num_hashed_ids(self, feature: str) -> int | None:
         """Of a managed table's feature; None where its table is another."""

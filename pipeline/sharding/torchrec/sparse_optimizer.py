@@ -25,6 +25,7 @@ from pipeline.sharding.torchrec.touched_rows import TouchedRows
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 
 # What materialize_state knows the state of.
+KEEP_OTHER_ROWS = (torch.optim.SGD, torch.optim.Adagrad, optim.RowWiseAdagrad)  # rows whose gradient is all zero
 KNOWN = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, optim.RowWiseAdagrad)
 
 
@@ -124,6 +125,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         by_weight = {weight: (rules or {}).get(key.split(".")[-2]) for key, weight in params.items()}
         self._optimizer = _make_replicated(by_weight, config)
         self._flat = flat_update(params, self._optimizer) if fast_cpu else None
+        self._marks: dict[nn.Parameter, torch.Tensor] = {}
         states = find_optimizer(config.name).replicated_states or {}
         state = {}
         for key, weight in params.items():
@@ -134,6 +136,30 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
                 for fused, name in states.items()
             }
         super().__init__(params, state, self._optimizer.param_groups)
+
+    def track_rows(self) -> dict[str, torch.Tensor]:
+        """Keep a number for each row of each table, by the table's name, which becomes 1 where a step updates the row.
+
+        Who reads them clears them.
+        """
+        by_weight = {weight: key.split(".")[-2] for key, weight in self.params.items()}
+        if self._flat:
+            bytes_of = self._flat.track_rows()
+            return {name: torch.from_numpy(bytes_of[id(weight)]) for weight, name in by_weight.items()}
+        self._marks = {
+            weight: torch.zeros(len(weight), dtype=torch.uint8, device=weight.device) for weight in by_weight
+        }
+        return {by_weight[weight]: marks for weight, marks in self._marks.items()}
+
+    def _mark_rows(self) -> None:
+        """As TouchedRows has it; another optimizer that nobody here knows may change any row."""
+        for weight, marks in self._marks.items():
+            if not isinstance(self._optimizer, (TouchedRows, *KEEP_OTHER_ROWS)) or (
+                isinstance(self._optimizer, TouchedRows) and self._optimizer.updates_all(weight)
+            ):
+                marks.fill_(1)
+            elif weight.grad is not None:
+                marks |= (weight.grad != 0).any(dim=1).to(torch.uint8)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._flat and set_to_none:
@@ -146,6 +172,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
             self._flat.step()
         else:
             self._optimizer.step(closure=closure)
+            self._mark_rows()
 
     def set_optimizer_step(self, step: int) -> None:
         if isinstance(self._optimizer, TouchedRows):

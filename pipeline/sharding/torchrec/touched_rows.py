@@ -35,6 +35,11 @@ class TouchedRows(torch.optim.Optimizer):
                 shape = (len(weight), 1) if by_row else weight.shape
                 self.state[weight][name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
 
+    def updates_all(self, weight: nn.Parameter) -> bool:
+        """Whether a step updates the rows of this table that the batch does not touch."""
+        (group,) = self.param_groups
+        return any(rule.all_rows for one, rule in zip(group["params"], self.rules, strict=True) if one is weight)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
