@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-CHECKPOINT, PUBLISH = "checkpoint", "publish"  # who takes changed rows
+CHECKPOINT = "checkpoint"  # who takes changed rows; further consumers have names of their own
 
 
 class ShardPlace(NamedTuple):
@@ -31,3 +32,15 @@ class ChangedRows(Protocol):
 
     def put_back(self, consumer: str, rows: ShardRows) -> None:
         """What was taken in vain is taken again the next time."""
+
+
+@dataclass(frozen=True)
+class Differential:
+    """Save links of a chain, by the rows that have changed.
+
+    A base follows after `most_links` of them, or where they hold more than `most_bytes` times the base's bytes.
+    """
+
+    rows: ChangedRows
+    most_links: int
+    most_bytes: float = 0.5

@@ -25,9 +25,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint import random_state
 from pipeline.checkpoint.async_save import InFlight
+from pipeline.checkpoint.chains import link_after, open_reader
+from pipeline.checkpoint.changes import CHECKPOINT, Differential, ShardRows
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.free_space import shortage
-from pipeline.checkpoint.metadata import TensorsOnlyReader
+from pipeline.checkpoint.links import link_state
 from pipeline.checkpoint.owners import Owner, check_random_state
 from pipeline.checkpoint.replicas import Replicas, describe_replicas, holds_own_tables, state_to_load, state_to_save
 from pipeline.checkpoint.reshard import check_fit, fill_row_states, without
@@ -36,6 +38,7 @@ from pipeline.checkpoint.shards import HostCopy, ShardPlan, ShardPlanner
 from pipeline.checkpoint.step_writer import Save, StepWriter
 from pipeline.checkpoint.steps import (
     FORMAT_VERSION,
+    LINK_VERSION,
     file_path,
     list_steps,
     read_manifest,
@@ -62,6 +65,7 @@ class Checkpointer:
     alone (evaluation, export). `asynchronous` writes in a thread, over a process group of its own. `staging` is the
     local folder that files for an object store are written to first. `fence` raises OSError on rank 0 when this run must
     commit no more. `replicas`: hosts train tables of their own, of which steps hold the mean and, where they differ, each.
+    `differential`: most steps hold the rows that changed since the step before (pipeline.checkpoint.chains).
     """
 
     # What is saved, where, and how: each is a choice of the caller's own, and tests make every combination.
@@ -81,7 +85,9 @@ class Checkpointer:
         staging: str = ".staging",
         fence: Callable[[], None] | None = None,
         replicas: Replicas | None = None,
+        differential: Differential | None = None,
     ) -> None:
+        assert replicas is None or differential is None, "hosts' averages change every row"
         self.folder, self.asynchronous = folder, asynchronous
         self._model, self._optimizer, self._context = model, optimizer, context
         self._about, self._staging = about or {}, staging
@@ -92,8 +98,11 @@ class Checkpointer:
         self._ranks = Ranks(context, own_group=asynchronous)
         self._steps = step_folders(folder, staging)
         self._writer = StepWriter(self._steps, self._ranks, self._retention, fence)
-        self._planner = ShardPlanner(context, self._ranks.group)
-        self._host_copy = HostCopy()
+        self._planners = {is_link: ShardPlanner(context, self._ranks.group) for is_link in (False, True)}
+        self._host_copies = {is_link: HostCopy() for is_link in (False, True)}
+        self._differential = differential
+        self._previous: int | None = None  # the step that a link may build on; None: the next step is a base
+        self._taken: ShardRows | None = None  # the changed rows of a save whose end is not known
         self._in_flight: InFlight | None = None
 
     def save(self, step: int, values: dict[str, Any] | None = None) -> str:
@@ -107,28 +116,67 @@ class Checkpointer:
         """
         self.wait()
         path = step_path(self.folder, step)
-        state = self._state()
-        plan = self._planner.plan(state_to_save(state, self._replicas) if self._replicas else state)
-        if self._ranks.from_main(lambda: step in list_steps(self.folder)):
+        is_taken, chain = self._ranks.from_main(lambda: (step in list_steps(self.folder), self._link()))
+        if is_taken:
             raise StepTakenError(
                 f"{path} is already committed: does another run write to this folder? Choose another run_dir"
             )
+        self._taken = self._differential.rows.take(CHECKPOINT) if self._differential else None
+        try:
+            save = self._prepare(step, values or {}, chain)
+            if self.asynchronous:
+                self._in_flight = InFlight(step, lambda: self._write_beside_training(save))
+            else:
+                self._writer.write(save)
+                self._settle(step)
+        except BaseException:
+            self._settle(None)
+            raise
+        return path
+
+    def _prepare(self, step: int, values: dict[str, Any], chain: dict[str, Any] | None) -> Save:
+        """A whole step, or a link where `chain` says what it builds on."""
+        state = self._state()
+        if chain is not None:
+            assert self._taken is not None
+            state = link_state(flatten(state), self._taken, self._context.rank)
+        elif self._replicas:
+            state = state_to_save(state, self._replicas)
+        planner = self._planners[chain is not None]
+        plan = planner.plan(state)
         self._check_space(plan, 1, 0, f"step {step}")
-        tensors = self._planner.tensors()
+        tensors = planner.tensors()
         owner = Owner(self._ranks.from_main(lambda: uuid.uuid4().hex), step, self._context.rank)
-        save = Save(
+        manifest = self._describe(owner, values)
+        if chain is not None:
+            manifest |= {"format_version": LINK_VERSION, "chain": chain}
+        return Save(
             owner,
             self._steps.begin(step_name(step), owner.save_id[:8]),
             plan,
-            self._host_copy.fill(tensors) if self.asynchronous else tensors,
+            self._host_copies[chain is not None].fill(tensors) if self.asynchronous else tensors,
             random_state.capture_owned(asdict(owner), self._context.device),
-            self._describe(owner, values or {}),
+            manifest,
         )
-        if self.asynchronous:
-            self._in_flight = InFlight(step, lambda: self._write_beside_training(save))
-        else:
-            self._writer.write(save)
-        return path
+
+    def _link(self) -> dict[str, Any] | None:
+        """Rank 0: what the next step builds on; None where it is to be a base."""
+        if self._differential is None or self._previous is None:
+            return None
+        try:
+            path = step_path(self.folder, self._previous)
+            return link_after(path, self._differential.most_links, self._differential.most_bytes)
+        except DamagedError as error:
+            logger.warning("the next step is a base, for no link can be added to step %d: %s", self._previous, error)
+            return None
+
+    def _settle(self, committed: int | None) -> None:
+        """The save has ended; None: it failed, and the rows that have changed since the step before it are still these too."""
+        if self._differential is not None and committed is not None:
+            self._previous = committed
+        elif self._differential is not None and self._taken is not None:
+            self._differential.rows.put_back(CHECKPOINT, self._taken)
+        self._taken = None
 
     def wait(self) -> None:
         """Wait for the commit of an asynchronous save. Raises CheckpointError when it failed, once."""
@@ -138,7 +186,12 @@ class Checkpointer:
         began = time.monotonic()
         if not in_flight.done:
             logger.info("waiting for step %d, which is still being saved", in_flight.step)
-        in_flight.wait()
+        try:
+            in_flight.wait()
+        except BaseException:
+            self._settle(None)
+            raise
+        self._settle(in_flight.step)
         if (waited := time.monotonic() - began) > 0.1:
             logger.info("waited %.1f s for step %d to be saved", waited, in_flight.step)
 
@@ -153,8 +206,10 @@ class Checkpointer:
         `num_saves` are the saves to come, if they are fewer than the steps to be kept.
         """
         state = self._state()
-        plan = self._planner.plan(state_to_save(state, self._replicas, average=False) if self._replicas else state)
+        whole = state_to_save(state, self._replicas, average=False) if self._replicas else state
+        plan = self._planners[False].plan(whole)
         kept = self._retention.most_steps if num_saves is None else min(self._retention.most_steps, num_saves)
+        kept += -(-kept // 2) if self._differential else 0  # a chain's links hold half as much as its base
         copies = kept + 1 if self._is_local else 1
         held = self._ranks.from_main(self._held_bytes)
         self._check_space(
@@ -270,12 +325,20 @@ class Checkpointer:
     def _walk_back(self, use: Callable[[int], dict[str, Any]]) -> dict[str, Any] | None:
         """What `use` returns for the newest step for which it does not raise DamagedError."""
         steps, problems = self._ranks.read(lambda: list_steps(self.folder), self._is_local), []
+        lost: set[int] = set()
         for step in reversed(steps):
+            if step in lost:
+                continue
             try:
                 return use(step)
             except DamagedError as error:
-                logger.warning("checkpoint step %d does not verify (%s); going back to the one before", step, error)
                 problems.append(f"step {step}: {error}")
+                lost |= (own := self._lost_with(step))
+                what = f"checkpoint step {step} does not verify ({error})"
+                if len(own) > 1:
+                    what += f"; it builds on step {min(own)}, which is damaged, so that {len(own)} steps are lost"
+                earlier = max((other for other in steps if other < step and other not in lost), default=None)
+                logger.warning("%s; going back to %s", what, "nothing" if earlier is None else f"step {earlier}")
         if problems:
             raise CheckpointError(
                 f"none of the {len(steps)} checkpoints in {self.folder} can be used ({'; '.join(problems)[:600]}); "
@@ -283,13 +346,24 @@ class Checkpointer:
             )
         return None
 
+    def _lost_with(self, step: int) -> set[int]:
+        """Collective: of the damaged `step`, and those that it builds on, all from the first that is damaged."""
+        path = step_path(self.folder, step)
+        chain = self._ranks.from_main(lambda: self._writer.known_chain(path))
+        if len(chain) == 1:
+            return {step}
+        for number, member in enumerate(chain):
+            if not self._writer.is_intact_itself(member):
+                return set(chain[number:])
+        return {step}
+
     def _manifest_of(self, step: int) -> dict[str, Any]:
         return self._ranks.read(lambda: read_manifest(step_path(self.folder, step)), self._is_local)
 
     def _load(self, step: int, manifest: dict[str, Any]) -> None:
         """Raises DamagedError, with the state half overwritten, or CheckpointError for what does not fit."""
         path, began = step_path(self.folder, step), time.monotonic()
-        reader = TensorsOnlyReader(path, manifest)
+        reader = self._ranks.read(lambda: open_reader(path, manifest), self._is_local)
         tensors = self._ranks.read(lambda: StepTensors(path, reader), self._is_local)
         random = self._ranks.read(lambda: self._read_random_state(path, manifest), self._is_local)
         state = self._state()
@@ -330,6 +404,9 @@ class Checkpointer:
         if self._replicas:
             self._replicas.equal = not own
         self._writer.mark_verified(step)
+        if self._differential is not None:  # averages of row-wise states are those of no step
+            self._differential.rows.take(CHECKPOINT)
+            self._previous = None if recut else step
         if self._context.is_main:
             seconds = time.monotonic() - began
             told = fields(event="loaded", step=step, checkpoint=path, seconds=round(seconds, 3))

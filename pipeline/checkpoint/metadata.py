@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class TensorsOnlyReader(FileSystemReader):
     def __init__(self, path: str, manifest: dict[str, Any] | None = None) -> None:
         super().__init__(".")
         self.step_path, self.manifest = path, manifest or read_manifest(path)
-        self.fs = _VerifiedFiles(path, self.manifest)
+        self.fs: FileSystem = _VerifiedFiles(path, self.manifest)
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -113,6 +113,9 @@ class TensorsOnlyReader(FileSystemReader):
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
+
+    def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor) -> None:
+        """Bring `values`, the stored box of `key` that begins at `offsets`, up to the step; nothing to do in a whole step."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """In the order of the files, so that each block is read once, and with one stored shard in memory at a time."""
@@ -135,6 +138,9 @@ class TensorsOnlyReader(FileSystemReader):
         stored = torch.load(view, map_location="cpu", weights_only=True)
         ends = zip(item.storage_offsets, item.lengths, strict=True)
         part = stored[tuple(slice(begin, begin + length) for begin, length in ends)]
+        first = item.storage_index.offset or (0,) * part.dim()
+        begins = [a + b for a, b in zip(first, item.storage_offsets, strict=True)]
+        self.overlay(item.storage_index.fqn, begins, part)
         target = planner.resolve_tensor(item).detach()
         if target.size() != part.size():
             raise DamagedError(

@@ -1,4 +1,7 @@
-"""Say which steps a checkpoint folder has no more need of: all but the last few and the best few."""
+"""Say which steps a checkpoint folder has no more need of: all but the last few and the best few.
+
+Steps that build on one another are a chain, which goes or stays as one; a whole step that nothing builds on is a chain of one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ LATER_VERIFIED = 2  # a step goes only when as many later ones are known to be i
 
 @dataclass(frozen=True)
 class Retention:
-    """Of the steps, the last `keep_last_n` stay, and beside them the `keep_best_n` best by `best_metric`."""
+    """The last `keep_last_n` chains stay, and beside them those of the `keep_best_n` best steps by `best_metric`."""
 
     keep_last_n: int = 2
     keep_best_n: int = 0
@@ -22,17 +25,25 @@ class Retention:
     def most_steps(self) -> int:
         return max(self.keep_last_n, LATER_VERIFIED) + self.keep_best_n
 
-    def expendable(self, metrics: Mapping[int, float | None]) -> list[int]:
-        """Of step -> metric (None: not measured at that step), ascending. Never one of the last two."""
-        steps = sorted(metrics)
-        last = set(steps[-max(self.keep_last_n, LATER_VERIFIED) :])
+    def expendable(self, metrics: Mapping[int, float | None], bases: Mapping[int, int] | None = None) -> list[int]:
+        """Of step -> metric (None: not measured at that step), never one of the last two chains: the steps that can go.
+
+        `bases`: the whole step that each builds on; None: each is whole. Ascending by chains, in a chain the last step first.
+        """
+        bases = bases or {step: step for step in metrics}
+        chains = sorted({bases[step] for step in metrics})
+        last = set(chains[-max(self.keep_last_n, LATER_VERIFIED) :])
         sign = -1.0 if is_higher_better(self.best_metric) else 1.0
         measured = {
             step: sign * value for step, value in metrics.items() if value is not None and not math.isnan(value)
         }
         # Of equal ones the later is better: it has seen more.
-        ranked = sorted((step for step in measured if step not in last), key=lambda step: (measured[step], -step))
-        return [step for step in steps if step not in last and step not in ranked[: self.keep_best_n]]
+        ranked = sorted(
+            (step for step in measured if bases[step] not in last), key=lambda step: (measured[step], -step)
+        )
+        kept = last | {bases[step] for step in ranked[: self.keep_best_n]}
+        going = [step for step in metrics if bases[step] not in kept]
+        return sorted(going, key=lambda step: (bases[step], -step))
 
 
 def is_higher_better(metric: str) -> bool:

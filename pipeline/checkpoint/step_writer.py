@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.checkpoint import random_state
+from pipeline.checkpoint.chains import chain_of, open_reader, step_before
 from pipeline.checkpoint.collective_errors import Ranks
-from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.owners import Owner, check_file
 from pipeline.checkpoint.retention import LATER_VERIFIED, Retention, measured_metric
 from pipeline.checkpoint.shards import Places, ShardPlan, Tensors, write_bytes, write_metadata, write_shards
-from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_name, step_path
+from pipeline.checkpoint.steps import base_of, file_path, is_link, list_steps, read_manifest, step_name, step_path
 from pipeline.runtime.errors import CheckpointError, DamagedError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
@@ -105,58 +105,107 @@ class StepWriter:
         self._steps.commit(save.attempt, seal_manifest(manifest), self._fence)
 
     def verify(self, step: int) -> dict[str, Any]:
-        """The manifest of a step that is intact; ranks share the work. Raises DamagedError, or CheckpointError, on all."""
-        path, context = step_path(self.folder, step), self._ranks.context
+        """The manifest of a step that is intact, with all that it builds on; ranks share the work.
+
+        Raises:
+            DamagedError, or CheckpointError, on all.
+        """
+        path = step_path(self.folder, step)
 
         def check() -> dict[str, Any]:
-            manifest = read_manifest(path)
-            files: dict[str, FileEntry] = manifest["files"]
-            for name in sorted(files)[context.rank :: context.world_size]:
-                if problem := file_problem(file_path(path, manifest, name), files[name]):
-                    raise DamagedError(problem)
-                if storage.is_local(path):
-                    check_file(path, manifest, name)
-            if context.is_main:
-                TensorsOnlyReader(path, manifest).read_metadata()
-            return manifest
+            chain = chain_of(path, read_manifest(path))
+            for one in chain:
+                self._check_files(*one)
+            if self._ranks.context.is_main:
+                open_reader(path, chain[-1][1]).read_metadata()
+            return chain[-1][1]
 
         manifest = self._ranks.read(check, storage.is_local(self.folder))
         self.mark_verified(step)
         return manifest
 
+    def _check_files(self, path: str, manifest: dict[str, Any]) -> None:
+        """This rank's share of a step's files."""
+        context, files = self._ranks.context, manifest["files"]
+        for name in sorted(files)[context.rank :: context.world_size]:
+            if problem := file_problem(file_path(path, manifest, name), files[name]):
+                raise DamagedError(problem)
+            if storage.is_local(path):
+                check_file(path, manifest, name)
+
+    def is_intact_itself(self, step: int) -> bool:
+        """Collective: whether the files of a step verify, whatever became of those that it builds on."""
+        path = step_path(self.folder, step)
+
+        def check() -> None:
+            manifest = read_manifest(path)
+            if is_link(manifest):
+                step_before(path, manifest)
+            self._check_files(path, manifest)
+
+        try:
+            self._ranks.read(check, storage.is_local(self.folder))
+        except (DamagedError, CheckpointError):
+            return False
+        return True
+
+    def known_chain(self, path: str) -> list[int]:
+        """The steps that the one at `path` builds on, the first first, and itself: as far back as manifests can be read."""
+        steps: list[int] = []
+        while True:
+            steps.insert(0, int(path.rstrip("/").rpartition("_")[2]))
+            try:
+                manifest = read_manifest(path)
+            except DamagedError:
+                return steps
+            if not is_link(manifest) or not manifest["chain"]["previous"] < manifest["step"]:
+                return steps
+            path = step_path(self.folder, int(manifest["chain"]["previous"]))
+
     def mark_verified(self, step: int) -> None:
         self._verified.add(step)
 
     def _purge(self, saved: int) -> None:
-        """Of the steps up to the one just saved, remove what need not be kept, once two later ones are known to be intact."""
-        steps, expendable = self._ranks.from_main(lambda: self._expendable(saved))
+        """Of the steps up to the one just saved, remove what need not be kept, once two later ones are known to be intact.
+
+        Links go with their base, the last first; the later ones are then the last of two later chains.
+        """
+        bases, expendable = self._ranks.from_main(lambda: self._expendable(saved))
         for step in expendable:
-            later = [other for other in reversed(steps) if other > step]
-            if sum(self._is_intact(other) for other in later[:LATER_VERIFIED]) < LATER_VERIFIED:
+            later = sorted(
+                {max(other for other in bases if bases[other] == base) for base in bases.values() if base > step}
+            )
+            if sum(self._is_intact(other) for other in later[-LATER_VERIFIED:]) < LATER_VERIFIED:
                 logger.warning("step %d stays: the %d steps after it do not all verify", step, LATER_VERIFIED)
                 continue
             if self._ranks.context.is_main:
                 try:
                     self._steps.remove(step_name(step))
-                    logger.info("step %d  purged: %s stay", step, [other for other in steps if other > step])
+                    logger.info("step %d  purged: %s stay", step, [other for other in bases if other > step])
                 except OSError as error:
                     logger.warning("step %d could not be purged: %s", step, error)
-            steps = [other for other in steps if other != step]
+            del bases[step]
 
-    def _expendable(self, saved: int) -> tuple[list[int], list[int]]:
-        """Steps up to `saved`, and which of them can go."""
+    def _expendable(self, saved: int) -> tuple[dict[int, int], list[int]]:
+        """Steps up to `saved` and the base of each, ascending, and which of them can go, in that order."""
         metrics: dict[int, float | None] = {}
+        bases: dict[int, int] = {}
         try:
             for step in list_steps(self.folder):
-                if step <= saved:
-                    metrics[step] = None
+                if step > saved:
+                    continue
+                metrics[step], bases[step] = None, step
+                try:
+                    manifest = read_manifest(step_path(self.folder, step))
+                    metrics[step] = measured_metric(manifest, self._retention.best_metric)
+                    bases[step] = base_of(manifest)
+                except DamagedError:
                     if self._retention.keep_best_n:
-                        manifest = read_manifest(step_path(self.folder, step))
-                        metrics[step] = measured_metric(manifest, self._retention.best_metric)
+                        raise
         except (OSError, DamagedError) as error:
             logger.warning("nothing is purged: %s", error)
-            return [], []
-        return sorted(metrics), self._retention.expendable(metrics)
+            return {}, []
+        return bases, self._retention.expendable(metrics, bases)
 
     def _is_intact(self, step: int) -> bool:
         if step not in self._verified:

@@ -16,6 +16,7 @@ from pipeline.runtime.storage.manifest import MANIFEST, open_manifest
 
 METADATA = ".metadata"
 FORMAT_VERSION = 2
+LINK_VERSION = 3  # of a step that holds changed rows alone, which releases before it do not read
 PREFIX = "step_"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
@@ -49,8 +50,18 @@ def read_manifest(path: str) -> dict[str, Any]:
     Raises:
         DamagedError: it is missing, not what was written, or of another release.
     """
-    manifest = open_manifest(f"{path}/{MANIFEST}", FORMAT_VERSION)
+    manifest = open_manifest(f"{path}/{MANIFEST}", FORMAT_VERSION, LINK_VERSION)
     name = storage.join(path, "").rstrip("/").rsplit("/", 1)[-1]
     if STEP_FOLDER.fullmatch(name) and step_name(manifest["step"]) != name:
         raise DamagedError(f"{path}/{MANIFEST} is that of step {manifest['step']}")
     return manifest
+
+
+def is_link(manifest: dict[str, Any]) -> bool:
+    """Whether a step holds the rows that changed since another step (pipeline.checkpoint.chains)."""
+    return "chain" in manifest
+
+
+def base_of(manifest: dict[str, Any]) -> int:
+    """The whole step that a step builds on, which may be the step itself."""
+    return int(manifest["chain"]["base"] if is_link(manifest) else manifest["step"])

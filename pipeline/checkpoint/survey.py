@@ -9,9 +9,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.checkpoint.chains import chain_of, open_tensors
 from pipeline.checkpoint.owners import check_file
 from pipeline.checkpoint.retention import measured_metric, metric_of
-from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_path
+from pipeline.checkpoint.steps import file_path, is_link, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import describe_dtype, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.runtime.errors import CheckpointError, DamagedError
@@ -32,6 +33,7 @@ class StepSummary:
     world_size: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     problem: str = ""
+    base: int | None = None  # the whole step that it builds on; None: it is whole
 
 
 def summarize_step(folder: str, step: int) -> StepSummary:
@@ -46,7 +48,8 @@ def summarize_step(folder: str, step: int) -> StepSummary:
         problem = next((text for text in found if text), "")
         names = [name for metric in METRICS for name in manifest.get("metrics") or {} if metric_of(name) == metric]
         metrics = {name: value for name in names if (value := measured_metric(manifest, name)) is not None}
-        return StepSummary(step, age, size, int(manifest["world_size"]), metrics, problem)
+        base = int(manifest["chain"]["base"]) if is_link(manifest) else None
+        return StepSummary(step, age, size, int(manifest["world_size"]), metrics, problem, base)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return StepSummary(step, age, problem=str(error) or repr(error))
 
@@ -61,19 +64,19 @@ def verify_step(folder: str, step: int) -> str:
 
 
 def check_step(folder: str, step: int) -> None:
-    """Read every byte of a step.
+    """Read every byte of a step, and of what it builds on.
 
     Raises:
         DamagedError: a file is not what its manifest says; ForeignFileError: another save, step or rank wrote it.
         CheckpointError: .metadata holds more than tensors.
     """
     path = step_path(folder, step)
-    manifest = read_manifest(path)
-    for name, entry in sorted(manifest["files"].items()):
-        if problem := damage(file_path(path, manifest, name), entry):
-            raise DamagedError(problem)
-        check_file(path, manifest, name)
-    StepTensors(path)
+    for where, manifest in chain_of(path, read_manifest(path)):
+        for name, entry in sorted(manifest["files"].items()):
+            if problem := damage(file_path(where, manifest, name), entry):
+                raise DamagedError(problem)
+            check_file(where, manifest, name)
+    open_tensors(path)
 
 
 def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepTensors]:
@@ -90,7 +93,7 @@ def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepT
         raise CheckpointError(f"there is no step {chosen} in {folder}; there are {steps}")
     path = step_path(folder, chosen)
     try:
-        return chosen, read_manifest(path), StepTensors(path)
+        return chosen, read_manifest(path), open_tensors(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise

@@ -32,7 +32,7 @@ class StoredChunk:
 
 
 class StepTensors:
-    """The tensors of the step folder `path`, by their keys in the checkpoint.
+    """The tensors of the step folder `path`, by their keys in the checkpoint; chains.open_tensors opens any step.
 
     Raises:
         CheckpointError: .metadata is missing, damaged, or asks for what no checkpoint of ours holds.
@@ -82,6 +82,10 @@ class StepTensors:
             covered += into.numel()
         if covered != result.numel():
             raise CheckpointError(f"{self.path} holds {covered} of the {result.numel()} values asked of {key}")
+        try:
+            self._reader.overlay(key, offsets, result)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {key} cannot be read: {error}") from None
         return result
 
     def row_blocks(self, key: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:

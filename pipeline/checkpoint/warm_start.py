@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+from pipeline.checkpoint.chains import open_tensors
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.collective_errors import Ranks
-from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.reshard import read_row_state
 from pipeline.checkpoint.steps import STEP_FOLDER, read_manifest, step_path
 from pipeline.checkpoint.tables import (
@@ -127,7 +127,7 @@ def _choose(config: WarmStartConfig, folder: str | None, model: nn.Module, conte
 
 def _open(path: str) -> _Source:
     manifest = read_manifest(path)
-    tensors = StepTensors(path, TensorsOnlyReader(path, manifest))
+    tensors = open_tensors(path, manifest)
     return _Source(tensors, inventory_of_step(tensors), manifest, storage.is_local(path))
 
 

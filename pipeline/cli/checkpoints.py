@@ -49,6 +49,7 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
     def line(summary: StepSummary) -> str:
         metrics = [f"{name} {value:.4f}" for name, value in summary.metrics.items() if metric_of(name) in SHOWN]
         metrics += [f"best {metric}"] if summary.step == best else []
+        metrics += [f"changes since step {summary.base}"] if summary.base is not None else []
         metrics += ["kept as best"] if config.keep_best_n and summary in measured and summary.step not in last else []
         return (
             f"{summary.step:>10}  {_age(summary.age_s):>10}  {_size(summary.size_bytes):>10}  {summary.world_size:>5}  "

@@ -137,6 +137,11 @@ class TrainJob(Job):
             profiled_steps(self.profile)
         check_at_least("world_size", self.world_size, 1)
         self._check_metrics()
+        if self.checkpoint.differential and self.parallel.has_replicas:
+            raise ConfigError(
+                f"checkpoint.differential=true saves the rows that changed, and parallel.embedding_sync={self.parallel.embedding_sync} "
+                "averages every row over the hosts: use one without the other"
+            )
         if type(self) is TrainJob and "://" in self.run_dir:  # a PlanJob writes no run folder
             raise ConfigError(
                 f"run_dir={self.run_dir}: run folders are local paths in this release; give a folder that every host mounts"
@@ -245,6 +250,10 @@ class RetrainJob(TrainJob):
             )
         if "://" in self.run_dir:
             raise ConfigError(f"run_dir={self.run_dir}: give a local folder; registry.path may be s3://...")
+        if self.checkpoint.differential:
+            raise ConfigError(
+                "retrain promotes a step by copying it, and one of checkpoint.differential=true builds on others: set it to false"
+            )
         if self.checkpoint.folder is not None:
             raise ConfigError(
                 "retrain keeps a run's checkpoints below run_dir until they are promoted: leave checkpoint.folder out"

@@ -240,6 +240,10 @@ class CheckpointConfig:
     """A step is saved every `save_every_minutes`, every `save_every_steps`, and always at the end of training.
 
     An old step is removed only when two later ones are known to be intact, so two stay at least.
+
+    differential: a step holds the rows of tables that changed since the step before, and all else whole. Such steps are a chain
+    that begins with a whole one; another whole one follows after max_links, or where the links hold more than half of its bytes.
+    keep_last_n and keep_best_n then count chains.
     """
 
     folder: str | None = None  # None: run_dir/checkpoints; s3://bucket/prefix for an object store
@@ -250,6 +254,8 @@ class CheckpointConfig:
     best_metric: str | None = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
     save_best: bool = False  # a step is also saved where its evaluation is the best so far, and one such step is kept
     asynchronous: bool = False  # copy the state to host memory, and write it while training goes on
+    differential: bool = False
+    max_links: int = 100
     on_failure: str = "stop"
     max_failures_in_a_row: int = 3  # on_failure=continue stops then
     resume: bool = True
@@ -265,6 +271,7 @@ class CheckpointConfig:
         check_at_least("checkpoint.save_every_steps", self.save_every_steps, 0)
         check_at_least("checkpoint.keep_last_n", self.keep_last_n, 2)
         check_at_least("checkpoint.keep_best_n", self.keep_best_n, 0)
+        check_at_least("checkpoint.max_links", self.max_links, 1)
         check_choice("checkpoint.on_failure", self.on_failure, SAVE_FAILURE_POLICIES)
         check_at_least("checkpoint.max_failures_in_a_row", self.max_failures_in_a_row, 1)
 

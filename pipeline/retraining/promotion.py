@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.checkpoint.best import best_step
-from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
+from pipeline.checkpoint.steps import is_link, list_steps, read_manifest, step_path
 from pipeline.config.jobs import TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import FILE_NAME, load_dataset
@@ -75,6 +75,11 @@ def finished_run(folder: str) -> FinishedRun:
         if best := best_step(checkpoints, job.best_metric):
             path = step_path(checkpoints, best[0])
             manifest = read_manifest(path)
+    if is_link(manifest):
+        raise RegistryError(
+            f"{path} holds the rows that changed since the step before it, and a version holds one whole step: train with "
+            "checkpoint.differential=false to promote a run"
+        )
     data = str(manifest["config"]["data"]["path"])
     if load_dataset(data).fingerprint() != manifest["data_order"]["dataset"]:
         raise RegistryError(f"{data} is no longer the data set that {folder} was trained on: prepare that one again")

@@ -35,8 +35,6 @@ from pipeline.training.run_state import (
 )
 
 if TYPE_CHECKING:
-    from torchrec.optim.keyed import KeyedOptimizer
-
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.checkpoint.replicas import Replicas
     from pipeline.data.dataset import Dataset
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
     from pipeline.runtime.logs import MetricsWriter
     from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.assembly import Assembly
+    from pipeline.training.optimizer import TrainingOptimizer
     from pipeline.training.trainer import FitResult
 
 SUMMARY = "summary.json"
@@ -192,7 +191,7 @@ def _resume(
     job: TrainJob,
     dataset: Dataset,
     assembly: Assembly,
-    optimizer: KeyedOptimizer,
+    optimizer: TrainingOptimizer,
     context: DistributedContext,
     fence: Callable[[], None] | None,
     replicas: Replicas | None,
@@ -201,13 +200,16 @@ def _resume(
 
     A checkpoint is read into the tables as they were allocated: what it fills is not initialized before.
     """
+    from pipeline.checkpoint.changes import CHECKPOINT
     from pipeline.planner.plan_codec import encode_record
+    from pipeline.sharding.torchrec.changed_rows import TrackedRows
     from pipeline.sharding.torchrec.table_init import initialize_tables
 
     data_order = describe_data_order(job, dataset.fingerprint())
     about = describe_job(job, dataset, data_order, json.loads(encode_record(assembly.plan)))
     about["compression"] = signatures(assembly.tables)
-    checkpointer = open_checkpoints(job, assembly.model, optimizer, context, about, fence, replicas)
+    rows = TrackedRows(assembly.model, optimizer.replicated, [CHECKPOINT]) if job.checkpoint.differential else None
+    checkpointer = open_checkpoints(job, assembly.model, optimizer, context, about, fence, replicas, rows)
     restored = resume(job, checkpointer, data_order, about["compression"])
     if restored is None and job.warm_start is not None:
         start_warm(job, job.warm_start, assembly, optimizer, context, dataset)

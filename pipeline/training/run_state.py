@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torchrec.optim.keyed import KeyedOptimizer
 
+    from pipeline.checkpoint.changes import ChangedRows
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.checkpoint.replicas import Replicas
     from pipeline.data.dataset import Dataset
@@ -106,9 +107,16 @@ def open_checkpoints(
     about: dict[str, Any],
     fence: Callable[[], None] | None,
     replicas: Replicas | None = None,
+    rows: ChangedRows | None = None,
 ) -> Checkpointer:
-    """The run's checkpoints by checkpoint.*; `fence` raises where the run has lost its folder to another."""
+    """The run's checkpoints by checkpoint.*; `fence` raises where the run has lost its folder to another.
+
+    `rows`: those that training changes, which checkpoint.differential needs.
+    """
+    from pipeline.checkpoint.changes import Differential
     from pipeline.checkpoint.checkpointer import Checkpointer
+
+    differential = Differential(rows, job.checkpoint.max_links) if job.checkpoint.differential and rows else None
 
     return Checkpointer(
         checkpoint_folder(job.run_dir, job.checkpoint),
@@ -124,6 +132,7 @@ def open_checkpoints(
         about=about,
         fence=fence,
         replicas=replicas,
+        differential=differential,
     )
 
 

@@ -5,17 +5,29 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from pipeline.checkpoint.changes import CHECKPOINT, Differential
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.runtime.errors import CheckpointError
+from pipeline.sharding.torchrec.changed_rows import TrackedRows
 from tests.support.sharded_models import build_sharded, digest, draw_batches, train_steps
 
 MIXED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
 
 
-def save_steps(rank: int, folder: str, steps: list[int], options: dict[str, Any] | None = None) -> dict[int, str]:
-    """Train to each of `steps`, save it; the digest of every one (on rank 0)."""
+def differential(model: Any, optimizer: Any, links: int) -> Differential:
+    """As checkpoint.differential=true, but for links of any size: these models are too small for half of their base."""
+    return Differential(TrackedRows(model, optimizer.replicated, [CHECKPOINT]), links, most_bytes=1e9)
+
+
+def save_steps(
+    rank: int, folder: str, steps: list[int], options: dict[str, Any] | None = None, links: int = 0
+) -> dict[int, str]:
+    """Train to each of `steps`, save it, with `links` of a chain after each whole step; the digest of every one (on rank 0)."""
     _, model, optimizer, context = build_sharded(MIXED)
-    checkpointer = Checkpointer(folder, model, optimizer, context, **{"keep_last_n": 99, **(options or {})})
+    given = {"keep_last_n": 99, **(options or {})}
+    if links:
+        given["differential"] = differential(model, optimizer, links)
+    checkpointer = Checkpointer(folder, model, optimizer, context, **given)
     digests, done = {}, 0
     for step in steps:
         train_steps(model, optimizer, draw_batches(rank, context.world_size, step - done, start=done))

@@ -1,6 +1,8 @@
 """A rank that saves steps 1 and 2 and is killed in the middle of step 3, where `phase` says:
 
-python -m tests.faults.kill_worker RANK FOLDER STORE VICTIM PHASE ASYNCHRONOUS
+python -m tests.faults.kill_worker RANK FOLDER STORE VICTIM PHASE ASYNCHRONOUS LINKS
+
+LINKS: how many steps of a chain follow on a whole one; 0: every step is whole.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.runtime.storage import atomic, storage
 from pipeline.runtime.storage.checksums import ChecksummedWriter
-from tests.faults.checkpoints import MIXED
+from tests.faults.checkpoints import MIXED, differential
 from tests.support.sharded_models import build_sharded, draw_batches, train_steps
 
 # Phase: whose function, its name, and before or after which of its calls. Those of rank 0 alone come last.
@@ -65,12 +67,15 @@ def arm(owner: Any, name: str, when: str, call: int) -> None:
     setattr(owner, name, deadly)
 
 
-def run(rank: int, folder: str, store: str, victim: int, phase: str, asynchronous: bool) -> None:
+def run(rank: int, folder: str, store: str, victim: int, phase: str, asynchronous: bool, links: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     _, model, optimizer, context = build_sharded(MIXED)
-    checkpointer = Checkpointer(folder, model, optimizer, context, keep_last_n=2, asynchronous=asynchronous)
+    changes = differential(model, optimizer, links) if links else None
+    checkpointer = Checkpointer(
+        folder, model, optimizer, context, keep_last_n=2, asynchronous=asynchronous, differential=changes
+    )
     for step in (1, 2, 3):
         train_steps(model, optimizer, draw_batches(rank, 2, 1, start=step - 1))
         if step == 3 and rank == victim:
@@ -81,5 +86,5 @@ def run(rank: int, folder: str, store: str, victim: int, phase: str, asynchronou
 
 
 if __name__ == "__main__":
-    rank, folder, store, victim, phase, asynchronous = sys.argv[1:]
-    run(int(rank), folder, store, int(victim), phase, bool(int(asynchronous)))
+    rank, folder, store, victim, phase, asynchronous, links = sys.argv[1:]
+    run(int(rank), folder, store, int(victim), phase, bool(int(asynchronous)), int(links))

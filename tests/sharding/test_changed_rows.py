@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from pipeline.checkpoint.changes import CHECKPOINT, PUBLISH, ShardPlace
+from pipeline.checkpoint.changes import CHECKPOINT, ShardPlace
 from pipeline.checkpoint.tables import (
     MODEL,
     STATE,
@@ -90,15 +90,15 @@ def compare(tracked: dict[ShardPlace, Any], before: dict[ShardPlace, Any], after
 
 def _steps(rank: int, kinds: dict[str, str], name: str, update_rows: str, batch_size: int) -> list[int]:
     _, model, optimizer, context = build_sharded(kinds, optimizers(name, update_rows))
-    rows = TrackedRows(model, optimizer.replicated, (CHECKPOINT, PUBLISH))
+    rows = TrackedRows(model, optimizer.replicated, (CHECKPOINT, "other"))
     world_size, first, totals = context.world_size, values_by_shard(model, optimizer), []
     for start in (0, 1, 4):
         before = values_by_shard(model, optimizer)
         batches = draw_batches(rank, world_size, 1 + start // 2, start, batch_size)
         train_steps(model, optimizer, batches)
         totals.append(compare(rows.take(CHECKPOINT), before, values_by_shard(model, optimizer)))
-    totals.append(compare(rows.take(PUBLISH), first, values_by_shard(model, optimizer)))
-    assert not any(len(own) for own in rows.take(PUBLISH).values())
+    totals.append(compare(rows.take("other"), first, values_by_shard(model, optimizer)))
+    assert not any(len(own) for own in rows.take("other").values())
     _evaluate(model, rank, world_size)
     assert not any(len(own) for own in rows.take(CHECKPOINT).values()), "an evaluation changes no row"
     return totals
@@ -172,12 +172,12 @@ def test_rows_of_managed_tables_are_tracked_where_another_id_gets_them(ranks: Ra
 
 def _put_back(rank: int) -> None:
     _, model, optimizer, _ = build_sharded(SMALL)
-    rows = TrackedRows(model, optimizer.replicated, (CHECKPOINT, PUBLISH))
+    rows = TrackedRows(model, optimizer.replicated, (CHECKPOINT, "other"))
     train_steps(model, optimizer, draw_batches(rank, 1, 1, 0, 4))
     first = rows.take(CHECKPOINT)
     rows.put_back(CHECKPOINT, first)
     train_steps(model, optimizer, draw_batches(rank, 1, 1, 1, 4))
-    both, other = rows.take(CHECKPOINT), rows.take(PUBLISH)
+    both, other = rows.take(CHECKPOINT), rows.take("other")
     for place, own in both.items():
         assert set(first[place]) <= set(own.tolist())
         np.testing.assert_array_equal(own, other[place])

@@ -29,13 +29,25 @@ def seal_manifest(values: dict[str, Any]) -> str:
     return f'{{\n {opening}"sha256": "{digest}",{text[1:]}'
 
 
-def open_manifest(path: str, format_version: int) -> dict[str, Any]:
+def sealed_digest(path: str) -> str:
+    """The SHA-256 that a manifest file opens with. Raises DamagedError where it has none."""
+    try:
+        seal = SEAL.match(storage.read_text(path))
+    except (FileNotFoundError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from None
+    if seal is None:
+        raise DamagedError(f"{path} does not match its checksum")
+    return seal["sha256"]
+
+
+def open_manifest(path: str, *format_versions: int) -> dict[str, Any]:
     """The values of the manifest file at `path`. Raises DamagedError for a changed file, or one of another release."""
     values = read_sealed(path)
     if problem := files_problem(values.get("files")):
         raise DamagedError(f"{path}: {problem}")
-    if (found := values.get("format_version")) != format_version:
-        raise DamagedError(f"{path} has format_version {found}, this release reads {format_version}")
+    if (found := values.get("format_version")) not in format_versions:
+        known = " and ".join(map(str, format_versions))
+        raise DamagedError(f"{path} has format_version {found}, this release reads {known}")
     return values
 
 

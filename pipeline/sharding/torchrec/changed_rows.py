@@ -53,8 +53,8 @@ class TrackedRows:
     def take(self, consumer: str) -> ShardRows:
         for place, shard in self._shards.items():
             changed = shard.read_and_clear()
-            for bits in self._taken.values():
-                bits[place] |= changed
+            for of_consumer in self._taken.values():
+                of_consumer[place] |= changed
         own = self._taken[consumer]
         rows = {place: _rows_of(own[place], shard.num_rows) for place, shard in self._shards.items()}
         for bits in own.values():

@@ -53,7 +53,7 @@ class FlatUpdate:
     def track_rows(self) -> dict[int, np.ndarray[Any, Any]]:
         """Keep a byte for each row, which becomes 1 where the row is updated: by the id() of its table's weight."""
         self._marks = [np.zeros(int(block.rows.sum()), np.uint8) for block in self._blocks]
-        found = {}
+        found: dict[int, np.ndarray[Any, Any]] = {}
         for block, marks in zip(self._blocks, self._marks, strict=True):
             found |= dict(zip(block.tables, np.split(marks, np.cumsum(block.rows)[:-1]), strict=True))
         return found

@@ -1,0 +1,207 @@
+"""Measure what differential checkpoints write beside whole ones, whether they bring back every bit, and what tracking rows costs:
+
+    python -m benchmarks.differential [--rows 20000000] [--saves 8] [--rounds 5] [--folder DIR]
+    python -m benchmarks.differential --data datasets/quickstart [--saves 40]
+
+One rank trains DLRM with 26 tables in Criteo's proportions, cut so that they have `--rows` rows together, on ids by a power law
+of 1.05; an epoch is as many samples as there are rows. It saves after every hundredth of an epoch. With `--data` the steps are
+those of the train verb on a prepared data set. Whole steps are counted by saving one. Tracking is timed in rounds that go
+without it, with it, without it (A B A), in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.step_models import KAGGLE, NUM_DENSE
+from pipeline.checkpoint.changes import CHECKPOINT, Differential
+from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.checkpoint.steps import list_steps
+from pipeline.checkpoint.survey import open_step
+from pipeline.checkpoint.tables import flatten, inventory_of_state
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import TrainJob
+from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split, load_dataset
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.planner.resolved_job import resolve_job
+from pipeline.runtime.process.distributed import DistributedContext, init_distributed
+from pipeline.sharding.torchrec.changed_rows import TrackedRows
+from pipeline.sharding.torchrec.cpu_tables import fast_lookups
+from pipeline.training.assembly import assemble, open_reader
+from pipeline.training.optimizer import build_optimizer
+
+BATCH, DIM, EXPONENT = 2048, 16, 1.05
+LAYERS = ["model.dense_arch_layer_sizes=[64,32,16]", "model.over_arch_layer_sizes=[64,32,1]"]
+
+
+def cut(total: int) -> list[int]:
+    """KAGGLE's rows, the largest tables cut alike so that they have about `total` rows together."""
+    low, high = 1, max(KAGGLE)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if sum(min(rows, middle) for rows in KAGGLE) <= total else (low, middle - 1)
+    return [min(rows, low) for rows in KAGGLE]
+
+
+def power_law(sizes: list[int]) -> Iterator[Batch]:
+    """Endless; the most frequent id of each table is 0."""
+    sums = {rows: np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -EXPONENT) for rows in set(sizes)}
+    names, generator = [f"cat_{index}" for index in range(len(sizes))], np.random.default_rng(0)
+    while True:
+        ids = [np.searchsorted(sums[rows], generator.random(BATCH) * sums[rows][-1]) for rows in sizes]
+        values = torch.from_numpy(np.concatenate(ids)).clamp(max=max(sizes) - 1)
+        lengths = torch.ones(len(values), dtype=torch.int32)
+        features = keyed_jagged_tensor(names, values, lengths, BATCH, [BATCH] * len(sizes))
+        labels = torch.from_numpy(generator.integers(0, 2, BATCH).astype(np.float32))
+        yield Batch(torch.randn(BATCH, NUM_DENSE), features, labels, torch.ones(BATCH))
+
+
+def job_of(data: str | None) -> TrainJob:
+    common = ["hardware=cpu", "name=differential", f"trainer.global_batch_size={BATCH}"]
+    if data:
+        return load_config(TrainJob, ["experiment=quickstart", f"data.path={data}", *common])
+    return load_config(
+        TrainJob, ["data=quickstart", "model=dlrm", *LAYERS, f"tables.default.embedding_dim={DIM}", *common]
+    )
+
+
+def described(sizes: list[int]) -> Dataset:
+    features = [
+        SparseFeature(f"cat_{index}", rows, False, 1.0, FrequencyCurve([1, rows], [rows**-0.25, 1.0]))
+        for index, rows in enumerate(sizes)
+    ]
+    splits = {"train": Split([], 10**6, 10**5)}
+    dense = [f"int_{index}" for index in range(NUM_DENSE)]
+    return Dataset("power_law", "label", dense, features, splits, 10**6, 10**6, 0, "log1p")
+
+
+class Run:
+    """One model that trains on endless batches."""
+
+    def __init__(self, data: str | None, rows: int, context: DistributedContext) -> None:
+        job, sizes = job_of(data), cut(rows)
+        resolved = resolve_job(job, load_dataset(data) if data else described(sizes), 1)
+        self.model = assemble(resolved, context).model
+        self.optimizer = build_optimizer(self.model, job.optimizer, job.model.l2)
+        reader = open_reader(resolved, "train", context) if data else None
+        self.samples = reader.num_rows if reader else rows
+        self.batches = self._of(reader) if reader else power_law(sizes)
+        self.model.train()
+
+    @staticmethod
+    def _of(reader: Any) -> Iterator[Batch]:
+        for epoch in range(10**6):
+            yield from reader.batches(epoch)
+
+    def steps(self, count: int) -> float:
+        """Seconds a step, without those of reading."""
+        seconds = 0.0
+        for _ in range(count):
+            batch = next(self.batches)
+            began = time.perf_counter()
+            self.optimizer.zero_grad()
+            loss, _ = self.model(batch)
+            loss.backward()
+            self.optimizer.step()
+            seconds += time.perf_counter() - began
+        return seconds / count
+
+    def state(self) -> dict[str, Any]:
+        return flatten({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def written(run: Run, folder: str, saves: int, context: DistributedContext) -> None:
+    every = max(1, round(run.samples / 100 / BATCH))
+    rows = TrackedRows(run.model, run.optimizer.replicated, [CHECKPOINT])
+    checkpointer = Checkpointer(
+        folder, run.model, run.optimizer, context, saves + 1, differential=Differential(rows, 100)
+    )
+    seconds = {True: [], False: []}  # type: dict[bool, list[float]]
+    for number in range(saves + 1):
+        began = time.perf_counter()
+        checkpointer.save(number * every)
+        is_link = (Path(folder) / f"step_{number * every:08d}" / "manifest.json").read_text().find('"chain"') > 0
+        seconds[is_link].append(time.perf_counter() - began)
+        if number < saves:
+            run.steps(every)
+    sizes = [folder_bytes(Path(folder) / f"step_{step:08d}") for step in list_steps(folder)]
+    whole, links = sizes[0], [size for size in sizes[1:] if size < sizes[0] * 0.99]
+    tables = inventory_of_state(run.state()).tables.values()
+    print(
+        f"tables          {sum(table.rows for table in tables):,} rows x {DIM}, {run.samples:,} samples an epoch, a save every {every} steps"
+    )
+    print(f"whole step      {whole:,} bytes, {statistics.median(seconds[False]):.2f} s")
+    link_bytes = statistics.mean(links)
+    print(
+        f"link            {link_bytes:,.0f} bytes on average of {len(links)}, {whole / link_bytes:.1f} x less, {statistics.median(seconds[True]):.2f} s"
+    )
+    print(
+        f"all {len(sizes):3} saves   {sum(sizes):,} bytes, {len(sizes) * whole / sum(sizes):.1f} x less than {len(sizes)} whole steps, bases included"
+    )
+    compare(run, folder)
+
+
+def compare(run: Run, folder: str) -> None:
+    """The newest step, read through its chain, with what is in memory."""
+    step, manifest, tensors = open_step(folder, None)
+    differing = 0
+    for key, value in run.state().items():
+        shards = value.local_shards() if hasattr(value, "local_shards") else None
+        for part, offsets in (
+            [(one.tensor, one.metadata.shard_offsets) for one in shards] if shards else [(value, [0] * value.dim())]
+        ):
+            stored = tensors.read(key, offsets, part.shape)
+            differing += int((stored != part.detach()).sum())
+    links = manifest.get("chain", {}).get("links", 0)
+    print(f"restored        step {step}, {links} links on a base: {differing} numbers differ from those in memory")
+
+
+def tracking(run: Run, rounds: int) -> None:
+    """Written last: the bitmaps are there."""
+    lookups = fast_lookups(run.model)
+    marks = [lookup._marks for lookup in lookups]
+    ratios = []
+    for _ in range(rounds):
+        times = []
+        for on in (False, True, False):
+            for lookup, own in zip(lookups, marks, strict=True):
+                lookup._marks = own if on else np.empty(0, np.uint8)
+            times.append(run.steps(20))
+        ratios.append(2 * times[1] / (times[0] + times[2]))
+    print(
+        f"tracking        {100 * (statistics.median(ratios) - 1):+.2f} % of a step ({100 * (min(ratios) - 1):+.2f} .. {100 * (max(ratios) - 1):+.2f} in {rounds} rounds)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data")
+    parser.add_argument("--rows", type=int, default=20_000_000)
+    parser.add_argument("--saves", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder")
+    options = parser.parse_args()
+    context = init_distributed()
+    run = Run(options.data, options.rows, context)
+    run.steps(4)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        written(run, f"{folder}/checkpoints", options.saves, context)
+    if options.rounds:
+        tracking(run, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

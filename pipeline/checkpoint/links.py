@@ -1,0 +1,161 @@
+"""Lay out what a link of a chain holds: the rows of tables that have changed since the step before it, and all else whole.
+
+    changed/<shard>/rows                            the changed rows, counted from the shard's first, ascending
+    changed/<shard>/values/<row>/<column>/<key>     the values of tensor <key> in those rows: they belong at (row + rows, column)
+
+<shard> is <rank>.<number>, or all.<number> of a table that lies whole on every rank. <key>, <row> and <column> are those of a
+whole step, so a chain is read under any plan. Weights and optimizer states are as they are in memory: nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from pipeline.checkpoint.changes import Rows, ShardPlace, ShardRows
+from pipeline.checkpoint.tables import StoredTable, inventory_of_state, local_chunks
+from pipeline.checkpoint.tensors import StepTensors
+from pipeline.runtime.errors import CheckpointError, DamagedError
+
+PREFIX = "changed/"
+
+
+def is_change(key: str) -> bool:
+    return key.startswith(PREFIX)
+
+
+def link_state(flat: Mapping[str, Any], rows: ShardRows, rank: int) -> dict[str, Any]:
+    """What a link writes of a flat state (see tables.flatten); values of changed rows are copies.
+
+    Raises:
+        CheckpointError: a table's changed rows are not among `rows`.
+    """
+    inventory = inventory_of_state(flat)
+    state = {key: flat[key] for key in inventory.layers}
+    number = 0
+    for table in inventory.tables.values():
+        whole = not isinstance(flat[table.key], ShardedTensor)
+        for part, offsets in local_chunks(flat[table.key]):
+            if not part.numel():
+                continue
+            place = ShardPlace(table.name, offsets[0], offsets[1])
+            if place not in rows:
+                raise CheckpointError(
+                    f"nobody knows which rows of table {table.name!r} have changed; set checkpoint.differential=false"
+                )
+            shard = f"{PREFIX}{'all' if whole else rank}.{number}"
+            number += 1
+            if len(rows[place]):
+                state |= _of_shard(shard, flat, table, place, part, rows[place])
+    return state
+
+
+def _of_shard(
+    shard: str, flat: Mapping[str, Any], table: StoredTable, place: ShardPlace, weight: torch.Tensor, rows: Rows
+) -> dict[str, torch.Tensor]:
+    index = torch.from_numpy(rows)
+    found = {f"{shard}/rows": index.to(torch.int32) if len(weight) < 2**31 else index}
+    found[_key(shard, place.row, place.column, table.key)] = weight.detach()[index.to(weight.device)]
+    for state in table.states.values():
+        offsets, values = _state_of(flat[state.key], table, place)
+        column = offsets[1] if len(offsets) > 1 else 0
+        found[_key(shard, offsets[0], column, state.key)] = values.detach()[index.to(values.device)]
+    return found
+
+
+def _key(shard: str, row: int, column: int, key: str) -> str:
+    return f"{shard}/values/{row}/{column}/{key}"
+
+
+def _state_of(value: Any, table: StoredTable, place: ShardPlace) -> tuple[tuple[int, ...], torch.Tensor]:
+    """The part of an optimizer state that belongs to the shard at `place`, and its offsets in the whole."""
+    for part, offsets in local_chunks(value):
+        if not part.numel():
+            continue
+        if len(offsets) > 1 and (offsets[0], offsets[1]) == (place.row, place.column):
+            return offsets, part
+        if len(offsets) == 1 and any(
+            (piece.row, piece.column, piece.state_offset) == (place.row, place.column, offsets[0])
+            for piece in table.pieces
+        ):
+            return offsets, part
+    raise CheckpointError(
+        f"the optimizer has no state of table {table.name!r} at row {place.row}, column {place.column}; set "
+        "checkpoint.differential=false"
+    )
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Rows of one tensor: `rows_key` names which, counted from `row`; `values_key` their values, from `column` on."""
+
+    rows_key: str
+    values_key: str
+    row: int
+    column: int
+
+
+class LinkChanges:
+    """The changed rows of one link, by the tensors that they belong to. Rows are kept in memory, values are read as needed."""
+
+    def __init__(self, tensors: StepTensors) -> None:
+        """Raises DamagedError for changes that are named in another way than links name theirs."""
+        self._tensors = tensors
+        self._by_key: dict[str, list[_Change]] = {}
+        self._rows: dict[str, Rows] = {}
+        for name in filter(is_change, tensors.entries):
+            parts = name.split("/", 5)
+            if len(parts) == 3 and parts[2] == "rows":
+                continue
+            if len(parts) != 6 or parts[2] != "values" or not (parts[3].isdigit() and parts[4].isdigit()):
+                raise DamagedError(f"{tensors.path}: .metadata names {name!r}, which is no change of a tensor")
+            rows_key = f"{PREFIX}{parts[1]}/rows"
+            self._by_key.setdefault(parts[5], []).append(_Change(rows_key, name, int(parts[3]), int(parts[4])))
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the tensors that have changed."""
+        return sorted(self._by_key)
+
+    def changed_rows(self, key: str) -> Iterator[tuple[Rows, int]]:
+        """(rows of the tensor, first column), piece by piece."""
+        for change in self._by_key.get(key, ()):
+            yield self._rows_of(change), change.column
+
+    def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor) -> None:
+        """Write the changed rows of `key` into `values`, its box that begins at `offsets`.
+
+        Raises:
+            DamagedError: rows and values do not fit each other. CheckpointError: they cannot be read.
+        """
+        for change in self._by_key.get(key, ()):
+            rows = self._rows_of(change)
+            low, high = np.searchsorted(rows, [offsets[0], offsets[0] + len(values)]).tolist()
+            shape = self._tensors.shape(change.values_key)
+            if len(shape) != values.dim() or shape[0] != len(rows):
+                raise DamagedError(f"{self._tensors.path}: {change.values_key} is {list(shape)} for {len(rows)} rows")
+            if low == high:
+                continue
+            into = torch.from_numpy(rows[low:high] - offsets[0])
+            if values.dim() == 1:
+                values[into] = self._tensors.read(change.values_key, [low], [high - low])
+                continue
+            first = max(offsets[1], change.column)
+            last = min(offsets[1] + values.shape[1], change.column + shape[1])
+            if first < last:
+                own = self._tensors.read(change.values_key, [low, first - change.column], [high - low, last - first])
+                values[into, first - offsets[1] : last - offsets[1]] = own
+
+    def _rows_of(self, change: _Change) -> Rows:
+        """Of the whole tensor, ascending."""
+        if change.rows_key not in self._rows:
+            if change.rows_key not in self._tensors.entries:
+                raise DamagedError(f"{self._tensors.path} holds values for rows {change.rows_key!r}, and no such rows")
+            (count,) = self._tensors.shape(change.rows_key)
+            self._rows[change.rows_key] = self._tensors.read(change.rows_key, [0], [count]).numpy().astype(np.int64)
+        return self._rows[change.rows_key] + change.row
