@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from pipeline.config.data import SPLITS, BaseVocabularyConfig, DataConfig
@@ -438,6 +439,33 @@ class InspectJob(Job):
         check_at_least("max_rows", self.max_rows, 100)
         if self.output is not None and not self.output.endswith(".yaml"):
             raise ConfigError(f"output={self.output} must end in .yaml")
+
+
+@dataclass
+class CalibrateJob(Job):
+    """output: the hardware config that is written; the table of measurements goes beside it, as .json in place of .yaml.
+
+    setups: <ranks>x<threads> that are measured; None: one rank on one core and on all, and a rank a core.
+    """
+
+    name: str = "measured"
+    output: str | None = None  # None: conf/hardware/<name>.yaml
+    seconds: float = 240.0
+    setups: list[str] | None = None
+    seed: int = 0
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        check_within("seconds", self.seconds, 1.0, 300.0)
+        if self.output is not None and not self.output.endswith(".yaml"):
+            raise ConfigError(f"output={self.output} must end in .yaml")
+        if not self.name.isidentifier():
+            raise ConfigError(
+                f"name={self.name} must be letters, digits and underscores: it is chosen by hardware={self.name}"
+            )
+        for setup in self.setups or []:
+            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", setup):
+                raise ConfigError(f"setups has {setup!r}; a setup is <ranks>x<threads>, such as 2x1")
 
 
 @dataclass

@@ -17,6 +17,9 @@ class HardwareConfig:
 
     Capacities are per rank, in GiB (2**30 bytes); bandwidths in GB/s (1e9 bytes); latencies in microseconds: of
     issuing a collective, and of a hop within a host and between hosts. The two values for SSD are 0: no table can train there.
+
+    Of the step's prediction: peaks of dense products in TFLOPS, microseconds that the host takes to issue an operation to a
+    GPU (0: CUDA graphs), the price of a rank an hour, and the file of a calibration, which goes before the data sheet.
     """
 
     name: str = "auto"
@@ -34,11 +37,16 @@ class HardwareConfig:
     intra_host_latency_us: float | None = None
     inter_host_latency_us: float | None = None
     ranks_per_host: int | None = None
+    tflops_fp32: float | None = None
+    tflops_bf16: float | None = None
+    issue_us: float | None = None
+    price_per_hour: float | None = None
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("hardware.compute_device", self.compute_device, COMPUTE_DEVICES)
         for name, value in vars(self).items():
-            if value is not None and name.endswith(("_gb", "_gb_per_s", "_us")):
+            if value is not None and name.endswith(("_gb", "_gb_per_s", "_us", "_fp32", "_bf16", "_hour")):
                 check_at_least(f"hardware.{name}", value, 0.0)
         if self.ssd_cap_gb:
             raise ConfigError(
@@ -67,6 +75,7 @@ class PlannerConfig:
     objective: str = "critical_path"
     seed: int = 0
     gap_tolerance: float = 0.01
+    predict_step: bool = True  # plan says what a whole step takes
 
     def __post_init__(self) -> None:
         check_choice("planner.kind", self.kind, PLANNERS)

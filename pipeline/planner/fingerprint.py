@@ -29,7 +29,8 @@ def take_fingerprint(
 ) -> Fingerprint:
     """Plain JSON values: topology, tables, optimizer, precision on the wire, batch size a rank and library versions."""
     topology = asdict(hardware)
-    del topology["name"]  # a label: two presets of the same numbers are the same hardware
+    for label in ("name", "tflops_fp32", "tflops_bf16", "issue_us"):  # no plan depends on them
+        del topology[label]
     return {
         "topology": topology,
         "tables": {entry.table.name: _describe_table(entry) for entry in placed},

@@ -52,6 +52,10 @@ class Hardware:
     collective_launch_us: float
     intra_host_latency_us: float
     inter_host_latency_us: float
+    # Of the step's prediction alone; None: the config does not say.
+    tflops_fp32: float | None = None
+    tflops_bf16: float | None = None
+    issue_us: float | None = None
 
     @property
     def num_hosts(self) -> int:
@@ -92,6 +96,9 @@ def resolve_hardware(
         ssd_cap_bytes=int(config.ssd_cap_gb * GIB) if cuda else 0,
         ssd_gb_per_s=config.ssd_gb_per_s if cuda else 0.0,
         **{name: _latency(config, name, device) for name in LATENCIES_US[device]},
+        tflops_fp32=config.tflops_fp32,
+        tflops_bf16=config.tflops_bf16,
+        issue_us=config.issue_us,
     )
 
 

@@ -18,7 +18,7 @@ from pipeline.runtime.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERBS = {
-    "checkpoints", "completion", "doctor", "evaluate", "export", "generate", "init", "inspect", "plan", "precompile", "predict", "prepare", "registry",
+    "calibrate", "checkpoints", "completion", "doctor", "evaluate", "export", "generate", "init", "inspect", "plan", "precompile", "predict", "prepare", "registry",
     "report", "retrain", "runs", "serve", "sweep", "train",
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from pipeline.runtime.process.kernel_pool import on_all_threads
+from pipeline.runtime.process.kernel_pool import is_recorded, on_all_threads, record
 
 AS_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}  # what the kernel moves
 NOWHERE = np.empty(0, np.uint64)
@@ -30,9 +30,9 @@ class PooledRows(nn.Module):
         rows = values.view(values.shape[0], len(self.feature_names), -1)
         keys = tuple(pooled.keys())
         if keys not in self._orders:
-            order = torch.tensor([keys.index(name) for name in self.feature_names])
-            is_same = bool((order == torch.arange(len(order))).all())
-            self._orders[keys] = None if is_same else order.to(values.device)
+            order = [keys.index(name) for name in self.feature_names]
+            is_same = order == list(range(len(order)))
+            self._orders[keys] = None if is_same else torch.tensor(order, device=values.device)
         order_here = self._orders[keys]
         return rows if order_here is None else _Reordered.apply(rows, order_here)  # type: ignore[no-untyped-call]
 
@@ -174,7 +174,7 @@ def _pairs_both_ways(num_rows: int, lead: int) -> tuple[np.ndarray[Any, Any], np
 
 def _fits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
     """Not while torch.export or torch.compile traces: numpy sees no tensors there."""
-    if torch.compiler.is_compiling() or type(rows) is not torch.Tensor:
+    if torch.compiler.is_compiling() or (type(rows) is not torch.Tensor and not is_recorded()):
         return False
     return rows.device.type == "cpu" and dtype in AS_BITS
 
@@ -197,6 +197,19 @@ def _take(
     blanks: np.ndarray[Any, Any] = NOWHERE,
 ) -> None:
     """into[:, first:][b, i] = source[b, positions[i]], and 0 at the blanks, by as many threads as torch has."""
+    if type(source) is not torch.Tensor and is_recorded():
+        record("take", source, into)
+        return
     bits = AS_BITS[source.dtype]
     arguments = source.view(bits).numpy(), positions, blanks, into.view(bits).numpy(), np.uint64(first)
     on_all_threads(kernel, arguments, len(source))
+
+
+def pairs_kernel(products: torch.Tensor) -> tuple[Callable[[], None] | None, int]:
+    """A call that picks the pairs above the diagonal of [B, n, n], and the bytes that it goes over; None without Numba."""
+    kernel = _kernel()
+    if kernel is None:
+        return None, 0
+    pairs, flat = _pairs(products.shape[1]), products.flatten(1)
+    into = products.new_empty(len(products), len(pairs))
+    return lambda: _take(kernel, flat, pairs, into, 0), flat.nbytes + into.nbytes

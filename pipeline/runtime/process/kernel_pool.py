@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 
 LEAST_SHARE = 256  # samples: fewer are not worth a thread
+Recorder = Callable[[str, Sequence[torch.Tensor]], None]
+_recorder: Recorder | None = None
 
 
 @cache
@@ -28,3 +31,24 @@ def on_all_threads(kernel: Callable[..., Any], arguments: Sequence[Any], num_sam
     bounds = [np.uint64(num_samples * share // shares) for share in range(shares + 1)]
     later = [thread_pool(shares).submit(kernel, *arguments, *bound) for bound in pairwise(bounds[1:])]
     return [kernel(*arguments, bounds[0], bounds[1]), *(result.result() for result in later)]
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Inside, kernels that are called on fake tensors are given to the recorder with their tensors."""
+    global _recorder
+    before, _recorder = _recorder, recorder
+    try:
+        yield
+    finally:
+        _recorder = before
+
+
+def is_recorded() -> bool:
+    return _recorder is not None
+
+
+def record(name: str, *tensors: torch.Tensor) -> None:
+    """In place of a kernel's call, where is_recorded()."""
+    assert _recorder is not None
+    _recorder(name, tensors)

@@ -1,0 +1,83 @@
+"""Walk a step's work along three clocks: the host that issues it, the device that computes, the network.
+
+On a CPU the host computes itself, so both clocks go together. The rule of arXiv 2201.07821, section 4: work starts when its
+clock is free and what it waits for is done; the step ends when the last clock does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+HOST, COMPUTE, COMMS = "host", "compute", "communication"
+CLOCKS = (HOST, COMPUTE, COMMS)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work of one name on one clock."""
+
+    name: str
+    clock: str
+    start_ms: float
+    ms: float
+
+    @property
+    def end_ms(self) -> float:
+        return self.start_ms + self.ms
+
+
+@dataclass
+class Clocks:
+    """`host_computes`: as on a CPU."""
+
+    host_computes: bool
+    now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLOCKS, 0.0))
+    spans: list[Span] = field(default_factory=list)
+
+    def compute(self, name: str, ms: float, issue_ms: float = 0.0, after: float = 0.0) -> float:
+        """Issue work of `ms` to the device, which takes the host `issue_ms`; when it ends."""
+        if self.host_computes:
+            self._run(name, HOST, ms, after)
+            self.now[COMPUTE] = self.now[HOST]
+            return self.now[HOST]
+        started = self.now[HOST]
+        self._run(name, HOST, issue_ms, 0.0)
+        # The device follows the host operation by operation: it ends no sooner than the host has issued the last one.
+        start = max(self.now[COMPUTE], after, started)
+        span = max(ms, self.now[HOST] - start)
+        self.spans.append(Span(name, COMPUTE, start, span))
+        self.now[COMPUTE] = start + span
+        return self.now[COMPUTE]
+
+    def communicate(self, name: str, ms: float, after: float, blocks: bool = False) -> float:
+        """Send once `after` has passed; when it ends. blocks: the host copies and waits itself, as through shared memory."""
+        if blocks and self.host_computes:
+            start = max(self.now[HOST], self.now[COMMS], after)
+            self.now[HOST] = self.now[COMPUTE] = start + ms
+        else:
+            start = max(self.now[COMMS], after)
+        if ms:
+            self.spans.append(Span(name, COMMS, start, ms))
+        self.now[COMMS] = start + ms
+        return self.now[COMMS]
+
+    def wait(self, until: float) -> None:
+        """Device work that follows needs what ends `until` then."""
+        self.now[COMPUTE] = max(self.now[COMPUTE], until)
+        if self.host_computes:
+            self.now[HOST] = max(self.now[HOST], until)
+
+    @property
+    def end_ms(self) -> float:
+        return max(self.now.values())
+
+    def _run(self, name: str, clock: str, ms: float, after: float) -> None:
+        start = max(self.now[clock], after)
+        if ms:
+            self.spans.append(Span(name, clock, start, ms))
+        self.now[clock] = start + ms
+
+
+def busy_ms(spans: Iterable[Span], clock: str) -> float:
+    return sum(span.ms for span in spans if span.clock == clock)

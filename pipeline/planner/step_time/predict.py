@@ -1,0 +1,232 @@
+"""Predict a training step: its kernels, its collectives and its host, for a model, a plan and a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeline.embeddings.table import Table
+from pipeline.planner.collectives import links_of
+from pipeline.planner.cost_model import Wire
+from pipeline.planner.hardware import Hardware
+from pipeline.planner.record import PlanRecord
+from pipeline.planner.step_time.clocks import COMMS, Clocks, Span
+from pipeline.planner.step_time.data_sheet import DataSheetTimes
+from pipeline.planner.step_time.host import HostModel, fit_host
+from pipeline.planner.step_time.kernels import PRODUCTS, MeasuredTimes
+from pipeline.planner.step_time.measurements import Measurements
+from pipeline.planner.step_time.record import DensePart, Operation
+from pipeline.planner.step_time.shards import PlannedTables, planned_tables
+from pipeline.planner.step_time.table_work import TableWork, work_of
+from pipeline.runtime.errors import ConfigError
+
+FLAG_BYTES = 40  # pipeline.training.agreement
+BUCKET_BYTES = 25 << 20  # of DistributedDataParallel: what is still to be averaged when backward ends
+MOST_SHARED = 8  # ranks that exchange through shared memory
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """A model's step on hardware. batch_size: of a rank; optimizer: of tables; precision: of the layers."""
+
+    dense: DensePart
+    plan: PlanRecord
+    tables: Sequence[Table]
+    hardware: Hardware
+    wire: Wire
+    batch_size: int
+    optimizer: str
+    precision: str = "fp32"
+    threads: int = 1
+    shared_memory: bool = True
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """parts: name -> milliseconds, which add up to more than the step where clocks overlap; source: where times are from."""
+
+    step_ms: float
+    samples_per_s: float
+    parts: dict[str, float]
+    spans: list[Span]
+    source: str
+    exposed_comms_ms: float
+    amounts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> str:
+        """What most of the step is spent on."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def predict_step(request: StepRequest, measurements: Measurements | None = None) -> StepPrediction:
+    """By the measurements where there are some, else by the hardware's data sheet.
+
+    Raises:
+        ConfigError: the measurements lack the setup.
+    """
+    if measurements is not None and request.hardware.compute_device == "cpu":
+        return _measured_step(request, measurements)
+    return _data_sheet_step(request)
+
+
+def step_amounts(request: StepRequest, times: MeasuredTimes) -> dict[str, float]:
+    """What HostModel weighs, of the slowest rank in each phase; microseconds by kernel, and counts."""
+    planned = planned_tables(request.plan.plan, request.tables, request.batch_size, request.hardware.world_size)
+    amounts = {
+        "constant": 1.0,
+        "operations": float(sum(not operation.is_view for operation in request.dense.operations)),
+        "samples": float(request.batch_size),
+        "features": float(sum(len(table.feature_names) for table in request.tables)),
+    }
+    for name in ("forward", "backward", "optimizer"):
+        products, moves = _split(request.dense.of(name), times)
+        amounts[f"{name}_products"], amounts[f"{name}_moves"] = products, moves
+    amounts["products"] = sum(amounts[f"{name}_products"] for name in ("forward", "backward", "optimizer"))
+    amounts["moves"] = sum(amounts[f"{name}_moves"] for name in ("forward", "backward", "optimizer"))
+    works = [_work(request, shapes.shapes) for shapes in planned.ranks]
+    amounts["lookup"] = max((times.lookup_us(work, request.optimizer) for work in works), default=0.0)
+    amounts["update"] = max((times.update_us(work, request.optimizer) for work in works), default=0.0)
+    comms = _comms_us(request, planned, times)
+    amounts |= {f"comms_{name}": value for name, value in comms.items()}
+    amounts["comms"] = sum(comms.values())
+    return amounts
+
+
+def _split(operations: Sequence[Operation], times: MeasuredTimes) -> tuple[float, float]:
+    products = sum(times.operation_us(each) for each in operations if each.name in PRODUCTS)
+    return products, sum(times.operation_us(each) for each in operations if each.name not in PRODUCTS)
+
+
+def _work(request: StepRequest, shapes: Sequence[object]) -> TableWork:
+    in_bf16 = request.precision == "bf16" and request.hardware.world_size == 1
+    return work_of(shapes, request.optimizer, 2 if in_bf16 else 4, request.threads)  # type: ignore[arg-type]
+
+
+def _comms_us(request: StepRequest, planned: PlannedTables, times: MeasuredTimes) -> dict[str, float]:
+    """Of each exchange of a step, by name, on CPU ranks of one host."""
+    world = request.hardware.world_size
+    if world == 1:
+        return {}
+    quantized = request.wire.forward is not None
+    shared = request.shared_memory and world <= MOST_SHARED
+    samples = request.batch_size * world
+    whole = max(rank.whole_width for rank in planned.ranks) * samples * 4.0
+    rows = max(rank.rows_width for rank in planned.ranks) * samples * 4.0
+    weights = request.dense.weight_bytes + max(rank.replicated_bytes for rank in planned.ranks)
+
+    def us(kind: str, num_bytes: float) -> float:
+        names = [f"shared_{kind}"] if shared else []
+        for name in (*names, f"gloo_{kind}"):
+            if (found := times.collective_us(name, num_bytes)) is not None:
+                return found
+        raise ConfigError(
+            f"the calibration has no collectives between ranks; measure them: python -m pipeline.calibrate setups=[{times.setup}]"
+        )
+
+    def gloo_us(kind: str, num_bytes: float) -> float:
+        return times.collective_us(f"gloo_{kind}", num_bytes) or us(kind, num_bytes)
+
+    found = {"flags": us("all_reduce", FLAG_BYTES), "average": us("all_reduce", weights)}
+    if whole:
+        exchange = gloo_us if quantized or not shared else us
+        found |= {
+            "ids": us("all_to_all", planned.ids_bytes),
+            "rows": exchange("all_to_all", whole * (request.wire.forward or 4.0) / 4),
+            "gradients": exchange("all_to_all", whole * (request.wire.backward or 4.0) / 4),
+        }
+    if rows:
+        found |= {
+            "row_ids": 3 * gloo_us("all_to_all", planned.row_ids_bytes / 3),
+            "row_sums": gloo_us("reduce_scatter", rows * (request.wire.summed_forward or 4.0) / 4),
+            "row_gradients": gloo_us("all_gather", rows * (request.wire.summed_backward or 4.0) / 4),
+        }
+    return found
+
+
+def _measured_step(request: StepRequest, measurements: Measurements) -> StepPrediction:
+    times = MeasuredTimes(measurements, f"{request.hardware.world_size}x{request.threads}")
+    model = fit_host(measurements.of("job", times.setup))
+    amounts = step_amounts(request, times)
+    return _walk_cpu(request, amounts, model, f"calibration {measurements.name}, {measurements.conditions.date[:10]}")
+
+
+def _walk_cpu(request: StepRequest, amounts: dict[str, float], model: HostModel, source: str) -> StepPrediction:
+    """All but the waits is on the host's clock: shared memory is copied by the ranks themselves."""
+    rates, clocks = model.rates, Clocks(host_computes=True)
+
+    def ms(name: str, rate: str) -> float:
+        return amounts.get(name, 0.0) * rates[rate] / 1e3
+
+    def layers(phase: str) -> float:
+        return ms(f"{phase}_products", "products") + ms(f"{phase}_moves", "moves")
+
+    def comms(*names: str) -> float:
+        return sum(ms(f"comms_{name}", "comms") for name in names)
+
+    own = model.host_us(amounts) / 1e3
+    parts = {
+        "trainer and Python": own,
+        "ids exchange": comms("ids", "row_ids"),
+        "lookup": ms("lookup", "lookup"),
+        "rows exchange": comms("rows", "row_sums"),
+        "layers forward": layers("forward"),
+        "layers backward": layers("backward"),
+        "gradients exchange": comms("gradients", "row_gradients"),
+        "tables update": ms("update", "update"),
+        "layers average": comms("average", "flags"),
+        "layers update": layers("optimizer"),
+    }
+    for name, duration in parts.items():
+        if name.endswith(("exchange", "average")):
+            clocks.communicate(name, duration, clocks.now["host"], blocks=True)
+        else:
+            clocks.compute(name, duration)
+    step = clocks.end_ms
+    rate = request.batch_size * request.hardware.world_size / step * 1e3
+    exposed = sum(span.ms for span in clocks.spans if span.clock == COMMS)
+    return StepPrediction(step, rate, parts, clocks.spans, source, exposed, amounts)
+
+
+def _data_sheet_step(request: StepRequest) -> StepPrediction:
+    """Tables and their collectives by the planner's own cost model, layers by roofline, the host by an assumed time an operation."""
+    hardware, ranks = request.hardware, request.plan.ranks
+    times, links = DataSheetTimes(hardware), links_of(hardware)
+    phase = {
+        name: max(getattr(load, name) for load in ranks)
+        for name in ("input_dist_ms", "forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
+    }  # fmt: skip
+    layers = {
+        name: sum(map(times.operation_us, request.dense.of(name))) / 1e3
+        for name in ("forward", "backward", "optimizer")
+    }
+    issue = {name: times.issue_ms(sum(not each.is_view for each in request.dense.of(name))) for name in layers}
+    world = hardware.world_size
+    average = 0.0
+    if world > 1:
+        ring = links.latencies_ms()["data_parallel"][-1]
+        average = float(ring) + 2 * float(links.ring_ms(float(request.dense.weight_bytes)))  # type: ignore[arg-type]
+    clocks = Clocks(host_computes=hardware.compute_device == "cpu")
+    # The pipeline hands the next batch's ids round while this one's forward computes.
+    clocks.communicate("ids exchange", phase["input_dist_ms"], 0.0)
+    looked_up = clocks.compute("lookup", phase["forward_compute_ms"], times.issue_ms(len(request.tables) > 0))
+    clocks.wait(clocks.communicate("rows exchange", phase["forward_comms_ms"], looked_up))
+    clocks.compute("layers forward", layers["forward"], issue["forward"])
+    done = clocks.compute("layers backward", layers["backward"], issue["backward"])
+    # Buckets are averaged while backward goes on; the last one is not.
+    last = average * min(1.0, BUCKET_BYTES / max(request.dense.weight_bytes, 1))
+    overlapped = clocks.communicate("layers average", max(average - last, 0.0), done - layers["backward"])
+    clocks.wait(clocks.communicate("gradients exchange", phase["backward_comms_ms"], done))
+    clocks.compute("tables update", phase["backward_compute_ms"], times.issue_ms(len(request.tables) > 0))
+    clocks.wait(clocks.communicate("last layers' average", last, max(done, overlapped)))
+    clocks.compute("layers update", layers["optimizer"], issue["optimizer"])
+    parts: dict[str, float] = {}
+    for span in clocks.spans:
+        if span.clock != "host" or clocks.host_computes:
+            parts[span.name] = parts.get(span.name, 0.0) + span.ms
+    step = clocks.end_ms
+    computed = sum(span.ms for span in clocks.spans if span.clock == "compute")
+    source = f"data sheet of {hardware.name}: no calibration was given; {times.assumptions}"
+    return StepPrediction(
+        step, request.batch_size * world / step * 1e3, parts, clocks.spans, source, max(0.0, step - computed)
+    )

@@ -1,0 +1,99 @@
+"""Time one call often enough to trust its median, within a budget of seconds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import psutil
+import torch
+
+from pipeline.planner.step_time.measurements import Measurement, Number, median_and_spread
+
+LEAST_REPEATS, MOST_REPEATS = 5, 200
+LEAST_TIMED_S = 2e-4  # shorter calls are timed several at once
+REFERENCE_SIZE = 384  # of the square product that is repeated throughout
+Item = TypeVar("Item")
+
+
+@dataclass
+class Bench:
+    """Collects measurements of one rank. `seconds_each`: of one shape; `scale`: of all budgets."""
+
+    setup: str
+    scale: float = 1.0
+    seconds_each: float = 0.008
+    rows: list[Measurement] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)
+    # Rank 0's answer on every rank, which so begin each shape together and measure as many.
+    agree: Callable[[bool], bool] = lambda wanted: wanted
+
+    def within(self, seconds: float, shapes: Iterable[Item], least: int = 4) -> Iterator[Item]:
+        """Shapes until the seconds are over; the reference operation is timed ahead of each kind."""
+        self.time_reference()
+        end = time.perf_counter() + seconds * self.scale
+        for number, shape in enumerate(shapes):
+            if not self.agree(number < least or time.perf_counter() < end):
+                return
+            yield shape
+
+    def time(self, kind: str, shape: dict[str, Number], call: Callable[[], object]) -> None:
+        seconds, spread = time_call(call, self.seconds_each)
+        self.add(kind, shape, seconds, spread)
+
+    def add(self, kind: str, shape: dict[str, Number], seconds: float, spread: float) -> None:
+        self.rows.append(Measurement(kind, self.setup, shape, round(1e6 * seconds, 4), round(spread, 4)))
+
+    def time_reference(self) -> None:
+        square = torch.ones(REFERENCE_SIZE, REFERENCE_SIZE)
+        self.reference.append(time_call(lambda: square @ square, 0.02)[0])
+
+
+def time_call(call: Callable[[], object], seconds: float) -> tuple[float, float]:
+    """Median seconds of a call, and their spread, after two calls that warm up."""
+    call()
+    started = time.perf_counter()
+    call()
+    once = max(time.perf_counter() - started, 1e-7)
+    at_once = max(1, int(LEAST_TIMED_S / once))
+    repeats = int(min(MOST_REPEATS, max(LEAST_REPEATS, seconds / (once * at_once))))
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        for _ in range(at_once):
+            call()
+        times.append((time.perf_counter() - started) / at_once)
+    return median_and_spread(times)
+
+
+class Load:
+    """Cores that programs other than this one and its children take, between its start and `busy_cores`."""
+
+    def __init__(self) -> None:
+        self._started, self._busy, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
+
+    def busy_cores(self) -> float:
+        others = (_busy_seconds() - self._busy) - (_own_seconds() - self._own)
+        return max(0.0, others / max(time.monotonic() - self._started, 1e-9))
+
+
+def _busy_seconds() -> float:
+    """Of all cores; time that the hypervisor gave to others counts."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + getattr(times, "steal", 0.0) + getattr(times, "softirq", 0.0))
+
+
+def _own_seconds() -> float:
+    """Of this process, of its children that have ended, and of those that run."""
+    ended = os.times()
+    total = ended.user + ended.system + ended.children_user + ended.children_system
+    for child in psutil.Process().children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total

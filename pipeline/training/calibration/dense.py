@@ -1,0 +1,143 @@
+"""Time the dense layers' operations: matrix products, batched products, operations by bytes, and optimizers' updates."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+
+from pipeline.config.optimizers import all_optimizers, find_optimizer
+from pipeline.config.training import DenseOptimizerConfig
+from pipeline.planner.step_time.measurements import Number
+from pipeline.training.calibration.clock import Bench
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOST_FLOPS = 6e9
+WIDTHS = (1, 8, 13, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SIZES = tuple(int(4**power) for power in (3, 5, 6, 7, 8, 9, 10, 11))  # numbers
+BatchShape = tuple[int, int, int]
+
+
+def measure_dense(bench: Bench, seconds: float, seed: int) -> None:
+    """About `seconds` in all. Shapes are drawn by the seed, so ranks that measure at once measure the same."""
+    draw = random.Random(seed)
+    for (batch, out, into), dtype in bench.within(0.45 * seconds, _with_dtypes(_linear_shapes(draw)), least=12):
+        _time_linear(bench, batch, out, into, dtype)
+    for (batch, rows, dim), dtype in bench.within(0.2 * seconds, _with_dtypes(_dot_shapes(draw)), least=8):
+        _time_dots(bench, batch, rows, dim, dtype)
+    for (name, call), dtype in bench.within(0.25 * seconds, product(BY_BYTES.items(), DTYPES), least=10**6):
+        for size in SIZES:
+            _time_by_bytes(bench, name, call, size, dtype)
+    for name, numbers in bench.within(0.1 * seconds, product(_dense_optimizers(), SIZES[1:7]), least=10**6):
+        _time_optimizer(bench, name, numbers)
+
+
+def _with_dtypes(shapes: Iterator[BatchShape]) -> Iterator[tuple[BatchShape, str]]:
+    return ((shape, dtype) for shape in shapes for dtype in DTYPES)
+
+
+def _linear_shapes(draw: random.Random) -> Iterator[BatchShape]:
+    """Batch, outputs, inputs of a layer, as recommendation models have them: most are multiples of 16."""
+    while True:
+        batch = 2 ** draw.randint(6, 13) if draw.random() < 0.7 else int(2 ** draw.uniform(6, 13))
+        out, into = (draw.choice(WIDTHS) if draw.random() < 0.7 else int(2 ** draw.uniform(2, 11.5)) for _ in range(2))
+        if 2 * batch * out * into <= MOST_FLOPS:
+            yield batch, out, max(into, 4)
+
+
+def _dot_shapes(draw: random.Random) -> Iterator[BatchShape]:
+    """Batch, rows, columns of DLRM's products of a sample's rows with each other."""
+    while True:
+        batch, rows = 2 ** draw.randint(6, 12), draw.choice((5, 8, 9, 12, 14, 16, 17, 20, 22, 24, 26, 27, 32, 40))
+        yield batch, rows, draw.choice((8, 16, 32, 64, 128))
+
+
+def _time_linear(bench: Bench, batch: int, out: int, into: int, dtype: str) -> None:
+    """A layer's three products: its outputs, the gradient of its inputs, and that of its weights."""
+    inputs = torch.randn(batch, into).to(DTYPES[dtype])
+    weights = torch.randn(out, into).to(DTYPES[dtype])
+    gradient = torch.randn(batch, out).to(DTYPES[dtype])
+    bias = torch.randn(out).to(DTYPES[dtype])
+    shape: dict[str, Number] = {"dtype": dtype}
+    bench.time(
+        "gemm",
+        {**shape, "layout": "nt", "m": batch, "n": out, "k": into},
+        lambda: torch.addmm(bias, inputs, weights.t()),
+    )
+    bench.time("gemm", {**shape, "layout": "nn", "m": batch, "n": into, "k": out}, lambda: torch.mm(gradient, weights))
+    bench.time(
+        "gemm", {**shape, "layout": "tn", "m": out, "n": into, "k": batch}, lambda: torch.mm(gradient.t(), inputs)
+    )
+
+
+def _time_dots(bench: Bench, batch: int, rows: int, dim: int, dtype: str) -> None:
+    values = torch.randn(batch, rows, dim).to(DTYPES[dtype])
+    products = torch.randn(batch, rows, rows).to(DTYPES[dtype])
+    shape: dict[str, Number] = {"dtype": dtype, "b": batch, "m": rows}
+    bench.time("bmm", {**shape, "layout": "nt", "n": rows, "k": dim}, lambda: torch.bmm(values, values.transpose(1, 2)))
+    bench.time("bmm", {**shape, "layout": "nn", "n": dim, "k": rows}, lambda: torch.bmm(products, values))
+    _time_take(bench, products, dtype)
+
+
+def _time_take(bench: Bench, products: torch.Tensor, dtype: str) -> None:
+    """Our kernel that picks the pairs above the diagonal."""
+    from pipeline.models.layers.interaction import pairs_kernel
+
+    call, num_bytes = pairs_kernel(products)
+    if call is not None:
+        bench.time("take", {"dtype": dtype, "bytes": num_bytes}, call)
+
+
+def _columns(size: int) -> int:
+    return min(size, 64)
+
+
+def _elements(size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    shape = (max(size // _columns(size), 1), _columns(size))
+    return [torch.rand(shape).to(dtype) for _ in range(2)]
+
+
+# Name -> (call on two matrices, bytes moved by a byte of one). What a model runs is matched to these by step_time.kernels.
+BY_BYTES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], float]] = {
+    "add": (torch.add, 3.0),
+    "inplace": (lambda a, b: torch.relu_(a), 2.0),
+    "copy": (lambda a, b: a.copy_(b), 2.0),
+    "cast": (lambda a, b: a.to(torch.float32 if a.dtype == torch.bfloat16 else torch.bfloat16), 2.0),
+    "math": (lambda a, b: torch.sigmoid(a), 2.0),
+    "where": (lambda a, b: torch.ops.aten.threshold_backward(a, b, 0), 3.0),
+    "cat": (lambda a, b: torch.cat([a, b], dim=1), 2.0),
+    "sum_rows": (lambda a, b: a.sum(0), 1.0),
+    "sum": (lambda a, b: a.sum(), 1.0),
+    "sum_columns": (lambda a, b: a.sum(1), 1.0),
+    "fill": (lambda a, b: torch.zeros_like(a), 1.0),
+    "softmax": (lambda a, b: torch.softmax(a, 1), 2.0),
+    "norm": (lambda a, b: torch.layer_norm(a, (a.shape[1],)), 2.0),
+}
+
+
+def _time_by_bytes(
+    bench: Bench, name: str, call: tuple[Callable[[torch.Tensor, torch.Tensor], object], float], size: int, dtype: str
+) -> None:
+    first, second = _elements(size, DTYPES[dtype])
+    run, factor = call
+    num_bytes = int(factor * first.numel() * first.element_size())
+    shape: dict[str, Number] = {"dtype": dtype, "bytes": num_bytes}
+    bench.time(name, shape, lambda: run(first, second))
+
+
+def _dense_optimizers() -> list[str]:
+    return sorted(name for name, entry in all_optimizers().items() if entry.trains_layers() and name in STANDARD)
+
+
+STANDARD = ("sgd", "adagrad", "adam", "adamw")
+
+
+def _time_optimizer(bench: Bench, name: str, numbers: int) -> None:
+    """An update of 8 parameters of `numbers` numbers in all."""
+    weights = [torch.nn.Parameter(torch.rand(max(numbers // 8, 1))) for _ in range(8)]
+    for weight in weights:
+        weight.grad = torch.rand_like(weight)
+    optimizer = find_optimizer(name).dense(weights, DenseOptimizerConfig(name=name))
+    bench.time("optimizer", {"name": name, "numbers": numbers, "tensors": 8}, optimizer.step)

@@ -1,0 +1,212 @@
+"""Train small models for some steps on batches in memory, by the product's own Trainer, and time the steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from pipeline.config.data import DataConfig, ReaderConfig
+from pipeline.config.jobs import TrainJob
+from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.config.registry import find
+from pipeline.config.tables import ConstraintConfig, TableConfig
+from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig, TrainerConfig
+from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.planner.resolved_job import ResolvedJob, resolve_job
+from pipeline.planner.step_time.frequency import power_law
+from pipeline.planner.step_time.measurements import median_and_spread
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.training.assembly import Assembly, assemble
+from pipeline.training.hooks.base import TrainingParts
+from pipeline.training.hooks.build import build_hooks
+from pipeline.training.optimizer import build_optimizer
+from pipeline.training.trainer import Trainer
+
+NUM_BATCHES = 24
+NUM_DENSE = 13
+ENDLESS = 10**6
+CPU_RANK = HardwareConfig(
+    name="cpu", compute_device="cpu", ddr_gb_per_s=20.0, intra_host_gb_per_s=0.85, inter_host_gb_per_s=0.85
+)
+
+
+@dataclass(frozen=True)
+class SmallJob:
+    """rows, pooling: of each feature, a table each. skew: as power_law's. batch: of a rank. model: fields of its config.
+
+    sharding: the one type that all tables have; None: as the planner chooses.
+    """
+
+    rows: list[int]
+    pooling: list[int]
+    dim: int
+    batch: int
+    skew: float = 3.0
+    kind: str = "dlrm"
+    model: dict[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    sparse: str = "rowwise_adagrad"
+    dense: str = "adam"
+    sharding: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [f"cat_{index}" for index in range(len(self.rows))]
+
+    def config(self, world_size: int, hardware: HardwareConfig = CPU_RANK) -> TrainJob:
+        table = TableConfig(embedding_dim=self.dim)
+        if self.sharding is not None:
+            table.sharding = ConstraintConfig(sharding_types=[self.sharding])
+        return TrainJob(
+            name="calibration",
+            run_dir="runs/calibration",
+            world_size=world_size,
+            data=DataConfig(name="calibration", path="datasets/calibration"),
+            tables={"default": table},
+            model=find("model", self.kind)(**self.model),
+            optimizer=OptimizerConfig(
+                SparseOptimizerConfig(name=self.sparse, lr=1e-3), DenseOptimizerConfig(name=self.dense)
+            ),
+            planner=PlannerConfig(plan_file="plan.json", timeout_s=5.0),
+            hardware=hardware,
+            trainer=TrainerConfig(
+                global_batch_size=self.batch * world_size, precision=self.precision, log_every_steps=ENDLESS
+            ),
+        )
+
+    def dataset(self) -> Dataset:
+        features = []
+        for name, rows, count in zip(self.names, self.rows, self.pooling, strict=True):
+            bands = power_law(rows, self.skew)
+            ranks, shares = bands.rows.cumsum().round().astype(int).tolist(), bands.shares.cumsum().tolist()
+            features.append(SparseFeature(name, rows, count > 1, float(count), FrequencyCurve(ranks, shares)))
+        dense = [f"int_{index}" for index in range(NUM_DENSE)]
+        return Dataset(
+            "calibration",
+            "label",
+            dense,
+            features,
+            {"train": Split([], ENDLESS, ENDLESS // 4)},
+            ENDLESS,
+            ENDLESS,
+            0,
+            "log1p",
+        )
+
+    def resolve(self, world_size: int, hardware: HardwareConfig = CPU_RANK) -> ResolvedJob:
+        return resolve_job(self.config(world_size, hardware), self.dataset(), world_size)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def small_jobs(draw: random.Random) -> Iterator[SmallJob]:
+    """Jobs of all kinds whose steps take some milliseconds."""
+    while True:
+        kind = draw.choice(("dlrm", "dlrm", "dlrm", "dlrm_dcn", "dcnv2", "deepfm", "wide_deep"))
+        dim, count = draw.choice((8, 16, 16, 32, 64)), draw.choice((4, 8, 13, 20, 26))
+        layers = _layers(draw)
+        model: dict[str, Any] = {"hidden_layer_sizes": layers}
+        if kind.startswith("dlrm"):
+            model = {"dense_arch_layer_sizes": [*_layers(draw)[:2], dim], "over_arch_layer_sizes": [*layers, 1]}
+        if kind == "dlrm_dcn":
+            model |= {"dcn_num_layers": draw.choice((1, 2, 3)), "dcn_low_rank_dim": draw.choice((16, 64, 128))}
+        pooling = [draw.choice((1, 2, 3, 8)) if draw.random() < 0.25 else 1 for _ in range(count)]
+        rows = [int(2 ** draw.uniform(2, 17.5)) for _ in range(count)]
+        yield SmallJob(
+            rows=rows,
+            pooling=pooling,
+            dim=dim,
+            batch=draw.choice((128, 256, 512, 1024, 2048)),
+            skew=draw.choice((1.0, 2.0, 4.0)),
+            kind=kind,
+            model=model,
+            precision=draw.choice(("fp32", "fp32", "bf16")),
+            sparse=draw.choice(("rowwise_adagrad", "rowwise_adagrad", "adagrad", "adam", "sgd")),
+            dense=draw.choice(("adam", "adam", "adagrad", "sgd")),
+        )
+
+
+def _layers(draw: random.Random) -> list[int]:
+    first = draw.choice((32, 64, 128, 256, 512))
+    return [max(16, first >> shift) for shift in range(draw.choice((1, 2, 3)))]
+
+
+class InMemoryTraining:
+    """A small job made ready to step. Collective: every rank builds it and runs the same steps."""
+
+    def __init__(self, job: SmallJob, context: DistributedContext) -> None:
+        self.job, self._context = job, context
+        self.resolved = job.resolve(context.world_size)
+        self.assembly: Assembly = assemble(self.resolved, context)
+        config = self.resolved.job
+        self._optimizer = build_optimizer(self.assembly.model, config.optimizer, config.model.l2)
+        self._batches = draw_batches(job, context.rank)
+
+    def run(self, rounds: int, steps: int) -> tuple[float, float]:
+        """Median seconds of a step over the rounds, and their spread; each round's first step is not timed."""
+        return median_and_spread(self._round(steps) for _ in range(rounds))
+
+    def _round(self, steps: int) -> float:
+        job = self.resolved.job
+        parts = TrainingParts(
+            model=self.assembly.model,
+            task=self.assembly.task,
+            optimizer=self._optimizer,
+            context=self._context,
+            reader=_InMemory(self._batches, self.job.batch, steps + 1),  # type: ignore[arg-type]
+            checkpointer=_NoCheckpoints(),  # type: ignore[arg-type]
+        )
+        result = Trainer(job, parts, build_hooks(job, parts)).fit()
+        return job.trainer.global_batch_size / result.throughput["samples_per_s"]
+
+
+def draw_batches(job: SmallJob, rank: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(rank)
+    lengths = torch.tensor(job.pooling, dtype=torch.int32).repeat_interleave(job.batch)
+    batches = []
+    for _ in range(NUM_BATCHES):
+        ids = [
+            (torch.rand(job.batch * count, generator=generator, dtype=torch.float64) ** job.skew * rows).long()
+            for rows, count in zip(job.rows, job.pooling, strict=True)
+        ]
+        features = keyed_jagged_tensor(
+            job.names, torch.cat(ids), lengths, job.batch, [job.batch * count for count in job.pooling]
+        )
+        labels = torch.randint(0, 2, (job.batch,), generator=generator).float()
+        dense = torch.randn(job.batch, NUM_DENSE, generator=generator)
+        batches.append(Batch(dense, features, labels, torch.ones(job.batch)))
+    return batches
+
+
+class _InMemory:
+    """What Trainer asks of a ShardReader, over batches that lie in memory."""
+
+    stall_seconds = 0.0
+    config = ReaderConfig()
+
+    def __init__(self, batches: list[Batch], batch_size: int, num_steps: int) -> None:
+        self._batches, self.batch_size, self.steps_per_epoch = batches, batch_size, num_steps
+        self.num_rows = num_steps * batch_size
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        for step in range(start_step, self.steps_per_epoch):
+            yield self._batches[step % len(self._batches)]
+
+
+class _NoCheckpoints:
+    """What Trainer asks of a Checkpointer."""
+
+    asynchronous = False
+
+    def check_free_space(self, num_saves: int) -> None: ...
+
+    def save(self, step: int, values: dict[str, Any]) -> str:
+        return "nowhere"
+
+    def wait(self) -> None: ...

@@ -1,0 +1,188 @@
+"""Run a calibration: every setup in processes of its own, one a rank, and put what they measured into one table."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+
+from pipeline.config.jobs import CalibrateJob
+from pipeline.planner.step_time.measurements import (
+    Conditions,
+    Measurement,
+    Measurements,
+    disturbances,
+    median_and_spread,
+    these_versions,
+    this_machine,
+)
+from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.logs import get_logger
+from pipeline.training.calibration.clock import Load
+
+SHARES = {"dense": 0.4, "tables": 0.22, "jobs": 0.3}  # of a setup's seconds; the remainder goes to starting and storage
+START_S = 8.0  # imports, compiled kernels
+ENDS_AFTER = 6.0  # budgets: a rank that has hung
+SEED = 16
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Setup:
+    ranks: int
+    threads: int
+    seconds: float
+    seed: int
+    folder: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.ranks}x{self.threads}"
+
+
+@dataclass
+class _Found:
+    rows: list[Measurement]
+    reference: list[float]
+
+
+def calibrate(job: CalibrateJob) -> Measurements:
+    """About job.seconds. Raises TrainingError where the machine was too busy for the numbers to be of use, or a rank ended."""
+    machine, started = this_machine(), time.monotonic()
+    setups = job.setups or default_setups(machine.cores)
+    seconds = max(job.seconds / len(setups) - START_S, 5.0)
+    rows: list[Measurement] = []
+    reference: list[float] = []
+    busy = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in setups:
+            ranks, threads = map(int, name.split("x"))
+            found, others = _run_setup(_Setup(ranks, threads, seconds, SEED + job.seed, folder))
+            rows += found.rows
+            reference += [found.reference[0]] if not reference else []
+            busy = max(busy, others)
+            noise = median_and_spread(found.reference)[1]
+            reference.append(noise)
+            logger.info("%s: %d measurements, other programs took %.2f cores", name, len(found.rows), others)
+    first, *noises = reference
+    conditions = Conditions(
+        datetime.now(UTC).isoformat(timespec="seconds"), round(time.monotonic() - started, 1), round(busy, 3),
+        round(max(noises), 4), round(1e6 * first, 1),
+    )  # fmt: skip
+    measured = Measurements(job.name, machine, these_versions(), conditions, rows)
+    wrong = disturbances(measured)
+    if wrong and not job.force:
+        raise TrainingError(
+            f"nothing was written, for the machine was busy: {'; '.join(wrong)}. Calibrate when nothing else runs, or set "
+            "force=true to keep the numbers all the same"
+        )
+    for line in wrong:
+        logger.warning("the calibration is not to be relied on: %s", line)
+    return measured
+
+
+def default_setups(cores: int) -> list[str]:
+    """One rank on one core and on all, and as many ranks as share memory."""
+    ranks = max(count for count in (1, 2, 4, 8) if count <= cores)
+    return list(dict.fromkeys(("1x1", f"1x{cores}", f"{ranks}x{cores // ranks}")))
+
+
+def _run_setup(setup: _Setup) -> tuple[_Found, float]:
+    """Rank 0's rows; and the cores that other programs took."""
+    context = multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    processes = []
+    for rank in range(setup.ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_measure_rank, args=(rank, setup, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        for pipe in pipes:
+            _receive(pipe, setup)
+        load = Load()  # what starting takes is not measured
+        for pipe in pipes:
+            pipe.send("go")
+        found = [_receive(pipe, setup) for pipe in pipes]
+        others = load.busy_cores()
+        assert isinstance(found[0], _Found)
+        return found[0], others
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def _receive(pipe: Connection, setup: _Setup) -> object:
+    try:
+        if pipe.poll(ENDS_AFTER * (setup.seconds + START_S) + 60):
+            return pipe.recv()
+    except EOFError as error:
+        raise TrainingError(f"a rank of setup {setup.name} ended while it measured; its log is above") from error
+    raise TrainingError(f"a rank of setup {setup.name} was silent for long; calibrate when the machine is idle")
+
+
+def _measure_rank(rank: int, setup: _Setup, pipe: Connection) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(setup.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(setup.ranks)
+    )
+    import torch
+    import torch.distributed as dist
+
+    from pipeline.runtime.process.distributed import DistributedContext
+    from pipeline.training.allocator import keep_freed_memory
+    from pipeline.training.calibration.clock import Bench
+
+    torch.set_num_threads(setup.threads)
+    keep_freed_memory()
+    store = f"file://{setup.folder}/{setup.name}.store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=setup.ranks)
+    context = DistributedContext(rank, setup.ranks, rank, setup.ranks, torch.device("cpu"), "gloo")
+    bench = Bench(setup.name, agree=_agree if setup.ranks > 1 else bool)
+    pipe.send("ready")
+    pipe.recv()
+    _measure(bench, setup, context)
+    pipe.send(_Found(bench.rows, bench.reference))
+    dist.destroy_process_group()
+
+
+def _agree(wanted: bool) -> bool:
+    """Collective: rank 0's."""
+    import torch
+    import torch.distributed as dist
+
+    answer = torch.tensor([int(wanted)])
+    dist.broadcast(answer, 0)
+    return bool(answer[0])
+
+
+def _measure(bench: object, setup: _Setup, context: object) -> None:
+    from pipeline.runtime.process.distributed import DistributedContext
+    from pipeline.training.calibration.clock import Bench
+    from pipeline.training.calibration.collectives import measure_collectives
+    from pipeline.training.calibration.dense import measure_dense
+    from pipeline.training.calibration.host import measure_host, measure_storage
+    from pipeline.training.calibration.job_steps import measure_jobs
+    from pipeline.training.calibration.tables import measure_tables
+
+    assert isinstance(bench, Bench) and isinstance(context, DistributedContext)
+    measure_host(bench)
+    measure_dense(bench, SHARES["dense"] * setup.seconds, setup.seed)
+    measure_tables(bench, SHARES["tables"] * setup.seconds, setup.seed)
+    measure_collectives(bench, context)
+    measure_jobs(bench, SHARES["jobs"] * setup.seconds, setup.seed, context)
+    if setup.name == "1x1":
+        measure_storage(bench, setup.folder)

@@ -1,0 +1,51 @@
+"""Predict the step of a job that is resolved and planned: record its layers, and hand them on with the plan."""
+
+from __future__ import annotations
+
+from pipeline.planner.cost_model import wire_of
+from pipeline.planner.hardware import Hardware
+from pipeline.planner.record import PlanRecord
+from pipeline.planner.resolved_job import ResolvedJob
+from pipeline.planner.step_time.predict import StepRequest
+from pipeline.planner.step_time.record import DensePart, Inputs, record_dense
+from pipeline.sharding.torchrec.sharding import make_sharders
+from pipeline.training.assembly import build_task
+
+
+def record_layers(resolved: ResolvedJob, batch_size: int, world_size: int, device_type: str) -> DensePart:
+    """The job's layers as one rank runs them on `batch_size` samples. Raises PlanError for a model that fake tensors cannot run."""
+    job, tables = resolved.job, resolved.plain_tables
+    on_cpu = device_type == "cpu"
+    features = [name for table in tables for name in table.feature_names]
+    pooling = [factor for table in tables for factor in table.pooling_factors]
+    learns_several = job.model.learns_all and len(resolved.targets) > 1
+    inputs = Inputs(
+        batch_size=batch_size,
+        num_dense=len(resolved.dataset.dense_features),
+        features=features,
+        pooling=pooling,
+        num_targets=len(resolved.targets) if learns_several else 1,
+        in_place_rows=on_cpu and world_size == 1 and job.sharding.fast_cpu,
+    )
+    return record_dense(build_task(resolved, device_type), inputs, job.optimizer.dense)
+
+
+def step_request(
+    resolved: ResolvedJob, plan: PlanRecord, hardware: Hardware, threads: int, dense: DensePart | None = None
+) -> StepRequest:
+    """`hardware`: what the plan is for; `dense`: the layers, where they are recorded already."""
+    job = resolved.job
+    batch_size = job.trainer.micro_batch_size // hardware.world_size
+    layers = dense or record_layers(resolved, batch_size, hardware.world_size, hardware.compute_device)
+    return StepRequest(
+        dense=layers,
+        plan=plan,
+        tables=resolved.plain_tables,
+        hardware=hardware,
+        wire=wire_of(make_sharders(job.comms, job.trainer.seed)),
+        batch_size=batch_size,
+        optimizer=job.optimizer.sparse.name,
+        precision=job.trainer.precision,
+        threads=threads,
+        shared_memory=job.comms.shared_memory and job.sharding.fast_cpu,
+    )

@@ -1,0 +1,199 @@
+"""What a step takes: its layers recorded by shape, its tables by frequency, its kernels by measurements that are made up here."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config.training import DenseOptimizerConfig
+from pipeline.planner.step_time.clocks import COMMS, COMPUTE, HOST, Clocks
+from pipeline.planner.step_time.frequency import bands_of, block_of, even, power_law, touched
+from pipeline.planner.step_time.host import COUNTS, FACTORS, PLAIN, fit_host
+from pipeline.planner.step_time.kernels import MeasuredTimes, Rates
+from pipeline.planner.step_time.measurements import (
+    Conditions,
+    Machine,
+    Measurement,
+    Measurements,
+    differences,
+    disturbances,
+    median_and_spread,
+    read_measurements,
+)
+from pipeline.planner.step_time.record import DensePart, Inputs, record_dense
+from pipeline.planner.step_time.table_work import TableShape, work_of
+from pipeline.runtime.errors import ConfigError
+from pipeline.training.assembly import build_task
+from pipeline.training.calibration.jobs import NUM_DENSE, SmallJob
+from tests.support.messages import mentions, names
+
+MACHINE = Machine("a CPU", 2, 23.5, 32.0)
+QUIET = Conditions("2026-11-23T09:00:00+00:00", 200.0, 0.05, 0.02, 1000.0)
+JOB = SmallJob(
+    rows=[100, 1000, 10000],
+    pooling=[1, 1, 4],
+    dim=16,
+    batch=64,
+    model={"dense_arch_layer_sizes": [32, 16], "over_arch_layer_sizes": [24, 1]},
+)
+
+
+def measured(rows: list[Measurement], **conditions: float) -> Measurements:
+    values = {**vars(QUIET), **conditions}
+    return Measurements("made_up", MACHINE, {"torch": "2.13.0"}, Conditions(**values), rows)  # type: ignore[arg-type]
+
+
+def layers_of(job: SmallJob, in_place_rows: bool = True) -> DensePart:
+    task = build_task(job.resolve(1), "cpu")
+    pooling = [float(count) for count in job.pooling]
+    inputs = Inputs(job.batch, NUM_DENSE, job.names, pooling, in_place_rows=in_place_rows)
+    return record_dense(task, inputs, DenseOptimizerConfig(name=job.dense))
+
+
+def products_of(part: DensePart) -> int:
+    """Multiplications of all matrix products."""
+    total = 0
+    for operation in part.operations:
+        if operation.name in ("mm", "addmm", "bmm"):
+            first, second = operation.shapes
+            total += math.prod(first) * second[-1]
+    return total
+
+
+def test_the_products_of_a_recorded_dlrm_are_those_of_its_layers() -> None:
+    part, features = layers_of(JOB), len(JOB.rows) + 1
+    layers = [(NUM_DENSE, 32), (32, 16), (16 + features * (features - 1) // 2, 24), (24, 1)]
+    forward = sum(JOB.batch * into * out for into, out in layers)
+    # A layer's backward is a product for its weights and one for its inputs, which the first layer's are not asked for.
+    backward = 2 * forward - JOB.batch * math.prod(layers[0])
+    dots = JOB.batch * features * features * JOB.dim
+    assert products_of(part) == forward + backward + 2 * dots
+    assert part.weight_bytes == 4 * sum(into * out + out for into, out in layers)
+    assert {operation.phase for operation in part.operations} == {"forward", "backward", "optimizer"}
+
+
+def test_our_kernels_are_recorded_in_the_place_of_what_torch_would_run() -> None:
+    recorded = [operation.name for operation in layers_of(JOB).operations]
+    assert recorded.count("take") == 2 and "index_put_" not in recorded
+    assert recorded.count("optimizer:adam") == 1
+
+
+def test_rows_that_lie_where_products_want_them_are_not_copied() -> None:
+    def copied(in_place: bool) -> int:
+        part = layers_of(JOB, in_place)
+        return sum(operation.out_bytes for operation in part.of("forward") if operation.name == "copy_")
+
+    assert copied(in_place=False) > copied(in_place=True)
+
+
+def test_bf16_layers_are_recorded_in_bf16() -> None:
+    from dataclasses import replace
+
+    part = layers_of(replace(JOB, precision="bf16"))
+    assert {each.dtype for each in part.operations if each.name in ("addmm", "bmm")} == {"bf16"}
+
+
+@pytest.mark.parametrize("skew", [1.0, 3.0])
+def test_expected_distinct_rows_are_those_of_drawn_batches(skew: float) -> None:
+    rows, ids, generator = 5000, 4000, np.random.default_rng(0)
+    (found,) = touched([power_law(rows, skew)], [ids], [64], 0)
+    drawn = [len(np.unique((generator.random(ids) ** skew * rows).astype(int))) for _ in range(5)]
+    assert found.distinct == pytest.approx(np.mean(drawn), rel=0.03)
+    assert found.missed_ids == pytest.approx(ids)
+
+
+def test_a_cache_keeps_the_rows_that_are_looked_up_most_of_all_tables() -> None:
+    hot, cold = power_law(1000, 4.0), even(1000)
+    alone = [touched([bands], [1000], [64], 100 * 64)[0] for bands in (hot, cold)]
+    assert alone[0].missed_ids < 500 < alone[1].missed_ids == pytest.approx(900)
+    (first, second) = touched([hot, cold], [1000, 1000], [64, 64], 100 * 64)
+    assert first.missed_ids == pytest.approx(alone[0].missed_ids, rel=0.05) and second.missed_ids == 1000
+    roomy = touched([hot, cold], [1000, 1000], [64, 64], 2000 * 64)
+    assert [each.missed_ids for each in roomy] == [0.0, 0.0]
+
+
+def test_the_first_rows_as_a_table_of_their_own_have_the_hottest_ids_share() -> None:
+    bands = power_law(1000, 4.0)
+    first, share = block_of(bands, 0, 250)
+    assert share == pytest.approx(0.25**0.25, rel=0.02) and first.rows.sum() == pytest.approx(250)
+    assert block_of(bands, 0, 250, by_row=False)[1] == pytest.approx(0.25)
+    assert bands_of(None, 10).rows.tolist() == [10.0]
+
+
+def test_rates_are_found_again_in_times_that_were_made_of_them() -> None:
+    draw, rows = random.Random(0), []
+    for _ in range(40):
+        shape = TableShape(
+            power_law(draw.randrange(100, 10**6), 2.0), draw.choice((8, 16, 64)), 1.0, draw.randrange(50, 4000)
+        )
+        work = work_of([shape], "rowwise_adagrad", 4, 1).lookup
+        rows.append(Measurement("lookup", "1x1", {**work}, 5 + 0.01 * work["ids"] + 0.001 * work["missed_bytes_8"]))
+    rates = Rates.fit(rows)
+    assert rates.cache_mib == 8 and rates.error < 0.001
+    assert rates.us(work) == pytest.approx(rows[-1].us, rel=0.01)
+
+
+def test_a_size_between_two_measured_ones_takes_what_lies_between() -> None:
+    rows = [
+        Measurement("add", "1x1", {"dtype": "fp32", "bytes": size}, us) for size, us in ((1000, 1.0), (100_000, 10.0))
+    ]
+    times = MeasuredTimes(measured(rows), "1x1")
+    operation = next(each for each in layers_of(JOB).operations if each.name == "add")
+    between = times.operation_us(operation)
+    moved = operation.in_bytes + operation.out_bytes
+    assert between == pytest.approx(math.exp(math.log(10) * math.log(moved / 1000) / math.log(100)), rel=0.01)
+    with pytest.raises(ConfigError, match=names("2x1 1x1 setups=[2x1]")):
+        MeasuredTimes(measured(rows), "2x1")
+
+
+def test_what_no_kernel_has_is_learnt_from_whole_steps() -> None:
+    draw, rows = random.Random(1), []
+    for _ in range(12):
+        amounts = {name: draw.uniform(50, 3000) for name in (*COUNTS, *FACTORS)} | {"constant": 1.0}
+        us = 200 + 2 * amounts["operations"] + 0.1 * amounts["samples"] + sum(amounts[name] for name in FACTORS)
+        rows.append(Measurement("job", "1x1", {**amounts}, us))
+    model = fit_host(rows)
+    assert model.error < 0.03 and model.rates["operations"] == pytest.approx(2, rel=0.15)
+    assert fit_host([]) == PLAIN
+
+
+def test_a_table_of_measurements_is_read_as_it_was_written(tmp_path: Path) -> None:
+    written = measured([Measurement("add", "1x1", {"dtype": "fp32", "bytes": 1000}, 1.5, 0.01)])
+    (tmp_path / "made_up.json").write_text(written.to_json())
+    assert read_measurements(str(tmp_path / "made_up.json")) == written
+    with pytest.raises(ConfigError, match=names("absent.json python -m pipeline.calibrate")):
+        read_measurements(str(tmp_path / "absent.json"))
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ConfigError, match=names("other.json format")):
+        read_measurements(str(tmp_path / "other.json"))
+
+
+def test_another_machine_another_version_and_a_busy_machine_are_told_with_numbers() -> None:
+    table = measured([])
+    assert differences(table, MACHINE, {"torch": "2.13.0"}) == [] == disturbances(table)
+    lines = differences(table, Machine("another CPU", 64, 256.0, 256.0), {"torch": "2.14.0"})
+    assert mentions(lines, "2 64 23.5 256 2.13.0 2.14.0") and len(lines) == 4
+    assert mentions(disturbances(measured([], busy_cores=0.8)), "0.80 2 cores 0.20")
+    assert mentions(disturbances(measured([], noise=0.4)), "1000 us 40 % 15 %")
+
+
+def test_device_work_ends_no_sooner_than_the_host_has_issued_it() -> None:
+    gpu = Clocks(host_computes=False)
+    first = gpu.compute("layers", ms=1.0, issue_ms=3.0)
+    sent = gpu.communicate("rows", 5.0, after=first)
+    gpu.compute("more", ms=1.0, issue_ms=0.1)
+    gpu.wait(sent)
+    assert (first, sent, gpu.end_ms) == (3.0, 8.0, 8.0)
+    assert {span.clock for span in gpu.spans} == {HOST, COMPUTE, COMMS}
+    cpu = Clocks(host_computes=True)
+    cpu.compute("layers", ms=1.0)
+    cpu.communicate("rows", 5.0, after=0.0, blocks=True)
+    assert cpu.end_ms == 6.0
+
+
+def test_median_and_half_the_distance_of_the_quartiles() -> None:
+    assert median_and_spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, pytest.approx(1 / 3))

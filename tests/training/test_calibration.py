@@ -1,0 +1,78 @@
+"""A calibration from end to end, and what it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config.jobs import CalibrateJob
+from pipeline.config.planner import HardwareConfig
+from pipeline.planner.step_time.hardware_file import hardware_yaml
+from pipeline.planner.step_time.measurements import Conditions, Machine, Measurement, Measurements
+from pipeline.runtime.errors import ConfigError
+from pipeline.training.calibration.run import calibrate, default_setups
+from tests.support.messages import names
+
+
+def test_the_hardware_that_is_written_is_a_hardware_config() -> None:
+    rows = [
+        Measurement("gemm", "1x1", {"dtype": "fp32", "layout": "nt", "m": 1000, "n": 1000, "k": 1000}, 20_000.0),
+        Measurement("copy", "1x1", {"dtype": "fp32", "bytes": 32 << 20}, 1000.0),
+        Measurement("shared_all_to_all", "2x1", {"bytes": 512, "ranks": 2}, 30.0),
+        Measurement("shared_all_to_all", "2x1", {"bytes": 2 << 20, "ranks": 2}, 1000.0),
+    ]
+    conditions = Conditions("2026-11-23T09:00:00+00:00", 200.0, 0.05, 0.02, 1000.0)
+    table = Measurements("mine", Machine("a CPU", 2, 23.5, 32.0), {}, conditions, rows)
+    config = HardwareConfig(**yaml.safe_load(hardware_yaml(table, "mine.json")))
+    assert (config.name, config.calibration, config.tflops_fp32) == ("mine", "mine.json", 0.1)
+    assert config.ddr_gb_per_s == pytest.approx(33.6, abs=0.1) and config.collective_launch_us == 30.0
+    assert config.intra_host_gb_per_s == pytest.approx(1.05, abs=0.01)
+
+
+def test_setups_are_one_rank_and_a_rank_a_core() -> None:
+    assert default_setups(1) == ["1x1"]
+    assert default_setups(2) == ["1x1", "1x2", "2x1"]
+    assert default_setups(64) == ["1x1", "1x64", "8x8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"seconds": 1000.0}, "seconds 1000 300"),
+        ({"output": "mine.json"}, "mine.json .yaml"),
+        ({"name": "my machine"}, "my machine"),
+        ({"setups": ["two"]}, "two 2x1"),
+    ],
+    ids=["seconds", "output", "name", "setups"],
+)
+def test_a_mistake_in_the_job_is_told_before_anything_is_measured(words: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=names(message)):
+        CalibrateJob(**words)  # type: ignore[arg-type]
+
+
+@pytest.mark.campaign
+def test_a_calibration_measures_every_kind_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    table = calibrate(CalibrateJob(name="small", seconds=20.0, setups=["1x1", "2x1"], force=True))
+    (tmp_path / "small.yaml").write_text(hardware_yaml(table, str(tmp_path / "small.json")))
+    kinds = {setup: {row.kind for row in table.rows if row.setup == setup} for setup in table.setups}
+    assert kinds["2x1"] - kinds["1x1"] == {
+        *(f"gloo_{name}" for name in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")),
+        "shared_all_to_all",
+        "shared_all_reduce",
+    }
+    assert kinds["1x1"] >= {
+        "gemm",
+        "bmm",
+        "take",
+        "lookup",
+        "update",
+        "optimizer",
+        "copy",
+        "host",
+        "disk",
+        "reader",
+        "job",
+    }
+    assert all(row.us > 0 for row in table.rows)
