@@ -18,7 +18,7 @@ from pipeline.config.optimizers import all_optimizers
 from pipeline.planner.step_time.frequency import power_law
 from pipeline.planner.step_time.measurements import Number, median_and_spread
 from pipeline.planner.step_time.table_work import TableShape, work_of
-from pipeline.sharding.torchrec.cpu_tables import FastLookup, TablesWithMoments, speed_up_cpu_tables
+from pipeline.sharding.torchrec.cpu_tables import Bags, FastLookup, TablesWithMoments, speed_up_cpu_tables
 from pipeline.training.calibration.clock import Bench, time_call
 
 MOST_TABLE_BYTES = 128 << 20  # weights and states of one sample
@@ -83,12 +83,12 @@ def time_tables(bench: Bench, sample: Sample, optimizer: str, in_bf16: bool) -> 
     passing = torch.zeros(FLUSHED_BYTES // 4)
     forward, backward = [], []
     bench.agree(True)
-    for ids, offsets in batches:
+    for bags in (Bags(ids, offsets) for ids, offsets in batches):
         passing.add_(1)
-        forward.append(_seconds(lambda ids=ids, offsets=offsets: lookup.look_up(ids, offsets, dtype)))  # type: ignore[misc]
+        forward.append(_seconds(lambda bags=bags: lookup.look_up(bags, dtype)))  # type: ignore[misc]
         passing.add_(1)
         gradient.add_(0)
-        backward.append(_seconds(lambda ids=ids, offsets=offsets: lookup.update(gradient, ids, offsets)))  # type: ignore[misc]
+        backward.append(_seconds(lambda bags=bags: lookup.update(gradient, bags)))  # type: ignore[misc]
         lookup.num_steps += 1
     work = work_of(sample.shapes, optimizer, 2 if in_bf16 else 4, torch.get_num_threads())
     for kind, times in (("lookup", forward), ("update", backward)):
