@@ -213,6 +213,38 @@ def retrain(
     return appdef.app_of(workload.make_workload("retrain", doc, overrides, where, check_data))
 
 
+# TorchX reads a component's options from its signature: each is a parameter.
+def doctor(
+    *overrides: str,
+    j: str = "2x1",
+    cpu: Optional[int] = None,
+    gpu: Optional[int] = None,
+    memMB: Optional[int] = None,
+    h: Optional[str] = None,
+    env: Optional[Dict[str, str]] = None,
+    image: Optional[str] = None,
+    mount: Optional[str] = None,
+    name: Optional[str] = None,
+) -> specs.AppDef:
+    """Check a job's nodes before a long run: torchx run -s slurm pipeline.doctor -j 2x1 -- folder=/shared/runs
+
+    Args:
+        overrides: what `python -m pipeline.check_nodes --help` lists
+        j: {nodes}x{ranks per node}; one rank a node is enough
+        cpu: cores a node; this machine's, or the cluster's default, unless given
+        gpu: GPUs a node
+        memMB: memory a node; this machine's unless given
+        h: a named TorchX resource instead of cpu, gpu and memMB
+        env: environment of the job (A=1,B=2)
+        image: container image; without one the job runs in this Python environment
+        mount: type=bind,src=/data,dst=/data,readonly (or type=volume, type=device), several after one another
+        name: name of the TorchX app
+    """
+    where = workload.Where(j, cpu, gpu, memMB, h, env, image, mount, name, max_restarts=0)
+    doc = appdef.without_args(doctor.__doc__)
+    return appdef.app_of(workload.make_workload("check_nodes", doc, overrides, where))
+
+
 def predict(
     *overrides: str,
     cpu: Optional[int] = None,

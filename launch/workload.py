@@ -23,7 +23,17 @@ from pipeline.cli.command_line import (
     validate_geometry,
     validate_train,
 )
-from pipeline.config.jobs import EvaluateJob, ExportJob, PlanJob, PredictJob, PrepareJob, RetrainJob, ServeJob, TrainJob
+from pipeline.config.jobs import (
+    CheckNodesJob,
+    EvaluateJob,
+    ExportJob,
+    PlanJob,
+    PredictJob,
+    PrepareJob,
+    RetrainJob,
+    ServeJob,
+    TrainJob,
+)
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import TrainerConfig
 from pipeline.runtime.errors import LaunchError, TrainingError
@@ -212,6 +222,12 @@ def retrain(doc: Optional[str], words: list[str], where: Where, check_data: bool
     return _on_hardware(made, job)
 
 
+def check_nodes(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    job = parse_command_line(CheckNodesJob, doc, words)
+    made = _ranks("check_nodes", words, where, "check-nodes", "", TrainerConfig().grace_s)
+    return replace(made, on_gpus=job.backend == "nccl")
+
+
 def _local_steps(job: TrainJob) -> str:
     folder = job.checkpoint.folder or f"{job.run_dir}/checkpoints"
     return "" if "://" in folder else folder
@@ -253,7 +269,7 @@ def serve(doc: Optional[str], words: list[str], where: Where, check_data: bool =
 
 WORKLOADS: dict[str, Callable[[Optional[str], list[str], Where, bool], Workload]] = {
     "prepare": prepare, "plan": plan, "train": train, "evaluate": evaluate, "export": export, "retrain": retrain,
-    "predict": predict,
+    "predict": predict, "check_nodes": check_nodes,
 }  # fmt: skip
 
 

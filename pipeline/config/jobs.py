@@ -31,6 +31,7 @@ from pipeline.config.serving import (
 from pipeline.config.sweep import SweepConfig
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import (
+    BACKENDS,
     CheckpointConfig,
     CommsConfig,
     LoggerConfig,
@@ -42,7 +43,15 @@ from pipeline.config.training import (
     profiled_steps,
 )
 from pipeline.config.warm_start import WarmStartConfig
-from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within, did_you_mean
+from pipeline.runtime.errors import (
+    ConfigError,
+    check_above,
+    check_at_least,
+    check_choice,
+    check_given,
+    check_within,
+    did_you_mean,
+)
 
 
 @dataclass
@@ -363,6 +372,35 @@ class EvaluateJob(Job):
 
 
 @dataclass
+class CheckNodesJob(Job):
+    """folder: one that all nodes share; empty: none is checked. megabytes: of a message between two nodes.
+
+    min_gb_per_s: of every link; None: a link at under half the median is a problem, no other. output: a JSON file of all
+    that was measured.
+    """
+
+    folder: str = ""
+    megabytes: float = 64.0
+    min_gb_per_s: float | None = None
+    max_clock_skew_s: float = 1.0
+    backend: str = "auto"
+    timeout_s: float = 300.0
+    output: str = ""
+
+    def __post_init__(self) -> None:
+        check_above("megabytes", self.megabytes, 0.0)
+        check_at_least("min_gb_per_s", self.min_gb_per_s, 0.0, allow_none=True)
+        check_above("max_clock_skew_s", self.max_clock_skew_s, 0.0)
+        check_above("timeout_s", self.timeout_s, 0.0)
+        check_choice("backend", self.backend, BACKENDS)
+        for name in ("folder", "output"):
+            if "://" in getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is no path: what is checked is a file system of the nodes"
+                )
+
+
+@dataclass
 class ExportJob(Job):
     """run: a run folder; output None: a folder of its own in <run>/artifacts.
 
@@ -612,5 +650,5 @@ CONFIG_NAMES: dict[type, str] = {
     RetrainJob: "retrain", RegistryJob: "registry",
     PredictJob: "predict", ServeJob: "serve", RunsJob: "runs",
     ReportJob: "report", SweepJob: "sweep",
-    InspectJob: "inspect", InitJob: "init",
+    InspectJob: "inspect", InitJob: "init", CheckNodesJob: "check_nodes",
 }  # fmt: skip

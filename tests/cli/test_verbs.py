@@ -18,9 +18,28 @@ from pipeline.runtime.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERBS = {
-    "calibrate", "checkpoints", "completion", "doctor", "evaluate", "export", "generate", "init", "inspect", "plan", "precompile", "predict", "prepare", "registry",
-    "report", "retrain", "runs", "serve", "sweep", "train",
-}  # fmt: skip
+    "calibrate",
+    "check_nodes",
+    "checkpoints",
+    "completion",
+    "doctor",
+    "evaluate",
+    "export",
+    "generate",
+    "init",
+    "inspect",
+    "plan",
+    "precompile",
+    "predict",
+    "prepare",
+    "registry",
+    "report",
+    "retrain",
+    "runs",
+    "serve",
+    "sweep",
+    "train",
+}
 
 
 @dataclass

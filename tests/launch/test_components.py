@@ -218,3 +218,11 @@ def test_a_job_is_composed_and_validated_without_torch(data: str) -> None:
     found = json.loads(done.stdout)
     print(f"compose, validate and render: {found['cpu_s']:.2f} s of CPU")
     assert found["heavy"] == [] and found["lines"] > 5
+
+
+def test_doctor_checks_the_nodes_on_ranks_and_is_not_restarted() -> None:
+    app = components.doctor("folder=/shared/runs", j="2x1", cpu=4)
+    words = _command(app)
+    assert words[-3:] == ["-m", "pipeline.check_nodes", "folder=/shared/runs"]
+    assert words[words.index("--max-restarts") + 1] == "0" and app.roles[0].num_replicas == 2
+    assert validate(str(REPOSITORY / "launch" / "components.py"), "doctor") == []
