@@ -1,6 +1,8 @@
 """Plan how embedding tables are sharded:  python -m pipeline.plan experiment=quickstart world_size=2
 
 The hardware need not be at hand:  python -m pipeline.plan experiment=... hardware=h100_80gb world_size=64
+With its step predicted for more ranks:   python -m pipeline.plan experiment=... hardware=h100_80gb world_size=[8,16,32,64]
+With settings changed one by one:         python -m pipeline.plan experiment=... what_if=true
 The plan goes to planner.plan_file, a page with its pictures beside it, and training with planner=file uses it.
 Where the data set is absent, tables that say their num_embeddings are enough.
 
@@ -27,6 +29,7 @@ from pipeline.data.dataset import check_multi_hot
 from pipeline.embeddings.table import Table
 from pipeline.planner.head_rows import choose_heads
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
+from pipeline.runtime.errors import UserError
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.runtime.masking import mask
 from pipeline.sharding.compat import allow_untested_versions
@@ -34,6 +37,7 @@ from pipeline.training.preflight import check_resolved, load_or_describe
 
 if TYPE_CHECKING:
     from pipeline.planner.request import PlanRequest
+    from pipeline.training.plan_outlook import Planned
 
 STALE = 1  # exit code of check
 logger = get_logger("pipeline.plan")  # run as a command, __name__ is another
@@ -51,6 +55,7 @@ class PlanSummary:
     critical_path_ms: float
     seconds: float
     explanation: str
+    outlook: str = ""  # what the step is predicted to take, or why it is not
 
 
 def _made() -> str:
@@ -74,15 +79,16 @@ def plan(job: PlanJob) -> PlanSummary:
     from pipeline.planner.page import page_path, write_page
     from pipeline.planner.plan_codec import encode_plan, write_plan
     from pipeline.planner.planner import make_plan
+    from pipeline.training.plan_outlook import Planned
 
     record = make_plan(job.planner, request)
+    step = _look_ahead(job, Planned(resolved, record)) if job.planner.predict_step else None
     page = None
     if job.planner.kind != "file":
         page = page_path(job.planner.plan_file)
         write_plan(job.planner.plan_file, record)
-        write_page(
-            page, f"{job.name} on {job.world_size} x {record.hardware}", record, encode_plan(record.plan), _made()
-        )
+        title = f"{job.name} on {job.world_size} x {record.hardware}"
+        write_page(page, title, record, encode_plan(record.plan), _made(), step.sections if step else ())
     return PlanSummary(
         plan_file=job.planner.plan_file,
         page=page,
@@ -96,7 +102,39 @@ def plan(job: PlanJob) -> PlanSummary:
         explanation="\n".join(
             [summarize(record) if job.brief else explain(record), *describe_savings(savings_of(resolved.tables))]
         ),
+        outlook="\n".join(step.lines) if step else "",
     )
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Lines for the terminal, and sections for the page."""
+
+    lines: list[str]
+    sections: list[str]
+
+
+def _look_ahead(job: PlanJob, planned: Planned) -> _Ahead:
+    from pipeline.planner.planner import make_plan
+    from pipeline.planner.step_time.outlook import describe_levers, describe_outlook, describe_scaling
+    from pipeline.planner.step_time.page import step_sections
+    from pipeline.training.plan_outlook import Planned, levers_of, outlook_of, scaling_of
+
+    def planned_for(other: PlanJob) -> Planned:
+        resolved = resolve(other)
+        return Planned(resolved, make_plan(other.planner, build_request(resolved)))
+
+    try:
+        outlook = outlook_of(job, planned)
+    except UserError as error:
+        return _Ahead([f"step        not predicted: {str(error).splitlines()[0]}"], [])
+    lines = describe_outlook(outlook)
+    rows, skipped = scaling_of(job, job.scale_to, planned_for) if job.scale_to else ([], [])
+    if rows or skipped:
+        lines += ["", *describe_scaling([outlook, *rows]), *(f"not in the table: {line}" for line in skipped)]
+    if job.what_if:
+        lines += ["", *describe_levers(outlook, levers_of(job, planned_for))]
+    return _Ahead(lines, list(step_sections(outlook, [outlook, *rows])))
 
 
 def resolve(job: PlanJob) -> ResolvedJob:
@@ -195,6 +233,7 @@ def train_command(summary: PlanSummary, overrides: list[str]) -> str:
 def describe(summary: PlanSummary) -> str:
     lines = [
         summary.explanation + ("\n" if "\n" in summary.explanation else ""),
+        *([summary.outlook + ("\n" if "\n\n" in summary.outlook else "")] if summary.outlook else []),
         f"plan        {summary.plan_file} ({summary.planner}, {summary.world_size} rank(s) of {summary.hardware}, "
         f"{summary.seconds:.1f} s)",
         *([f"pictures    {summary.page}"] if summary.page else []),
@@ -227,7 +266,29 @@ COMMANDS = (
     Command("diff", ("a", "b"), run=_diff),
     Command("check", ("file",), run=_check),
 )
-main = verb("plan", PlanJob, describe=describe, validate=validate_train, commands=COMMANDS, default="make")(plan)
+_main = verb("plan", PlanJob, describe=describe, validate=validate_train, commands=COMMANDS, default="make")(plan)
+
+
+def with_sizes(words: list[str]) -> list[str]:
+    """world_size=[8,16,32] is a plan for 8 ranks, and predictions for the others."""
+    found = []
+    for word in words:
+        name, _, value = word.partition("=")
+        sizes = value.strip("[]").split(",")
+        if name == "world_size" and value.startswith("[") and all(size.strip().isdigit() for size in sizes):
+            first, *others = sorted(int(size) for size in sizes)
+            found += [f"world_size={first}", f"scale_to=[{','.join(map(str, others))}]"]
+        else:
+            found.append(word)
+    return found
+
+
+def main() -> None:
+    sys.argv[1:] = with_sizes(sys.argv[1:])
+    _main()
+
+
+main.verb = _main.verb  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     main()

@@ -210,10 +210,21 @@ class TrainJob(Job):
 class PlanJob(TrainJob):
     """The train job, planned for `world_size` ranks of `hardware` and written to planner.plan_file.
 
-    brief: print one line of the plan in place of every table's; its page has them all.
+    brief: print one line of the plan in place of every table's; its page has them all. scale_to: further world sizes whose
+    steps are predicted too, world_size=[8,16,32] is short for the first and these. what_if: predict the step with each of
+    some settings changed. threads: of a CPU rank, None: OMP_NUM_THREADS, or its share of the cores.
     """
 
     brief: bool = False
+    scale_to: list[int] = field(default_factory=list)
+    what_if: bool = False
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("threads", self.threads, 1, allow_none=True)
+        for size in self.scale_to:
+            check_at_least("scale_to", size, 1)
 
 
 @dataclass

@@ -7,7 +7,7 @@ each, and the others a line for each kind of sharding.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -45,12 +45,17 @@ def page_path(plan_file: str) -> str:
     return plan_file.removesuffix(".json") + ".html"
 
 
-def write_page(path: str, title: str, plan: PlanDescription, shardings: Shardings, made: str = "") -> None:
-    """Atomic. `shardings` as in a plan file: module -> table -> ParameterSharding; `made`: when, and by which command."""
-    storage.publish_text(path, render_page(title, plan, shardings, made))
+def write_page(
+    path: str, title: str, plan: PlanDescription, shardings: Shardings, made: str = "", step: Sequence[str] = ()
+) -> None:
+    """Atomic. `shardings` as in a plan file: module -> table -> ParameterSharding; `made`: when, and by which command; `step`:
+    sections about the predicted step (step_time.page)."""
+    storage.publish_text(path, render_page(title, plan, shardings, made, step))
 
 
-def render_page(title: str, plan: PlanDescription, shardings: Shardings, made: str = "") -> str:
+def render_page(
+    title: str, plan: PlanDescription, shardings: Shardings, made: str = "", step: Sequence[str] = ()
+) -> str:
     shares = _table_shares(plan, shardings)
     # Side by side where their charts are small.
     beside = (
@@ -59,7 +64,7 @@ def render_page(title: str, plan: PlanDescription, shardings: Shardings, made: s
         else ("",) * 3
     )
     sections = (
-        _heading(title, plan), beside[:1], _memory(plan, shares), beside[1:2], _time(plan), beside[2:], _map(plan, shares),
+        _heading(title, plan), step, beside[:1], _memory(plan, shares), beside[1:2], _time(plan), beside[2:], _map(plan, shares),
         _choices(plan), _rank_numbers(plan), _made_for(plan), _foot(plan, made),
     )  # fmt: skip
     body = [part for section in sections for part in section]

@@ -155,10 +155,17 @@ class MeasuredTimes:
         kind = "bmm" if len(first) == 3 else "gemm"
         layout = operation.layout if len(operation.layout) == 2 else "nn"
         dtype = operation.dtype if operation.dtype in ("fp32", "bf16") else "fp32"
+        return self.product_us(kind, layout, dtype, first[0] if kind == "bmm" else 1, first[-2], second[-1], first[-1])
+
+    def product_us(self, kind: str, layout: str, dtype: str, *sizes: float) -> float:
+        """Of a `gemm` or `bmm`; sizes: products, rows, columns, inner."""
         options = [key for key in self._products if key[0] == kind and key[2] == dtype]
         key = (kind, layout, dtype) if (kind, layout, dtype) in self._products else options[0]
-        batch = first[0] if kind == "bmm" else 1
-        return self._products[key].us(batch, first[-2], second[-1], first[-1])
+        return self._products[key].us(*sizes)
+
+    def table_us(self, kind: str, optimizer: str, amounts: Mapping[str, float]) -> float:
+        """Of a `lookup` or `update` whose amounts (TableWork) are given."""
+        return self._rates(kind, optimizer).us(amounts)
 
     def lookup_us(self, work: TableWork, optimizer: str) -> float:
         return self._rates("lookup", optimizer).us(work.lookup)

@@ -8,9 +8,11 @@ import os
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.config.jobs import CalibrateJob
 from pipeline.planner.step_time.measurements import (
@@ -26,15 +28,22 @@ from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.training.calibration.clock import Load
 
+if TYPE_CHECKING:
+    from pipeline.runtime.process.distributed import DistributedContext
+    from pipeline.training.calibration.clock import Bench
+
 SHARES = {"dense": 0.4, "tables": 0.22, "jobs": 0.3}  # of a setup's seconds; the remainder goes to starting and storage
 START_S = 8.0  # imports, compiled kernels
 ENDS_AFTER = 6.0  # budgets: a rank that has hung
 SEED = 16
 logger = get_logger(__name__)
+Work: TypeAlias = "Callable[[Bench, Setup, DistributedContext], None]"
 
 
 @dataclass(frozen=True)
-class _Setup:
+class Setup:
+    """Ranks of one host, each with `threads`; what they measure is drawn by the seed."""
+
     ranks: int
     threads: int
     seconds: float
@@ -47,7 +56,9 @@ class _Setup:
 
 
 @dataclass
-class _Found:
+class Found:
+    """What rank 0 has measured, and the seconds of the operation that is repeated throughout."""
+
     rows: list[Measurement]
     reference: list[float]
 
@@ -63,7 +74,8 @@ def calibrate(job: CalibrateJob) -> Measurements:
     with tempfile.TemporaryDirectory() as folder:
         for name in setups:
             ranks, threads = map(int, name.split("x"))
-            found, others = _run_setup(_Setup(ranks, threads, seconds, SEED + job.seed, folder))
+            setup = Setup(ranks, threads, seconds, SEED + job.seed, folder)
+            found, others = run_on_ranks(setup, measure)
             rows += found.rows
             reference += [found.reference[0]] if not reference else []
             busy = max(busy, others)
@@ -93,14 +105,18 @@ def default_setups(cores: int) -> list[str]:
     return list(dict.fromkeys(("1x1", f"1x{cores}", f"{ranks}x{cores // ranks}")))
 
 
-def _run_setup(setup: _Setup) -> tuple[_Found, float]:
-    """Rank 0's rows; and the cores that other programs took."""
+def run_on_ranks(setup: Setup, work: Work) -> tuple[Found, float]:
+    """`work` in a process a rank: what rank 0 measured, and the cores that other programs took. `work` is a module's function.
+
+    Raises:
+        TrainingError: a rank has ended, or was silent for long.
+    """
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes = []
     for rank in range(setup.ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_measure_rank, args=(rank, setup, theirs), daemon=True)
+        process = context.Process(target=_run_rank, args=(rank, setup, work, theirs), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -113,7 +129,7 @@ def _run_setup(setup: _Setup) -> tuple[_Found, float]:
             pipe.send("go")
         found = [_receive(pipe, setup) for pipe in pipes]
         others = load.busy_cores()
-        assert isinstance(found[0], _Found)
+        assert isinstance(found[0], Found)
         return found[0], others
     finally:
         for pipe in pipes:
@@ -124,7 +140,7 @@ def _run_setup(setup: _Setup) -> tuple[_Found, float]:
                 process.kill()
 
 
-def _receive(pipe: Connection, setup: _Setup) -> object:
+def _receive(pipe: Connection, setup: Setup) -> object:
     try:
         if pipe.poll(ENDS_AFTER * (setup.seconds + START_S) + 60):
             return pipe.recv()
@@ -133,7 +149,7 @@ def _receive(pipe: Connection, setup: _Setup) -> object:
     raise TrainingError(f"a rank of setup {setup.name} was silent for long; calibrate when the machine is idle")
 
 
-def _measure_rank(rank: int, setup: _Setup, pipe: Connection) -> None:
+def _run_rank(rank: int, setup: Setup, work: Work, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ.update(
@@ -154,8 +170,8 @@ def _measure_rank(rank: int, setup: _Setup, pipe: Connection) -> None:
     bench = Bench(setup.name, agree=_agree if setup.ranks > 1 else bool)
     pipe.send("ready")
     pipe.recv()
-    _measure(bench, setup, context)
-    pipe.send(_Found(bench.rows, bench.reference))
+    work(bench, setup, context)
+    pipe.send(Found(bench.rows, bench.reference))
     dist.destroy_process_group()
 
 
@@ -169,16 +185,14 @@ def _agree(wanted: bool) -> bool:
     return bool(answer[0])
 
 
-def _measure(bench: object, setup: _Setup, context: object) -> None:
-    from pipeline.runtime.process.distributed import DistributedContext
-    from pipeline.training.calibration.clock import Bench
+def measure(bench: Bench, setup: Setup, context: DistributedContext) -> None:
+    """Collective: all kinds, under one setup."""
     from pipeline.training.calibration.collectives import measure_collectives
     from pipeline.training.calibration.dense import measure_dense
     from pipeline.training.calibration.host import measure_host, measure_storage
     from pipeline.training.calibration.job_steps import measure_jobs
     from pipeline.training.calibration.tables import measure_tables
 
-    assert isinstance(bench, Bench) and isinstance(context, DistributedContext)
     measure_host(bench)
     measure_dense(bench, SHARES["dense"] * setup.seconds, setup.seed)
     measure_tables(bench, SHARES["tables"] * setup.seconds, setup.seed)

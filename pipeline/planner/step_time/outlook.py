@@ -1,0 +1,155 @@
+"""Say what a predicted step means: rate, epoch, price, where more ranks stop to pay, what a change of settings would give.
+
+No torch import, so that tables are shown at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.planner.record import PlanDescription, show_bytes
+from pipeline.planner.step_time.clocks import Span
+
+LEAST_GAIN = 1.5  # of twice the ranks: below, they stop to pay
+SHOWN_PARTS = 6
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A step of a job, and its epoch. num_samples: of an epoch, None where there is no data set."""
+
+    world_size: int
+    batch_size: int  # of a rank
+    step_ms: float
+    samples_per_s: float
+    parts: dict[str, float]
+    spans: list[Span]
+    source: str
+    exposed_comms_ms: float
+    fullest_bytes: float
+    room_bytes: float
+    num_samples: int | None = None
+    price_per_hour: float | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def epoch_s(self) -> float | None:
+        return None if self.num_samples is None else self.num_samples / self.samples_per_s
+
+    @property
+    def price_of_million(self) -> float | None:
+        """Of a million samples, on all ranks."""
+        if self.price_per_hour is None:
+            return None
+        return 1e6 / self.samples_per_s / 3600 * self.world_size * self.price_per_hour
+
+    @property
+    def limit(self) -> str:
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    @property
+    def rank_seconds_of_million(self) -> float:
+        return 1e6 * self.world_size / self.samples_per_s
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A change of settings beside the job as it is; None: no plan, or none that can be predicted, for the reason in `note`."""
+
+    words: str
+    outlook: Outlook | None
+    note: str = ""
+
+
+def fullest(plan: PlanDescription) -> tuple[float, float]:
+    """Bytes that tables and layers take of the fullest rank, and what they may take."""
+    on_gpu = bool(plan.usable_hbm_bytes)
+    taken = max(load.hbm_bytes if on_gpu else load.ddr_bytes for load in plan.ranks)
+    room = plan.usable_hbm_bytes if on_gpu else plan.usable_ddr_bytes
+    return taken + plan.dense_bytes, room + plan.dense_bytes
+
+
+def describe_outlook(outlook: Outlook) -> list[str]:
+    """Some lines: what a step takes and of what, what an epoch takes, where the numbers are from."""
+    shown = sorted(outlook.parts.items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{name} {ms:.3g}" for name, ms in shown[:SHOWN_PARTS] if ms > 0)
+    exposed = 100 * outlook.exposed_comms_ms / outlook.step_ms
+    lines = [
+        f"step        {outlook.step_ms:.4g} ms, {outlook.samples_per_s:,.0f} samples/s on {outlook.world_size} rank(s) of batch "
+        f"{outlook.batch_size:,}: predicted, by the {outlook.source}",
+        f"of these    {parts} ms; compute waits for communication {exposed:.0f} % of the step",
+        f"memory      {show_bytes(outlook.fullest_bytes)} of {show_bytes(outlook.room_bytes)} on the fullest rank, tables, states and layers",
+    ]
+    if outlook.epoch_s is not None:
+        price = "" if outlook.price_of_million is None or outlook.num_samples is None else (
+            f", {outlook.price_of_million * outlook.num_samples / 1e6:,.2f} at hardware.price_per_hour={outlook.price_per_hour:g} a rank"
+        )  # fmt: skip
+        lines.append(f"epoch       {show_duration(outlook.epoch_s)} for {outlook.num_samples:,} samples{price}")
+    return [*lines, *(f"warning     {warning}" for warning in outlook.warnings)]
+
+
+def describe_scaling(rows: Sequence[Outlook]) -> list[str]:
+    """A table by world size, and the line that says where more ranks stop to pay, and why."""
+    first = rows[0]
+    priced, has_epoch = first.price_per_hour is not None, first.epoch_s is not None
+    heads = ["ranks", "batch", "step ms", "samples/s", "speed-up", "efficiency", "memory", "rank-s/1M"]
+    heads += (["epoch"] if has_epoch else []) + (["price/1M"] if priced else []) + ["most of it"]
+    cells = [heads]
+    for row in rows:
+        speed_up = row.samples_per_s / first.samples_per_s
+        efficiency = speed_up * first.world_size / row.world_size
+        line = [
+            f"{row.world_size}", f"{row.batch_size:,}", f"{row.step_ms:.4g}", f"{row.samples_per_s:,.0f}", f"{speed_up:.2f}x",
+            f"{100 * efficiency:.0f} %", show_bytes(row.fullest_bytes), f"{row.rank_seconds_of_million:.3g}",
+        ]  # fmt: skip
+        line += [show_duration(row.epoch_s)] if row.epoch_s is not None else []
+        line += [f"{row.price_of_million:.4g}"] if row.price_of_million is not None else []
+        cells.append([*line, f"{row.limit} {100 * row.parts[row.limit] / row.step_ms:.0f} %"])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return [*lines, where_it_stops(rows)]
+
+
+def where_it_stops(rows: Sequence[Outlook]) -> str:
+    """The first size from which the next one, taken as often twice as it is, gives less than LEAST_GAIN times the rate."""
+    for before, after in itertools.pairwise(rows):
+        doublings = max((after.world_size / before.world_size - 1), 1e-9)
+        gain = after.samples_per_s / before.samples_per_s
+        if gain < 1 + (LEAST_GAIN - 1) * min(doublings, 1) and doublings > 0:
+            share = 100 * after.parts[after.limit] / after.step_ms
+            return (
+                f"more ranks stop to pay at {before.world_size}: {after.world_size} give {gain:.2f} times the samples/s, for "
+                f"{after.limit} takes {share:.0f} % of the step"
+            )
+    return f"up to {rows[-1].world_size} ranks each step of this table pays: twice the ranks give {LEAST_GAIN:g} times the samples/s or more"
+
+
+def describe_levers(base: Outlook, levers: Sequence[Lever]) -> list[str]:
+    """One line a lever, the most gainful first."""
+    found = sorted((lever for lever in levers if lever.outlook), key=lambda lever: -_gain(base, lever))
+    width = max((len(lever.words) for lever in levers), default=0)
+    lines = [
+        f"{lever.words.ljust(width)}  {100 * (_gain(base, lever) - 1):+6.1f} % samples/s  step {lever.outlook.step_ms:.4g} ms  "
+        f"memory {show_bytes(lever.outlook.fullest_bytes)}"
+        for lever in found
+        if lever.outlook
+    ]
+    return [
+        "what if (predicted, each change by itself):",
+        *lines,
+        *(f"{lever.words.ljust(width)}  not predicted: {lever.note}" for lever in levers if lever.outlook is None),
+    ]
+
+
+def _gain(base: Outlook, lever: Lever) -> float:
+    assert lever.outlook is not None
+    return lever.outlook.samples_per_s / base.samples_per_s
+
+
+def show_duration(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
