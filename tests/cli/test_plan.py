@@ -5,7 +5,7 @@ import logging
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +69,18 @@ def _run(words: list[str]) -> None:
         main()
 
 
+def test_the_step_is_predicted_beside_the_plan_and_drawn_on_its_page(planned: PlanSummary) -> None:
+    assert mentions(planned.outlook, "samples/s 16 rank(s) 4,096 data sheet h100_80gb 75 % epoch 100,000")
+    assert planned.page is not None
+    page = Path(planned.page).read_text()
+    assert "The step, predicted" in page and "timeline of one step" in page
+
+
+def test_hardware_that_does_not_say_its_peak_is_planned_for_without_a_prediction(job: PlanJob) -> None:
+    job = replace(job, brief=True, hardware=replace(job.hardware, tflops_fp32=None))
+    assert mentions(plan(job).outlook, "not predicted tflops_fp32 planner.predict_step=false")
+
+
 def test_a_laptop_plans_for_absent_gpus(planned: PlanSummary) -> None:
     record = read_plan(planned.plan_file)
     assert (planned.world_size, planned.local_world_size, len(record.ranks)) == (16, 8, 16)
@@ -120,7 +132,7 @@ def test_a_plan_is_made_without_the_data_where_tables_say_their_rows(
         plan(job)
     assert mentions(caplog.text, f"{job.data.path} 26 26")
     assert read_plan(job.planner.plan_file) == read_plan(planned.plan_file)
-    train = TrainJob(**{key: value for key, value in vars(job).items() if key != "brief"})
+    train = TrainJob(**{field.name: getattr(job, field.name) for field in fields(TrainJob)})
     with pytest.raises(TrainingError, match=names("dataset.json")):
         validate_job(train, 16)
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.config.training import DenseOptimizerConfig
+from pipeline.planner.constraints import TableOptimizer
+from pipeline.planner.hardware import resolve_hardware
+from pipeline.planner.planner import make_plan
+from pipeline.planner.request import PlanRequest
 from pipeline.planner.step_time.clocks import COMMS, COMPUTE, HOST, Clocks
 from pipeline.planner.step_time.frequency import bands_of, block_of, even, power_law, touched
 from pipeline.planner.step_time.host import COUNTS, FACTORS, PLAIN, fit_host
@@ -24,11 +30,14 @@ from pipeline.planner.step_time.measurements import (
     median_and_spread,
     read_measurements,
 )
+from pipeline.planner.step_time.predict import StepPrediction, predict_step
 from pipeline.planner.step_time.record import DensePart, Inputs, record_dense
 from pipeline.planner.step_time.table_work import TableShape, work_of
 from pipeline.runtime.errors import ConfigError
+from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task
 from pipeline.training.calibration.jobs import NUM_DENSE, SmallJob
+from pipeline.training.predicted_step import step_request
 from tests.support.messages import mentions, names
 
 MACHINE = Machine("a CPU", 2, 23.5, 32.0)
@@ -91,8 +100,6 @@ def test_rows_that_lie_where_products_want_them_are_not_copied() -> None:
 
 
 def test_bf16_layers_are_recorded_in_bf16() -> None:
-    from dataclasses import replace
-
     part = layers_of(replace(JOB, precision="bf16"))
     assert {each.dtype for each in part.operations if each.name in ("addmm", "bmm")} == {"bf16"}
 
@@ -197,3 +204,78 @@ def test_device_work_ends_no_sooner_than_the_host_has_issued_it() -> None:
 
 def test_median_and_half_the_distance_of_the_quartiles() -> None:
     assert median_and_spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, pytest.approx(1 / 3))
+
+
+def made_up_machine(setup: str) -> Measurements:
+    """Of which everything takes a time in proportion to what it moves, or multiplies."""
+    rows = [
+        Measurement("gemm", setup, {"dtype": "fp32", "layout": layout, "m": m, "n": n, "k": k}, 1 + m * n * k / 1e5)
+        for layout in ("nt", "nn", "tn")
+        for m, n, k in ((16, 16, 16), (64, 64, 64), (64, 512, 512), (512, 64, 16), (13, 64, 64), (64, 24, 30))
+    ]
+    rows += [
+        Measurement(
+            "bmm", setup, {"dtype": "fp32", "layout": layout, "b": 64, "m": n, "n": n, "k": 16}, 1 + 64 * n * n / 1e3
+        )
+        for layout in ("nt", "nn")
+        for n in (4, 8, 16)
+    ]
+    rows += [Measurement("add", setup, {"dtype": "fp32", "bytes": 1000 * size}, 1.0 * size) for size in (1, 1000)]
+    rows += [
+        Measurement("optimizer", setup, {"name": "adam", "numbers": size, "tensors": 8}, size / 1e3)
+        for size in (1000, 10**6)
+    ]
+    for kind in ("lookup", "update"):
+        for samples in (16, 64, 512, 4096):
+            work = work_of([TableShape(even(1000), 16, 1.0, samples)], "rowwise_adagrad", 4, 1)
+            rows.append(Measurement(kind, setup, {"optimizer": "rowwise_adagrad", **getattr(work, kind)}, samples / 10))
+    for kind in ("shared_all_to_all", "shared_all_reduce", "gloo_all_to_all", "gloo_reduce_scatter", "gloo_all_gather"):
+        slow = 10 if kind.startswith("gloo") else 1
+        rows += [
+            Measurement(kind, setup, {"bytes": size, "ranks": 2}, slow * (20 + size / 1e3)) for size in (512, 10**6)
+        ]
+    return measured(rows)
+
+
+def step_on(world_size: int, sharding: str | None = None, **changes: Any) -> StepPrediction:
+    job = replace(JOB, sharding=sharding, **changes)
+    resolved = job.resolve(world_size)
+    hardware = resolve_hardware(resolved.job.hardware, world_size)
+    request = PlanRequest(
+        resolved.plain_tables, build_task(resolved, "cpu"), make_sharders(resolved.job.comms), hardware,
+        TableOptimizer(job.sparse, 0.0), job.batch,
+    )  # fmt: skip
+    record = make_plan(replace(resolved.job.planner, kind="torchrec"), request)
+    return predict_step(step_request(resolved, record, hardware, 1), made_up_machine(f"{world_size}x1"))
+
+
+def test_a_step_is_the_sum_of_its_parts_where_one_clock_has_all_the_work() -> None:
+    step = step_on(1)
+    assert step.step_ms == pytest.approx(sum(step.parts.values())) and step.step_ms > 0
+    assert step.samples_per_s == pytest.approx(JOB.batch / step.step_ms * 1e3)
+    assert step.exposed_comms_ms == 0 and "made_up" in step.source
+
+
+def test_twice_the_batch_takes_longer_and_less_for_each_sample() -> None:
+    small, large = step_on(1), step_on(1, batch=2 * JOB.batch)
+    assert small.step_ms < large.step_ms and small.samples_per_s < large.samples_per_s
+
+
+def test_tables_by_rows_go_through_gloo_and_whole_ones_through_shared_memory() -> None:
+    whole, rows = step_on(2, "table_wise"), step_on(2, "row_wise")
+    assert 0 < whole.parts["rows exchange"] < rows.parts["rows exchange"]
+    assert rows.step_ms > whole.step_ms
+
+
+def test_a_data_sheet_is_said_to_be_one_and_must_say_its_peak() -> None:
+    resolved = JOB.resolve(1)
+    hardware = resolve_hardware(replace(resolved.job.hardware, tflops_fp32=0.1, tflops_bf16=0.2), 1)
+    request = PlanRequest(
+        resolved.plain_tables, build_task(resolved, "cpu"), make_sharders(resolved.job.comms), hardware,
+        TableOptimizer(JOB.sparse, 0.0), JOB.batch,
+    )  # fmt: skip
+    record = make_plan(replace(resolved.job.planner, kind="torchrec"), request)
+    step = step_request(resolved, record, hardware, 1)
+    assert mentions(predict_step(step).source, "data sheet 75 % 79 %")
+    with pytest.raises(ConfigError, match=names("tflops_fp32 hardware.tflops_fp32 python -m pipeline.calibrate")):
+        predict_step(replace(step, hardware=replace(hardware, tflops_fp32=None)))
