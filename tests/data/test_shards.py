@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from pipeline.config.data import SPLITS, ColumnsConfig, IdsConfig, SplitConfig
 from pipeline.data.prepare import resources
+from pipeline.data.prepare.row_groups import in_row_groups
 from pipeline.data.prepare.splits import Boundaries, blocks_of, find_boundaries
 from pipeline.data.prepare.staging import StagedFile
 from pipeline.data.prepare.vocabulary import open_engine
-from pipeline.data.prepare.write_shards import in_row_groups, plan_shards
+from pipeline.data.prepare.write_shards import plan_shards
 from pipeline.runtime.errors import DataError
 from tests.data.criteo_rows import random_lines, read_split, run_prepare, write_lines
 from tests.support.examples import examples
@@ -54,7 +55,7 @@ def test_shards_cover_each_split_once_and_in_order(files: list[list[int]], a: in
             blocks_of([staged(i, rows) for i, rows in enumerate(files)], boundaries)
         return
     blocks = blocks_of([staged(i, rows) for i, rows in enumerate(files)], boundaries)
-    assert [block.first_entry for block in blocks] == [3 * i for i in range(len(blocks))]
+    assert [block.first_entry for block in blocks] == [3 * block.index for block in blocks]
     splits = boundaries.split_of(np.arange(total))
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for plan in plan_shards(blocks, rows_per_shard):

@@ -137,9 +137,10 @@ def test_ids_come_from_training_blocks_only_and_map_every_entry(tmp_path: Path) 
         ranked = {feature: [(v, c) for vs, cs in parts for v, c in zip(vs.to_pylist(), cs.tolist(), strict=True)]
                   for feature, parts in read_counts(counts)}  # fmt: skip
         rank_values(batches(ranked[0], 2), IdsConfig(), 5, str(tmp_path / "0.parquet"))
-        map_entries(engine, entries, {0: str(tmp_path / "0.parquet")}, [1], str(tmp_path / "ids"))
+        outputs = [(str(tmp_path / "ids"), 7), (str(tmp_path / "none"), 0), (str(tmp_path / "more"), 3)]
+        map_entries(engine, entries, {0: str(tmp_path / "0.parquet")}, [1], outputs, str(tmp_path / "ids.parquet"))
     assert ranked == {0: [("x", 2), ("y", 2), ("z", 1)], 1: [("17", 5), ("3", 2)]}
-    assert np.fromfile(tmp_path / "ids", np.int32).tolist() == [1, 2, 17, 2, 3, 17, 3, 0, 3, 5]
+    assert [np.fromfile(path, np.int32).tolist() for path, _ in outputs] == [[1, 2, 17, 2, 3, 17, 3], [], [0, 3, 5]]
 
 
 def test_more_values_than_memory_are_ranked_by_spilling_to_disk(tmp_path: Path) -> None:

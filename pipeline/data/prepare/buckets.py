@@ -51,12 +51,26 @@ def _learn(
     staging: str,
     base: BaseVocabulary | None,
 ) -> SparseFeature:
+    count_numbers(engine, name, blocks, boundaries)
+    return learn_from_counts(engine, features, name, staging, base)
+
+
+def count_numbers(
+    engine: duckdb.DuckDBPyConnection, name: str, blocks: list[BlockRows], boundaries: Boundaries
+) -> None:
+    """The table `counted` (value, count) of a column's training rows; 0.0 stands for -0.0 too."""
     schema = pa.schema([("value", pa.float64())])
     batches = _training_values(name, blocks, boundaries, schema)
     engine.register("numbers", pa.RecordBatchReader.from_batches(schema, batches))
     engine.execute(
-        "CREATE OR REPLACE TEMP TABLE counted AS SELECT value, count(*) AS count FROM numbers GROUP BY value"
+        "CREATE OR REPLACE TEMP TABLE counted AS SELECT value + 0.0 AS value, count(*) AS count FROM numbers GROUP BY 1"
     )
+
+
+def learn_from_counts(
+    engine: duckdb.DuckDBPyConnection, features: Features, name: str, staging: str, base: BaseVocabulary | None
+) -> SparseFeature:
+    """From the table `counted` of the column."""
     found = _boundaries_in(base, name)
     if found is None:
         found = boundaries_of(features.buckets[name], lambda: _read(engine))

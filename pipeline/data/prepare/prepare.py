@@ -138,11 +138,11 @@ def _write_dataset(
         boundaries = replace(boundaries, sampling=features.negative_sampling)
         blocks = blocks_of(files, boundaries)
         shared_rows = count_shared_rows(config.split, blocks, engine) if features.row_hashes else {}
-        sparse, ids_path = give_ids(engine, features, files, blocks, boundaries, resources.staging, base)
+        sparse = give_ids(engine, features, files, blocks, boundaries, resources.staging, base)
         in_buckets = learn_buckets(engine, features, blocks, boundaries, resources.staging, base)
     sparse += in_buckets
     transforms = learn_transforms(features, blocks, boundaries, base)
-    shards = write_shards(config, features, blocks, boundaries, ids_path, resources, in_buckets, transforms)
+    shards = write_shards(config, features, blocks, boundaries, resources, in_buckets, transforms)
     for feature in sparse:
         if feature.vocabulary:
             _move(resources.staging, config.path, feature.vocabulary)
@@ -186,9 +186,9 @@ def give_ids(
     boundaries: Boundaries,
     staging: str,
     base: BaseVocabulary | None,
-) -> tuple[list[SparseFeature], str]:
-    """The features with their statistics, and a file of the id behind every staged entry."""
-    counts_path, ids_path = os.path.join(staging, "counts.parquet"), os.path.join(staging, "ids.int32")
+) -> list[SparseFeature]:
+    """The features with their statistics; beside each staged file the id behind every entry of it."""
+    counts_path = os.path.join(staging, "counts.parquet")
     training = count_training(blocks, boundaries, features, os.path.join(staging, "recounted.parquet"))
     num_rows = sum(block.per_split[0] for block in blocks)
     entries = [file.entries_path for file in files if file.block_rows]
@@ -205,8 +205,9 @@ def give_ids(
             sparse[number] = _rank(features, number, [], training, num_rows, staging, base)
     vocabularies = {n: os.path.join(staging, f.vocabulary) for n, f in sparse.items() if f.vocabulary}
     hashed = [n for n, feature in sparse.items() if not feature.vocabulary]
-    map_entries(engine, entries, vocabularies, hashed, ids_path)
-    return [sparse[number] for number in range(len(features.sparse))], ids_path
+    outputs = [(file.ids_path, file.num_entries) for file in files if file.block_rows]
+    map_entries(engine, entries, vocabularies, hashed, outputs, os.path.join(staging, "ids.parquet"))
+    return [sparse[number] for number in range(len(features.sparse))]
 
 
 def _rank(
@@ -256,7 +257,6 @@ def write_shards(
     features: Features,
     blocks: list[BlockRows],
     boundaries: Boundaries,
-    ids_path: str,
     resources: Resources,
     in_buckets: list[SparseFeature],
     transforms: dict[str, Transform],
@@ -264,7 +264,6 @@ def write_shards(
     writer = ShardWriter(
         features,
         boundaries,
-        ids_path,
         resources.staging,
         config.path,
         config.rows_per_row_group,

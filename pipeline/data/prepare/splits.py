@@ -6,8 +6,9 @@ Every row has a key: its number in source order, its time, or a hash. Below the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import duckdb
 import numpy as np
@@ -23,6 +24,7 @@ from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
 from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.read.streams import mix
 from pipeline.runtime.errors import DataError
+from pipeline.runtime.storage import arrow_files
 
 DROPPED = len(SPLITS)  # the number of no split, of negatives that sampling leaves out
 RECOUNTED_BLOCK = -1  # stands for the training rows of blocks that other splits share
@@ -65,7 +67,7 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Where a staged block and its entries lie among all, and how many of its rows each split has."""
+    """Where a staged block lies among all rows, and its entries among those of its file; how many rows each split has."""
 
     file: StagedFile
     index: int
@@ -75,10 +77,25 @@ class BlockRows:
     per_split: tuple[int, ...]
 
 
+class RowCount(Protocol):
+    @property
+    def num_rows(self) -> int: ...
+
+
 def find_boundaries(
     config: SplitConfig, files: list[StagedFile], engine: duckdb.DuckDBPyConnection, given: Sequence[str | None] = ()
 ) -> Boundaries:
     """`given` is the split of each file, ordered as SPLITS, where config.kind is given."""
+    return boundaries_of(config, files, lambda rows: _times_at(engine, files, rows), given)
+
+
+def boundaries_of(
+    config: SplitConfig,
+    files: Sequence[RowCount],
+    find_times: Callable[[list[int]], list[int]],
+    given: Sequence[str | None] = (),
+) -> Boundaries:
+    """`find_times` gives the times of the rows that have these numbers when all are sorted by time."""
     total = sum(file.num_rows for file in files)
     if config.kind == "given":
         return _between_files(files, given)
@@ -94,7 +111,7 @@ def find_boundaries(
     else:
         first, second = _cuts(total, config)
     if config.kind == "time":
-        first, second = _times_at(engine, files, [first, second])
+        first, second = find_times([first, second])
     return Boundaries(first, second, by="time" if config.kind == "time" else "row")
 
 
@@ -121,7 +138,7 @@ def _time(key: str, text: str) -> int:
         ) from None
 
 
-def _between_files(files: list[StagedFile], given: Sequence[str | None]) -> Boundaries:
+def _between_files(files: Sequence[RowCount], given: Sequence[str | None]) -> Boundaries:
     rows = {name: [file.num_rows for file, split in zip(files, given, strict=True) if split == name] for name in SPLITS}
     for name, held in rows.items():
         if held and not sum(held):
@@ -142,18 +159,24 @@ def _cuts(total: int, config: SplitConfig) -> tuple[int, int]:
 
 def _times_at(engine: duckdb.DuckDBPyConnection, files: list[StagedFile], rows: list[int]) -> list[int]:
     """The times of the rows that have these numbers when sorted by time; past the end, a time after the last."""
-    schema = pa.schema([("time", pa.int64())])
+    engine.register("times", pa.RecordBatchReader.from_batches(TIMES_SCHEMA, times_of(files)))
+    return times_at(engine.sql("SELECT time, count(*) AS rows FROM times GROUP BY time ORDER BY time"), rows)
 
-    def batches() -> Iterator[pa.RecordBatch]:
-        for file in files:
-            for i in range(len(file.block_rows)):
-                yield pa.record_batch([read_block(file, i, [TIMESTAMP_COLUMN])[0]], schema=schema)
 
-    engine.register("times", pa.RecordBatchReader.from_batches(schema, batches()))
+TIMES_SCHEMA = pa.schema([("time", pa.int64())])
+
+
+def times_of(files: list[StagedFile]) -> Iterator[pa.RecordBatch]:
+    for file in files:
+        for i in range(len(file.block_rows)):
+            yield pa.record_batch([read_block(file, i, [TIMESTAMP_COLUMN])[0]], schema=TIMES_SCHEMA)
+
+
+def times_at(counted: duckdb.DuckDBPyRelation, rows: list[int]) -> list[int]:
+    """As _times_at, from (time, rows), by ascending time."""
     found: list[int] = []
     passed, latest = 0, 0
-    query = "SELECT time, count(*) AS rows FROM times GROUP BY time ORDER BY time"
-    for batch in engine.sql(query).to_arrow_reader(65_536):
+    for batch in counted.to_arrow_reader(65_536):
         times, upto = batch["time"].to_numpy(), passed + np.cumsum(batch["rows"].to_numpy())
         while len(found) < len(rows) and rows[len(found)] < upto[-1]:
             found.append(int(times[np.searchsorted(upto, rows[len(found)], side="right")]))
@@ -163,7 +186,7 @@ def _times_at(engine: duckdb.DuckDBPyConnection, files: list[StagedFile], rows: 
 
 def read_block(file: StagedFile, index: int, columns: list[str] | None = None) -> pa.RecordBatch:
     """A batch of the staged rows, of all columns or some. Bytes are read, not mapped: mapped pages count as memory."""
-    with pa.OSFile(file.rows_path) as stream:
+    with arrow_files.open_input(file.rows_path) as stream:
         schema = pa.ipc.open_file(stream).schema
         included = None if columns is None else [schema.get_field_index(name) for name in columns]
         options = pa.ipc.IpcReadOptions(included_fields=included, use_threads=False)
@@ -189,27 +212,41 @@ def _split_of_rows(first_row: int, num_rows: int, boundaries: Boundaries, batch:
 
 def blocks_of(files: list[StagedFile], boundaries: Boundaries) -> list[BlockRows]:
     """All blocks in source order. Raises DataError where nothing is left to train on."""
+    blocks: list[BlockRows] = []
+    first_row = 0
+    for file in files:
+        blocks += blocks_of_file(file, boundaries, first_row)
+        first_row += file.num_rows
+    check_rows_to_train_on(any(block.per_split[0] for block in blocks), first_row)
+    return blocks
+
+
+def blocks_of_file(file: StagedFile, boundaries: Boundaries, first_row: int) -> list[BlockRows]:
+    """`first_row`: how many rows the files before it have."""
     blocks = []
-    first_row = first_entry = 0
+    first_entry = 0
     columns = boundaries.columns
     edges = np.array([0, boundaries.first_validation, boundaries.first_test, np.iinfo(np.int64).max])
-    for file in files:
-        for i, num_rows in enumerate(file.block_rows):
-            if boundaries.by != "row" or columns:
-                batch = read_block(file, i, columns) if columns else None
-                splits = _split_of_rows(first_row, num_rows, boundaries, batch)
-                per_split = np.bincount(splits, minlength=DROPPED + 1)[:DROPPED]
-            else:
-                per_split = np.diff(np.clip(edges, first_row, first_row + num_rows))
-            blocks.append(BlockRows(file, i, first_row, num_rows, first_entry, tuple(per_split.tolist())))
-            first_row += num_rows
-            first_entry += sum(file.num_values[i])
-    if not any(block.per_split[0] for block in blocks):
+    for i, num_rows in enumerate(file.block_rows):
+        if boundaries.by != "row" or columns:
+            batch = read_block(file, i, columns) if columns else None
+            splits = _split_of_rows(first_row, num_rows, boundaries, batch)
+            per_split = np.bincount(splits, minlength=DROPPED + 1)[:DROPPED]
+        else:
+            per_split = np.diff(np.clip(edges, first_row, first_row + num_rows))
+        blocks.append(BlockRows(file, i, first_row, num_rows, first_entry, tuple(per_split.tolist())))
+        first_row += num_rows
+        first_entry += sum(file.num_values[i])
+    return blocks
+
+
+def check_rows_to_train_on(found: bool, num_rows: int) -> None:
+    """Raises DataError unless a row is `found`."""
+    if not found:
         raise DataError(
-            f"none of {first_row} accepted rows is left to train on: lower data.split.validation_fraction and "
+            f"none of {num_rows} accepted rows is left to train on: lower data.split.validation_fraction and "
             "test_fraction, or bring more rows"
         )
-    return blocks
 
 
 @dataclass(frozen=True)
@@ -248,7 +285,7 @@ def _recount(block: BlockRows, boundaries: Boundaries, features: Features) -> tu
         codes = codes.flatten() if name in features.multi_hot else codes
         counts.append(np.bincount(codes.to_numpy(), minlength=num_values + 1)[1:])
         lookups.append(len(codes))
-    with pq.ParquetFile(block.file.entries_path) as file:
+    with arrow_files.open_input(block.file.entries_path) as stream, pq.ParquetFile(stream) as file:
         entries = file.read_row_group(block.index)
     count = np.concatenate([np.zeros(0, np.int64), *counts])
     entries = entries.set_column(4, "count", pa.array(count))

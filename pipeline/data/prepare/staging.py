@@ -65,6 +65,15 @@ class StagedFile:
         return os.path.join(self.folder, "quarantine.jsonl")
 
     @property
+    def ids_path(self) -> str:
+        """Raw int32, an id for each entry of the file in order; written when values have ids."""
+        return os.path.join(self.folder, "ids.int32")
+
+    @property
+    def num_entries(self) -> int:
+        return sum(map(sum, self.num_values))
+
+    @property
     def sizes(self) -> list[int]:
         paths = (self.rows_path, self.entries_path, self.quarantine_path)
         return [os.path.getsize(path) if os.path.exists(path) else 0 for path in paths]

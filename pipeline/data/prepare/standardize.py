@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -11,35 +14,75 @@ from pipeline.data.prepare.encode import STANDARDIZE, Features
 from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
 from pipeline.data.raw.transforms import Transform, transform_of
 
+CHUNK_ROWS = 65_536
+
+
+@dataclass(frozen=True)
+class Moments:
+    """`squares`: the sum of squared distances from the mean."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Moments:
+        if not len(values):
+            return cls()
+        mean = float(values.mean())
+        return cls(len(values), mean, float(((values - mean) ** 2).sum()))
+
+    def merge(self, other: Moments) -> Moments:
+        """Chan, Golub and LeVeque 1983."""
+        if not other.count:
+            return self
+        delta, total = other.mean - self.mean, self.count + other.count
+        squares = self.squares + other.squares + delta**2 * self.count * other.count / total
+        return Moments(total, self.mean + delta * other.count / total, squares)
+
 
 def learn_transforms(
     features: Features, blocks: list[BlockRows], boundaries: Boundaries, base: BaseVocabulary | None
 ) -> dict[str, Transform]:
     """Of the columns that are standardized. Those of a base data set keep its numbers."""
-    names = [name for name in features.dense if features.kind_of(name) == STANDARDIZE]
+    names = names_to_learn(features)
     if base is not None:
         known = {name: transform_of(name, base.dataset.dense_transform, base.dataset.dense_columns) for name in names}
         kept = {name: transform for name, transform in known.items() if transform.kind == STANDARDIZE}
         names = [name for name in names if name not in kept]
     else:
         kept = {}
-    return kept | {name: _learn(name, blocks, boundaries) for name in names}
+    by_file = [list(group) for _, group in groupby(blocks, key=lambda block: block.file.number)]
+    return kept | {
+        name: transform_from([moments_of(name, file, boundaries) for file in by_file if file]) for name in names
+    }
 
 
-def _learn(name: str, blocks: list[BlockRows], boundaries: Boundaries) -> Transform:
-    """Blocks are merged in source order (Chan, Golub and LeVeque 1983): the same numbers each time. A constant has std 1."""
-    count, mean, squares = 0, 0.0, 0.0
+def names_to_learn(features: Features) -> list[str]:
+    return [name for name in features.dense if features.kind_of(name) == STANDARDIZE]
+
+
+def moments_of(name: str, blocks: list[BlockRows], boundaries: Boundaries) -> Moments:
+    """Of the training values in the blocks of one file. They are added up in runs of CHUNK_ROWS values, so that how a
+    file was cut into blocks leaves no trace in the last digits."""
+    moments = Moments()
+    waiting = np.zeros(0)
     for block in blocks:
         if not block.per_split[0]:
             continue
         batch = read_block(block.file, block.index, [name, *boundaries.columns])
         values = batch[name].to_numpy()[split_of_block(block, boundaries, batch) == 0]
-        values = values[~np.isnan(values)]
-        if not len(values):
-            continue
-        center = float(values.mean())
-        delta, total = center - mean, count + len(values)
-        squares += float(((values - center) ** 2).sum()) + delta**2 * count * len(values) / total
-        mean, count = mean + delta * len(values) / total, total
-    std = math.sqrt(squares / count) if count else 0.0
-    return Transform(STANDARDIZE, mean, std if std > 0 else 1.0)
+        waiting = np.concatenate([waiting, values[~np.isnan(values)]])
+        while len(waiting) >= CHUNK_ROWS:
+            moments = moments.merge(Moments.of(waiting[:CHUNK_ROWS]))
+            waiting = waiting[CHUNK_ROWS:]
+    return moments.merge(Moments.of(waiting.copy()))
+
+
+def transform_from(moments_of_files: Iterable[Moments]) -> Transform:
+    """Files are merged in source order: the same numbers each time. A constant has std 1."""
+    total = Moments()
+    for moments in moments_of_files:
+        total = total.merge(moments)
+    std = math.sqrt(total.squares / total.count) if total.count else 0.0
+    return Transform(STANDARDIZE, total.mean, std if std > 0 else 1.0)

@@ -7,6 +7,7 @@ DuckDB does that within its memory limit and spills to disk beyond it, so the nu
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config.data import IdsConfig
 from pipeline.data.dataset import FrequencyCurve
+from pipeline.data.prepare.row_groups import in_row_groups
 from pipeline.runtime.logs import progress
 
 ENTRIES_SCHEMA = pa.schema(
@@ -33,6 +35,7 @@ ENTRIES_SCHEMA = pa.schema(
     ]
 )
 VOCABULARY_SCHEMA = pa.schema([("value", pa.string()), ("count", pa.int64()), ("id", pa.int32())])
+VOCABULARY_GROUP_ROWS = 65_536  # whatever the batches that values come in: the same bytes from every engine
 # 1, 2, 3, 5, 7, 10, ... 10^10: evenly spaced in logarithm, past any table's end.
 CURVE_RANKS = np.unique(np.round(10.0 ** (np.arange(61) / 6)).astype(np.int64))
 
@@ -126,19 +129,25 @@ def rank_values(
     curve = _CurveBuilder()
     num_kept = num_distinct = 0
     limit = ids.max_size - 1 if ids.max_size and path else np.iinfo(np.int32).max
-    writer = pq.ParquetWriter(path, VOCABULARY_SCHEMA) if path else None
-    for values, counts in batches:
-        num_distinct += len(counts)
-        kept = len(counts) if not path else int(np.count_nonzero(counts >= ids.min_frequency))
-        kept = min(kept, limit - num_kept)
-        curve.add(counts[:kept])
-        if writer:
+
+    def kept_rows() -> Iterator[pa.Table]:
+        nonlocal num_kept, num_distinct
+        for values, counts in batches:
+            num_distinct += len(counts)
+            kept = len(counts) if not path else int(np.count_nonzero(counts >= ids.min_frequency))
+            kept = min(kept, limit - num_kept)
+            curve.add(counts[:kept])
             numbers = pa.array(np.arange(num_kept + 1, num_kept + kept + 1, dtype=np.int32))
-            columns = [values.slice(0, kept), pa.array(counts[:kept]), numbers]
-            writer.write_table(pa.table(columns, schema=VOCABULARY_SCHEMA))
-        num_kept += kept
-    if writer:
-        writer.close()
+            num_kept += kept
+            if path:
+                yield pa.table([values.slice(0, kept), pa.array(counts[:kept]), numbers], schema=VOCABULARY_SCHEMA)
+
+    if path:
+        with pq.ParquetWriter(path, VOCABULARY_SCHEMA) as writer:
+            for table in in_row_groups(kept_rows(), VOCABULARY_GROUP_ROWS):
+                writer.write_table(table.combine_chunks())
+    else:
+        deque(kept_rows(), maxlen=0)
     cardinality = num_kept + 1 if path else int(ids.hash_size or 0)
     return RankedFeature(cardinality, num_distinct if path else 0, curve.finish(cardinality, num_lookups))
 
@@ -170,15 +179,22 @@ class _CurveBuilder:
 
 
 def map_entries(
-    engine: duckdb.DuckDBPyConnection, entries: list[str], vocabularies: dict[int, str], hashed: list[int], output: str
+    engine: duckdb.DuckDBPyConnection,
+    entries: list[str],
+    vocabularies: dict[int, str],
+    hashed: list[int],
+    outputs: list[tuple[str, int]],
+    table: str,
 ) -> None:
-    """Write the id of every entry to `output`, raw int32, in the order of entries; 0 for values without an id."""
+    """Write the id of every entry, raw int32, in the order of entries; 0 for values without an id.
+
+    outputs: a path for each file of entries, and how many it has. `table` is the path of a temporary file.
+    """
     nothing = f"SELECT feature, value, 0 AS id FROM {_parquet(entries)} LIMIT 0"
     known = " UNION ALL ".join(
         f"SELECT {feature} AS feature, value, id FROM {_parquet([path])}" for feature, path in vocabularies.items()
     )
     is_hashed = f"feature IN ({', '.join(map(str, hashed))})" if hashed else "false"
-    table = output + ".parquet"
     _run(
         engine,
         "giving ids",
@@ -187,10 +203,23 @@ def map_entries(
             FROM {_parquet(entries)} LEFT JOIN ({known or nothing}) USING (feature, value) ORDER BY entry
         ) TO {_text(table)} (FORMAT parquet, COMPRESSION lz4_raw)""",
     )
-    with open(output, "wb") as raw, pq.ParquetFile(table) as file:
-        for batch in file.iter_batches():
-            raw.write(batch["id"].to_numpy().tobytes())
+    with pq.ParquetFile(table) as file:
+        write_in_parts((batch["id"].to_numpy() for batch in file.iter_batches()), outputs)
     os.remove(table)
+
+
+def write_in_parts(numbers: Iterator[np.ndarray], outputs: list[tuple[str, int]]) -> None:
+    """Write int32 numbers, the first `count` of them to the first path, and so on."""
+    waiting = np.zeros(0, np.int32)
+    for path, count in outputs:
+        with open(path, "wb") as raw:
+            while count:
+                if not len(waiting):
+                    waiting = next(numbers).astype(np.int32, copy=False)
+                raw.write(waiting[:count].tobytes())
+                taken = min(count, len(waiting))
+                waiting, count = waiting[taken:], count - taken
+    assert not len(waiting) and next(numbers, None) is None
 
 
 def vocabulary_file(feature: str) -> str:

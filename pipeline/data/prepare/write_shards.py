@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,12 @@ from pipeline.data.dataset import GROUP_COLUMN, ShardFile, SparseFeature
 from pipeline.data.prepare.buckets import ids_of_buckets
 from pipeline.data.prepare.encode import TRUTH_COLUMN, Features
 from pipeline.data.prepare.parallel import map_ordered
+from pipeline.data.prepare.row_groups import in_row_groups
 from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
 from pipeline.data.raw.buckets import bucket_numbers
 from pipeline.data.raw.transforms import Transform
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.arrow_files import read_numbers
 
 # Ids are small numbers: LZ4 finds their zero bytes, a dictionary only costs the reader time. Readers verify the page
 # checksums, so that a flipped bit on a disk is an error and not another id.
@@ -84,7 +86,6 @@ class ShardWriter:
         self,
         features: Features,
         boundaries: Boundaries,
-        ids_path: str,
         staging: str,
         folder: str,
         row_group_rows: int,
@@ -93,7 +94,7 @@ class ShardWriter:
     ) -> None:
         self._transforms = transforms or {}  # of columns that were staged as they were read
         self._in_buckets = [(feature, ids_of_buckets(feature, staging)) for feature in in_buckets]
-        self._features, self._boundaries, self._ids_path = features, boundaries, ids_path
+        self._features, self._boundaries = features, boundaries
         self._staging, self._folder, self._row_group_rows = staging, folder, row_group_rows
         kinds = [*features.label_types.items(), *((name, pa.float32()) for name in features.dense)]
         kinds += [(name, pa.int32()) for name in (*features.one_hot, *features.buckets)]
@@ -143,7 +144,7 @@ class ShardWriter:
     def _with_ids(self, block: BlockRows, batch: pa.RecordBatch) -> pa.Table:
         """Codes replaced by ids: code 0, the missing value, is id 0."""
         num_values = block.file.num_values[block.index]
-        ids = np.fromfile(self._ids_path, np.int32, sum(num_values), offset=4 * block.first_entry)
+        ids = read_numbers(block.file.ids_path, block.first_entry, sum(num_values))
         ends = np.cumsum(num_values)
         columns = {name: batch[name] for name in batch.schema.names}
         for name, begin, end in zip(self._features.sparse, ends - num_values, ends, strict=True):
@@ -162,16 +163,3 @@ class ShardWriter:
         for name, transform in self._transforms.items():
             columns[name] = pa.array(transform(columns[name].to_numpy()))
         return pa.table(columns)
-
-
-def in_row_groups(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
-    """The same rows as tables of exactly `size` rows; only the last is smaller."""
-    waiting: list[pa.Table] = []
-    for table in tables:
-        waiting.append(table)
-        while sum(len(part) for part in waiting) >= size:
-            joined = pa.concat_tables(waiting)
-            yield joined.slice(0, size)
-            waiting = [joined.slice(size)]
-    if sum(len(part) for part in waiting):
-        yield pa.concat_tables(waiting)

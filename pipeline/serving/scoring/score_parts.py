@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from pipeline.data.prepare.write_shards import PARQUET_OPTIONS, in_row_groups
+from pipeline.data.prepare.row_groups import in_row_groups
+from pipeline.data.prepare.write_shards import PARQUET_OPTIONS
 from pipeline.runtime.storage import atomic, storage
 
 PROGRESS = "progress.json"
