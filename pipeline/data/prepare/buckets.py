@@ -24,6 +24,7 @@ from pipeline.data.prepare.vocabulary import rank_values, vocabulary_file
 from pipeline.data.raw.buckets import bucket_numbers
 from pipeline.runtime.errors import DataError
 
+BucketIds = NDArray[np.int32]  # see ids_of_buckets
 Counted = tuple[NDArray[np.float64], NDArray[np.int64]]  # values ascending, and how many training rows have each
 
 
@@ -181,7 +182,7 @@ def _ranked(
     return order, counts[order]
 
 
-def ids_of_buckets(feature: SparseFeature, staging: str) -> NDArray[np.int32]:
+def ids_of_buckets(feature: SparseFeature, staging: str) -> BucketIds:
     """[buckets + 1]: of bucket number b the id at b, of the missing value, number -1, the last one, 0."""
     table = pq.read_table(os.path.join(staging, feature.vocabulary or ""), columns=["value", "id"])
     ids = np.zeros(len(feature.boundaries or []) + 2, np.int32)

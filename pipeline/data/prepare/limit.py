@@ -39,8 +39,7 @@ def refuse_early(config: DataConfig, sources: Sequence[Source], files: Sequence[
     """
     source, staged = sources[len(files) - 1], files[-1]
     example = f"{source.path}, {staged.first_quarantined}"
-    if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
-        refuse(config, staged.num_quarantined, staged.num_source_rows, example)
+    refuse_hopeless(config, source, staged)
     bad, rows = sum(file.num_quarantined for file in files), sum(file.num_source_rows for file in files)
     if bad <= MANY_BAD_ROWS or bad <= config.max_quarantined_fraction * rows:
         return
@@ -48,6 +47,13 @@ def refuse_early(config: DataConfig, sources: Sequence[Source], files: Sequence[
     to_come = most_rows_to_come(source, sources[len(files) :], staged.num_source_rows, position, row_bytes)
     if to_come is not None and bad > config.max_quarantined_fraction * (rows + to_come):
         refuse(config, bad, rows, example)
+
+
+def refuse_hopeless(config: DataConfig, source: Source, staged: StagedFile) -> None:
+    """Raises DataError where more than half of a file's rows so far are unreadable, whatever the other files hold."""
+    if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
+        example = f"{source.path}, {staged.first_quarantined}"
+        refuse(config, staged.num_quarantined, staged.num_source_rows, example)
 
 
 def most_rows_to_come(

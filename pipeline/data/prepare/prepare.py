@@ -8,30 +8,24 @@ what its sorts of distinct values do not fit into memory.
 
 from __future__ import annotations
 
-import errno
-import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
-from importlib.metadata import version
-from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 
 from pipeline.config.data import SPLITS, DataConfig, IdsConfig
-from pipeline.config.transforms import described
-from pipeline.data.dataset import FILE_NAME, Dataset, SequenceFeature, SparseFeature, Split, listed_labels
+from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
-from pipeline.data.prepare.buckets import learn_buckets
+from pipeline.data.prepare.buckets import ids_of_buckets, learn_buckets
 from pipeline.data.prepare.encode import Features, features_of
+from pipeline.data.prepare.errors import engine_errors
 from pipeline.data.prepare.given_splits import count_shared_rows
 from pipeline.data.prepare.hints import find_hints
-from pipeline.data.prepare.identity import recipe_of
 from pipeline.data.prepare.limit import refuse, refuse_early
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.resources import Resources
@@ -53,18 +47,16 @@ from pipeline.data.prepare.vocabulary import (
     read_counts,
     vocabulary_file,
 )
+from pipeline.data.prepare.write_dataset import Prepared, assemble_dataset, describe_feature, move_out
 from pipeline.data.prepare.write_shards import ShardWriter, WrittenShard, plan_shards
-from pipeline.data.quality import auc
 from pipeline.data.raw.layout import Layout, layout_of, with_group
 from pipeline.data.raw.source import Source
 from pipeline.data.raw.source_schemas import check_sources
 from pipeline.data.raw.transforms import Transform
-from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process.processes import only_one_run
 from pipeline.runtime.storage import storage
 
-QUARANTINE_FILE = "quarantine.jsonl"
 logger = get_logger(__name__)
 
 
@@ -80,17 +72,8 @@ def prepare_dataset(
     os.makedirs(resources.staging, exist_ok=True)
     with only_one_run(resources.staging, "preparing"):
         files = stage_sources(config, sources, layout, features, resources)
-        try:
+        with engine_errors(resources):
             dataset = _write_dataset(config, sources, features, files, resources, base)
-        except duckdb.OutOfMemoryException as error:
-            raise DataError(
-                f"memory_limit_gb={resources.memory_bytes / 2**30:g} is too little for {resources.threads} threads "
-                f"(DuckDB: {str(error).splitlines()[0]}): raise it, or lower threads"
-            ) from error
-        except duckdb.IOException as error:
-            text = " ".join(str(error).split())
-            code = errno.ENOSPC if "No space left" in text or "max_temp_directory_size" in text else errno.EIO
-            raise OSError(code, f"{os.strerror(code)} (DuckDB: {text[:200]})", resources.staging) from error
         storage.publish_text(storage.join(config.path, FILE_NAME), dataset.to_json())
         storage.remove(resources.staging)
     negative: Counter[str] = Counter()
@@ -145,37 +128,13 @@ def _write_dataset(
     shards = write_shards(config, features, blocks, boundaries, resources, in_buckets, transforms)
     for feature in sparse:
         if feature.vocabulary:
-            _move(resources.staging, config.path, feature.vocabulary)
+            move_out(resources.staging, config.path, feature.vocabulary)
     if base is not None:
-        _move(resources.staging, config.path, BUCKETS_FILE)
-    quarantined = sum(file.num_quarantined for file in files)
-    if quarantined:
-        _publish_quarantine(sources, files, resources.staging, config.path)
-    return Dataset(
-        name=config.name,
-        label=features.label,
-        dense_features=features.dense,
-        sparse_features=sparse,
-        splits={name: _split(shards, number) for number, name in enumerate(SPLITS)},
-        source_rows=sum(file.num_source_rows for file in files),
-        accepted_rows=sum(file.num_rows for file in files),
-        quarantined_rows=quarantined,
-        dense_transform=features.dense_transform,
-        sources=[_describe(source, file) for source, file in zip(sources, files, strict=True)],
-        recipe=recipe_of(config, base),
-        versions={name: version(name) for name in ("duckdb", "numpy", "pyarrow")},
-        bayes_auc=_bayes_auc(shards, features),
-        shared_rows=shared_rows,
-        group_column=features.group,
-        dense_columns={
-            **{name: Transform(kind).as_dict() for name, kind in features.transforms.items() if name in features.dense},
-            **{name: transform.as_dict() for name, transform in transforms.items()},
-        },
-        labels=listed_labels(config.columns.labels),
-        weight_column=features.weight,
-        negative_sampling=_describe_sampling(features, blocks),
-        transforms=described(features.derived, features.derived_kinds),
-    )
+        move_out(resources.staging, config.path, BUCKETS_FILE)
+    dropped = sum(block.num_rows - sum(block.per_split) for block in blocks)
+    prepared = Prepared(sparse, shards, transforms, shared_rows, dropped)
+    paths = [file.quarantine_path for file in files]
+    return assemble_dataset(config, sources, features, files, paths, prepared, base, resources.staging)
 
 
 def give_ids(
@@ -230,26 +189,7 @@ def _rank(
     else:
         kept = IdsConfig() if base.frozen else ids  # frozen: all of it, in its order
         ranked = rank_values(batches, kept, num_lookups + base.num_lookups(name), path)
-    return SparseFeature(
-        name=name,
-        cardinality=ranked.cardinality,
-        multi_hot=name in features.multi_hot,
-        mean_pooling_factor=own_lookups / num_rows,
-        frequency_curve=ranked.frequency_curve,
-        vocabulary=vocabulary,
-        hash_size=None if vocabulary else ids.hash_size,
-        hash_seed=ids.hash_seed,
-        num_distinct=ranked.num_distinct,
-        sequence=_describe_sequence(features, name),
-    )
-
-
-def _describe_sequence(features: Features, name: str) -> SequenceFeature | None:
-    sequence = features.sequences.get(name)
-    if sequence is None:
-        return None
-    assert sequence.max_length is not None and sequence.keep is not None
-    return SequenceFeature(sequence.max_length, sequence.keep, sequence.beside, sequence.shares)
+    return describe_feature(features, number, ranked, own_lookups / num_rows)
 
 
 def write_shards(
@@ -267,7 +207,7 @@ def write_shards(
         resources.staging,
         config.path,
         config.rows_per_row_group,
-        in_buckets,
+        [(feature, ids_of_buckets(feature, resources.staging)) for feature in in_buckets],
         transforms,
     )
     plans = plan_shards(blocks, config.rows_per_shard)
@@ -281,63 +221,3 @@ def write_shards(
             shards.append(shard)
             bar.advance(shard.file.num_rows)
     return shards
-
-
-def _split(shards: list[WrittenShard], number: int) -> Split:
-    held = [shard for shard in shards if shard.split == number]
-    return Split(
-        files=[shard.file for shard in held],
-        num_rows=sum(shard.file.num_rows for shard in held),
-        num_positives=sum(shard.num_positives for shard in held),
-    )
-
-
-def _bayes_auc(shards: list[WrittenShard], features: Features) -> dict[str, float]:
-    """Of the teacher's own probabilities, by split for the main label and by split/label for others; empty for sources that
-    were not generated. A label that is masked counts where its mask is 1."""
-    aucs = {}
-    for number, split in enumerate(SPLITS):
-        held = [shard for shard in shards if shard.split == number]
-        for name in held[0].truth if held else {}:
-            truth, labels = (
-                np.concatenate(parts) for parts in zip(*((s.truth[name], s.labels[name]) for s in held), strict=True)
-            )
-            if mask := features.labels[name].mask:
-                counts = np.concatenate([shard.labels[mask] for shard in held]) == 1
-                truth, labels = truth[counts], labels[counts]
-            area = auc(truth, labels)
-            key = split if name == features.label else f"{split}/{name}"
-            aucs[key] = 0.5 if math.isnan(area) else round(area, 9)  # labels of one kind: nothing to rank
-    return aucs
-
-
-def _describe_sampling(features: Features, blocks: list[BlockRows]) -> dict[str, Any]:
-    if (sampling := features.negative_sampling) is None:
-        return {}
-    dropped = sum(block.num_rows - sum(block.per_split) for block in blocks)
-    return {"label": sampling.label, "keep": sampling.keep, "dropped_rows": dropped}
-
-
-def _publish_quarantine(sources: list[Source], files: list[StagedFile], staging: str, folder: str) -> None:
-    with open(os.path.join(staging, QUARANTINE_FILE), "w", encoding="utf-8") as out:
-        for source, staged in zip(sources, files, strict=True):
-            with open(staged.quarantine_path, encoding="utf-8") as file:
-                for line in file:
-                    out.write(json.dumps({"file": source.name, **json.loads(line)}, ensure_ascii=False) + "\n")
-    _move(staging, folder, QUARANTINE_FILE)
-
-
-def _move(staging: str, folder: str, name: str) -> None:
-    storage.make_folder(storage.dirname(storage.join(folder, name)))
-    storage.move_file(os.path.join(staging, name), storage.join(folder, name))
-
-
-def _describe(source: Source, file: StagedFile) -> dict[str, Any]:
-    about = {
-        "path": source.name,
-        "size_bytes": source.size_bytes,
-        "digest": source.digest,
-        "num_rows": file.num_source_rows,
-        "num_quarantined": file.num_quarantined,
-    }
-    return about if source.split is None else about | {"split": source.split}

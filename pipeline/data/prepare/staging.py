@@ -32,6 +32,7 @@ from pipeline.runtime.storage import atomic, storage
 STAGING_VERSION = 1  # what another version staged is not taken over
 NUMBER_SHIFT = 40  # a file numbers its blocks and entries from (its own number << 40): ascending in source order
 DONE = "done.json"
+IDS_FILE = "ids.int32"
 
 
 @dataclass
@@ -47,6 +48,7 @@ class StagedFile:
     num_values: list[list[int]] = field(default_factory=list)
     num_lookups: list[list[int]] = field(default_factory=list)
     num_negative: dict[str, int] = field(default_factory=dict)  # see EncodedBlock
+    ids_folder: str = ""  # where that is not the file's own
 
     @property
     def num_rows(self) -> int:
@@ -67,7 +69,7 @@ class StagedFile:
     @property
     def ids_path(self) -> str:
         """Raw int32, an id for each entry of the file in order; written when values have ids."""
-        return os.path.join(self.folder, "ids.int32")
+        return storage.join(self.ids_folder or self.folder, IDS_FILE)
 
     @property
     def num_entries(self) -> int:
@@ -99,12 +101,37 @@ def stage_source(
     `advance` hears of bytes read. `check` sees the state after each block, and a number of bytes whose rows are all in it; it
     may raise.
     """
-    folder = os.path.join(root, f"{number:05d}-{_key(source, layout, features)}")
+    folder = staged_folder(root, source, number, layout, features)
     staged = _finished(folder)
     if staged:
         advance(source.size_bytes)
         return staged
     atomic.begin_marked_folder(folder)
+    staged = stage_into(
+        folder, source, number, layout, features, block_bytes=block_bytes, threads=threads, advance=advance, check=check
+    )
+    atomic.finish_marked_folder(folder, DONE, json.dumps(asdict(staged) | {"sizes": staged.sizes}))
+    return staged
+
+
+def staged_folder(root: str, source: Source, number: int, layout: Layout, features: Features) -> str:
+    """Named after all that the staged bytes depend on."""
+    return storage.join(root, f"{number:05d}-{_key(source, layout, features)}")
+
+
+def stage_into(
+    folder: str,
+    source: Source,
+    number: int,
+    layout: Layout,
+    features: Features,
+    *,
+    block_bytes: int,
+    threads: int,
+    advance: Callable[[int], None],
+    check: Callable[[StagedFile, int], None],
+) -> StagedFile:
+    """Write the files of a StagedFile to a local folder; see stage_source."""
     staged = StagedFile(folder, number)
     teacher = _read_teacher(source, features)
     reader, names = open_source(layout, source, block_bytes)
@@ -127,7 +154,6 @@ def stage_source(
         raise DataError(
             f"{source.path}{TEACHER_SUFFIX} has {rows} rows, its source {staged.num_source_rows}: generate both again"
         )
-    atomic.finish_marked_folder(folder, DONE, json.dumps(asdict(staged) | {"sizes": staged.sizes}))
     return staged
 
 

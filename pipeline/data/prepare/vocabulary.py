@@ -50,7 +50,7 @@ class RankedFeature:
 def open_engine(folder: str, memory_bytes: int, threads: int) -> duckdb.DuckDBPyConnection:
     """A DuckDB in memory that spills into `folder`."""
     engine = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_bytes >> 20}MiB"})
-    engine.execute(f"SET temp_directory = {_text(folder)}")
+    engine.execute(f"SET temp_directory = {sql_text(folder)}")
     engine.execute("SET preserve_insertion_order = false")  # every order that matters is asked for
     engine.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
     return engine
@@ -100,7 +100,7 @@ def count_values(
         f"""COPY (
             SELECT feature, value, sum(count)::BIGINT AS count FROM ({counted})
             GROUP BY feature, value ORDER BY feature, count DESC, value
-        ) TO {_text(output)} (FORMAT parquet, COMPRESSION lz4_raw)""",
+        ) TO {sql_text(output)} (FORMAT parquet, COMPRESSION lz4_raw)""",
     )
 
 
@@ -201,7 +201,7 @@ def map_entries(
         f"""COPY (
             SELECT CASE WHEN {is_hashed} THEN value::INTEGER ELSE coalesce(id, 0) END AS id
             FROM {_parquet(entries)} LEFT JOIN ({known or nothing}) USING (feature, value) ORDER BY entry
-        ) TO {_text(table)} (FORMAT parquet, COMPRESSION lz4_raw)""",
+        ) TO {sql_text(table)} (FORMAT parquet, COMPRESSION lz4_raw)""",
     )
     with pq.ParquetFile(table) as file:
         write_in_parts((batch["id"].to_numpy() for batch in file.iter_batches()), outputs)
@@ -226,9 +226,9 @@ def vocabulary_file(feature: str) -> str:
     return f"vocabulary/{quote(feature, safe='')}.parquet"
 
 
-def _text(value: str) -> str:
+def sql_text(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
 def _parquet(paths: list[str]) -> str:
-    return f"read_parquet([{', '.join(_text(path) for path in paths)}])"
+    return f"read_parquet([{', '.join(sql_text(path) for path in paths)}])"

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config.data import SPLITS
 from pipeline.data.dataset import GROUP_COLUMN, ShardFile, SparseFeature
-from pipeline.data.prepare.buckets import ids_of_buckets
+from pipeline.data.prepare.buckets import BucketIds
 from pipeline.data.prepare.encode import TRUTH_COLUMN, Features
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.row_groups import in_row_groups
@@ -70,13 +70,28 @@ def plan_shards(blocks: list[BlockRows], rows_per_shard: int) -> list[ShardPlan]
     plans = []
     for split in range(len(SPLITS)):
         held = [block for block in blocks if block.per_split[split]]
-        ends = np.cumsum([0] + [block.per_split[split] for block in held])
-        for number, begin in enumerate(range(0, int(ends[-1]), rows_per_shard)):
-            end = min(begin + rows_per_shard, int(ends[-1]))
-            first = int(np.searchsorted(ends, begin, side="right")) - 1
-            last = int(np.searchsorted(ends, end, side="left"))
-            plans.append(ShardPlan(split, number, held[first:last], begin - int(ends[first]), end - begin))
+        for number, span in enumerate(spans_of([block.per_split[split] for block in held], rows_per_shard)):
+            plans.append(ShardPlan(split, number, held[span.first : span.last], span.skip, span.num_rows))
     return plans
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows of the parts `first` to `last` - 1: `num_rows`, after the first `skip`."""
+
+    first: int
+    last: int
+    skip: int
+    num_rows: int
+
+
+def spans_of(counts: Sequence[int], size: int, begin: int = 0) -> Iterator[Span]:
+    """Spans of `size` rows over parts that have `counts` of them, from row `begin` on; the last is smaller."""
+    ends = np.cumsum([0, *counts])
+    for start in range(begin, int(ends[-1]), size):
+        end = min(start + size, int(ends[-1]))
+        first = int(np.searchsorted(ends, start, side="right")) - 1
+        yield Span(first, int(np.searchsorted(ends, end, side="left")), start - int(ends[first]), end - start)
 
 
 class ShardWriter:
@@ -89,11 +104,11 @@ class ShardWriter:
         staging: str,
         folder: str,
         row_group_rows: int,
-        in_buckets: Sequence[SparseFeature] = (),
+        in_buckets: Sequence[tuple[SparseFeature, BucketIds]] = (),
         transforms: Mapping[str, Transform] | None = None,
     ) -> None:
         self._transforms = transforms or {}  # of columns that were staged as they were read
-        self._in_buckets = [(feature, ids_of_buckets(feature, staging)) for feature in in_buckets]
+        self._in_buckets = in_buckets
         self._features, self._boundaries = features, boundaries
         self._staging, self._folder, self._row_group_rows = staging, folder, row_group_rows
         kinds = [*features.label_types.items(), *((name, pa.float32()) for name in features.dense)]

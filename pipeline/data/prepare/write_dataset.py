@@ -1,0 +1,182 @@
+"""Describe what was prepared as a Dataset, and publish what lies beside its shards."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import numpy as np
+
+from pipeline.config.data import SPLITS, DataConfig
+from pipeline.config.transforms import described
+from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature, Split, listed_labels
+from pipeline.data.prepare.base_vocabulary import BaseVocabulary
+from pipeline.data.prepare.encode import Features
+from pipeline.data.prepare.identity import recipe_of
+from pipeline.data.prepare.vocabulary import RankedFeature, vocabulary_file
+from pipeline.data.prepare.write_shards import WrittenShard
+from pipeline.data.quality import auc
+from pipeline.data.raw.source import Source
+from pipeline.data.raw.transforms import Transform
+from pipeline.runtime.storage import storage
+
+QUARANTINE_FILE = "quarantine.jsonl"
+
+
+class RowCounts(Protocol):
+    """Of a staged file."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def num_source_rows(self) -> int: ...
+
+    @property
+    def num_quarantined(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """sparse: those in buckets come last. dropped_rows: of training, by negative sampling."""
+
+    sparse: list[SparseFeature]
+    shards: list[WrittenShard]
+    transforms: dict[str, Transform]
+    shared_rows: dict[str, int]
+    dropped_rows: int
+
+
+def assemble_dataset(
+    config: DataConfig,
+    sources: list[Source],
+    features: Features,
+    files: Sequence[RowCounts],
+    quarantines: list[str],
+    prepared: Prepared,
+    base: BaseVocabulary | None,
+    staging: str,
+) -> Dataset:
+    """`quarantines`: a path for each file; they become one file of the data set, written in the local folder `staging`."""
+    shards = prepared.shards
+    quarantined = sum(file.num_quarantined for file in files)
+    if quarantined:
+        _publish_quarantine(sources, quarantines, staging, config.path)
+    return Dataset(
+        name=config.name,
+        label=features.label,
+        dense_features=features.dense,
+        sparse_features=prepared.sparse,
+        splits={name: _split(shards, number) for number, name in enumerate(SPLITS)},
+        source_rows=sum(file.num_source_rows for file in files),
+        accepted_rows=sum(file.num_rows for file in files),
+        quarantined_rows=quarantined,
+        dense_transform=features.dense_transform,
+        sources=[_describe(source, file) for source, file in zip(sources, files, strict=True)],
+        recipe=recipe_of(config, base),
+        versions={name: version(name) for name in ("duckdb", "numpy", "pyarrow")},
+        bayes_auc=_bayes_auc(shards, features),
+        shared_rows=prepared.shared_rows,
+        group_column=features.group,
+        dense_columns={
+            **{name: Transform(kind).as_dict() for name, kind in features.transforms.items() if name in features.dense},
+            **{name: transform.as_dict() for name, transform in prepared.transforms.items()},
+        },
+        labels=listed_labels(config.columns.labels),
+        weight_column=features.weight,
+        negative_sampling=_describe_sampling(features, prepared.dropped_rows),
+        transforms=described(features.derived, features.derived_kinds),
+    )
+
+
+def describe_feature(
+    features: Features, number: int, ranked: RankedFeature, mean_pooling_factor: float
+) -> SparseFeature:
+    name = features.sparse[number]
+    ids = features.ids[name]
+    vocabulary = vocabulary_file(name) if ids.kind == "vocabulary" else None
+    return SparseFeature(
+        name=name,
+        cardinality=ranked.cardinality,
+        multi_hot=name in features.multi_hot,
+        mean_pooling_factor=mean_pooling_factor,
+        frequency_curve=ranked.frequency_curve,
+        vocabulary=vocabulary,
+        hash_size=None if vocabulary else ids.hash_size,
+        hash_seed=ids.hash_seed,
+        num_distinct=ranked.num_distinct,
+        sequence=_describe_sequence(features, name),
+    )
+
+
+def _describe_sequence(features: Features, name: str) -> SequenceFeature | None:
+    sequence = features.sequences.get(name)
+    if sequence is None:
+        return None
+    assert sequence.max_length is not None and sequence.keep is not None
+    return SequenceFeature(sequence.max_length, sequence.keep, sequence.beside, sequence.shares)
+
+
+def _split(shards: list[WrittenShard], number: int) -> Split:
+    held = [shard for shard in shards if shard.split == number]
+    return Split(
+        files=[shard.file for shard in held],
+        num_rows=sum(shard.file.num_rows for shard in held),
+        num_positives=sum(shard.num_positives for shard in held),
+    )
+
+
+def _bayes_auc(shards: list[WrittenShard], features: Features) -> dict[str, float]:
+    """Of the teacher's own probabilities, by split for the main label and by split/label for others; empty for sources that
+    were not generated. A label that is masked counts where its mask is 1."""
+    aucs = {}
+    for number, split in enumerate(SPLITS):
+        held = [shard for shard in shards if shard.split == number]
+        for name in held[0].truth if held else {}:
+            truth, labels = (
+                np.concatenate(parts) for parts in zip(*((s.truth[name], s.labels[name]) for s in held), strict=True)
+            )
+            if mask := features.labels[name].mask:
+                counts = np.concatenate([shard.labels[mask] for shard in held]) == 1
+                truth, labels = truth[counts], labels[counts]
+            area = auc(truth, labels)
+            key = split if name == features.label else f"{split}/{name}"
+            aucs[key] = 0.5 if math.isnan(area) else round(area, 9)  # labels of one kind: nothing to rank
+    return aucs
+
+
+def _describe_sampling(features: Features, dropped_rows: int) -> dict[str, Any]:
+    if (sampling := features.negative_sampling) is None:
+        return {}
+    return {"label": sampling.label, "keep": sampling.keep, "dropped_rows": dropped_rows}
+
+
+def _publish_quarantine(sources: list[Source], paths: list[str], staging: str, folder: str) -> None:
+    with open(os.path.join(staging, QUARANTINE_FILE), "w", encoding="utf-8") as out:
+        for source, path in zip(sources, paths, strict=True):
+            with storage.open_file(path) as file:
+                for line in file:
+                    out.write(json.dumps({"file": source.name, **json.loads(line)}, ensure_ascii=False) + "\n")
+    move_out(staging, folder, QUARANTINE_FILE)
+
+
+def move_out(staging: str, folder: str, name: str) -> None:
+    """A local file to its place in the data set."""
+    storage.make_folder(storage.dirname(storage.join(folder, name)))
+    storage.move_file(os.path.join(staging, name), storage.join(folder, name))
+
+
+def _describe(source: Source, file: RowCounts) -> dict[str, Any]:
+    about = {
+        "path": source.name,
+        "size_bytes": source.size_bytes,
+        "digest": source.digest,
+        "num_rows": file.num_source_rows,
+        "num_quarantined": file.num_quarantined,
+    }
+    return about if source.split is None else about | {"split": source.split}
