@@ -64,6 +64,23 @@ class Job:
     plugins: list[str] = field(default_factory=list, kw_only=True)
 
 
+ENGINES = ("embedded", "ray")
+
+
+@dataclass
+class RayConfig:
+    """Of engine=ray. num_partitions: of the values that are counted; it leaves no trace in the data set."""
+
+    address: str | None = None
+    num_partitions: int | None = None
+    max_retries: int = 8
+    scratch: str | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("ray.num_partitions", self.num_partitions, 1, allow_none=True)
+        check_at_least("ray.max_retries", self.max_retries, 0)
+
+
 @dataclass
 class PrepareJob(Job):
     """source: a file, a folder or a glob; the shards and dataset.json go to data.path.
@@ -77,9 +94,17 @@ class PrepareJob(Job):
     threads: int | None = None  # None: all cores
     temp_dir: str | None = None  # None: beside data.path
     vocabularies: BaseVocabularyConfig | None = None
+    engine: str = "embedded"
+    ray: RayConfig = field(default_factory=RayConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:
+        check_choice("engine", self.engine, ENGINES)
+        if self.engine == "ray" and self.vocabularies is not None:
+            raise ConfigError(
+                f"engine=ray does not go on from the vocabularies of another data set ({self.vocabularies.path}): leave engine "
+                "out, or leave vocabularies out"
+            )
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)  # 0.3 go to the libraries alone
         check_at_least("threads", self.threads, 1, allow_none=True)
         split = self.data.split

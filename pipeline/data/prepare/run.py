@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pipeline.config.data import SPLITS
 from pipeline.config.jobs import PrepareJob
 from pipeline.data.dataset import Dataset
+from pipeline.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.data.prepare.resources import Resources
+    from pipeline.data.raw.source import Source
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,38 @@ def prepare(job: PrepareJob) -> PrepareSummary:
     dataset = find_prepared(job.data, sources, base)
     if dataset is not None:
         return PrepareSummary(job.data.path, dataset, True, time.monotonic() - started)
-    threads = job.threads or len(os.sched_getaffinity(0))
-    resources = Resources(int(job.memory_limit_gb * 2**30), threads, staging_folder(job))
-    dataset, hints = prepare_dataset(job.data, sources, resources, base)
+    memory_bytes = int(job.memory_limit_gb * 2**30)
+    if job.engine == "ray":
+        dataset, hints = _prepare_on_ray(job, sources, Resources(memory_bytes, job.threads or 1, shared_staging(job)))
+    else:
+        threads = job.threads or len(os.sched_getaffinity(0))
+        dataset, hints = prepare_dataset(job.data, sources, Resources(memory_bytes, threads, staging_folder(job)), base)
     return PrepareSummary(job.data.path, dataset, False, time.monotonic() - started, hints)
+
+
+def _prepare_on_ray(job: PrepareJob, sources: list[Source], resources: Resources) -> tuple[Dataset, list[str]]:
+    """Raises ConfigError where Ray is not installed, or there is no cluster."""
+    from pipeline.data.prepare.distributed.prepare import prepare_distributed
+    from pipeline.data.prepare.distributed.recipe import make_recipe
+
+    try:
+        from pipeline.data.prepare.distributed.ray_engine import RayEngine, connected
+    except ImportError as error:
+        raise ConfigError(f"engine=ray needs Ray ({error}): pip install 'torchrec-pipeline[ray]'") from error
+    recipe = make_recipe(job.data, sources, resources, job.ray.scratch, job.plugins)
+    with connected(job.ray):
+        return prepare_distributed(recipe, sources, RayEngine(recipe, job.ray), job.ray.num_partitions)
+
+
+def shared_staging(job: PrepareJob) -> str:
+    """Beside data.path, or in job.temp_dir, which all machines see."""
+    from urllib.parse import quote
+
+    from pipeline.runtime.storage import storage
+
+    if job.temp_dir is None:
+        return job.data.path.rstrip("/") + ".staging"
+    return storage.join(job.temp_dir, quote(job.data.path, safe="") + ".staging")
 
 
 def staging_folder(job: PrepareJob) -> str:

@@ -1,0 +1,124 @@
+"""Run the tasks of a preparation on a Ray cluster that is there already.
+
+Tasks exchange files, not objects: what a worker or a whole node leaves behind when it dies are folders without a mark,
+and Ray runs its tasks again on those that are left. The driver is on the head node; the same command goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayTaskError
+
+from pipeline.config.jobs import RayConfig
+from pipeline.config.registry import load_plugins
+from pipeline.data.prepare.distributed.engine import run_task
+from pipeline.data.prepare.distributed.recipe import Recipe
+from pipeline.runtime.errors import ConfigError, DataError
+from pipeline.runtime.logs import get_logger, progress
+from pipeline.runtime.process.processes import hostname
+from pipeline.runtime.storage import storage
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+PROBE = "seen-by-all"  # a file of the staging folder that every worker must see
+TRANSIENT = [OSError]  # a store or a shared file system that did not answer
+logger = get_logger(__name__)
+
+
+class RayEngine:
+    """For use within `connected`. A task has `threads` CPUs and the memory of recipe.resources."""
+
+    def __init__(self, recipe: Recipe, config: RayConfig) -> None:
+        resources = recipe.resources
+        self.num_tasks = _tasks_at_once(resources.threads, resources.memory_bytes)
+        storage.make_folder(resources.staging)
+        storage.publish_text(recipe.path(PROBE), recipe.key)
+        self._options = {
+            "num_cpus": resources.threads,
+            "memory": resources.memory_bytes,
+            "max_retries": config.max_retries,
+            "retry_exceptions": TRANSIENT,
+        }
+        self._shared = ray.put(recipe)
+
+    def map(
+        self,
+        description: str,
+        task: Callable[[Recipe, Item], Result],
+        items: Sequence[Item],
+        sizes: Sequence[float] | None = None,
+    ) -> list[Result]:
+        call = ray.remote(_call).options(**self._options, name=f"{description}: {task.__name__}")
+        references = [call.remote(task, self._shared, item) for item in items]
+        numbers = {reference: number for number, reference in enumerate(references)}
+        results: list[Any] = [None] * len(items)
+        waiting = references
+        with progress(description, sum(sizes or [1.0] * len(items))) as bar:
+            try:
+                while waiting:
+                    ended, waiting = ray.wait(waiting, num_returns=1)
+                    for reference in ended:
+                        number = numbers[reference]
+                        results[number] = ray.get(reference)
+                        bar.advance(1.0 if sizes is None else sizes[number])
+            except RayTaskError as error:
+                raise error.cause from error
+            finally:
+                for reference in waiting:
+                    ray.cancel(reference, force=True)
+        return results
+
+
+def _call(task: Callable[[Recipe, Item], Result], recipe: Recipe, item: Item) -> Result:
+    """On a worker."""
+    load_plugins(recipe.plugins)
+    if not storage.is_file(recipe.path(PROBE)):
+        raise DataError(
+            f"host {hostname()} does not see {recipe.resources.staging}: with engine=ray set data.path, or temp_dir, to a "
+            "folder that all nodes share, or to s3://"
+        )
+    return run_task(task, recipe, item)
+
+
+@contextmanager
+def connected(config: RayConfig) -> Iterator[None]:
+    """Raises ConfigError where no cluster answers."""
+    address = config.address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        context = ray.init(address=address, logging_level="warning", log_to_driver=True)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"engine=ray: no Ray cluster at ray.address={address} ({text}); start one (ray start --head), let "
+            "torchx run pipeline.prepare -j NODESx1 do it, or leave engine out for one machine"
+        ) from error
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        dashboard = f", dashboard http://{context.dashboard_url}" if context.dashboard_url else ""
+        logger.info("Ray %s: %d nodes, %g CPUs%s", ray.__version__, len(nodes), _total(nodes, "CPU"), dashboard)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _total(nodes: list[dict[str, Any]], resource: str) -> float:
+    return float(sum(node["Resources"].get(resource, 0) for node in nodes))
+
+
+def _tasks_at_once(cpus: int, memory_bytes: int) -> int:
+    """How many tasks fit the nodes. Raises ConfigError where none does: Ray would wait for ever."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fitting = [min(each.get("CPU", 0) // cpus, each.get("memory", 0) // memory_bytes) for each in nodes]
+    if not sum(fitting):
+        largest: dict[str, float] = max(nodes, key=lambda each: each.get("memory", 0), default={})
+        raise ConfigError(
+            f"a task takes threads={cpus} and memory_limit_gb={memory_bytes / 2**30:g}, and the largest of {len(nodes)} Ray "
+            f"nodes offers {largest.get('CPU', 0):g} CPUs and {largest.get('memory', 0) / 2**30:.1f} GB: lower them, or start "
+            "nodes with more (ray start --num-cpus, --memory)"
+        )
+    return int(sum(fitting))
