@@ -69,15 +69,11 @@ class RayCluster:
         ]  # fmt: skip
         log = os.path.join(self._folder, "start.log")
         with open(log, "a") as out:
-            subprocess.run(
-                command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                timeout=START_S,
-                check=True,
+            ended = subprocess.run(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=START_S
             )
+        if ended.returncode:
+            raise RuntimeError(Path(log).read_text()[-2000:])
         mark = self.address
         started = [each for each in psutil.process_iter(["cmdline"]) if each.pid not in before]
         return [each for each in started if _is_node(each, self._folder, mark)]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 
 from pipeline.runtime.storage import storage
 
 
-def open_input(path: str) -> Any:
+def open_input(path: str) -> pa.NativeFile:
     """A pyarrow file to read from. Bytes are read, not mapped: mapped pages count as memory."""
     return pa.OSFile(path) if storage.is_local(path) else pa.PythonFile(storage.open_file(path, "rb"), mode="r")
 
