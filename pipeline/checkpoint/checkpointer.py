@@ -32,7 +32,7 @@ from pipeline.checkpoint.free_space import shortage
 from pipeline.checkpoint.links import link_state
 from pipeline.checkpoint.owners import Owner, check_random_state
 from pipeline.checkpoint.replicas import Replicas, describe_replicas, holds_own_tables, state_to_load, state_to_save
-from pipeline.checkpoint.reshard import check_fit, fill_row_states, without
+from pipeline.checkpoint.reshard import check_fit, fill_row_states, fill_stored_rows, stored_keys, without
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.shards import HostCopy, ShardPlan, ShardPlanner
 from pipeline.checkpoint.step_writer import Save, StepWriter
@@ -385,7 +385,8 @@ class Checkpointer:
         keyed = state_to_load(state, self._replicas) if own and self._replicas else state
         self._log_replicas(manifest, own)
         try:
-            dcp.load(without(keyed, recut), storage_reader=reader, process_group=self._ranks.group)
+            stored = stored_keys(flat)  # those that do not lie in memory
+            dcp.load(without(keyed, [*recut, *stored]), storage_reader=reader, process_group=self._ranks.group)
         except CheckpointException as error:
             for cause, _ in error.failures.values():
                 if isinstance(cause, DamagedError):
@@ -396,6 +397,8 @@ class Checkpointer:
                     raise CheckpointError(f"checkpoint {path} cannot be read: {cause}") from None
             raise CheckpointError(_misfit(path, error)) from None
         self._ranks.read(lambda: fill_row_states(tensors, flat, recut, wanted), self._is_local)
+        kept = [key for key in stored if key not in recut]
+        self._ranks.read(lambda: fill_stored_rows(tensors, flat, kept), self._is_local)
         self._model.load_state_dict(state["model"])
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state.get("optimizer", {"state": {}}))

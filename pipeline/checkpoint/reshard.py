@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.checkpoint.tables import (
     TABLE_STATE,
     Inventory,
@@ -176,6 +178,27 @@ def fill_row_states(tensors: StepTensors, flat: Mapping[str, Any], keys: list[st
                 piece = pieces[offset]
                 columns = (piece.column, piece.column + piece.num_columns)
                 part.copy_(read_row_state(tensors, stored[table.name], match["state"], piece.row, len(part), columns))
+
+
+def stored_keys(flat: Mapping[str, Any]) -> list[str]:
+    """Of a flat state: the tensors of which this rank has parts in a store."""
+    return [
+        key
+        for key, value in flat.items()
+        if isinstance(value, ShardedTensor) and any(isinstance(part, StoredRows) for part, _ in local_chunks(value))
+    ]
+
+
+@torch.no_grad()
+def fill_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str]) -> None:
+    """Local: fill this rank's parts of `keys`, by blocks. Raises CheckpointError where the step's files cannot be read."""
+    for key in keys:
+        for part, offsets in local_chunks(flat[key]):
+            assert isinstance(part, StoredRows)
+            for first in range(0, len(part), part.rows_a_block):
+                count = min(part.rows_a_block, len(part) - first)
+                begin, sizes = [offsets[0] + first, *offsets[1:]], [count, *part.shape[1:]]
+                part.write(first, tensors.read(key, begin, sizes))
 
 
 def read_row_state(

@@ -6,12 +6,15 @@ when the state has changed its shape. Writing needs no collective, so it can go 
 
 from __future__ import annotations
 
+import io
+import mmap
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -21,11 +24,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from pipeline.checkpoint.owners import Owner, header_of_shard, shard_name, storage_meta
 from pipeline.checkpoint.steps import METADATA
+from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry
 
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python names it from 3.12 on
 Tensors = list[torch.Tensor]  # in the order of ShardPlan.items
 Places = dict[MetadataIndex, _StorageInfo]
 
@@ -130,7 +135,10 @@ def write_shards(
         for item, tensor in zip(items, tensors, strict=True):
             begin = writer.tell()
             try:
-                torch.save(_exact(tensor), writer)  # type: ignore[arg-type]
+                if isinstance(tensor, StoredRows):
+                    _save_stored(tensor, writer)
+                else:
+                    torch.save(_exact(tensor), writer)  # type: ignore[arg-type]
             except RuntimeError:
                 if writer.failure is not None:
                     raise writer.failure from None
@@ -148,6 +156,39 @@ def _without_zip_checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+class _RowsWriter(io.RawIOBase):
+    """Hands on what torch.save writes; in place of the values of an empty tensor it writes the blocks of stored rows."""
+
+    def __init__(self, writer: ChecksummedWriter, rows: StoredRows, empty: torch.Tensor) -> None:
+        self._writer, self._rows = writer, rows
+        self._address, self._num_bytes = empty.data_ptr(), empty.nbytes
+        self.is_done = not empty.nbytes
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        if view.nbytes == self._num_bytes and np.frombuffer(view, np.uint8).ctypes.data == self._address:
+            for _, block in self._rows.blocks():
+                self._writer.write(block.contiguous().numpy())
+            self.is_done = True
+            return view.nbytes
+        return self._writer.write(view)
+
+
+def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> None:
+    """As torch.save would write them from memory, by blocks."""
+    num_bytes = rows.numel() * rows.element_size()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    addresses = mmap.mmap(-1, max(num_bytes, 1), flags=flags)  # never touched, so it takes no memory
+    empty = torch.frombuffer(addresses, dtype=rows.dtype, count=rows.numel()).view(rows.shape)
+    target = _RowsWriter(writer, rows, empty)
+    torch.save(empty, target)  # type: ignore[arg-type]
+    if not target.is_done:
+        raise RuntimeError("torch.save did not write the values of a tensor as one piece")
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,28 @@ class ConstraintConfig:
         check_at_least("sharding.min_partition", self.min_partition, 1, allow_none=True)
 
 
+@dataclass
+class TiersConfig:
+    """Keep some of a table's rows in memory and all that were trained on a local SSD (sharding.tier_folder).
+
+    slots: at most 1, the share of the rows that memory holds; above 1, how many. A table of fewer than min_rows rows stays in
+    memory whole.
+    """
+
+    slots: float = 0.2
+    min_rows: int = 100_000
+
+    def __post_init__(self) -> None:
+        check_above("tiers.slots", self.slots, 0.0)
+        check_at_least("tiers.min_rows", self.min_rows, 1)
+
+
+def num_slots(slots: float, shard_rows: int, table_rows: int) -> int:
+    """Of a shard with some of the table's rows: its part of the table's slots (TiersConfig.slots), and one at least."""
+    share = slots if slots <= 1 else slots / table_rows
+    return min(shard_rows, max(1, math.ceil(share * shard_rows - 1e-9)))
+
+
 DEFAULT = "default"
 _ESCAPE = re.compile("%(25|2E)")
 
@@ -94,6 +116,7 @@ class TableConfig:
     l2: float | None = None  # the gradient of a row that a step touches gains l2 times the row
     sharding: ConstraintConfig | None = None
     compression: CompressionConfig | None = None
+    tiers: TiersConfig | None = None  # None: in memory whole
 
     def __post_init__(self) -> None:
         check_at_least("num_embeddings", self.num_embeddings, 1, allow_none=True)

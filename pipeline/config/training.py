@@ -200,6 +200,7 @@ class ShardingConfig:
 
     fast_cpu: bool = True
     allow_untested_versions: bool = False  # of torch, torchrec and fbgemm: silent errors are then possible
+    tier_folder: str | None = None  # on a local SSD, for the rows of tables.*.tiers; None: run_dir/tiers
 
 
 EMBEDDING_SYNCS = ("every_step", "every_<n>_steps", "never")

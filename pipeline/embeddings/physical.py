@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pipeline.config.registry import components
 from pipeline.embeddings.compression.kind import compressed
@@ -47,8 +48,16 @@ def physical_tables(tables: Sequence[Table]) -> list[Table]:
 def leaves(table: Table) -> list[Table]:
     """The plain tables of a table; parts may be compressed themselves."""
     if table.compression is None:
-        return [by_position(table)]
+        return [_in_memory_or_tiers(by_position(table))]
     return [leaf for part in compressed(table).parts() for leaf in leaves(part)]
+
+
+def _in_memory_or_tiers(table: Table) -> Table:
+    """Small tables, and hot rows that every rank is to have, are in memory whole whatever the compressed table's tiers say."""
+    is_replicated = table.sharding.sharding_types == ["data_parallel"]
+    if table.tiers is None or (table.num_embeddings >= table.tiers.min_rows and not is_replicated):
+        return table
+    return replace(table, tiers=None)
 
 
 def num_numbers(table: Table) -> int:

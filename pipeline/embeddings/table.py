@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import ConstraintConfig, InitConfig, entry_name
+from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig, entry_name
 from pipeline.embeddings.row_frequencies import RowFrequencies
 
 SHARD_WIDTH = 4  # what the columns of a table and of each of its shards are a multiple of, for FBGEMM
@@ -58,7 +58,7 @@ class Table:
     this part's rows belong to and are initialized as; `l2`: of touched rows, in their gradient; `managed`: what gives ids its rows, where ids have no bound; `note`: a
     sentence for the plan's report; `positions`: its sequences that are not pooled (embeddings.positions);
     `padding`: rows a sample of positions without an id, which are returned and sent as zeros; `is_weighted`: ids of some
-    feature have weights.
+    feature have weights; `tiers`: of a table whose rows lie on an SSD but for some.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Table:
     positions: list[Positions] = field(default_factory=list)
     padding: float = 0.0
     is_weighted: bool = False
+    tiers: TiersConfig | None = None
 
     @property
     def whole_name(self) -> str:

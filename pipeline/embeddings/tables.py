@@ -169,6 +169,7 @@ def _resolve(
         frequencies=merge_frequencies(features, pooling_factors, multi_hot),
         max_ids=max_ids,
         positions=positions,
+        tiers=config.tiers or default.tiers,
     )
     return _compressed(table, config.compression, default.compression)
 

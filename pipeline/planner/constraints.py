@@ -85,6 +85,8 @@ def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer: TableOpti
     types = [kind for kind in allowed_sharding_types(table, optimizer.name) if kind in offered]
     if not named:
         types = [kind for kind in types if kind in _worth_trying(table, hardware, optimizer)]
+    if table.tiers is not None:  # a replicated table lies in memory whole
+        types = [kind for kind in types if kind != "data_parallel"]
     if table.sharding.compute_kernels and "dense" not in table.sharding.compute_kernels:
         types = [kind for kind in types if kind != "data_parallel"]
     if not types:

@@ -33,6 +33,7 @@ from pipeline.embeddings.table import Table
 from pipeline.planner.collectives import links_of
 from pipeline.planner.hardware import BYTES_PER_MS, Hardware
 from pipeline.planner.search.problem import Floats
+from pipeline.planner.tiers import TierForecast, forecast
 
 ID_BYTES, LENGTH_BYTES, WEIGHT_BYTES = 8, 4, 4  # int64 ids, int32 lengths (data/batch.py), fp32 weights
 LEAST_LOOKUP_WIDTH = 32  # columns that a lookup of a whole table reads at least; TorchRec's
@@ -131,6 +132,7 @@ class CostModel:
         tables = list(tables)
         self._frequencies = {table.name: table.frequencies for table in tables}
         self._padding = {table.name: table.padding for table in tables}
+        self.in_tiers = {table.name: table for table in tables if table.tiers is not None}
         self.links = links_of(hardware)
 
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
@@ -155,6 +157,13 @@ class CostModel:
         """The share of all lookups of the table's shards that caches serve."""
         work = self._work(option)
         return float((work.hits * work.lookups).sum() / max(work.lookups.sum(), 1e-30))
+
+    def tier_forecast(self, option: ShardingOption) -> TierForecast | None:
+        """None for a table that lies in memory whole."""
+        table = self.in_tiers.get(option.name)
+        if table is None:
+            return None
+        return forecast(table, option.batch_size * self._hardware.world_size * sum(option.input_lengths))
 
     def knows_frequencies(self, table: str) -> bool:
         return self._frequencies[table] is not None

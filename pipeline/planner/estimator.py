@@ -28,6 +28,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from pipeline.config.optimizers import find_optimizer
 from pipeline.planner.cost_model import KEY_VALUE, CostModel, cache_load_factor
+from pipeline.planner.tiers import memory_bytes
 
 STATE_BYTES = 4  # FBGEMM and torch keep optimizer state in fp32 whatever the table's type
 # A data_parallel table's gradient is dense and as large as the table, and DDP reduces a copy of it.
@@ -55,7 +56,7 @@ class SortedEnumerator(EmbeddingEnumerator):
     ) -> None:
         storage = EmbeddingStorageEstimator(topology=topology, constraints=constraints)
         super().__init__(topology, batch_size, constraints, [costs, storage])  # type: ignore[list-item]
-        self._optimizer_name = optimizer_name
+        self._optimizer_name, self._in_tiers = optimizer_name, costs.in_tiers
         self._estimated: list[list[Shard]] = []
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
@@ -97,6 +98,8 @@ class SortedEnumerator(EmbeddingEnumerator):
     def _add_training_memory(self, option: ShardingOption) -> None:
         for shard in option.shards:
             extra = shard_state_bytes(self._optimizer_name, *shard.size)
+            if option.name in self._in_tiers:
+                extra -= self._bytes_on_ssd(option, shard, extra)
             if option.compute_kernel == "dense":
                 num_rows, num_columns = shard.size
                 extra += DATA_PARALLEL_GRADIENT_COPIES * num_rows * num_columns * option.tensor.element_size()
@@ -109,6 +112,12 @@ class SortedEnumerator(EmbeddingEnumerator):
                 shard.storage.hbm += extra
             else:
                 shard.storage.ddr += extra
+
+    def _bytes_on_ssd(self, option: ShardingOption, shard: Shard, state_bytes: int) -> int:
+        """Of weights and state: those that no slot holds."""
+        num_rows, num_columns = shard.size
+        whole = num_rows * num_columns * option.tensor.element_size() + state_bytes
+        return whole - memory_bytes(self._in_tiers[option.name], num_rows, whole / max(num_rows, 1))
 
     @staticmethod
     def _key_value_cache_bytes(option: ShardingOption, shard: Shard) -> int:

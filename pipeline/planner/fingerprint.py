@@ -62,8 +62,9 @@ def _describe_table(entry: PlacedTable) -> dict[str, Any]:
         "padding",
     ):
         del described[left_out]
-    if not entry.table.is_weighted:  # absent in plans of earlier releases
-        del described["is_weighted"]
+    for absent, is_default in (("is_weighted", not entry.table.is_weighted), ("tiers", entry.table.tiers is None)):
+        if is_default:  # plans of earlier releases do not have it
+            del described[absent]
     return {**described, "module": entry.module}
 
 

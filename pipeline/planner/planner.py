@@ -390,6 +390,13 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
             f"; a cache of {100 * cache_load_factor(option):g} % of its rows serves {100 * problem.costs.hit_rate(option):.0f} % "
             f"of lookups{'' if known else ', assumed even, for no data say how they fall'}"
         )
+    if (tiers := problem.costs.tier_forecast(option)) is not None:
+        known = problem.costs.knows_frequencies(entry.table.name)
+        why += (
+            f"; {tiers.slots:,} of its {entry.table.num_embeddings:,} rows in memory, which serve {100 * tiers.hit_rate:.0f} % of "
+            f"lookups{'' if known else ', assumed even'}, the others on SSD: {tiers.rows_a_step:,.0f} rows a step come and go "
+            f"({show_bytes(tiers.read_bytes)} read)"
+        )
     if option.sharding_type not in sharding_types_exact_for(optimizer) and option.num_shards > 1:
         why += f"; {optimizer} keeps a state per column shard, unlike unsharded"
     if entry.table.note:

@@ -41,6 +41,12 @@ class ShardingError(UserError):
     code = "sharding"
 
 
+class TierError(ShardingError):
+    """Rows of a table that lie on an SSD cannot be read or written, or their slots do not hold a batch."""
+
+    code = "tiers"
+
+
 class TrainingError(UserError):
     """A run cannot go on, or not with this job."""
 

@@ -112,6 +112,8 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(LOOKUP, CPU_TABLES, "prepare_inputs", "self indices offsets per_sample_weights batch_size_per_feature_per_rank "
           "force_cast_input_types prefetch_pipeline vbe_output vbe_output_offsets"),
     _call(LOOKUP, CPU_TABLES, "get_learning_rate", "self"),
+    _call(LOOKUP, CPU_TABLES, "split_embedding_weights", "self"),
+    _call(LOOKUP, CPU_TABLES, "split_optimizer_states", "self"),
     # TorchRec's sharded collection.
     *_names(COLLECTION, f"{SHARDER} {HOST_DISTS}", "_input_dists", "_output_dists"),
     *_names(COLLECTION, f"{SHARDER} {CPU_TABLES} {MANAGED}", "_lookups"),
@@ -120,6 +122,8 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(COLLECTION, f"{ORDER} sharding/torchrec/table_init.py", "_embedding_bag_configs"),
     *_names(COLLECTION, SHARDER, "_env", "_device", "_sharding_types", "_has_uninitialized_input_dist",
             "_free_features_storage_early", "_has_mean_pooling_callback", "_pooling_type_to_rs_features"),
+    *_names(COLLECTION, SHARDER, "_skip_missing_weight_key"),
+    _call(COLLECTION, SHARDER, "_pre_load_state_dict_hook", "self state_dict prefix args"),
     _call(COLLECTION, SHARDER, "_create_input_dist", "self input_feature_names"),
     _call(COLLECTION, SHARDER, "init_data_parallel", "self"),
     _call(COLLECTION, SHARDER, "input_dist", "self ctx features"),
@@ -132,6 +136,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(AWAITABLE, ORDER, "_wait_impl", "self"),
     _call(f"{TORCHREC}.types:Awaitable", f"{COMMS_WAIT} {HOST_DISTS}", "_wait_impl", "self"),
     _call(f"{TORCHREC}.train_pipeline:TrainPipelineSparseDist", SHARDER, "wait_sparse_data_dist", "self context"),
+    *_names(f"{TORCHREC}.train_pipeline:TrainPipelineSparseDist", SHARDER, "_pipelined_modules"),
     *_names(f"{TORCHREC}.train_pipeline:TrainPipelineContext", SHARDER, "input_dist_tensors_requests"),
     *[PrivateName(f"{TORCHREC}.comm_ops", name, (COMMS_WAIT,))  # autograd nodes, by the end of their names
       for name in ("All2All_Pooled_Req", "Variable_Batch_All2All_Pooled_Req", "ReduceScatterBase_Req", "ReduceScatterV_Req")],
@@ -145,7 +150,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(f"{TORCHREC}.sharding.rw_sharding:RwPooledEmbeddingDist", VARIABLE, "_create_output_dist_module", "self sharding_ctx"),
     *_names(f"{TORCHREC}.sharding.rw_sharding:RwSparseFeaturesDist", MANAGED, "_feature_block_sizes_tensor", "_world_size"),
     *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", VARIABLE, "grouped_configs"),
-    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", MANAGED, "_emb_modules"),
+    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{MANAGED} sharding/torchrec/shard_tiers.py", "_emb_modules"),
     # Managed rows: the whole inside of TorchRec's map.
     *_names(MCH, MANAGED, "_input_history_buffer_size", "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_mch_metadata",
             "_current_iter", "_history_accumulator", "_current_history_buffer_offset", "_history_metadata", "_zch_size",
@@ -173,7 +178,8 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(IN_BACKWARD, f"{ESTIMATOR} sharding/torchrec/sharding_checks.py sharding/torchrec/sparse_optimizer.py",
             "_optimizer_classes"),
     # ShardedTensor and torch.distributed.checkpoint.
-    *_names(SHARDED_TENSOR, f"{SYNC} {MANAGED} sharding/torchrec/table_init.py checkpoint/replicas.py checkpoint/tables.py",
+    *_names(SHARDED_TENSOR, f"{SYNC} {MANAGED} sharding/torchrec/table_init.py checkpoint/replicas.py checkpoint/tables.py "
+            f"checkpoint/reshard.py {SHARDER}",
             "Shard", "ShardedTensor"),
     _call(f"{SHARDED_TENSOR}:ShardedTensor", MANAGED, "_init_from_local_shards", "local_shards global_size process_group init_rrefs"),
     _call(f"{SHARDED_TENSOR}:ShardedTensor", SYNC, "_init_from_local_shards_and_global_metadata",
@@ -188,6 +194,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names("torch.serialization", "checkpoint/metadata.py", "_get_layout"),
     *_names("torch._subclasses.fake_tensor", "checkpoint/tensors.py", "FakeTensorMode"),
     *_names("torch", "checkpoint/tensors.py", "_C"),
+    *_names("torch:Tensor", "checkpoint/stored_rows.py", "_make_wrapper_subclass"),
     # TorchRec's planner.
     *_names(f"{TORCHREC}.planner.planners:EmbeddingShardingPlanner", "planner/planner.py", "_best_plan"),
     *_names(ENUMERATOR, ESTIMATOR, "_sharder_map", "_sharder_data_map", "_last_stored_module", "_compute_device"),

@@ -133,10 +133,30 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
         replicated=replicated,
         fast_cpu=job.sharding.fast_cpu,
         initialize=initialize,
+        tier_folder=_tier_folder(job, plain, replicated),
     )
     if context.world_size == 1 and context.device.type == "cpu":
         join_lookups_to_products(model)
     return Assembly(resolved.tables, task, model, record, replicated)
+
+
+def _tier_folder(job: TrainJob, tables: list[Table], replicated: bool) -> str | None:
+    """Where rows of tables with tiers lie; None where there are no such tables. Raises TrainingError."""
+    names = [table.config_name for table in tables if table.tiers is not None]
+    if not names:
+        return None
+    if replicated:
+        raise TrainingError(
+            f"tables.{names[0]}.tiers with parallel.embedding_sync={job.parallel.embedding_sync}: hosts' own tables are averaged "
+            "in memory; use every_step, or leave tiers out"
+        )
+    folder = job.sharding.tier_folder or f"{job.run_dir}/tiers"
+    if not storage.is_local(folder):
+        raise TrainingError(
+            f"tables.{names[0]}.tiers would keep rows in {folder}, which is no local folder; set sharding.tier_folder to one on "
+            "a local SSD"
+        )
+    return folder
 
 
 def _plan_of_run(job: TrainJob) -> str | None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipeline.data.read.batch import Batch
+from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.training.step_optimizer import StepOptimizer
 
 
@@ -22,6 +23,7 @@ class PlainPipeline:
         self._model, self._optimizer = model, optimizer
         self._next: Batch | None = None
         self._is_started = False
+        self._tiered = [each for each in model.modules() if isinstance(each, ShardedTables) and each.tiered_groups]
 
     def progress(self, batches: Iterator[Batch]) -> object:
         """The prediction for the next batch, which the model is then trained on. Raises StopIteration after the last."""
@@ -31,6 +33,9 @@ class PlainPipeline:
         if batch is None:
             raise StopIteration
         self._next = next(batches, None)
+        if self._next is not None:
+            for tables in self._tiered:
+                tables.look_ahead(self._next.sparse_features)  # beside this step
         self._optimizer.zero_grad()
         loss, prediction = self._model(batch)
         loss.backward()

@@ -275,6 +275,7 @@ def describe(summary: TrainSummary) -> str:
 
 def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) -> list[str]:
     from pipeline.training.hooks.throughput import describe_comms_wait
+    from pipeline.training.tier_rates import describe_tiers
 
     lines = [
         f"model       {checkpoint}",
@@ -286,7 +287,7 @@ def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) ->
         lines.append(
             f"speed       {throughput['samples_per_s']:,.0f} samples/s in training, "
             f"{throughput['input_stall_percent']:.1f} % of the time waiting for input, "
-            f"{describe_comms_wait(throughput)}, {throughput['peak_memory_gb']:.2f} GiB a rank"
+            f"{describe_comms_wait(throughput)}, {describe_tiers(throughput).replace('  ', ', ')}{throughput['peak_memory_gb']:.2f} GiB a rank"
         )
     return lines
 

@@ -17,7 +17,7 @@ from pipeline.checkpoint.owners import HEADER_BYTES
 from tests.support.forks import ADDRESS, WarmCommand, server_address
 
 TIMEOUT_S = 1500
-NOT_COMPARED = re.compile(r"time|samples_per_(cpu_)?s|input_stall_percent|comms_percent|peak_memory_gb")
+NOT_COMPARED = re.compile(r"time|samples_per_(cpu_)?s|input_stall_percent|comms_percent|peak_memory_gb|tier_.*")
 SMALL = [
     "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.log_every_steps=10",
     "trainer.evaluate_batch_size=512", "trainer.max_steps=60", "checkpoint.save_every_steps=10",

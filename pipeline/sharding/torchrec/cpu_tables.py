@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,12 @@ from pipeline.config.optimizers import all_optimizers
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.kernel_pool import on_all_threads, thread_pool
+from pipeline.sharding.tiers.settings import TierSettings
+from pipeline.sharding.torchrec.shard_tiers import ShardTiers
 from pipeline.sharding.torchrec.update_rule import UpdateRule
+
+if TYPE_CHECKING:
+    from pipeline.sharding.tiers.tiered_lookup import Pins, TieredLookup
 
 # FBGEMM's optimizer -> its number in our kernels.
 KINDS = {
@@ -47,14 +52,31 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
     the second one, it answers get_optimizer_state, which checkpoints go by, as it does on GPUs.
     """
 
+    tiers: ShardTiers | None = None
+
     def __init__(self, *arguments: Any, optimizer: EmbOptimType = EmbOptimType.EXACT_SGD, **keywords: Any) -> None:
         moments = MOMENTS.get(optimizer)
+        tiers = ShardTiers.of(_tiers, keywords)
+        if tiers is not None:
+            keywords["embedding_specs"] = tiers.slot_specs(keywords["embedding_specs"])
         super().__init__(*arguments, optimizer=optimizer if moments is None else EmbOptimType.EXACT_ADAGRAD, **keywords)
         if moments is not None:
             state = construct_split_state(self.embedding_specs, rowwise=moments, cacheable=False)
             del self.momentum2_host  # a buffer, in whose place comes a parameter
             self._apply_split(state, prefix="momentum2", dtype=torch.float32)
             self.optimizer = optimizer
+        if tiers is not None:
+            tiers.open(super().split_embedding_weights(), super().split_optimizer_states(), feature_begins(self))
+            self.tiers = tiers
+
+    def split_embedding_weights(self) -> list[torch.Tensor]:
+        """Each table's rows: of one in tiers, all that it has, which lie in a store."""
+        weights: list[torch.Tensor] = super().split_embedding_weights()
+        return weights if self.tiers is None else self.tiers.stored_weights(weights)
+
+    def split_optimizer_states(self) -> list[list[torch.Tensor]]:
+        states: list[list[torch.Tensor]] = super().split_optimizer_states()
+        return states if self.tiers is None else self.tiers.stored_states(states)
 
     def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Raises ShardingError for what FBGEMM would have to train: weights of ids that are trained too."""
@@ -72,16 +94,29 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
             self.optimizer = optimizer
 
 
+def feature_begins(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> np.ndarray[Any, Any]:
+    """[T + 1]: where each table's features begin. They are neighbours: FBGEMM checks it."""
+    tables = lookup.feature_table_map
+    begins = [0, *(index for index, (before, table) in enumerate(pairwise(tables), start=1) if table != before)]
+    return np.array([*begins, len(tables)], dtype=np.int64)
+
+
+_tiers: TierSettings | None = None  # of the tables that are being built
+
+
 @contextmanager
-def tables_with_moments(device: torch.device) -> Iterator[None]:
-    """Inside, TorchRec builds TablesWithMoments for tables, where `device` is a CPU."""
+def tables_with_moments(device: torch.device, tiers: TierSettings | None = None) -> Iterator[None]:
+    """Inside, TorchRec builds TablesWithMoments for tables, where `device` is a CPU; those that `tiers` names in tiers."""
+    global _tiers
     if device.type != "cpu":
         yield
         return
+    _tiers = tiers
     batched_embedding_kernel.SplitTableBatchedEmbeddingBagsCodegen = TablesWithMoments
     try:
         yield
     finally:
+        _tiers = None
         batched_embedding_kernel.SplitTableBatchedEmbeddingBagsCodegen = SplitTableBatchedEmbeddingBagsCodegen
 
 
@@ -149,6 +184,8 @@ class FastLookup:
     ) -> None:  # fmt: skip
         self._fbgemm_forward, self._lookup = lookup.forward, lookup
         self._pool, self._update = pool, update
+        tiers = getattr(lookup, "tiers", None)
+        self.tiered: TieredLookup | None = tiers.lookup if tiers is not None else None
         own = [rules[name] for name in lookup.table_names or [] if name in rules]
         self._rule = own[0] if own else _rule_of(lookup)  # of one optimizer, so they differ in l2 and all_rows alone
         self._l2s = np.array([rule.l2 for rule in own] or [0.0] * len(lookup.embedding_specs), dtype=np.float32)
@@ -166,10 +203,7 @@ class FastLookup:
         # to write into; and pooled rows in autocast's type where that is on.
         self.room = 0
         self.follows_autocast = False
-        # Features of one table are neighbours: FBGEMM checks it.
-        tables = lookup.feature_table_map
-        begins = [0, *(index for index, (before, table) in enumerate(pairwise(tables), start=1) if table != before)]
-        self._feature_begins = np.array([*begins, len(tables)], dtype=np.int64)
+        self._feature_begins = feature_begins(lookup)
         self._columns = lookup.D_offsets.numpy().astype(np.int64)
         self._num_rows = lookup.rows_per_table.numpy().astype(np.int64)  # of each feature's table
 
@@ -205,16 +239,35 @@ class FastLookup:
         special = any(argument is not None for argument in (*arguments, *keywords.values()))
         trains_weights = per_sample_weights is not None and per_sample_weights.requires_grad
         by_fbgemm = special or trains_weights
+        bags = Bags(indices, offsets.to(indices.dtype), per_sample_weights)
+        if self.tiered is not None:
+            return self._in_tiers(self.tiered, bags, by_fbgemm)
         if by_fbgemm and len(self._marks) and torch.is_grad_enabled():  # its backward will update them
             self._mark_ids(indices, offsets)
         if by_fbgemm or not torch.is_grad_enabled():
             return self._fbgemm_forward(indices, offsets, per_sample_weights, *arguments, **keywords)
+        return self._trained(bags, None)
+
+    def _trained(self, bags: Bags, pins: Pins | None) -> torch.Tensor:
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         dtype = torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
         lookup = self._lookup
         lookup.step += 1
-        bags = Bags(indices, offsets.to(indices.dtype), per_sample_weights)
-        return _Pooled.apply(lookup.weights_host, *bags, dtype, self)  # type: ignore[no-any-return,no-untyped-call]
+        return _Pooled.apply(lookup.weights_host, *bags, dtype, self, pins)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _in_tiers(self, tiered: TieredLookup, bags: Bags, by_fbgemm: bool) -> torch.Tensor:
+        """Looks slots up in place of rows, which hold them until the batch's backward is over."""
+        training = torch.is_grad_enabled()
+        if by_fbgemm and training:
+            raise ShardingError("tables with tiers do not train the weights of ids; set tables.<name>.tiers=null")
+        slots, pins = tiered.to_slots(bags.indices.numpy(), bags.offsets.numpy(), training)
+        bags = bags._replace(indices=torch.from_numpy(slots))
+        if training:
+            return self._trained(bags, pins)
+        try:
+            return self._fbgemm_forward(*bags)  # type: ignore[no-any-return]
+        finally:
+            pins.release()
 
     def look_up(self, bags: Bags, dtype: torch.dtype) -> tuple[torch.Tensor, Bags]:
         """Pooled rows, and the bags that they are of: FBGEMM's where it had to fix them.
@@ -330,13 +383,16 @@ class _Pooled(torch.autograd.Function):
         factors: torch.Tensor | None,
         dtype: torch.dtype,
         lookup: FastLookup,
+        pins: Pins | None,
     ) -> torch.Tensor:
         pooled, bags = lookup.look_up(Bags(indices, offsets, factors), dtype)
         ctx.save_for_backward(*bags)
-        ctx.lookup = lookup
+        ctx.lookup, ctx.pins = lookup, pins
         return pooled
 
     @staticmethod
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
         ctx.lookup.update(gradients, Bags(*ctx.saved_tensors))
-        return None, None, None, None, None, None
+        if ctx.pins is not None:
+            ctx.pins.release()
+        return None, None, None, None, None, None, None

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import embeddingbag
 from torchrec.distributed.embedding_types import KJTList
@@ -30,15 +31,18 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.process.comms_wait import clock_awaitable, waiting
 from pipeline.sharding.collectives.host_dists import exchange_on_host, skip_id_exchange
 from pipeline.sharding.collectives.host_exchange import HostExchange
+from pipeline.sharding.tiers.settings import TierSettings
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables, tables_with_moments
 from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder
 from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, partition_hashed_ids
-from pipeline.sharding.torchrec.sharding_checks import check_sharding, optimizer_class_of
+from pipeline.sharding.torchrec.shard_tiers import TieredGroup, tiered_groups
+from pipeline.sharding.torchrec.sharding_checks import check_sharding, check_tiers, optimizer_class_of
 from pipeline.sharding.torchrec.sparse_optimizer import tell_fbgemm
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 from pipeline.sharding.torchrec.variable_batches import (
@@ -67,6 +71,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         for index, lookup in enumerate(self._lookups):
             if isinstance(lookup, _InPlaceOfDDP):
                 self._lookups[index] = lookup.module
+        self._groups_of_lookups = [tiered_groups(lookup) for lookup in self._lookups]
         order = FeatureOrder(self) if self.exchange is not None else None
         self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
 
@@ -110,6 +115,42 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             # TorchRec adds 1e-6 to every length, also to the 1 of the tables that are not to be divided.
             ctx.divisor = ctx.divisor.round_().clamp_(min=1)
         return awaitable
+
+    def look_ahead(self, features: KeyedJaggedTensor) -> None:
+        """Begin to bring the rows of a coming batch of this one rank into slots, where tables have tiers."""
+        if not self.tiered_groups:
+            return
+        keys, offsets, values = features.keys(), features.offset_per_key(), features.values()
+        spans = {name: slice(offsets[at], offsets[at + 1]) for at, name in enumerate(keys)}
+        for groups, sharding in zip(self._groups_of_lookups, self._embedding_shardings, strict=True):
+            for group in groups:
+                names = group.names(sharding.feature_names())
+                if all(name in spans for own in names for name in own):
+                    group.lookup.look_ahead([torch.cat([values[spans[name]] for name in own]).numpy() for own in names])
+
+    def look_ahead_on_rank(self, features: KJTList) -> None:
+        """As look_ahead, by what has arrived at this one of several ranks."""
+        for groups, arrived in zip(self._groups_of_lookups, features, strict=True):
+            for group in groups:
+                group.look_ahead(arrived)
+
+    @property
+    def tiered_groups(self) -> list[TieredGroup]:
+        """Of all lookups on this rank."""
+        return [group for groups in self._groups_of_lookups for group in groups]
+
+    @staticmethod
+    def _pre_load_state_dict_hook(self: ShardedTables, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
+        """Stored rows were loaded where they lie: TorchRec would bring them together in memory."""
+        for table in self.module_sharding_plan:
+            key = f"{prefix}embedding_bags.{table}.weight"
+            value = state_dict.get(key)
+            if isinstance(value, ShardedTensor) and any(
+                isinstance(shard.tensor, StoredRows) for shard in value.local_shards()
+            ):
+                del state_dict[key]
+                self._skip_missing_weight_key.append(key)
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
 
     def init_data_parallel(self) -> None:
         """Leave out DDP on one host's CPU ranks, where collectives.averaging does what it would."""
@@ -158,8 +199,24 @@ class ClockedSparseDist(TrainPipelineSparseDist[Any, Any]):
     def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
         with waiting():
             super().wait_sparse_data_dist(context)
-        for request in context.input_dist_tensors_requests.values():
+        for name, request in context.input_dist_tensors_requests.items():
             request.wait = _clocked(request.wait)  # type: ignore[method-assign]
+            tables = self._tiered_tables.get(name)
+            if tables is not None:  # their ids are waited for now, and their rows come in beside this step's backward
+                arrived = request.wait()
+                tables.look_ahead_on_rank(arrived)
+                request.wait = partial(_given, arrived)  # type: ignore[method-assign]
+
+    @cached_property
+    def _tiered_tables(self) -> dict[str, ShardedTables]:
+        """By the name that the pipeline knows a module by."""
+        modules = [module for module in self._pipelined_modules if isinstance(module, ShardedTables)]
+        forwards: list[tuple[Any, ShardedTables]] = [(module.forward, module) for module in modules]
+        return {forward.name: module for forward, module in forwards if module.tiered_groups}
+
+
+def _given(value: Any) -> Any:
+    return value
 
 
 @contextmanager
@@ -215,9 +272,10 @@ class TableSharder(EmbeddingBagCollectionSharder):
         seed: int = 0,
         exchange: HostExchange | None = None,
         fast_cpu: bool = True,
+        tiers: TierSettings | None = None,
     ) -> None:
         super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
-        self._seed, self._exchange, self._fast_cpu = seed, exchange, fast_cpu
+        self._seed, self._exchange, self._fast_cpu, self._tiers = seed, exchange, fast_cpu, tiers
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         # On cpu TorchRec leaves out what needs a reduce-scatter, which gloo has had since torch 2.8.
@@ -238,6 +296,8 @@ class TableSharder(EmbeddingBagCollectionSharder):
         """
         device = device or torch.device("cpu")
         check_sharding(module, params, device, self._fast_cpu)
+        if self._tiers is not None:
+            check_tiers(module, params, device, self._fast_cpu, self._tiers)
         _give_each_parameter_its_own_kwargs(module)
         if device.type != "cpu":
             for name, weight in self.shardable_parameters(module).items():
@@ -248,7 +308,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
             for config in configs
             if config.pooling == PoolingType.MEAN and params[config.name].sharding_type == "grid_shard"
         ]
-        with _pooled_as_sum(grid_means), _not_initialized(configs), tables_with_moments(device):
+        with _pooled_as_sum(grid_means), _not_initialized(configs), tables_with_moments(device, self._tiers):
             sharded = ShardedTables(
                 module=module,
                 table_name_to_parameter_sharding=params,

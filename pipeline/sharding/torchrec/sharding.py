@@ -16,6 +16,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.collectives.averaging import GradientAverage
 from pipeline.sharding.collectives.host_exchange import HostExchange, connect
+from pipeline.sharding.tiers.settings import TierSettings
 from pipeline.sharding.torchrec.embedding_sync import host_environment, plan_for_host
 from pipeline.sharding.torchrec.sharder import ShardedTables, TableSharder
 from pipeline.sharding.torchrec.sharding_checks import (
@@ -48,10 +49,14 @@ def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
 
 
 def make_sharders(
-    comms: CommsConfig, seed: int = 0, exchange: HostExchange | None = None, fast_cpu: bool = True
+    comms: CommsConfig,
+    seed: int = 0,
+    exchange: HostExchange | None = None,
+    fast_cpu: bool = True,
+    tiers: TierSettings | None = None,
 ) -> list[ModuleSharder[nn.Module]]:
     """What a planner enumerates sharding types with, and shard_model shards with."""
-    return [TableSharder(make_codecs(comms), seed, exchange, fast_cpu)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
+    return [TableSharder(make_codecs(comms), seed, exchange, fast_cpu, tiers)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
 
 
 def shard_model(
@@ -65,13 +70,14 @@ def shard_model(
     replicated: bool = False,
     fast_cpu: bool = True,
     initialize: bool = True,
+    tier_folder: str | None = None,
 ) -> DistributedModelParallel:
     """Collective: place tables by `plan`, replicate the dense layers, initialize what is on meta from `seed`.
 
     Every rank passes the same seed; the first weights do not depend on plan or world size. With `tables`, column
     shards under a row-wise optimizer are refused unless the table's config names them. `replicated`: the plan is for the
     ranks of one host, and every host has its tables by it (training.embedding_sync). `fast_cpu`: ShardingConfig says what
-    it turns off. `initialize=False`: tables are as allocated, for initialize_tables or a checkpoint to fill. The
+    it turns off. `tier_folder`: where the rows of `tables` with tiers lie; None: all tables are in memory. `initialize=False`: tables are as allocated, for initialize_tables or a checkpoint to fill. The
     caller's random state is kept.
 
     Raises:
@@ -91,7 +97,7 @@ def shard_model(
             env=environment,
             device=context.device,
             plan=plan_for_host(plan, context) if replicated else plan,
-            sharders=make_sharders(comms, seed, exchange, fast_cpu),
+            sharders=make_sharders(comms, seed, exchange, fast_cpu, _tier_settings(tables or [], tier_folder)),
             init_data_parallel=False,
             init_parameters=False,
             # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
@@ -105,6 +111,11 @@ def shard_model(
         initialize_tables(sharded, seed)
     _log(comms, exchange, fast_cpu)
     return sharded
+
+
+def _tier_settings(tables: list[Table], folder: str | None) -> TierSettings | None:
+    slots = {table.name: table.tiers.slots for table in tables if table.tiers is not None}
+    return TierSettings(slots, folder) if slots and folder is not None else None
 
 
 class _AverageOverRanks(DefaultDataParallelWrapper):

@@ -8,14 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingPlan
-from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from pipeline.config.optimizers import Optimizer, all_optimizers
+from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.table import Table
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, SHARD_WIDTH
 from pipeline.runtime.errors import ShardingError, did_you_mean
 from pipeline.runtime.logs import get_logger
+from pipeline.sharding.tiers.settings import TierSettings
 
 logger = get_logger(__name__)
 
@@ -54,6 +56,48 @@ def check_sharding(
         if device.type == "cpu":
             _check_fused_on_cpu(config.name, weight, config.data_type, fast_cpu)
         _warn_of_row_state(config.name, weight, sharding.sharding_type)
+
+
+def check_tiers(
+    module: EmbeddingBagCollection,
+    params: dict[str, ParameterSharding],
+    device: torch.device,
+    fast_cpu: bool,
+    tiers: TierSettings,
+) -> None:
+    """Raises ShardingError for the first table with tiers that would not train exactly, or not at all."""
+    for config in module.embedding_bag_configs():
+        if config.name in tiers.slots and (problem := _tiers_problem(config, module, params, device, fast_cpu)):
+            raise ShardingError(f"table {config.name!r} has tiers.slots={tiers.slots[config.name]:g}, and {problem}")
+
+
+def _tiers_problem(
+    config: EmbeddingBagConfig,
+    module: EmbeddingBagCollection,
+    params: dict[str, ParameterSharding],
+    device: torch.device,
+    fast_cpu: bool,
+) -> str:
+    """What stands in the way of tiers, and the way out; empty: nothing."""
+    weight = module.embedding_bags[config.name].weight
+    rule, optimizer = getattr(weight, "update_rule", None), optimizer_class_of(weight)
+    if device.type != "cpu":
+        return "tiers are for CPU ranks; on GPUs use sharding.compute_kernels=[fused_uvm_caching]"
+    if not fast_cpu or find_spec("numba") is None:
+        return "tiers need Numba and sharding.fast_cpu=true"
+    if params[config.name].sharding_type == "data_parallel":
+        return "a replicated table lies in memory whole; leave data_parallel out of its sharding.sharding_types"
+    if config.data_type != DataType.FP32:
+        return (
+            f"its data_type is {config.data_type.value.lower()}, whose rounding depends on where a row lies; use fp32"
+        )
+    if isinstance(config.init_fn, Managed):
+        return "managed_collision moves its rows by itself; drop one of the two"
+    if optimizer is not None and (rule is None or rule.kind not in range(5)):
+        return f"{optimizer.__name__} has no CPU kernel; use sgd, adagrad, rowwise_adagrad, adam or adamw"
+    if rule is not None and rule.all_rows:
+        return "optimizer.sparse.update_rows changes every row at every step; set it to touched"
+    return ""
 
 
 def _check_widths(name: str, sharding: ParameterSharding) -> None:

@@ -9,7 +9,7 @@ An init_fn that is none of embeddings.collection's fills blocks of rows of the w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.embeddings.collection import Managed, Normal, RowsOf, Uniform, Zeros
 from pipeline.sharding.kernels.philox import fill_normal, fill_uniform
 
@@ -78,11 +79,33 @@ def _fill(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
     assert initialize is not None
     if isinstance(initialize, (RowsOf, Managed)):
         initialize = initialize.initialize
-    if isinstance(initialize, Zeros):
+    if isinstance(part.values, StoredRows):
+        _begin_stored(part, config, initialize, seed)
+    elif isinstance(initialize, Zeros):
         part.values.zero_()
     elif isinstance(initialize, (Uniform, Normal)):
         _sample(part, config, initialize, _seed(f"{seed}/{config.name}"))
     else:
+        _fill_by_blocks(part, config, seed)
+
+
+def _begin_stored(
+    part: _Part, config: EmbeddingBagConfig, initialize: Callable[[torch.Tensor], torch.Tensor | None], seed: int
+) -> None:
+    """Rows of a store are sampled when they are first asked for; those of an init_fn of other code are written."""
+    from pipeline.sharding.tiers.tiered_lookup import ShardRows
+    from pipeline.sharding.tiers.tiered_table import NORMAL, UNIFORM, FirstWeights
+
+    assert isinstance(part.values, StoredRows) and isinstance(part.values.source, ShardRows)
+    first = FirstWeights()
+    if isinstance(initialize, (Uniform, Normal)):
+        kind, unit = (
+            (UNIFORM, initialize.bound * 2.0**-23) if isinstance(initialize, Uniform) else (NORMAL, initialize.std)
+        )
+        key = _seed(f"{seed}/{config.name}")
+        first = FirstWeights(kind, key, unit, config.embedding_dim, part.row, part.column)
+    part.values.source.begin(first)
+    if not isinstance(initialize, (Uniform, Normal, Zeros)):
         _fill_by_blocks(part, config, seed)
 
 

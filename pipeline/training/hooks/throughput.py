@@ -17,7 +17,9 @@ from pipeline.models.tasks.task import Measure
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.comms_wait import MEASURED_BACKENDS, CommsWait
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.sharding.tiers.stats import TierStats
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
+from pipeline.training.tier_rates import TierClock, describe_tiers, tier_rates
 
 QUALITY = {"ne": "NE", "mse": "MSE", "loss": "loss"}  # the first of these that is measured stands in the log line
 logger = get_logger("pipeline.training")
@@ -54,6 +56,8 @@ class StepLog(Hook):
         self._comms = CommsWait() if parts.context.backend in MEASURED_BACKENDS else None
         self._comms_seconds = 0.0
         self._logged = self._after_first = (0.0, 0.0, 0.0, 0.0)  # seconds: all, input stall, comms, CPU
+        self._tiers = TierClock(parts.model)
+        self._tiers_logged = self._tiers_after_first = TierStats()
         self._open = ExitStack()
 
     def on_train_start(self, state: TrainingState) -> None:
@@ -64,6 +68,8 @@ class StepLog(Hook):
         self._step_seconds, self._waited_before = 0.0, self._waited()
         if self._cpu_started is None:
             self._cpu_started = time.process_time()
+        if self._tiers:
+            self._tiers.start()
         self._started = time.perf_counter()
 
     def on_batch_end(self, state: TrainingState, prediction: Any) -> None:
@@ -78,11 +84,13 @@ class StepLog(Hook):
         self._seconds += self._step_seconds
         self._comms_seconds += self._waited() - self._waited_before
         self._num_steps += 1
+        if self._tiers:
+            self._tiers.stop()
         due = state.is_due(self.job.trainer.log_every_steps)
         if due or state.is_over or self._num_steps == 1 or state.is_evaluation_due(self.job.trainer):
             self._count_cpu()
         if self._num_steps == 1:  # the first step also builds: pipeline stages, DDP buckets, threads
-            self._after_first = self._now()
+            self._after_first, self._tiers_after_first = self._now(), self._tiers.total
         if not state.preempted and (due or state.is_last):
             self._write(state)
 
@@ -102,22 +110,23 @@ class StepLog(Hook):
         """Collective: one line for the steps timed since the last; after a rollback those that it left out included."""
         values = {
             **(self._measure.compute() if self._measure else {}),
-            **self._rates(self._num_steps - self._num_logged, self._logged),
+            **self._rates(self._num_steps - self._num_logged, self._logged, self._tiers_logged),
             "peak_memory_gb": peak_memory_gb(self.parts.context),
             **self._learning_rates(),
             **state.hooks.log_values(state),
         }
         if self.job.trainer.metrics_port is not None:
             state.of_ranks = of_ranks(self.parts.context, self._of_this_rank())
-        self._logged, self._num_logged = self._now(), self._num_steps
+        self._logged, self._num_logged, self._tiers_logged = self._now(), self._num_steps, self._tiers.total
         quality = _quality(values)
         logger.info(
-            "step %d/%d  %s%s samples/s  input stall %.1f %%  %s  %.2f GiB  %.0f s left",
+            "step %d/%d  %s%s samples/s  input stall %.1f %%  %s%s  %.2f GiB  %.0f s left",
             state.step,
             state.total_steps,
             quality,
             f"{values['samples_per_s']:,.0f}",
             values["input_stall_percent"],
+            describe_tiers(values),
             describe_comms_wait(values),
             values["peak_memory_gb"],
             (state.total_steps - state.step) * self._seconds / self._num_steps,
@@ -143,10 +152,12 @@ class StepLog(Hook):
 
     def on_fit_end(self, state: TrainingState) -> None:
         """Collective: rates over all steps but the first."""
-        rates = self._rates(self._num_steps - 1, self._after_first)
+        rates = self._rates(self._num_steps - 1, self._after_first, self._tiers_after_first)
         state.throughput = {**rates, "peak_memory_gb": peak_memory_gb(self.parts.context)}
 
-    def _rates(self, num_steps: int, since: tuple[float, float, float, float]) -> dict[str, float]:
+    def _rates(
+        self, num_steps: int, since: tuple[float, float, float, float], tiers_since: TierStats
+    ) -> dict[str, float]:
         seconds, stall, comms, cpu = (now - then for now, then in zip(self._now(), since, strict=True))
         seconds = max(seconds, 1e-9)
         rates = {
@@ -156,6 +167,8 @@ class StepLog(Hook):
             / max(cpu * self.parts.context.world_size, 1e-9),
             "input_stall_percent": 100 * stall / seconds,
         }
+        if self._tiers:  # of rank 0: where another waits for its SSD, this one waits for it in a collective
+            rates |= tier_rates(self._tiers.total - tiers_since, seconds, num_steps)
         return rates | ({"comms_percent": 100 * comms / seconds} if self._comms else {})
 
     def close(self) -> None:

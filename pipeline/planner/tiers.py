@@ -1,0 +1,84 @@
+"""Predict what a table in tiers takes of memory, and how many of its rows a step reads from the SSD.
+
+A row is taken to keep its slot as under LRU in Che's approximation (Che, Tung and Wang, IEEE JSAC 2002): it is there if it was
+looked up among the last T lookups, and T is as long as the slots hold the rows of so many. CLOCK with counts does a little better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pipeline.config.tables import num_slots
+from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.embeddings.table import Table
+
+# A slot's entries in the map: two to four buckets of 4 bytes, its row, when it was seen, pins, visits, dirty.
+MAP_BYTES_A_SLOT = 38
+BLOCK_BYTES = 4096
+BISECTIONS = 80
+
+
+@dataclass(frozen=True)
+class TierForecast:
+    """Of a whole table in a steady state: lookups served from slots, and distinct rows that a step brings in."""
+
+    slots: int
+    hit_rate: float
+    rows_a_step: float
+
+    @property
+    def read_bytes(self) -> float:
+        """Of a step: a block for each row that comes in, and one for each that leaves, where other rows lie too."""
+        return 2 * BLOCK_BYTES * self.rows_a_step
+
+
+def memory_bytes(table: Table, shard_rows: int, row_bytes: float) -> int:
+    """What the slots of a shard take, with their map and a bit for each row."""
+    assert table.tiers is not None
+    slots = num_slots(table.tiers.slots, shard_rows, table.num_embeddings)
+    return math.ceil(slots * (row_bytes + MAP_BYTES_A_SLOT) + shard_rows / 8)
+
+
+def forecast(table: Table, lookups_a_step: float) -> TierForecast:
+    """`lookups_a_step`: of all ranks together."""
+    assert table.tiers is not None
+    slots = num_slots(table.tiers.slots, table.num_embeddings, table.num_embeddings)
+    parts = _parts(table.frequencies, table.num_embeddings)
+    lasting = _lasting(parts, slots)
+    absent = [math.exp(-share * lasting) for _, share in parts]
+    missed = sum(count * share * away for (count, share), away in zip(parts, absent, strict=True))
+    wanted = [count * -math.expm1(-share * lookups_a_step) for count, share in parts]
+    rows = sum(count * away for count, away in zip(wanted, absent, strict=True))
+    return TierForecast(slots, 1 - missed, rows)
+
+
+def _parts(frequencies: RowFrequencies | None, num_rows: int) -> list[tuple[float, float]]:
+    """(rows, share of the lookups that each of them has); even where nothing is known."""
+    if frequencies is None:
+        return [(num_rows, 1 / num_rows)]
+    points = [*zip(frequencies.rows, frequencies.shares, strict=True)]
+    if points[0][0] > 0:
+        points.insert(0, (0, 0.0))
+    parts = []
+    for (begin, before), (end, after) in pairwise(points):
+        if end > begin:
+            parts.append((float(end - begin), max(0.0, after - before) / (end - begin)))
+    return parts
+
+
+def _lasting(parts: Sequence[tuple[float, float]], slots: int) -> float:
+    """How many lookups ago a row may have been seen and still be there."""
+
+    def held(lasting: float) -> float:
+        return sum(count * -math.expm1(-share * lasting) for count, share in parts)
+
+    low, high = 0.0, 1.0
+    while held(high) < slots and high < 1e18:
+        high *= 2
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if held(middle) < slots else (low, middle)
+    return low

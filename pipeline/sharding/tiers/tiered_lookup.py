@@ -1,0 +1,247 @@
+"""Bring the rows of coming batches into slots ahead of their lookup, and say how long steps waited for them.
+
+A batch's rows are pinned from the moment when it is looked ahead at, or looked up, until its backward has updated them. A thread
+resolves a coming batch while one trains: it chooses victims, reads what is missing, and then writes the victims back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.runtime.errors import TierError
+from pipeline.sharding.tiers.row_store import READ_BYTES, READS, WRITES, WRITTEN_BYTES
+from pipeline.sharding.tiers.stats import TierStats
+from pipeline.sharding.tiers.tiered_table import Admission, FirstWeights, TieredTable
+
+Array = np.ndarray[Any, Any]
+MOST_AHEAD = 2
+
+
+@cache
+def look_ahead_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="tier-look-ahead")
+
+
+class Pins:
+    """The rows of one batch, which keep their slots until release()."""
+
+    def __init__(self, lookup: TieredLookup, slots: list[Array], epoch: int) -> None:
+        self._lookup, self.slots, self.epoch = lookup, slots, epoch
+        self._is_held = True
+
+    def release(self) -> None:
+        """From any thread; a batch whose backward never runs is released when it is dropped."""
+        if self._is_held:
+            self._is_held = False
+            self._lookup.released.append(self)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class TieredLookup:
+    """The tiered tables of one lookup module; `tables[t]` is None where table t is a plain one.
+
+    feature_begins [T + 1]: a table's features are neighbours.
+    """
+
+    def __init__(self, tables: Sequence[TieredTable | None], feature_begins: Array) -> None:
+        self.feature_begins = feature_begins
+        self.positions = [at for at, table in enumerate(tables) if table is not None]  # of the tiered tables among all
+        self.tables = [table for table in tables if table is not None]
+        self.released: deque[Pins] = deque()
+        self._lock = threading.RLock()
+        self._ahead: deque[tuple[list[Array], Future[tuple[Pins, list[Array]]]]] = deque()
+        self._epoch = 0
+        self._stats = TierStats()
+
+    def stats(self) -> TierStats:
+        """Without waiting for the thread, which may be about to count."""
+        stats = TierStats() + self._stats
+        for table in self.tables:
+            counts = table.store.counts.copy()
+            stats.reads += int(counts[READS])
+            stats.read_bytes += int(counts[READ_BYTES])
+            stats.writes += int(counts[WRITES])
+            stats.written_bytes += int(counts[WRITTEN_BYTES])
+        return stats
+
+    def ids_by_table(self, ids: Array, offsets: Array) -> list[Array]:
+        """Of the tiered tables: ids [L], offsets [F * B + 1]."""
+        num_samples = (len(offsets) - 1) // int(self.feature_begins[-1])
+        bounds = offsets[self.feature_begins * num_samples]
+        return [ids[bounds[at] : bounds[at + 1]] for at in self.positions]
+
+    def to_slots(self, ids: Array, offsets: Array, training: bool) -> tuple[Array, Pins]:
+        """A copy of `ids` [L] with the slots of tiered tables' rows, which hold them until the pins are released.
+
+        Raises:
+            TierError: an id that is no row, more rows than slots, or a store that cannot be read or written.
+        """
+        by_table = self.ids_by_table(ids, offsets)
+        began = time.perf_counter()
+        pins, slots = self._looked_ahead_at(by_table) if training else (None, [])
+        if pins is None or _has_gap(slots):
+            pins, slots = self._bring_now(by_table, training, pins)
+        if training:
+            self._stats.stall_seconds += time.perf_counter() - began
+            self._stats.lookups += sum(map(len, by_table))
+            self._stats.rows += sum(map(len, pins.slots))
+            for table, used in zip(self.tables, pins.slots, strict=True):
+                table.mark_dirty(used)
+        result = ids.copy()
+        for part, found in zip(self.ids_by_table(result, offsets), slots, strict=True):
+            part[:] = found
+        return result, pins
+
+    def look_ahead(self, by_table: Sequence[Array]) -> None:
+        """Begin to bring in the rows of a coming batch, by the ids of each tiered table. The batch before may be in flight."""
+        copies = [np.array(ids) for ids in by_table]
+        while len(self._ahead) >= MOST_AHEAD:  # of batches that never came
+            self._ahead.popleft()
+        self._ahead.append((copies, look_ahead_pool().submit(self._bring, copies)))
+
+    def quiet(self) -> AbstractContextManager[bool]:
+        """A context in which no row moves but by the caller."""
+        self._drop_ahead()
+        return self._lock
+
+    def void_pins(self) -> None:
+        """For a caller that empties a table: what batches in flight had pinned is in its slots no longer."""
+        self._epoch += 1
+        for table in self.tables:
+            table.unpin_all()
+
+    def _drop_ahead(self) -> None:
+        """Wait for the thread, and let go of what it has brought. Raises what it raised."""
+        while self._ahead:
+            _, future = self._ahead.popleft()
+            future.result()[0].release()
+
+    def _looked_ahead_at(self, by_table: list[Array]) -> tuple[Pins | None, list[Array]]:
+        """The pins and slots of this very batch, where it was looked ahead at; waits for them. Raises what the thread raised."""
+        if self._ahead:
+            expected, future = self._ahead[0]
+            if all(map(np.array_equal, expected, by_table)):
+                self._ahead.popleft()
+                pins, slots = future.result()
+                if pins.epoch == self._epoch:
+                    return pins, slots
+        return None, []
+
+    def _bring(self, by_table: list[Array]) -> tuple[Pins, list[Array]]:
+        with self._lock:
+            if any(table.check(ids) is not None for table, ids in zip(self.tables, by_table, strict=True)):
+                return Pins(self, [], -1), []  # the lookup says so
+            return self._pin(by_table, training=True)
+
+    def _bring_now(self, by_table: list[Array], training: bool, before: Pins | None) -> tuple[Pins, list[Array]]:
+        """before: what was looked ahead at of the same batch, not all of it."""
+        with self._lock:
+            self._check(by_table)
+            pins, slots = self._pin(by_table, training)
+            if before is not None:
+                before.release()
+            if not _has_gap(slots):
+                return pins, slots
+        self._drop_ahead()  # its rows leave room
+        with self._lock:
+            pins.release()
+            pins, slots = self._pin(by_table, training)
+            if _has_gap(slots):
+                raise self._too_few(by_table, slots)
+            return pins, slots
+
+    def _pin(self, by_table: list[Array], training: bool) -> tuple[Pins, list[Array]]:
+        """Pins, and each table's slots by id; -1 where batches in flight need all."""
+        self._unpin_released()
+        pins, all_slots, wanted = Pins(self, [], self._epoch), [], []
+        for table, ids in zip(self.tables, by_table, strict=True):
+            slots = np.empty(len(ids), np.int64)
+            pinned, missing = table.pin(ids, slots)
+            pins.slots.append(pinned)
+            all_slots.append(slots)
+            wanted.append(missing)
+        for at, admission in enumerate(self._admit(wanted) if any(map(len, wanted)) else []):
+            if not len(wanted[at]):
+                continue
+            pins.slots[at] = np.concatenate([pins.slots[at], admission.slots])
+            missed = np.count_nonzero(all_slots[at] < 0)
+            self.tables[at].fill_in(by_table[at], all_slots[at])
+            if training:
+                self._stats.missed_lookups += int(missed - np.count_nonzero(all_slots[at] < 0))
+                self._stats.missed_rows += len(admission.rows)
+        return pins, all_slots
+
+    def _admit(self, wanted: list[Array]) -> list[Admission]:
+        """Reads come first, for a step may wait for them; writes go on when this returns."""
+        for table in self.tables:
+            table.finish_write_back()
+        admissions = [table.admit(rows) for table, rows in zip(self.tables, wanted, strict=True)]
+        loads = [table.begin_fill(each) for table, each in zip(self.tables, admissions, strict=True)]
+        for table, futures in zip(self.tables, loads, strict=True):
+            table.store.finish(futures)
+        for table, admission in zip(self.tables, admissions, strict=True):
+            table.begin_write_back(admission)
+        return admissions
+
+    def _unpin_released(self) -> None:
+        while self.released:
+            pins = self.released.popleft()
+            if pins.epoch == self._epoch:
+                for table, slots in zip(self.tables, pins.slots, strict=True):
+                    table.unpin(slots)
+
+    def _check(self, by_table: list[Array]) -> None:
+        for table, ids in zip(self.tables, by_table, strict=True):
+            if (bad := table.check(ids)) is not None:
+                raise TierError(
+                    f"id {bad} of table {table.name!r} is out of range: this rank has rows 0..{table.num_rows - 1} of it; check "
+                    "the data with `inspect`"
+                )
+
+    def _too_few(self, by_table: list[Array], slots: list[Array]) -> TierError:
+        table, ids = next(
+            (table, ids) for table, ids, found in zip(self.tables, by_table, slots, strict=True) if _has_gap([found])
+        )
+        return TierError(
+            f"table {table.name!r} has {table.num_slots:,} slots here, and the batches in flight need more at once: one has "
+            f"{len(np.unique(ids)):,} distinct rows; raise tables.{table.name}.tiers.slots, or lower trainer.global_batch_size"
+        )
+
+
+class ShardRows:
+    """The RowSource of a table's shard, which takes turns with the thread that looks ahead."""
+
+    def __init__(self, lookup: TieredLookup, table: TieredTable) -> None:
+        self._lookup, self.table = lookup, table
+
+    def read_rows(self, column: int, first: int, count: int) -> torch.Tensor:
+        with self._lookup.quiet():
+            return self.table.read_rows(column, first, count)
+
+    def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
+        with self._lookup.quiet():
+            self._lookup.void_pins()
+            self.table.write_rows(column, rows, values)
+
+    def begin(self, first_weights: FirstWeights) -> None:
+        """Forget all that was trained or loaded; rows begin by `first_weights`."""
+        with self._lookup.quiet():
+            self._lookup.void_pins()
+            self.table.first_weights = first_weights
+            self.table.forget()
+
+
+def _has_gap(slots: Sequence[Array]) -> bool:
+    return any(len(found) > 0 and found.min() < 0 for found in slots)

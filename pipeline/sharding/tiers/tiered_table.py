@@ -1,0 +1,231 @@
+"""A table's shard whose rows lie in slots while batches need them, and in a row store else.
+
+Slots are a plain table: kernels and FBGEMM look up and update them. A row that was never looked up is nowhere: its first weights
+depend on the seed and its number alone, and are sampled when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.sharding.kernels import record_kernels, slot_map_kernels
+from pipeline.sharding.tiers.row_store import RowStore
+
+Array = np.ndarray[Any, Any]
+NORMAL, UNIFORM = "normal", "uniform"
+LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class FirstWeights:
+    """What table_init would fill a shard with that begins at (row, column) of a table with `width` columns; "": zeros."""
+
+    kind: str = ""
+    key: int = 0
+    unit: float = 0.0  # as philox.py's: the std of normal numbers, 2^-23 of the bound of uniform ones
+    width: int = 0
+    row: int = 0
+    column: int = 0
+
+    def sample(self, rows: Array, slots: Array, weights: Array) -> None:
+        """weights[slots] are filled with those of the shard's `rows`."""
+        if not self.kind:
+            weights[slots] = 0
+            return
+        record_kernels.sample(
+            rows, slots, self.row, self.column, self.width, np.uint64(self.key & LOW), np.uint64(self.key >> 32),
+            self.kind == NORMAL, np.float32(self.unit), weights,
+        )  # fmt: skip
+
+
+@dataclass
+class Admission:
+    """Rows that come into slots: `rows` ascending, and `victims`, whose records are yet to be written."""
+
+    rows: Array
+    slots: Array
+    victims: Array
+    records: Array
+    num_wanted: int
+
+
+class TieredTable:
+    """`columns` are the slots' weights and two states, [slots, numbers a row]; a state that is missing is 0 wide.
+
+    vectors: which columns a checkpoint holds as [rows, width]; the others have one number a row, [rows]. Not for several
+    threads at once: TieredLookup takes turns.
+    """
+
+    def __init__(self, name: str, columns: Sequence[Array], vectors: Sequence[bool], store: RowStore) -> None:
+        self.name, self.columns, self.store = name, list(columns), store
+        self._vectors = list(vectors)
+        self.num_rows, self.num_slots = store.num_rows, len(columns[0])
+        self.first_weights = FirstWeights()
+        num_buckets = 1 << max(4, (2 * self.num_slots - 1).bit_length())
+        self._buckets = np.full(num_buckets, -1, np.int32)
+        self._row_of = np.full(self.num_slots, -1, np.int64)
+        self._visits, self._dirty = np.zeros(self.num_slots, np.uint8), np.zeros(self.num_slots, np.uint8)
+        self._pins = np.zeros(self.num_slots, np.int32)
+        self._seen = np.zeros(self.num_slots, np.int64)
+        self._hand = np.zeros(1, np.int64)
+        self._calls = itertools.count(1)
+        self._is_empty = True
+        self._writing: tuple[Array, list[Future[Array]]] | None = None
+
+    def check(self, ids: Array) -> int | None:
+        """The first id that is no row; None: all are."""
+        position = slot_map_kernels.out_of_range(ids, self.num_rows)
+        return None if position < 0 else int(ids[position])
+
+    def pin(self, ids: Array, slots: Array) -> tuple[Array, Array]:
+        """Fill slots [n], -1 for a row that has none. Returns the distinct slots, now pinned, and the distinct missing rows."""
+        pinned, missing = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
+        num_pinned, num_missing = slot_map_kernels.resolve(
+            ids, self._buckets, self._row_of, self._visits, self._pins, self._seen, next(self._calls), slots, pinned, missing,
+        )  # fmt: skip
+        return pinned[:num_pinned].copy(), np.unique(missing[:num_missing])
+
+    def unpin(self, slots: Array) -> None:
+        """Distinct ones."""
+        self._pins[slots] -= 1
+
+    def unpin_all(self) -> None:
+        self._pins[:] = 0
+
+    def admit(self, rows: Array) -> Admission:
+        """Give missing rows pinned slots, as far as there are any that no batch in flight needs; begin_fill comes next."""
+        slots, victims, victim_slots = (np.empty(len(rows), np.int64) for _ in range(3))
+        num_rows, num_victims = slot_map_kernels.admit(
+            rows,
+            self._buckets,
+            self._row_of,
+            self._visits,
+            self._pins,
+            self._dirty,
+            self._hand,
+            slots,
+            victims,
+            victim_slots,
+        )
+        self._is_empty = False
+        order = np.argsort(victims[:num_victims])
+        weights, states, squares = self.columns
+        records = np.empty((num_victims, self.store.record), np.float32)
+        record_kernels.gather(victim_slots[:num_victims][order], weights, states, squares, records)
+        return Admission(rows[:num_rows], slots[:num_rows], victims[:num_victims][order], records, len(rows))
+
+    def begin_fill(self, admission: Admission) -> list[Future[Array]]:
+        """Fill the admitted slots: from the store, which the futures are of, or as rows begin. Earlier writes are over."""
+        rows, slots = admission.rows, admission.slots
+        written = self.store.are_written(rows)
+        futures = self.store.begin_load(rows[written], slots[written], self.columns) if written.any() else []
+        if not written.all():
+            fresh = slots[~written]
+            self.first_weights.sample(rows[~written], fresh, self.columns[0])
+            for state in self.columns[1:]:
+                state[fresh] = 0
+        return futures
+
+    def begin_write_back(self, admission: Admission) -> None:
+        if len(admission.victims):
+            assert self._writing is None
+            self._writing = admission.victims, self.store.begin_store(admission.victims, admission.records)
+
+    def finish_write_back(self) -> None:
+        """Raises TierError where it failed."""
+        if self._writing is not None:
+            (rows, futures), self._writing = self._writing, None
+            self.store.finish(futures)
+            self.store.mark_written(rows)
+
+    def fill_in(self, ids: Array, slots: Array) -> None:
+        """The slots of rows that were admitted since pin()."""
+        slot_map_kernels.fill_in(ids, self._buckets, self._row_of, slots)
+
+    def mark_dirty(self, slots: Array) -> None:
+        self._dirty[slots] = 1
+
+    def forget(self) -> None:
+        """All that was trained or loaded."""
+        self._clear()
+        self.store.forget()
+
+    def flush(self) -> None:
+        """Write what has changed, and empty the slots."""
+        self.finish_write_back()
+        if self._is_empty:
+            return
+        slots = np.flatnonzero((self._row_of >= 0) & (self._dirty != 0))
+        slots = slots[np.argsort(self._row_of[slots])]
+        weights, states, squares = self.columns
+        for begin in range(0, len(slots), 1 << 14):
+            part = slots[begin : begin + (1 << 14)]
+            records = np.empty((len(part), self.store.record), np.float32)
+            record_kernels.gather(part, weights, states, squares, records)
+            self._store_now(self._row_of[part], records)
+        self._clear()
+
+    def read_rows(self, column: int, first: int, count: int) -> torch.Tensor:
+        """As RowSource says. The slots keep what they have."""
+        self.finish_write_back()
+        values, written = self.store.read_column(column, first, count)
+        rows = np.flatnonzero(~written)
+        if column == 0:
+            self.first_weights.sample(first + rows, rows, values)
+        else:
+            values[rows] = 0
+        slots = np.empty(count, np.int64)
+        slot_map_kernels.find_rows(first, self._buckets, self._row_of, slots)
+        here = np.flatnonzero(slots >= 0)
+        values[here] = self.columns[column][slots[here]]
+        return torch.from_numpy(values if self._vectors[column] else values[:, 0])
+
+    def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """As RowSource says."""
+        self.flush()
+        begin = sum(each.shape[1] for each in self.columns[:column])
+        width = self.columns[column].shape[1]
+        at_once = max(1, (4 << 20) // (4 * self.store.record))
+        numbers, new = rows.numpy().astype(np.int64), values.detach().float().reshape(len(rows), width).numpy()
+        for first in range(0, len(numbers), at_once):
+            part = numbers[first : first + at_once]
+            records = self._records(part, with_weights=column > 0)
+            records[:, begin : begin + width] = new[first : first + at_once]
+            self._store_now(part, records)
+
+    def _records(self, rows: Array, with_weights: bool) -> Array:
+        """[n, numbers] of rows, none of which is in a slot; weights that were never written only where they are asked for."""
+        records = np.zeros((len(rows), self.store.record), np.float32)
+        written = self.store.are_written(rows)
+        widths = [each.shape[1] for each in self.columns]
+        dim = widths[0]
+        columns = [records[:, :dim], records[:, dim : dim + widths[1]], records[:, dim + widths[1] :]]
+        loaded = np.flatnonzero(written)
+        buffers = [np.empty((len(loaded), width), np.float32) for width in widths]
+        self.store.finish(self.store.begin_load(rows[loaded], np.arange(len(loaded)), buffers))
+        for column, buffer in zip(columns, buffers, strict=True):
+            column[loaded] = buffer
+        if with_weights and not written.all():
+            weights = np.empty((len(rows), dim), np.float32)
+            fresh = np.flatnonzero(~written)
+            self.first_weights.sample(rows[fresh], fresh, weights)
+            columns[0][fresh] = weights[fresh]
+        return records
+
+    def _store_now(self, rows: Array, records: Array) -> None:
+        self.store.finish(self.store.begin_store(rows, records))
+        self.store.mark_written(rows)
+
+    def _clear(self) -> None:
+        self._buckets[:] = -1
+        self._row_of[:] = -1
+        for each in (self._visits, self._dirty, self._pins):
+            each[:] = 0
+        self._is_empty = True

@@ -1,0 +1,123 @@
+"""Let FBGEMM's module hold the slots of tables in tiers, and TorchRec see all of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from pipeline.checkpoint.stored_rows import StoredRows
+from pipeline.config.tables import num_slots
+from pipeline.sharding.tiers.settings import TierSettings
+
+if TYPE_CHECKING:
+    from pipeline.sharding.tiers.tiered_lookup import ShardRows, TieredLookup
+
+Specs = Sequence[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    name: str
+    num_rows: int
+    num_slots: int
+
+
+class ShardTiers:
+    """The shards of one FBGEMM module; None stands for those that are not in tiers."""
+
+    lookup: TieredLookup
+
+    def __init__(self, settings: TierSettings, shards: list[_Shard | None]) -> None:
+        self._settings, self._shards = settings, shards
+        self._sources: list[ShardRows | None] = []
+
+    @classmethod
+    def of(cls, settings: TierSettings | None, keywords: Mapping[str, Any]) -> ShardTiers | None:
+        """By what TorchRec builds the module with; None where no table of it is in tiers."""
+        names = keywords.get("table_names") or []
+        if settings is None or not any(name in settings.slots for name in names):
+            return None
+        whole_rows = [info[0] for info in keywords["embedding_shard_info"]]
+        shards = []
+        for name, spec, rows in zip(names, keywords["embedding_specs"], whole_rows, strict=True):
+            slots = num_slots(settings.slots[name], spec[0], rows) if name in settings.slots else 0
+            shards.append(_Shard(name, spec[0], slots) if slots and spec[0] else None)
+        return cls(settings, shards)
+
+    def slot_specs(self, specs: Specs) -> list[tuple[Any, ...]]:
+        """FBGEMM's table is one of slots."""
+        return [
+            (shard.num_slots, *spec[1:]) if shard else tuple(spec)
+            for shard, spec in zip(self._shards, specs, strict=True)
+        ]
+
+    def open(self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]], begins: Any) -> None:
+        """Open the stores. weights[t] and states[t] are the slots'."""
+        from pipeline.sharding.tiers.row_store import RowStore
+        from pipeline.sharding.tiers.tiered_lookup import ShardRows, TieredLookup
+        from pipeline.sharding.tiers.tiered_table import TieredTable
+
+        settings = self._settings
+        tables: list[TieredTable | None] = []
+        for index, (shard, weight) in enumerate(zip(self._shards, weights, strict=True)):
+            if shard is None:
+                tables.append(None)
+                continue
+            own = [weight, *(states[index] if index < len(states) else [])]
+            own = [column.detach() for column in own]
+            columns = [column.numpy().reshape(shard.num_slots, -1) for column in own]
+            columns += [np.empty((shard.num_slots, 0), np.float32)] * (3 - len(columns))
+            widths = [column.shape[1] for column in columns]
+            store = RowStore(settings.folder, shard.name, shard.num_rows, widths, settings.io_threads)
+            tables.append(TieredTable(shard.name, columns, [column.dim() > 1 for column in own], store))
+        self.lookup = TieredLookup(tables, begins)
+        self._sources = [ShardRows(self.lookup, table) if table is not None else None for table in tables]
+
+    def stored_weights(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self._stored(index, 0, weight) for index, weight in enumerate(weights)]
+
+    def stored_states(self, states: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        return [
+            [self._stored(index, column, state) for column, state in enumerate(own, start=1)]
+            for index, own in enumerate(states)
+        ]
+
+    def _stored(self, index: int, column: int, slots: torch.Tensor) -> torch.Tensor:
+        shard, source = self._shards[index], self._sources[index]
+        if shard is None or source is None:
+            return slots
+        return StoredRows(source, column, 0, torch.Size([shard.num_rows, *slots.shape[1:]]))
+
+
+@dataclass(frozen=True)
+class TieredGroup:
+    """The tiered tables of one FBGEMM module in a lookup; features: of each of them, positions among the lookup's."""
+
+    lookup: TieredLookup
+    features: list[range]
+
+    def look_ahead(self, features: KeyedJaggedTensor) -> None:
+        """Begin to bring in the rows of ids that have arrived for the whole lookup."""
+        values, offsets = features.values().numpy(), features.offset_per_key()
+        self.lookup.look_ahead([values[offsets[own.start] : offsets[own.stop]] for own in self.features])
+
+    def names(self, features: Sequence[str]) -> list[list[str]]:
+        return [[features[position] for position in own] for own in self.features]
+
+
+def tiered_groups(lookup: Any) -> list[TieredGroup]:
+    """Of one of TorchRec's grouped lookups."""
+    groups, first = [], 0
+    for kernel in getattr(lookup, "_emb_modules", []):
+        tiers: ShardTiers | None = getattr(kernel.emb_module, "tiers", None)
+        if tiers is not None:
+            bounds = first + tiers.lookup.feature_begins
+            spans = [range(int(bounds[at]), int(bounds[at + 1])) for at in tiers.lookup.positions]
+            groups.append(TieredGroup(tiers.lookup, spans))
+        first += kernel.config.num_features()
+    return groups

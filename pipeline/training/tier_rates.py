@@ -1,0 +1,52 @@
+"""Say how long steps waited for rows of an SSD, how many rows had a slot, and what was read and written."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pipeline.sharding.tiers.stats import TierStats
+from pipeline.sharding.torchrec.sharder import ShardedTables
+
+
+class TierClock:
+    """Counts between start() and stop(), on this rank; False where no table has tiers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = [module for module in model.modules() if isinstance(module, ShardedTables)]
+        self._lookups = [group.lookup for each in tables for group in each.tiered_groups]
+        self.total = TierStats()
+        self._began = TierStats()
+
+    def __bool__(self) -> bool:
+        return bool(self._lookups)
+
+    def start(self) -> None:
+        self._began = self._now()
+
+    def stop(self) -> None:
+        self.total += self._now() - self._began
+
+    def _now(self) -> TierStats:
+        return sum((lookup.stats() for lookup in self._lookups), TierStats())
+
+
+def tier_rates(stats: TierStats, seconds: float, num_steps: int) -> dict[str, float]:
+    """Percent of the time, of ids looked up and of a batch's distinct rows; MB a step."""
+    steps = max(num_steps, 1)
+    return {
+        "tier_stall_percent": 100 * stats.stall_seconds / seconds,
+        "tier_hit_percent": 100 * (1 - stats.missed_lookups / max(stats.lookups, 1)),
+        "tier_row_hit_percent": 100 * (1 - stats.missed_rows / max(stats.rows, 1)),
+        "tier_read_mb_per_step": stats.read_bytes / 1e6 / steps,
+        "tier_written_mb_per_step": stats.written_bytes / 1e6 / steps,
+    }
+
+
+def describe_tiers(rates: dict[str, float]) -> str:
+    """Empty where no table has tiers."""
+    if "tier_stall_percent" not in rates:
+        return ""
+    return (
+        f"tier stall {rates['tier_stall_percent']:.1f} %  hits {rates['tier_hit_percent']:.1f} %  SSD "
+        f"{rates['tier_read_mb_per_step']:.1f} + {rates['tier_written_mb_per_step']:.1f} MB a step  "
+    )
