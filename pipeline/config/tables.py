@@ -68,9 +68,9 @@ class ConstraintConfig:
             check_choice("sharding.sharding_types", value, SHARDING_TYPES)
         if NOT_IN_FBGEMM in self.compute_kernels:
             raise ConfigError(
-                f"sharding.compute_kernels={self.compute_kernels}: open-source FBGEMM has no {NOT_IN_FBGEMM} kernel, so no "
-                "table can train on SSD (github.com/pytorch/FBGEMM/issues/5666). Use fused_uvm_caching, which keeps a table "
-                "in host memory and its hot rows on the GPU, train on more ranks, or give the table a compression"
+                f"sharding.compute_kernels={self.compute_kernels}: open-source FBGEMM has no {NOT_IN_FBGEMM} kernel "
+                "(github.com/pytorch/FBGEMM/issues/5666). On CPU set tables.<name>.tiers, which keeps rows on an SSD; on GPUs use "
+                "fused_uvm_caching, which keeps a table in host memory and its hot rows on the GPU, or give it a compression"
             )
         for value in self.compute_kernels:
             check_choice("sharding.compute_kernels", value, COMPUTE_KERNELS)
@@ -81,11 +81,11 @@ class ConstraintConfig:
 class TiersConfig:
     """Keep some of a table's rows in memory and all that were trained on a local SSD (sharding.tier_folder).
 
-    slots: at most 1, the share of the rows that memory holds; above 1, how many. A table of fewer than min_rows rows stays in
-    memory whole.
+    slots: below 1, the share of the rows that memory holds; above 1, how many; 1: all, as without tiers. A table of fewer than
+    min_rows rows stays in memory whole.
     """
 
-    slots: float = 0.2
+    slots: float = 1.0
     min_rows: int = 100_000
 
     def __post_init__(self) -> None:

@@ -55,9 +55,11 @@ def leaves(table: Table) -> list[Table]:
 def _in_memory_or_tiers(table: Table) -> Table:
     """Small tables, and hot rows that every rank is to have, are in memory whole whatever the compressed table's tiers say."""
     is_replicated = table.sharding.sharding_types == ["data_parallel"]
-    if table.tiers is None or (table.num_embeddings >= table.tiers.min_rows and not is_replicated):
+    if table.tiers is None:
         return table
-    return replace(table, tiers=None)
+    slots = table.tiers.slots
+    fits = slots == 1 or slots >= table.num_embeddings or table.num_embeddings < table.tiers.min_rows
+    return replace(table, tiers=None) if fits or is_replicated else table
 
 
 def num_numbers(table: Table) -> int:

@@ -99,6 +99,13 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def _has_tiers(model: nn.Module) -> bool:
+    """Whether a copy of the tables in memory would be larger than what tiers leave of them."""
+    from pipeline.sharding.torchrec.sharder import ShardedTables
+
+    return any(module.has_tiers for module in model.modules() if isinstance(module, ShardedTables))
+
+
 def open_checkpoints(
     job: TrainJob,
     model: nn.Module,
@@ -126,7 +133,7 @@ def open_checkpoints(
         keep_last_n=job.checkpoint.keep_last_n,
         keep_best_n=job.checkpoint.num_best,
         best_metric=job.best_metric,
-        asynchronous=job.checkpoint.asynchronous,
+        asynchronous=job.checkpoint.asynchronous and not _has_tiers(model),
         staging=f"{job.run_dir}/staging",
         average_row_state=job.checkpoint.row_state_across_columns == "average",
         about=about,

@@ -18,7 +18,7 @@ from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.registry import components
 from pipeline.config.sequences import HistoriesConfig, SequenceConfig
 from pipeline.config.sweep import KnobConfig
-from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig
+from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig, TiersConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.tables import LAST_RESORT
 
@@ -53,6 +53,7 @@ OPTIONAL: list[tuple[type, str, tuple[str, ...]]] = [
     (BucketsConfig, "data/open_bandit_buckets", ("buckets", "user-item_affinity_*")),
     (TableConfig, "tables/all_settings", ("default",)),
     (CompressionConfig, "tables/all_settings", ("default", "compression")),
+    (TiersConfig, "tables/all_settings", ("default", "tiers")),
     (KnobConfig, "sweep/lr_dim", ("params", "optimizer.sparse.lr")),
 ]
 

@@ -241,7 +241,7 @@ class FastLookup:
         by_fbgemm = special or trains_weights
         bags = Bags(indices, offsets.to(indices.dtype), per_sample_weights)
         if self.tiered is not None:
-            return self._in_tiers(self.tiered, bags, by_fbgemm)
+            return self._in_tiers(self.tiered, bags, special or (trains_weights and torch.is_grad_enabled()))
         if by_fbgemm and len(self._marks) and torch.is_grad_enabled():  # its backward will update them
             self._mark_ids(indices, offsets)
         if by_fbgemm or not torch.is_grad_enabled():
@@ -257,9 +257,9 @@ class FastLookup:
 
     def _in_tiers(self, tiered: TieredLookup, bags: Bags, by_fbgemm: bool) -> torch.Tensor:
         """Looks slots up in place of rows, which hold them until the batch's backward is over."""
+        if by_fbgemm:
+            raise ShardingError("tables with tiers do not train the weights of ids; leave tables.*.tiers out")
         training = torch.is_grad_enabled()
-        if by_fbgemm and training:
-            raise ShardingError("tables with tiers do not train the weights of ids; set tables.<name>.tiers=null")
         slots, pins = tiered.to_slots(bags.indices.numpy(), bags.offsets.numpy(), training)
         bags = bags._replace(indices=torch.from_numpy(slots))
         if training:

@@ -63,6 +63,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     tables_without_optimizer: list[str]
     update_rules: dict[str, UpdateRule]  # by table
     managed: ManagedTables
+    has_tiers: bool = False  # of any table, on whatever rank its rows are
     whole_lookup: FastLookup | None = None  # of all tables, where one rank has them in one block
 
     def __init__(self, *, exchange: HostExchange | None = None, fast_cpu: bool = True, **arguments: Any) -> None:
@@ -326,6 +327,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
         ]
         weights = self.shardable_parameters(module).items()
         sharded.update_rules = {name: weight.update_rule for name, weight in weights if hasattr(weight, "update_rule")}
+        sharded.has_tiers = self._tiers is not None and any(config.name in self._tiers.slots for config in configs)
         sharded.managed = add_managed_tables(sharded, configs, env, self._seed)
         if device.type == "cpu":
             divide_weights_of_means(sharded._lookups)
