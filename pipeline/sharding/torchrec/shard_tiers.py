@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.checkpoint.stored_rows import StoredRows
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from pipeline.sharding.tiers.tiered_lookup import ShardRows, TieredLookup
 
 Specs = Sequence[tuple[Any, ...]]
+Begins = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class ShardTiers:
             for shard, spec in zip(self._shards, specs, strict=True)
         ]
 
-    def open(self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]], begins: Any) -> None:
+    def open(self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]], begins: Begins) -> None:
         """Open the stores. weights[t] and states[t] are the slots'."""
         from pipeline.sharding.tiers.row_store import RowStore
         from pipeline.sharding.tiers.tiered_lookup import ShardRows, TieredLookup
@@ -110,10 +113,11 @@ class TieredGroup:
         return [[features[position] for position in own] for own in self.features]
 
 
-def tiered_groups(lookup: Any) -> list[TieredGroup]:
+def tiered_groups(lookup: nn.Module) -> list[TieredGroup]:
     """Of one of TorchRec's grouped lookups."""
     groups, first = [], 0
-    for kernel in getattr(lookup, "_emb_modules", []):
+    kernels: Any = getattr(lookup, "_emb_modules", [])
+    for kernel in kernels:
         tiers: ShardTiers | None = getattr(kernel.emb_module, "tiers", None)
         if tiers is not None:
             bounds = first + tiers.lookup.feature_begins
