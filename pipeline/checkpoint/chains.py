@@ -17,10 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from pipeline.checkpoint.changes import Rows
 from pipeline.checkpoint.links import LinkChanges, is_change
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.steps import base_of, is_link, read_manifest, step_name, step_path
@@ -95,6 +97,23 @@ def open_reader(path: str, manifest: Manifest | None = None) -> TensorsOnlyReade
 def open_tensors(path: str, manifest: Manifest | None = None) -> StepTensors:
     """Raises DamagedError as chain_of, CheckpointError as StepTensors."""
     return StepTensors(path, open_reader(path, manifest))
+
+
+def rows_changed_since(path: str, manifest: Manifest, save_id: str) -> dict[str, Rows] | None:
+    """Rows of each table's weights, by their key, that the step at `path` may have other than the one that `save_id` wrote.
+
+    None where the step does not build on that one: any row may differ. Raises DamagedError as chain_of.
+    """
+    chain = chain_of(path, manifest)
+    before = [number for number, (_, one) in enumerate(chain) if save_id and one.get("save_id") == save_id]
+    if not before:
+        return None
+    found: dict[str, list[Rows]] = {}
+    for where, one in chain[before[0] + 1 :]:
+        changes = LinkChanges(StepTensors(where, TensorsOnlyReader(where, one)))
+        for key in changes.keys:
+            found.setdefault(key, []).extend(rows for rows, _ in changes.changed_rows(key))
+    return {key: np.unique(np.concatenate(rows)) for key, rows in found.items()}
 
 
 class _ChainFiles(FileSystem):

@@ -10,6 +10,7 @@ from pipeline.config.labels import LABEL_METRICS
 from pipeline.config.model import ModelConfig
 from pipeline.config.paths import PathsConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.config.publish import DeltaGateConfig
 from pipeline.config.registry import find
 from pipeline.config.retraining import (
     REGISTRY_COMMANDS,
@@ -679,12 +680,45 @@ class ServeJob(Job):
         check_at_least("threads", self.threads, 1, allow_none=True)
 
 
+@dataclass
+class PublishJob(Job):
+    """A delta of `artifact`: what has changed since in the newest step of the run that it was exported from.
+
+    follow: go on, and publish every new step. pin: publish nothing, and let servers go to this delta and stay there; unpin
+    lets them follow the newest again.
+    """
+
+    artifact: str = "???"
+    run: str | None = None  # None: the run that the artifact names
+    step: int | None = None  # None: the newest
+    follow: bool = False
+    every_s: float = 10.0  # between two looks for a new step, where it follows
+    pin: int | None = None
+    unpin: bool = False
+    delta_gate: DeltaGateConfig = field(default_factory=DeltaGateConfig)
+    data_path: str | None = None  # None: the data set that the run was trained on
+    sign_key: str | None = None  # a private Ed25519 key as PEM: deltas are signed with it
+    require_signature: str | None = None  # a public one: only an artifact and steps that it vouches for are taken
+
+    def __post_init__(self) -> None:
+        check_given("artifact", self.artifact)
+        check_at_least("step", self.step, 0, allow_none=True)
+        check_at_least("every_s", self.every_s, 0.1)
+        check_at_least("pin", self.pin, 0, allow_none=True)
+        if self.follow and self.step is not None:
+            raise ConfigError(
+                f"follow=true publishes every new step, and step={self.step} names one: leave one of them out"
+            )
+        if self.pin is not None and (self.unpin or self.follow):
+            raise ConfigError(f"pin={self.pin} publishes nothing: leave unpin and follow out")
+
+
 # Job -> conf/<name>.yaml, and the verb.
 CONFIG_NAMES: dict[type, str] = {
     GenerateJob: "generate", PrepareJob: "prepare", PlanJob: "plan", TrainJob: "train", EvaluateJob: "evaluate",
     CheckpointsJob: "checkpoints", ExportJob: "export",
     RetrainJob: "retrain", RegistryJob: "registry",
     PredictJob: "predict", ServeJob: "serve", RunsJob: "runs",
-    ReportJob: "report", SweepJob: "sweep",
+    ReportJob: "report", SweepJob: "sweep", PublishJob: "publish",
     InspectJob: "inspect", InitJob: "init", CheckNodesJob: "check_nodes",
 }  # fmt: skip

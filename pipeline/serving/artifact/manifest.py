@@ -18,9 +18,11 @@
 
 from __future__ import annotations
 
+import calendar
 import hashlib
 import json
 import re
+import time
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -101,6 +103,14 @@ class Manifest:
         if self.retrieval is not None:
             content["retrieval"] = about["retrieval"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def exported_at(self) -> float | None:
+        """In seconds since 1970; None where the lineage does not say."""
+        try:
+            return calendar.timegm(time.strptime(str(self.lineage.get("exported_at")), "%Y-%m-%dT%H:%M:%SZ"))
+        except ValueError:
+            return None
 
     @property
     def columns(self) -> dict[str, str]:

@@ -110,6 +110,8 @@ class ScoringApp:
 
     async def metrics(self, request: Request) -> Response:
         self._count_tables()
+        fresh_at = getattr(self._slot.model.scorer, "fresh_at", None)
+        self._metrics.embedding_age.set(time.time() - fresh_at if fresh_at else 0.0)
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     def _count_tables(self) -> None:
@@ -153,7 +155,7 @@ def _wanted(request: Request, kind: str) -> str:
 def _answer(scorer: Scorer, scored: Scores, kind: str) -> Response:
     if len(scored.refused) == len(scored.scores) > 0:
         return _all_refused(scored, "no row can be scored")
-    headers = {"X-Artifact-Version": scorer.version}
+    headers = {"X-Artifact-Version": scored.version}
     is_bad, names = ~has_scores(scored.scores), score_columns(scorer.tasks)
     scores = scored.scores.reshape(len(scored.scores), len(names))
     if kind == ARROW_TYPE:
@@ -162,7 +164,7 @@ def _answer(scorer: Scorer, scored: Scores, kind: str) -> Response:
             **{name: pa.array(scores[:, i], mask=is_bad) for i, name in enumerate(names)},
             "reason": pa.array([reasons.get(row) for row in range(len(scored.scores))], pa.string()),
         }
-        table = pa.table(columns).replace_schema_metadata({"artifact": scorer.version})
+        table = pa.table(columns).replace_schema_metadata({"artifact": scored.version})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
@@ -173,7 +175,7 @@ def _answer(scorer: Scorer, scored: Scores, kind: str) -> Response:
             of_task[row] = None
     by_name = {task.name: of_task for task, of_task in zip(scorer.tasks, values, strict=False)}
     bad_rows = [row.as_dict() for row in scored.refused]
-    body = {"artifact": scorer.version, "scores": by_name or values[0], "bad_rows": bad_rows}
+    body = {"artifact": scored.version, "scores": by_name or values[0], "bad_rows": bad_rows}
     return Response(msgspec.json.encode(body), headers=headers, media_type=JSON_TYPE)
 
 

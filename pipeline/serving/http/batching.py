@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -42,12 +42,14 @@ class Scores:
 
     scores: np.ndarray
     refused: list[RefusedRow]
+    version: str = ""  # of what scored them
 
 
 @dataclass
 class _Item:
     rows: Asked
     answer: asyncio.Future[Scores]
+    is_first: bool = True  # of its request
     arrived: float = field(default_factory=lambda: time.monotonic())  # looked up anew: tests set the clock
 
 
@@ -63,17 +65,20 @@ class Batcher:
         self._num_rows, self._look_at_rows = 0, FIRST_LOOK_ROWS
         self._last_batch, self._idle_since = 1, 0.0  # its requests, and when they were answered
         self._arrival = asyncio.Event()
+        self._changes: deque[tuple[Callable[[], None], asyncio.Future[None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
         self._task = asyncio.create_task(self._run())
 
     async def score(self, rows: Asked) -> Scores:
         """Raises Overloaded, or what the scorer raises for these rows alone."""
         if not rows.num_rows:
-            return Scores(np.zeros(0, np.float32), [])
+            return Scores(np.zeros(0, np.float32), [], self._scorer.version)
         self._admit(rows.num_rows)
         size = self._config.max_rows
         loop = asyncio.get_running_loop()
-        items = [_Item(rows.slice(begin, size), loop.create_future()) for begin in range(0, rows.num_rows, size)]
+        items = [
+            _Item(rows.slice(begin, size), loop.create_future(), begin == 0) for begin in range(0, rows.num_rows, size)
+        ]
         for item in items:
             self._waiting.append(item)
             self._count_queued(item.rows.num_rows)
@@ -84,7 +89,25 @@ class Batcher:
         refused = [
             RefusedRow(row.row + number * size, row.reason) for number, part in enumerate(parts) for row in part.refused
         ]
-        return Scores(np.concatenate([part.scores for part in parts]), refused)
+        return Scores(np.concatenate([part.scores for part in parts]), refused, parts[0].version)
+
+    async def change(self, work: Callable[[], None]) -> None:
+        """Run `work` on the thread that scores, between two batches and between two requests; raises what it raises."""
+        done = asyncio.get_running_loop().create_future()
+        self._changes.append((work, done))
+        self._arrival.set()
+        await done
+
+    async def _make_changes(self) -> None:
+        """Not while a request's rows are scored in part: an answer is of one model."""
+        while self._changes and (not self._waiting or self._waiting[0].is_first):
+            work, done = self._changes.popleft()
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            except Exception as error:
+                _settle(done, error)
+            else:
+                _settle(done)
 
     def _admit(self, num_rows: int) -> None:
         queued, config = self._queued_rows, self._config
@@ -105,6 +128,7 @@ class Batcher:
     async def _run(self) -> None:
         while True:
             await self._arrival.wait()
+            await self._make_changes()
             batch = await self._gather()
             if batch:
                 await self._answer(batch)
@@ -168,14 +192,15 @@ class Batcher:
                 row = refused.popleft()
                 of_item.append(RefusedRow(row.row - begin, row.reason))
             if not item.answer.done():
-                item.answer.set_result(Scores(scored.scores[begin:end], of_item))
+                item.answer.set_result(Scores(scored.scores[begin:end], of_item, scored.version))
             begin = end
 
     async def _score(self, rows: Asked) -> Scores:
         def work() -> tuple[Scores, float, Mapping[str, Sequence[int]]]:
             started = time.monotonic()
             scored = self._scorer.score(rows)  # type: ignore[arg-type]  # Queries where it retrieves
-            return Scores(scored.scores, refused_rows(scored)), time.monotonic() - started, scored.row_zero
+            scores = Scores(scored.scores, refused_rows(scored), self._scorer.version)
+            return scores, time.monotonic() - started, scored.row_zero
 
         scores, seconds, row_zero = await asyncio.get_running_loop().run_in_executor(self._thread, work)
         speed = rows.num_rows / max(seconds, 1e-9)
@@ -206,9 +231,20 @@ class Batcher:
         for item in self._waiting:
             self._count_queued(-item.rows.num_rows)
             item.answer.cancel()
+        for _, done in self._changes:
+            done.cancel()
         await asyncio.to_thread(self._thread.shutdown)
 
 
 def _fail(item: _Item, error: Exception) -> None:
     if not item.answer.done():
         item.answer.set_exception(error)
+
+
+def _settle(done: asyncio.Future[None], error: Exception | None = None) -> None:
+    if done.done():  # whoever waited has gone
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)

@@ -40,6 +40,13 @@ class ServerMetrics:
         )
         self.switches = counter("artifact_switches", "Changes to another artifact")
         self.refusals = counter("artifact_refusals", "Artifacts that could not be loaded: the one before goes on")
+        self.delta_sequence = Gauge(
+            f"{PREFIX}_delta_sequence", "Number of the delta that serves; 0: the artifact itself", registry=registry
+        )
+        self.embedding_age = Gauge(
+            f"{PREFIX}_embedding_age_seconds", "Since the step that serves was saved", registry=registry
+        )
+        self.delta_refusals = counter("delta_refusals", "Deltas that were not taken: what served before goes on")
         self.items = Gauge(f"{PREFIX}_items", "Items that /retrieve finds among", registry=registry)
         self.retrieved_items = counter("retrieved_items", "Items in the answers of /retrieve")
         self.table_lookups = counter("table_lookups", "Rows of tables on SSD that were asked for")

@@ -41,9 +41,12 @@ def serve(
         except ImportError as error:
             raise ServingError(f"serving needs its extra: pip install 'torchrec-pipeline[serve]' ({error})") from error
         from pipeline.serving.scoring.load import load_artifact
+        from pipeline.serving.scoring.patching import catch_up
 
     def load_found(found: FoundArtifact) -> Scorer:
-        return load_artifact(found.path, job.memory, job.ssd, job.threads, job.compiled)
+        scorer = load_artifact(found.path, job.memory, job.ssd, job.threads, job.compiled)
+        catch_up(scorer, found.path)
+        return scorer
 
     run_server(Settings(job.server, job.batching, job.limits), listener, lambda: find(job.artifact), load or load_found)
 

@@ -1,7 +1,8 @@
 """Switch to a new artifact between two requests: load it, try it, and then replace the model that serves.
 
 Each request holds the model that it began with; the one before is closed when its last request is answered. An artifact
-that cannot be loaded is refused once, and the one before goes on.
+that cannot be loaded is refused once, and the one before goes on. Deltas of the artifact that serves are taken in place, on the
+thread that scores and between two requests; a pin on an earlier one loads the artifact anew.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from pipeline.config.server import BatchingConfig, LimitsConfig
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.masking import mask
+from pipeline.serving.artifact.deltas import deltas_folder, newest_sequence
 from pipeline.serving.http.batching import Batcher
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.http.request_rows import RequestReader
 from pipeline.serving.http.retrieve import RetrieveReader
 from pipeline.serving.scoring.load import FoundArtifact
+from pipeline.serving.scoring.patching import StagedDelta, follows_deltas, stage_delta
+from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import Scorer, retrieves
 
 SCORE, RETRIEVE = "/score", "/retrieve"
@@ -75,6 +79,7 @@ class ModelSlot:
         self._batching, self._limits, self._metrics = batching, limits, metrics
         self._model: ServedModel | None = None
         self._refused: tuple[str, float] = ("", 0.0)  # key, when
+        self._refused_delta: tuple[int, float] = (0, 0.0)  # sequence, when
         self._said = ""
 
     @property
@@ -117,8 +122,15 @@ class ModelSlot:
             return
         self._said = ""
         refused, when = self._refused
-        if found.key == self.model.key or (found.key == refused and time.monotonic() - when < RETRY_S):
+        if found.key == self.model.key:
+            await self._follow_deltas(found)
             return
+        if found.key == refused and time.monotonic() - when < RETRY_S:
+            return
+        await self._load_and_switch(found)
+
+    async def _load_and_switch(self, found: FoundArtifact) -> None:
+        refused, _ = self._refused
         try:
             scorer = await asyncio.to_thread(self._load_and_try, found)
         except Exception as error:
@@ -134,6 +146,38 @@ class ModelSlot:
         await before.released.wait()
         await before.batcher.close()
 
+    async def _follow_deltas(self, found: FoundArtifact) -> None:
+        """Take the deltas that have come; where a pin has gone back, load the artifact and take those up to it."""
+        scorer = self.model.scorer
+        if not follows_deltas(scorer):
+            return
+        refused, when = self._refused_delta
+        try:
+            wanted = await asyncio.to_thread(newest_sequence, deltas_folder(found.path))
+            if wanted < scorer.sequence:
+                logger.info("delta %d is pinned: %s is loaded anew", wanted, found.path)
+                await self._load_and_switch(found)
+                return
+            for sequence in range(scorer.sequence + 1, wanted + 1):
+                if sequence == refused and time.monotonic() - when < RETRY_S:
+                    return
+                staged = await asyncio.to_thread(stage_delta, found.path, scorer.manifest, sequence)
+                await self._apply(scorer, staged)
+        except Exception as error:
+            sequence = scorer.sequence + 1
+            self._metrics.delta_refusals.inc()
+            if sequence != refused:
+                logger.error("refused delta %d, %s goes on: %s", sequence, scorer.version, mask(str(error)))
+            self._refused_delta = (sequence, time.monotonic())
+
+    async def _apply(self, scorer: Predictor, staged: StagedDelta) -> None:
+        before = scorer.version
+        await self.model.batcher.change(lambda: scorer.apply(staged))
+        self._metrics.artifact.remove(before)
+        self._count_version(scorer)
+        changed = sum(len(patch.ids) for patch in staged.patches)
+        logger.info("delta %d serves now: step %d, %s rows", scorer.sequence, staged.delta.step, f"{changed:,}")
+
     def _load_and_try(self, found: FoundArtifact) -> Scorer:
         scorer = self._load(found)
         try_out(scorer)
@@ -144,9 +188,13 @@ class ModelSlot:
         self._model = ServedModel(scorer, found.key, self._batching, self._limits, self._metrics)
         if before and before.scorer.version != scorer.version:
             self._metrics.artifact.remove(before.scorer.version)
-        self._metrics.artifact.labels(scorer.version).set(1)
+        self._count_version(scorer)
         self._metrics.artifact_loaded.set_to_current_time()
         self._metrics.items.set(len(scorer.items) if retrieves(scorer) else 0)  # type: ignore[attr-defined]
+
+    def _count_version(self, scorer: Scorer) -> None:
+        self._metrics.artifact.labels(scorer.version).set(1)
+        self._metrics.delta_sequence.set(scorer.sequence if follows_deltas(scorer) else 0)
 
     def _warn_once(self, text: str) -> None:
         if text != self._said:

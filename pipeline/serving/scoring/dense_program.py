@@ -10,13 +10,13 @@ import io
 import json
 import operator
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.fx
 from torch.fx.graph import CodeGen
 
-from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.errors import DamagedError, ServingError
 
 Program = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GUARDS = "_guards_fn"  # what ExportedProgram.module() calls its checks, where it has them
@@ -25,13 +25,43 @@ JSON = ("_config.json", "/models/model.json")
 PLAIN = ("/archive_format", "/archive_version", "/byteorder", "/.data/version", "/.data/serialization_id", "/version", "/.format_version")  # fmt: skip
 
 
-def load_program(content: bytes, name: str) -> Program:
+class DenseProgram:
+    """The operations of an exported program; `constants` are its weights and other tensors, in the order of `code`."""
+
+    def __init__(self, module: torch.fx.GraphModule, num_constants: int) -> None:
+        self._module, self._names = module, [f"constant_{number}" for number in range(num_constants)]
+        self._forward = module.forward
+
+    def __call__(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        return self._forward(dense, pooled)[0]  # type: ignore[no-any-return]
+
+    @property
+    def code(self) -> str:
+        """Python, in which constants have their names alone."""
+        return str(self._module.code)
+
+    @property
+    def constants(self) -> list[torch.Tensor]:
+        return [vars(self._module)[name] for name in self._names]
+
+    def replace_constants(self, constants: Sequence[torch.Tensor]) -> None:
+        """Not while it is called. Raises ServingError for tensors of another number, type or shape."""
+        before = [(constant.dtype, constant.shape) for constant in self.constants]
+        if (now := [(constant.dtype, constant.shape) for constant in constants]) != before:
+            raise ServingError(
+                f"the layers have {len(before)} tensors {before[:2]}..., and these are {len(now)} {now[:2]}..."
+            )
+        for name, constant in zip(self._names, constants, strict=True):
+            vars(self._module)[name] = constant
+
+
+def load_program(content: bytes, name: str) -> DenseProgram:
     """Raises DamagedError for an archive that holds, or may hold, a pickle."""
     check_archive(content, name)
     return without_checks(torch.export.load(io.BytesIO(content)))
 
 
-def without_checks(program: torch.export.ExportedProgram) -> Program:
+def without_checks(program: torch.export.ExportedProgram) -> DenseProgram:
     """The operations of a program of plain tensors, and nothing besides them.
 
     ExportedProgram.module() looks at its inputs' shapes by symbolic algebra, walks down to each weight through its
@@ -46,14 +76,14 @@ def without_checks(program: torch.export.ExportedProgram) -> Program:
         elif _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    for number, node in enumerate(graph.find_nodes(op="get_attr")):
+    constants = graph.find_nodes(op="get_attr")
+    for number, node in enumerate(constants):
         value = operator.attrgetter(node.target)(module)
         node.target = f"constant_{number}"
         vars(module)[node.target] = value.detach()  # no parameter: nn.Module looks those up by a method of its own
     graph.set_codegen(CodeGen())  # in the place of pytree's, which takes inputs and outputs apart
     module.recompile()
-    forward = module.forward
-    return lambda dense, pooled: forward(dense, pooled)[0]
+    return DenseProgram(module, len(constants))
 
 
 def _changes_nothing(node: torch.fx.Node) -> bool:

@@ -70,6 +70,15 @@ class TableLookup(Protocol):
     tables: list[ServedTable]
     features: list[ServedFeature]
 
+    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Let rows `ids` [n] of table number `table` be `rows` [n, row_bytes] from now on; the table's file stays as it is.
+
+        `ids` ascend. Not while pooled() runs.
+        """
+
+    def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        """[n, row_bytes]: rows `ids` of table number `table` as they are now."""
+
     def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """values [n] int64, offsets [num_features * batch + 1] int64, as a KeyedJaggedTensor has them ->
         [batch, sum of the features' dims] float32.
@@ -169,6 +178,16 @@ class BufferLookup:
     ) -> None:
         self.tables, self.features = tables, features
         self._pooler = RowPooler(tables, features, buffer, begins)
+        self._rows = [
+            buffer[begin : begin + table.size_bytes].view(table.stored_rows, table.row_bytes)
+            for table, begin in zip(tables, begins, strict=True)
+        ]
+
+    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self._rows[table][ids] = rows
+
+    def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        return self._rows[table][ids]
 
     def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         rows = torch.from_numpy(stored_rows_of(self.tables, self.features, values, offsets))
@@ -215,6 +234,16 @@ class MappedLookup:
             RowPooler([tables[feature.table]], [ServedFeature(feature.name, 0)], self._files[feature.table], [0])
             for feature in features
         ]
+
+    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """The pages that hold these rows become this process's own."""
+        self._of(table)[ids] = rows
+
+    def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        return self._of(table)[ids]
+
+    def _of(self, table: int) -> torch.Tensor:
+        return self._files[table].view(self.tables[table].stored_rows, self.tables[table].row_bytes)
 
     def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         rows = torch.from_numpy(stored_rows_of(self.tables, self.features, values, offsets))

@@ -23,7 +23,7 @@ from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup
 from pipeline.serving.scoring.column_lists import Rows
 from pipeline.serving.scoring.coverage import by_feature, count_row_zero, warning
-from pipeline.serving.scoring.dense_program import Program, load_compiled
+from pipeline.serving.scoring.dense_program import DenseProgram, Program, load_compiled
 from pipeline.serving.scoring.lookup import TableLookup, select_features
 from pipeline.serving.scoring.raw_rows import RowEncoder
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from pipeline.serving.artifact.composed import ComposedTables
+    from pipeline.serving.artifact.deltas import Delta
+    from pipeline.serving.scoring.patching import StagedDelta
 
 MEMORIES = ("ram", "mapped", "ssd")
 ROWS_AT_ONCE = 8192
@@ -62,6 +64,7 @@ class Predictor:
         self.manifest, self.encoder, self.lookup = manifest, encoder, lookup
         self._program, self._composed = program, composed
         self._keys = [feature.name for feature in encoder.schema.features]
+        self._applied: Delta | None = None
 
     @classmethod
     def load(
@@ -113,8 +116,54 @@ class Predictor:
 
     @property
     def version(self) -> str:
-        """Of the artifact: equal for equal scores."""
-        return self.manifest.version
+        """Of the artifact, and behind a + the number of the delta that it was brought up to: equal for equal scores."""
+        return f"{self.manifest.version}+{self.sequence}" if self._applied else self.manifest.version
+
+    @property
+    def program(self) -> Program:
+        """The layers, as they are now."""
+        return self._program
+
+    @property
+    def applied(self) -> Delta | None:
+        """The delta that was applied last."""
+        return self._applied
+
+    @property
+    def sequence(self) -> int:
+        """Of the delta that was applied last; 0: none."""
+        return self._applied.sequence if self._applied else 0
+
+    @property
+    def fresh_at(self) -> float | None:
+        """When the step that serves was saved, in seconds since 1970; None where nobody has said."""
+        return self._applied.saved_at if self._applied else self.manifest.exported_at
+
+    def apply(self, staged: StagedDelta) -> None:
+        """Change to the delta that follows on what is loaded. For the thread that scores, between two calls.
+
+        Raises:
+            ServingError: it follows on another one, or its layers do not fit; nothing has changed then.
+        """
+        if staged.delta.sequence != self.sequence + 1:
+            raise ServingError(f"delta {staged.delta.sequence} does not follow on {self.sequence}")
+        if not isinstance(self._program, DenseProgram):
+            raise ServingError(
+                "deltas change the layers of dense.pt2, and compiled ones run: serve with compiled=false"
+            )
+        constants, composed = self._program.constants, self._composed
+        try:
+            self._program.replace_constants(staged.constants)
+            self._composed = staged.composed or composed
+            self._try()
+        except (RuntimeError, IndexError, AssertionError, ServingError) as error:
+            self._program.replace_constants(constants)
+            self._composed = composed
+            said = " ".join(str(error).split())[:200]
+            raise ServingError(f"{staged.delta.path} does not fit the artifact: {said}") from None
+        for patch in staged.patches:
+            self.lookup.patch(patch.table, patch.ids, patch.rows)
+        self._applied = staged.delta
 
     @property
     def columns(self) -> ColumnsConfig:

@@ -76,6 +76,8 @@ class SsdLookup:
         for number, table in enumerate(tables):
             head = memoryview(self._memory)[self._begins[number] :][: self.heads[number] * table.row_bytes]
             read_rows(table, head)
+        # Of each table the rows behind its head that patch() changed: ids, ascending, and the rows.
+        self._patched = [(torch.empty(0, dtype=torch.int64), file[:0].clone()) for file in self._files]
         self._threads = ThreadPoolExecutor(io_threads, thread_name_prefix="table-read")
         self._num_threads = io_threads
 
@@ -89,6 +91,37 @@ class SsdLookup:
         count = (end - self._begins[number]) // table.row_bytes
         begin = self._begins[number]
         return self._buffer[begin : begin + count * table.row_bytes].view(count, table.row_bytes)
+
+    @property
+    def patched_bytes(self) -> int:
+        """What changed rows take in memory beside the cache."""
+        return sum(ids.nbytes + rows.nbytes for ids, rows in self._patched)
+
+    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Hot rows are changed where they lie; the others are kept in memory from now on."""
+        head = self.heads[table]
+        is_hot = ids < head
+        self._regions[table][ids[is_hot]] = rows[is_hot]
+        ids, rows = ids[~is_hot], rows[~is_hot]
+        before, old = self._patched[table]
+        stays = ~torch.isin(before, ids)
+        merged, order = torch.cat([before[stays], ids]).sort()
+        self._patched[table] = merged, torch.cat([old[stays], rows])[order]
+
+    def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        found = self._files[table][ids]
+        is_hot = ids < self.heads[table]
+        found[is_hot] = self._regions[table][ids[is_hot]]
+        self._overlay(table, ids, found)
+        return found
+
+    def _overlay(self, table: int, ids: torch.Tensor, into: torch.Tensor) -> None:
+        """Write those of the rows `ids` that were patched over what the file has, in `into` [n, row_bytes]."""
+        known, rows = self._patched[table]
+        if len(known):
+            places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+            is_patched = known[places] == ids
+            into[is_patched] = rows[places[is_patched]]
 
     def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """As RamLookup gives it, to the bit."""
@@ -136,7 +169,9 @@ class SsdLookup:
     def _read_piece(self, piece: tuple[int, int, NDArray[np.int64]]) -> None:
         table, slot, rows = piece
         into = self._regions[table][slot : slot + len(rows)]
-        torch.index_select(self._files[table], 0, torch.from_numpy(rows), out=into)
+        ids = torch.from_numpy(rows)
+        torch.index_select(self._files[table], 0, ids, out=into)
+        self._overlay(table, ids, into)
 
     def _give_back_room(self, reads: list[tuple[int, int, NDArray[np.int64]]]) -> None:
         """A batch of unusual size must not keep its room for good."""

@@ -1,0 +1,180 @@
+"""Publish and read deltas of an artifact: the rows of its tables that changed since, and its layers, in a chain of folders.
+
+    <deltas>/00000042/manifest.json   base_version, sequence, previous_sha256, step, saved_at, tables, stats, files; sealed
+                      00003.ids       rows of table 3, uint64 little-endian, ascending
+                      00003.rows      these rows, as the artifact stores rows
+                      dense.tensors   all tensors of the layers' program; composed.bin where the artifact has one
+    <deltas>/pin.json                 the sequence that servers stay at: {"sequence": 41}
+
+<deltas> is versions/vN/deltas beside a registry version's artifact, and <artifact>/deltas of any other. Each delta names the
+SHA-256 of the one before it, the first that of the artifact's own manifest, so servers take a delta after what it was made for
+or not at all. It is committed as a checkpoint's step is, and never changed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.atomic import PublishedFolders, committed_names, published_folders
+from pipeline.runtime.storage.checksums import FileEntry, read_verified
+from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, sealed_digest
+from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest
+
+FORMAT_VERSION = 1
+NAME = re.compile(r"\d{8}")
+FOLDER, PIN = "deltas", "pin.json"
+LAYERS_FILE = "dense.tensors"
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int32,
+                  torch.int64, torch.bool)
+}  # fmt: skip
+OF_VERSION = re.compile(r".*/versions/v\d{6,}/artifact")
+TABLE_FILE = re.compile(r"\d{5}\.(ids|rows)")
+
+
+@dataclass(frozen=True)
+class TableChange:
+    """`rows` rows of table number `table` of the artifact, in the files `ids` and `values`."""
+
+    table: int
+    rows: int
+    ids: str
+    values: str
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One of the chain: `saved_at` is when the step that it brings was saved, `digest` what the next one names."""
+
+    path: str
+    sequence: int
+    step: int
+    saved_at: float
+    save_id: str
+    tables: list[TableChange]
+    files: dict[str, FileEntry]
+    stats: dict[str, float]
+    digest: str
+    below: str = ""
+
+    def content(self, name: str) -> bytes:
+        """Verified. Raises DamagedError."""
+        path = storage.join(self.path, self.below, name) if self.below else storage.join(self.path, name)
+        return read_verified(path, self.files[name])
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(int(entry["size_bytes"]) for entry in self.files.values())
+
+
+def deltas_folder(artifact: str) -> str:
+    """Of the artifact at `artifact`; it need not be there."""
+    artifact = artifact.rstrip("/")
+    return storage.join(storage.dirname(artifact) if OF_VERSION.fullmatch(artifact) else artifact, FOLDER)
+
+
+def delta_folders(folder: str, staging: str = "") -> PublishedFolders:
+    return published_folders(folder, NAME, staging=staging)
+
+
+def name_of(sequence: int) -> str:
+    return f"{sequence:08d}"
+
+
+def newest_sequence(folder: str) -> int:
+    """Of the deltas from 1 on without a gap, at most the pinned one; 0 where there is none. Raises OSError, DamagedError."""
+    found = {int(name) for name in committed_names(folder, NAME)} if storage.exists(folder) else set()
+    newest = next(number for number in range(len(found) + 1) if number + 1 not in found)
+    pinned = pinned_sequence(folder)
+    return newest if pinned is None else min(newest, pinned)
+
+
+def pinned_sequence(folder: str) -> int | None:
+    """Raises DamagedError where the file is not what pin() wrote."""
+    path = storage.join(folder, PIN)
+    try:
+        pinned = json.loads(storage.read_text(path))["sequence"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path} cannot be read ({error}): pin a sequence again, or remove it") from None
+    if pinned is not None and (type(pinned) is not int or pinned < 0):
+        raise DamagedError(f"{path} names sequence {pinned!r}: pin a sequence again, or remove it")
+    return pinned
+
+
+def pin(folder: str, sequence: int | None) -> None:
+    """Servers go to `sequence` and stay there; None: they follow the newest again."""
+    storage.make_folder(folder)
+    storage.publish_text(storage.join(folder, PIN), json.dumps({"sequence": sequence}))
+
+
+def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) -> Delta:
+    """Number `sequence`, and that it was made for the artifact and the delta before it.
+
+    Raises:
+        DamagedError: it is missing, not what was written, or made for something else.
+    """
+    path = storage.join(folder, name_of(sequence))
+    values = open_manifest(storage.join(path, MANIFEST), FORMAT_VERSION)
+    before = storage.join(folder, name_of(sequence - 1)) if sequence > 1 else artifact
+    if problem := _problem(values, manifest, sequence):
+        raise DamagedError(f"{path} {problem}")
+    if values["previous_sha256"] != sealed_digest(storage.join(before, MANIFEST)):
+        raise DamagedError(f"{path} was made for another {'delta' if sequence > 1 else 'artifact'} than {before}")
+    return Delta(
+        path, sequence, int(values["step"]), float(values["saved_at"]), str(values["save_id"]),
+        [TableChange(**change) for change in values["tables"]], values["files"], values["stats"],
+        sealed_digest(storage.join(path, MANIFEST)), str(values["attempt"]),
+    )  # fmt: skip
+
+
+def _problem(values: dict[str, Any], manifest: Manifest, sequence: int) -> str:
+    """Empty, or what no delta `sequence` of the artifact says."""
+    if values.get("base_version") != manifest.version or values.get("sequence") != sequence:
+        return f"is delta {values.get('sequence')} of artifact {values.get('base_version')}, not {sequence} of {manifest.version}"
+    files, wanted = values["files"], {LAYERS_FILE}
+    if COMPOSED_FILE in manifest.files:
+        wanted.add(COMPOSED_FILE)
+    for change in values.get("tables", []):
+        table, rows = change.get("table"), change.get("rows")
+        if type(table) is not int or not 0 <= table < len(manifest.tables) or type(rows) is not int or rows < 1:
+            return f"changes {rows} rows of table {table}"
+        names = {change.get("ids"), change.get("values")}
+        if not all(isinstance(name, str) and TABLE_FILE.fullmatch(name) and name in files for name in names):
+            return f"keeps changes of table {table} in {sorted(map(str, names))}"
+        size = manifest.tables[table].size_bytes // manifest.tables[table].stored_rows
+        if (files[change["ids"]]["size_bytes"], files[change["values"]]["size_bytes"]) != (8 * rows, size * rows):
+            return f"has files of another size than {rows} rows of table {table}"
+        wanted |= names
+    return "" if wanted == set(files) else f"holds {sorted(files)[:5]}, not {sorted(wanted)[:5]}"
+
+
+def tensors_to_bytes(tensors: Sequence[torch.Tensor]) -> bytes:
+    """A line of JSON, which names types and shapes, and behind it the numbers."""
+    about = [{"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)} for one in tensors]
+    numbers = [one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
+    return b"".join([json.dumps(about).encode(), b"\n", *numbers])
+
+
+def tensors_from_bytes(content: bytes) -> list[torch.Tensor]:
+    """Raises DamagedError for what tensors_to_bytes() has not written."""
+    line, _, rest = content.partition(b"\n")
+    try:
+        about = [(DTYPES[one["dtype"]], tuple(map(int, one["shape"]))) for one in json.loads(line)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"tensors open with no line that describes them: {error!r}") from None
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in about]
+    if any(number < 0 for _, shape in about for number in shape) or sum(sizes) != len(rest):
+        raise DamagedError(f"{len(rest)} bytes are no tensors of {sum(sizes)}")
+    parts = torch.frombuffer(bytearray(rest), dtype=torch.uint8).split(sizes) if rest else [torch.empty(0)] * len(about)
+    return [part.clone().view(dtype).reshape(shape) for part, (dtype, shape) in zip(parts, about, strict=True)]

@@ -1,0 +1,298 @@
+"""Make a delta of an artifact from a later step of its run: the rows whose stored bytes differ, and the layers.
+
+The publisher keeps a predictor that is brought up to each delta before it is committed. So what a delta changes is worked out
+against what servers have, and the gate measures the very model that would serve.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import numpy as np
+import torch
+
+from pipeline.checkpoint.chains import rows_changed_since
+from pipeline.checkpoint.changes import Rows
+from pipeline.checkpoint.steps import list_steps, step_path
+from pipeline.config.jobs import ExportJob, PublishJob
+from pipeline.data.read.batch import Batch
+from pipeline.data.read.reader import ShardReader
+from pipeline.runtime.errors import ServingError
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.checksums import FileEntry
+from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest, sealed_digest
+from pipeline.serving.artifact.deltas import (
+    FORMAT_VERSION,
+    LAYERS_FILE,
+    Delta,
+    TableChange,
+    delta_folders,
+    deltas_folder,
+    name_of,
+    newest_sequence,
+    pinned_sequence,
+    tensors_to_bytes,
+)
+from pipeline.serving.artifact.dense_export import export_layers, program_bytes
+from pipeline.serving.artifact.manifest import COMPOSED_FILE, DENSE_FILE, Manifest, TableFiles
+from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows
+from pipeline.serving.artifact.served_tasks import width_of
+from pipeline.serving.artifact.source import Source, open_source
+from pipeline.serving.artifact.table_files import block_rows, write_bytes
+from pipeline.serving.artifact.task_quality import quality
+from pipeline.serving.scoring.dense_program import DenseProgram, load_program
+from pipeline.serving.scoring.patching import Patch, StagedDelta, catch_up
+from pipeline.serving.scoring.predictor import Predictor
+from pipeline.training.run_state import folder_of
+
+BATCH_ROWS = 2048
+
+
+class Publisher:
+    """The writer of one artifact's chain of deltas."""
+
+    def __init__(self, job: PublishJob, artifact: str) -> None:
+        """Raises ServingError for an artifact that deltas cannot follow."""
+        self._job, self._artifact, self._folder = job, artifact, deltas_folder(artifact)
+        self._predictor = Predictor.load(artifact, memory="mapped")
+        self._manifest = self._predictor.manifest
+        _check_artifact(artifact, self._manifest)
+        self._run = job.run or str(self._manifest.lineage["run"])
+        catch_up(self._predictor, artifact)
+        if self._predictor.sequence != newest_sequence(self._folder):
+            raise ServingError(
+                f"{self._folder} holds a delta that cannot be used: pin={self._predictor.sequence}, and export anew"
+            )
+        self._batches: list[Batch] | None = None
+        self._ne = math.nan
+
+    @property
+    def newest(self) -> str:
+        return self._predictor.version
+
+    @property
+    def _step(self) -> int:
+        applied = self._predictor.applied
+        return applied.step if applied else int(self._manifest.lineage["step"])
+
+    def publish_newest(self) -> Delta | None:
+        """A delta of the newest step, or of job.step; None where servers have it already. Raises as publish_step."""
+        steps = list_steps(folder_of(self._run))
+        return self.publish_step(self._job.step if self._job.step is not None else max(steps, default=-1))
+
+    def publish_step(self, step: int) -> Delta | None:
+        """None where servers have the step, or a later one.
+
+        Raises:
+            ServingError: the delta does not pass the gate, or the run is no longer what the artifact was made of.
+            CheckpointError: the step cannot be read.
+        """
+        if (pinned := pinned_sequence(self._folder)) is not None:
+            raise ServingError(
+                f"delta {pinned} of {self._artifact} is pinned, and nothing is published: unpin=true first"
+            )
+        if step <= self._step:
+            return None
+        source = open_source(ExportJob(run=self._run, step=step, data_path=self._job.data_path))
+        self._check_source(source)
+        return self._publish(source)
+
+    def _check_source(self, source: Source) -> None:
+        """Raises ServingError where tables, features or data are others than the artifact's."""
+        trained = source.trained
+        now = [
+            (table.name, stored.rows, stored.dim) for table, stored in zip(trained.tables, trained.stored, strict=True)
+        ]
+        then = [(table.name, table.rows, table.dim) for table in self._manifest.tables]
+        features = [(feature.name, feature.table) for feature in trained.features]
+        data = source.dataset.fingerprint()
+        if (now, features, data) != (then, self._manifest.features, self._manifest.lineage["dataset_sha256"]):
+            raise ServingError(
+                f"step {source.step} of {self._run} has other tables, features or data than {self._artifact}: export a whole artifact"
+            )
+
+    def _publish(self, source: Source) -> Delta:
+        path = step_path(folder_of(self._run), source.step)
+        saved_at = os.path.getmtime(storage.join(path, MANIFEST)) if storage.is_local(path) else time.time()
+        patches = list(self._patches(source, path))
+        constants = self._constants(source)
+        composed = source.trained.composed
+        stats = self._stats_before(patches, source)
+        draft = Delta(
+            self._folder, self._predictor.sequence + 1, source.step, saved_at, str(source.manifest.get("save_id", "")),
+            [], {}, stats, "",
+        )  # fmt: skip
+        self._predictor.apply(StagedDelta(draft, patches, constants, composed))
+        stats["ne"] = self._normalized_entropy(source)
+        self._check_gate(draft)
+        contents = {LAYERS_FILE: tensors_to_bytes(constants)}
+        if composed is not None:
+            contents[COMPOSED_FILE] = composed.to_bytes()
+        delta = self._commit(draft, patches, contents)
+        self._ne = stats["ne"]
+        return delta
+
+    def _patches(self, source: Source, path: str) -> Iterator[Patch]:
+        applied = self._predictor.applied
+        changed = rows_changed_since(path, source.manifest, applied.save_id) if applied else None
+        for number, stored in enumerate(source.trained.stored):
+            rows = None if changed is None else changed.get(stored.key, np.empty(0, np.int64))
+            parts = list(self._differing(source, number, rows))
+            if parts:
+                yield Patch(number, torch.cat([ids for ids, _ in parts]), torch.cat([new for _, new in parts]))
+
+    def _differing(self, source: Source, number: int, rows: Rows | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of `rows` (None: all) those whose stored bytes are others than servers have, a block at a time."""
+        stored, table = source.trained.stored[number], self._manifest.tables[number]
+        at_once = block_rows(stored.dim * stored.dtype.itemsize)
+        for first in range(0, stored.rows, at_once):
+            last = min(first + at_once, stored.rows)
+            own = (
+                np.arange(first, last)
+                if rows is None
+                else rows[np.searchsorted(rows, first) : np.searchsorted(rows, last)]
+            )
+            if not len(own):
+                continue
+            begin, end = int(own[0]), int(own[-1]) + 1
+            values = source.trained.tensors.read(stored.key, [begin, 0], [end - begin, stored.dim]).float()
+            ids = torch.from_numpy(own)
+            new = quantize_rows(values[ids - begin], table.precision).contiguous()
+            differs = (new != self._predictor.lookup.stored(number, ids)).any(dim=1)
+            if differs.any():
+                yield ids[differs], new[differs]
+
+    def _constants(self, source: Source) -> list[torch.Tensor]:
+        """The tensors of the layers' program, which has to be the artifact's but for them."""
+        trained = source.trained
+        program = export_layers(
+            trained.model,
+            self._manifest.dense["precision"],
+            trained.num_dense,
+            sum(trained.model_dims),
+            width_of(trained.tasks),
+        )
+        made, served = load_program(program_bytes(program), DENSE_FILE), self._predictor.program
+        if not isinstance(served, DenseProgram) or made.code != served.code:
+            raise ServingError(f"the layers' program is another than that of {self._artifact}: export a whole artifact")
+        return made.constants
+
+    def _stats_before(self, patches: list[Patch], source: Source) -> dict[str, float]:
+        """What is known of a delta before it is applied; and what its NE will be held against."""
+        if math.isnan(self._ne):
+            self._ne = self._normalized_entropy(source)
+        rows = sum(len(patch.ids) for patch in patches)
+        new, old = (
+            sum(_norms(self._manifest.tables[patch.table], each) for patch, each in pairs)
+            for pairs in (
+                [(patch, patch.rows) for patch in patches],
+                [(patch, self._predictor.lookup.stored(patch.table, patch.ids)) for patch in patches],
+            )
+        )
+        total = sum(table.stored_rows for table in self._manifest.tables)
+        return {
+            "rows": rows, "rows_fraction": rows / max(1, total), "norm_ratio": new / old if old else 1.0, "ne_before": self._ne,
+        }  # fmt: skip
+
+    def _check_gate(self, delta: Delta) -> None:
+        """Raises ServingError for what is not to serve."""
+        gate, stats = self._job.delta_gate, delta.stats
+        increase, ratio = stats["ne"] - stats["ne_before"], stats["norm_ratio"]
+        lines = []
+        if not increase <= gate.max_ne_increase:
+            lines.append(
+                f"NE {stats['ne']:.5f} is {increase:+.5f} of what is published (delta_gate.max_ne_increase={gate.max_ne_increase:g})"
+            )
+        if not 1 / gate.max_norm_ratio <= ratio <= gate.max_norm_ratio:
+            lines.append(
+                f"changed rows are {ratio:.3g} times as long (delta_gate.max_norm_ratio={gate.max_norm_ratio:g})"
+            )
+        if stats["rows_fraction"] > gate.max_rows_fraction:
+            lines.append(
+                f"{stats['rows_fraction']:.3f} of all rows change (delta_gate.max_rows_fraction={gate.max_rows_fraction:g})"
+            )
+        if lines:
+            raise ServingError(
+                f"delta {delta.sequence} of step {delta.step} is not published, {self._artifact} serves as it does: {'; '.join(lines)}"
+            )
+
+    def _normalized_entropy(self, source: Source) -> float:
+        """Of what the predictor scores now, of the main label, on the first rows of the validation split."""
+        if self._batches is None:
+            self._batches = list(_validation_batches(source, self._job.delta_gate.max_rows))
+        scores, labels = [], []
+        for batch in self._batches:
+            real = (batch.is_present & (batch.sample_weights.view(batch.batch_size, -1)[:, 0] > 0)).numpy()
+            found = self._predictor.score_batch(batch.dense_features, batch.sparse_features).view(batch.batch_size, -1)
+            scores.append(found[:, 0].double().numpy()[real])
+            labels.append(batch.labels.view(batch.batch_size, -1)[:, 0].double().numpy()[real])
+        target = source.trained.targets[0]
+        return quality(target.kind, np.concatenate(scores), np.concatenate(labels)).ne
+
+    def _commit(self, draft: Delta, patches: list[Patch], contents: dict[str, bytes]) -> Delta:
+        """Raises FileExistsError where another publisher was quicker."""
+        sequence, changes = draft.sequence, []
+        for patch in patches:
+            change = TableChange(patch.table, len(patch.ids), f"{patch.table:05d}.ids", f"{patch.table:05d}.rows")
+            contents[change.ids] = patch.ids.numpy().astype("<u8").tobytes()
+            contents[change.values] = patch.rows.numpy().tobytes()
+            changes.append(change)
+        before = storage.join(self._folder, name_of(sequence - 1)) if sequence > 1 else self._artifact
+        with tempfile.TemporaryDirectory() as staging:
+            folders = delta_folders(self._folder, staging)
+            storage.make_folder(self._folder)
+            attempt = folders.begin(name_of(sequence))
+            try:
+                os.makedirs(attempt.stage, exist_ok=True)
+                files: dict[str, FileEntry] = {
+                    name: write_bytes(os.path.join(attempt.stage, name), content) for name, content in contents.items()
+                }
+                folders.deliver(attempt, list(files))
+                values = {
+                    "format_version": FORMAT_VERSION, "base_version": self._manifest.version, "sequence": sequence,
+                    "previous_sha256": sealed_digest(storage.join(before, MANIFEST)), "step": draft.step,
+                    "saved_at": draft.saved_at, "save_id": draft.save_id, "tables": [asdict(change) for change in changes],
+                    "stats": draft.stats, "attempt": attempt.below, "files": files,
+                }  # fmt: skip
+                path = folders.commit(attempt, seal_manifest(values))
+            except BaseException:
+                folders.discard(attempt)
+                raise
+        return replace(draft, path=path, tables=changes, files=files)
+
+
+def _check_artifact(artifact: str, manifest: Manifest) -> None:
+    if manifest.dense.get("compiled"):
+        raise ServingError(f"{artifact} has compiled layers, which deltas do not change: export with compiled=false")
+    if pruned := [table.name for table in manifest.tables if table.kept is not None]:
+        raise ServingError(
+            f"{artifact} leaves out rows of {len(pruned)} table(s), {pruned[0]!r} first, which deltas could change: export with "
+            "pruning.kind=none"
+        )
+
+
+def _norms(table: TableFiles, rows: torch.Tensor) -> float:
+    return float(dequantize_rows(rows, table.dim, table.precision).norm(dim=1).double().sum())
+
+
+def _validation_batches(source: Source, max_rows: int) -> Iterator[Batch]:
+    data = source.job.data
+    in_order = replace(data.reader, shuffle="none", num_streams=1, decode_threads=1)
+    reader = ShardReader(
+        source.data_path, source.dataset, "validation", global_batch_size=min(BATCH_ROWS, max_rows), rank=0, world_size=1,
+        config=in_order, seed=0, multi_hot=data.synthetic_multi_hot, drop_last=False, targets=source.trained.targets,
+    )  # fmt: skip
+    batches, left = reader.batches(epoch=0), max_rows
+    try:
+        for batch in batches:
+            yield batch
+            left -= batch.batch_size
+            if left <= 0:
+                return
+    finally:
+        batches.close()

@@ -1,0 +1,70 @@
+"""Publish deltas of an artifact as a verb does: one, or every step that a training saves; or pin the one that servers stay at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pipeline.config.jobs import PublishJob
+from pipeline.runtime.errors import CheckpointError, ServingError
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.storage.signature import requiring, signing
+from pipeline.serving.scoring.load import FoundArtifact
+
+if TYPE_CHECKING:
+    from pipeline.serving.artifact.deltas import Delta
+
+logger = get_logger("pipeline.publish")
+
+
+def publish(job: PublishJob, find: Callable[[str], FoundArtifact]) -> list[str]:
+    """Lines that say what was published. With job.follow it ends by Ctrl-C, or by a delta that does not pass.
+
+    Raises:
+        ServingError: the artifact cannot be followed by deltas, or a delta does not pass the gate.
+    """
+    artifact = find(job.artifact).path
+    with none_while_importing():
+        from pipeline.serving.artifact.deltas import deltas_folder, pin
+        from pipeline.serving.artifact.make_delta import Publisher
+
+    folder = deltas_folder(artifact)
+    if job.pin is not None:
+        pin(folder, job.pin)
+        return [f"pinned      servers of {artifact} go to delta {job.pin} and stay there until unpin=true"]
+    if job.unpin:
+        pin(folder, None)
+        return [f"unpinned    servers of {artifact} follow its newest delta"]
+    with requiring(job.require_signature), signing(job.sign_key):
+        publisher = Publisher(job, artifact)
+        if not job.follow:
+            delta = publisher.publish_newest()
+            return [
+                describe(delta) if delta else f"published   nothing: {publisher.newest} serves the newest step already"
+            ]
+        while True:
+            _publish_what_came(publisher)
+            time.sleep(job.every_s)
+
+
+def _publish_what_came(publisher: object) -> None:
+    """A step may be removed while it is read, for a training keeps a few: the next one is there soon."""
+    try:
+        delta = publisher.publish_newest()  # type: ignore[attr-defined]
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, ServingError):
+            raise
+        logger.warning("not published: %s", error)
+        return
+    if delta:
+        logger.info("%s", describe(delta))
+
+
+def describe(delta: Delta) -> str:
+    stats = delta.stats
+    return (
+        f"published   delta {delta.sequence}: step {delta.step}, {int(stats['rows']):,} rows, {delta.size_bytes:,} bytes, "
+        f"NE {stats['ne']:.5f} ({stats['ne'] - stats['ne_before']:+.5f})"
+    )

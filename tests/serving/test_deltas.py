@@ -1,0 +1,258 @@
+"""Deltas bring an artifact to what a whole export gives, bit for bit, are taken in a chain or not at all, and never mix in an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import ExportJob, PublishJob, TrainJob
+from pipeline.config.server import BatchingConfig
+from pipeline.runtime.errors import ConfigError, DamagedError, ServingError
+from pipeline.serving.artifact.deltas import (
+    LAYERS_FILE,
+    deltas_folder,
+    newest_sequence,
+    pin,
+    tensors_from_bytes,
+    tensors_to_bytes,
+)
+from pipeline.serving.artifact.export_run import ExportSummary, export
+from pipeline.serving.artifact.make_delta import Publisher
+from pipeline.serving.artifact.manifest import read_manifest
+from pipeline.serving.artifact.publish_run import publish
+from pipeline.serving.http.batching import Batcher, Scores
+from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.scoring.load import find_folder
+from pipeline.serving.scoring.patching import catch_up, stage_delta
+from pipeline.serving.scoring.predictor import Predictor
+from pipeline.training.run import train
+from tests.serving.servers import ROW, running
+from tests.serving.stand_in import StandIn, score_of
+from tests.serving.test_artifacts_served import raw_rows
+from tests.serving.test_switching import wait_until
+from tests.support.messages import names
+from tests.support.ranks import RankPool
+
+
+def job_of(artifact: str | Path, *words: str) -> PublishJob:
+    return load_config(PublishJob, [f"artifact={artifact}", "delta_gate.max_rows=600", *words])
+
+
+def export_step(run: Path | str, step: int, folder: Path, *words: str) -> str:
+    limits = [
+        "parity.max_rows=300",
+        "parity.max_ne_increase=1",
+        "parity.max_auc_decrease=1",
+        "parity.max_score_difference=1",
+    ]
+    given = [f"run={run}", f"step={step}", f"output={folder}", *limits, *words]
+    return export(load_config(ExportJob, given)).artifact
+
+
+@pytest.fixture(scope="module")
+def published(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An artifact of step 10 in int8 with one delta, to step 30."""
+    artifact = export_step(small_run, 10, tmp_path_factory.mktemp("published") / "artifact")
+    lines = publish(job_of(artifact), find_folder)
+    assert len(lines) == 1 and "step 30" in lines[0]
+    return artifact
+
+
+@pytest.fixture(scope="module")
+def rows(prepared_clicks: str) -> pa.Table:
+    return raw_rows(Path(prepared_clicks).parent / "clicks.tsv", 700)
+
+
+@pytest.mark.parametrize("memory", ["ram", "mapped", "ssd"])
+def test_an_artifact_after_a_delta_scores_as_a_whole_export_of_its_step(
+    published: str, small_artifact: ExportSummary, rows: pa.Table, memory: str
+) -> None:
+    predictor = Predictor.load(published, memory=memory, cache_bytes=200_000 if memory == "ssd" else None)
+    before, base = predictor.score(rows).scores, predictor.version
+    catch_up(predictor, published)
+    assert (predictor.sequence, predictor.version) == (1, f"{base}+1")
+    whole = Predictor.load(small_artifact.artifact).score(rows).scores
+    np.testing.assert_array_equal(predictor.score(rows).scores, whole)
+    assert not np.array_equal(before, whole)
+    ids = torch.arange(0, predictor.manifest.tables[-1].stored_rows, 3)
+    expected = Predictor.load(small_artifact.artifact).lookup.stored(25, ids)
+    assert torch.equal(predictor.lookup.stored(25, ids), expected)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_delta_is_not_taken_and_what_served_goes_on(
+    published: str, small_artifact: ExportSummary, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = read_manifest(published)
+    for name in (LAYERS_FILE, "manifest.json", "00025.rows", "00025.ids"):
+        copy = Path(shutil.copytree(published, tmp_path / name))
+        _flip(copy / "deltas" / "00000001" / name)
+        with pytest.raises(DamagedError):
+            stage_delta(str(copy), manifest, 1)
+    predictor = Predictor.load(str(copy))
+    catch_up(predictor, str(copy))
+    assert predictor.sequence == 0 and "serves delta 0" in caplog.text
+    other = Path(shutil.copytree(small_artifact.artifact, tmp_path / "other"))
+    shutil.copytree(Path(published) / "deltas", other / "deltas")
+    with pytest.raises(DamagedError, match=names(manifest.version)):
+        stage_delta(str(other), read_manifest(str(other)), 1)
+
+
+def test_nothing_is_published_twice_or_past_a_pin_or_the_gate(small_run: Path, published: str, tmp_path: Path) -> None:
+    assert "nothing" in publish(job_of(published), find_folder)[0]
+    copy = Path(shutil.copytree(published, tmp_path / "copy"))
+    folder = deltas_folder(str(copy))
+    assert newest_sequence(folder) == 1
+    publish(job_of(copy, "pin=0"), find_folder)
+    assert newest_sequence(folder) == 0
+    with pytest.raises(ServingError, match=names("unpin=true")):
+        Publisher(job_of(copy), str(copy)).publish_newest()
+    publish(job_of(copy, "unpin=true"), find_folder)
+    assert newest_sequence(folder) == 1
+    shutil.rmtree(folder)
+    gates = ["delta_gate.max_rows_fraction=0.000001", "delta_gate.max_ne_increase=0", "delta_gate.max_norm_ratio=1"]
+    with pytest.raises(ServingError, match=names("delta_gate.max_rows_fraction")):
+        publish(job_of(copy, *gates), find_folder)
+    assert newest_sequence(folder) == 0
+    with pytest.raises(ConfigError, match=names("follow step")):
+        load_config(PublishJob, ["artifact=x", "step=3", "follow=true"])
+
+
+def test_deltas_of_a_registry_version_lie_beside_its_artifact(tmp_path: Path) -> None:
+    assert deltas_folder("r/versions/v000012/artifact") == "r/versions/v000012/deltas"
+    assert deltas_folder("runs/a/artifacts/step_00000300.int8/") == "runs/a/artifacts/step_00000300.int8/deltas"
+    assert newest_sequence(str(tmp_path / "none")) == 0
+    pin(str(tmp_path), 3)
+    (tmp_path / "pin.json").write_text("[")
+    with pytest.raises(DamagedError):
+        newest_sequence(str(tmp_path))
+
+
+def test_tensors_come_back_as_they_were() -> None:
+    given = [torch.randn(3, 2), torch.zeros(0), torch.tensor(2.5), torch.randn(4).bfloat16(), torch.arange(3)]
+    found = tensors_from_bytes(tensors_to_bytes(given))
+    assert all(one.dtype == two.dtype and torch.equal(one, two) for one, two in zip(given, found, strict=True))
+    for content in (
+        b"",
+        b"[]\nx",
+        b"{",
+        b'[{"dtype": "float32", "shape": [-1]}]\n',
+        b'[{"dtype": "object", "shape": []}]\n',
+    ):
+        with pytest.raises(DamagedError):
+            tensors_from_bytes(content)
+
+
+def test_an_answer_is_of_one_model_though_it_takes_several_batches() -> None:
+    """Requests of five batches each, and a change behind each of them that has begun."""
+
+    async def run() -> list[tuple[list[dict[str, object]], Scores]]:
+        scorer = StandIn(version="0", delay_s=0.002)
+        batcher = Batcher(scorer, BatchingConfig(max_rows=2), ServerMetrics())
+        schema = pa.schema(
+            [
+                ("price", pa.float64()),
+                ("age", pa.float64()),
+                ("city", pa.string()),
+                ("device", pa.string()),
+                ("tags", pa.list_(pa.string())),
+            ]
+        )
+        asked = [[{**ROW, "price": float(10 * request + row)} for row in range(9)] for request in range(12)]
+        tables = [pa.Table.from_pylist(rows, schema=schema) for rows in asked]
+        answers = [asyncio.create_task(batcher.score(table)) for table in tables]  # type: ignore[arg-type]
+        for number in range(1, 6):
+            await asyncio.sleep(0.01)
+            await batcher.change(lambda number=number: setattr(scorer, "version", str(number)))  # type: ignore[misc]
+        found = list(zip(asked, await asyncio.gather(*answers), strict=True))
+        await batcher.close()
+        return found
+
+    found = asyncio.run(run())
+    for rows, scored in found:
+        expected = [np.float32(score_of(row, scored.version)) for row in rows]
+        np.testing.assert_array_equal(scored.scores, expected)
+    assert {scored.version for _, scored in found} > {"0"}, "changes came in between"
+
+
+def _train(rank: int, overrides: list[str]) -> None:
+    train(load_config(TrainJob, overrides))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("compression", ["none", "managed_collision"])
+def test_200_deltas_score_as_whole_exports_do(
+    ranks: RankPool, prepared_clicks: str, rows: pa.Table, tmp_path: Path, compression: str
+) -> None:
+    """Of a run that saves changed rows alone, at every step; and what servers with memory=ram and ssd have then."""
+    run, last = tmp_path / "run", 201 if compression == "none" else 21
+    overrides = [
+        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=64", f"data.path={prepared_clicks}",
+        f"run_dir={run}", f"trainer.max_steps={last}", "checkpoint.save_every_steps=1", "checkpoint.keep_last_n=999",
+        "checkpoint.differential=true", "trainer.evaluate_max_batches=1",
+    ]  # fmt: skip
+    if compression != "none":
+        overrides += [
+            "tables.cat_25.compression.kind=managed_collision", "tables.cat_25.compression.num_rows=2000",
+            "tables.cat_25.compression.eviction_interval=2",
+        ]  # fmt: skip
+    ranks.run(2, _train, overrides)
+    artifact = export_step(run, 1, tmp_path / "artifact", "precision=int4")
+    publisher = Publisher(job_of(artifact, "delta_gate.max_ne_increase=9"), artifact)
+    servers = [Predictor.load(artifact), Predictor.load(artifact, memory="ssd", cache_bytes=100_000)]
+    for step in range(2, last + 1):
+        delta = publisher.publish_step(step)
+        assert delta is not None and delta.sequence == step - 1
+        for server in servers:
+            server.apply(stage_delta(artifact, server.manifest, delta.sequence))
+        if step in (2, last // 2, last):
+            whole = Predictor.load(export_step(run, step, tmp_path / f"whole_{step}", "precision=int4"))
+            for server in servers:
+                np.testing.assert_array_equal(server.score(rows).scores, whole.score(rows).scores)
+                for number, table in enumerate(whole.manifest.tables):
+                    ids = torch.arange(table.stored_rows)
+                    assert torch.equal(server.lookup.stored(number, ids), whole.lookup.stored(number, ids))
+
+
+@pytest.mark.campaign
+def test_a_server_takes_a_delta_while_it_answers_and_goes_back_to_a_pinned_one(
+    small_run: Path, small_artifact: ExportSummary, rows: pa.Table, tmp_path: Path
+) -> None:
+    artifact = export_step(small_run, 10, tmp_path / "artifact")
+    first, last = (
+        Predictor.load(path).score(rows.slice(0, 40)).scores.tolist() for path in (artifact, small_artifact.artifact)
+    )
+    version, asked = read_manifest(artifact).version, {"rows": rows.slice(0, 40).to_pylist()}
+    with running("pipeline.serve", f"artifact={artifact}", "server.port=0", "server.watch_s=0.05") as server:
+
+        def answers(expected: list[float], name: str) -> bool:
+            answer = server.client.post(f"{server.url}/score", json=asked)
+            assert answer.status_code == 200
+            return answer.json()["artifact"] == name and answer.json()["scores"] == pytest.approx(expected, abs=1e-7)
+
+        assert answers(first, version) and server.metric("delta_sequence") == 0
+        publish(job_of(artifact), find_folder)
+        wait_until(lambda: answers(last, f"{version}+1"))
+        assert server.metric("delta_sequence") == 1 and 0 < server.metric("embedding_age_seconds") < 1e6
+        publish(job_of(artifact, "pin=0"), find_folder)
+        wait_until(lambda: answers(first, version))
+        publish(job_of(artifact, "unpin=true"), find_folder)
+        wait_until(lambda: answers(last, f"{version}+1"))
+        broken = Path(artifact) / "deltas" / "00000002"
+        shutil.copytree(Path(artifact) / "deltas" / "00000001", broken)
+        server.wait_for("refused delta 2")
+        assert answers(last, f"{version}+1") and server.metric("delta_refusals_total") >= 1
+    logging.getLogger(__name__).info("%s", server.log())
