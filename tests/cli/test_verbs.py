@@ -32,6 +32,7 @@ VERBS = {
     "precompile",
     "predict",
     "prepare",
+    "publish",
     "registry",
     "report",
     "retrain",

@@ -23,6 +23,7 @@ from pipeline.config.jobs import ExportJob, PublishJob
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import FileEntry
 from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest, sealed_digest
@@ -51,6 +52,7 @@ from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.run_state import folder_of
 
 BATCH_ROWS = 2048
+logger = get_logger(__name__)
 
 
 class Publisher:
@@ -70,6 +72,7 @@ class Publisher:
             )
         self._batches: list[Batch] | None = None
         self._ne = math.nan
+        self._published_bytes = 0  # by this publisher
 
     @property
     def newest(self) -> str:
@@ -135,6 +138,12 @@ class Publisher:
             contents[COMPOSED_FILE] = composed.to_bytes()
         delta = self._commit(draft, patches, contents)
         self._ne = stats["ne"]
+        self._published_bytes += delta.size_bytes
+        if 2 * self._published_bytes > self._manifest.size_bytes:
+            logger.warning(
+                "deltas of %s hold %s bytes by now, and it %s: a new artifact would begin a new chain",
+                self._artifact, f"{self._published_bytes:,}", f"{self._manifest.size_bytes:,}",
+            )  # fmt: skip
         return delta
 
     def _patches(self, source: Source, path: str) -> Iterator[Patch]:
