@@ -32,6 +32,7 @@ SHOWN_IN = {
     "data.user_item": "data/user_item:user_item",
     "data.conversions": "data/conversions:conversions",
     "data.histories": "data/histories:histories",
+    "data.tags": "data/tags:tags",
     f"data.columns.sequence.{NAME}": "data/histories:columns.sequence.history_dwell",
     "data.negative_sampling": "data/conversions_sampled:negative_sampling",
 }

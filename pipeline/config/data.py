@@ -12,6 +12,7 @@ from pipeline.config.labels import LabelConfig, NegativeSamplingConfig, check_la
 from pipeline.config.registry import find
 from pipeline.config.sequences import HistoriesConfig, SequenceConfig, resolve_sequences
 from pipeline.config.tables import is_pattern, matches
+from pipeline.config.tags import TagsConfig
 from pipeline.config.transforms import NUMBER, TransformConfig, make_transforms, raw_inputs
 from pipeline.runtime.errors import (
     ConfigError,
@@ -45,6 +46,7 @@ class ColumnsConfig:
     into `multi_hot`, or into `sequence` where its order counts (config.sequences); every other categorical column into
     `sparse`. `timestamp` (whole numbers, or ISO 8601) is read where data.split.kind=time or date. `cat_{0..25}` in a list stands for cat_0 to cat_25. Empty text is a missing value, so is each word of
     `null_values`, and for dense columns NaN. list_separator=json: lists are JSON, [1, 2] or ["a", "b"].
+    weighted: columns of multi_hot whose elements are id:weight, split at the last colon; an element without one counts 1.
 
     A single label is binary and needs no entry in `labels`; `label_values` and `label_threshold` are its values and threshold. Of several, `label` is the main one: a model of one task learns
     it, the gate goes by it; the first binary one where `label` names none of them. weight: a column of numbers of 0 at
@@ -63,10 +65,12 @@ class ColumnsConfig:
     timestamp: str | None = None
     list_separator: str = "|"
     null_values: list[str] = field(default_factory=list)
+    weighted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_given("data.columns.list_separator", self.list_separator)
         self.dense, self.sparse, self.multi_hot = map(expand_ranges, (self.dense, self.sparse, self.multi_hot))
+        self._check_weighted()
         resolve_sequences(self.sequence, self.sparse)  # checks them
         if not self.labels:
             LabelConfig(values=self.label_values, threshold=self.label_threshold)  # checks them
@@ -85,6 +89,19 @@ class ColumnsConfig:
             raise ConfigError(
                 f"data.columns.label={self.label!r} is not in data.columns.labels{did_you_mean(self.label, self.labels)}: "
                 f"name one of {', '.join(self.labels)}"
+            )
+
+    def _check_weighted(self) -> None:
+        self.weighted = expand_ranges(self.weighted)
+        if other := [name for name in self.weighted if name not in self.multi_hot]:
+            raise ConfigError(
+                f"data.columns.weighted names {other[0]!r}, which is no column of data.columns.multi_hot"
+                f"{did_you_mean(other[0], self.multi_hot)}: only the ids of bags have weights"
+            )
+        if self.weighted and self.list_separator == ":":
+            raise ConfigError(
+                "data.columns.list_separator=':' separates an id from its weight in the columns of data.columns.weighted: "
+                "join the elements of lists by another character"
             )
 
     @property
@@ -438,6 +455,7 @@ class DataConfig:
     conversions: ConversionsConfig | None = None
     transforms: dict[str, Any] = field(default_factory=dict)  # column that is made -> kind and settings of how
     histories: HistoriesConfig | None = None
+    tags: TagsConfig | None = None
 
     def __post_init__(self) -> None:
         check_given("data.name", self.name)

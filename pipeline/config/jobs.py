@@ -124,7 +124,7 @@ class PrepareJob(Job):
 
 @dataclass
 class GenerateJob(Job):
-    """data.synthetic, user_item, conversions or histories says what is generated; `output` is the text that prepare then takes for its source."""
+    """data.synthetic, user_item, conversions, histories or tags says what is generated; `output` is the text that prepare then takes for its source."""
 
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "${paths.raw}/${data.name}.tsv"
@@ -133,10 +133,11 @@ class GenerateJob(Job):
 
     def __post_init__(self) -> None:
         check_at_least("threads", self.threads, 1, allow_none=True)
-        if self.data.synthetic is self.data.user_item is self.data.conversions is self.data.histories is None:
+        sections = ("synthetic", "user_item", "conversions", "histories", "tags")
+        if all(getattr(self.data, section) is None for section in sections):
             raise ConfigError(
-                f"data={self.data.name} has no `synthetic`, `user_item`, `conversions` or `histories` section to generate from; data=quickstart, "
-                "data=user_item, data=conversions and data=histories have one"
+                f"data={self.data.name} has no section to generate from ({', '.join(sections)}); data=quickstart, data=user_item, "
+                "data=conversions, data=histories and data=tags have one"
             )
 
 

@@ -88,6 +88,7 @@ class SparseFeature:
     # Of a number in buckets, ascending: value x is in bucket (boundaries <= x), and the vocabulary holds buckets as text.
     boundaries: Optional[List[float]] = None
     sequence: Optional[SequenceFeature] = None  # of a list (multi_hot) whose order counts
+    weighted: bool = False  # of a list (multi_hot) whose ids have weights, in the column weights_column() of the shards
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,10 @@ class Dataset:
     format_version: int = FORMAT_VERSION
 
     @property
+    def weighted_features(self) -> List[str]:
+        return [feature.name for feature in self.sparse_features if feature.weighted]
+
+    @property
     def sparse_feature_names(self) -> List[str]:
         return [feature.name for feature in self.sparse_features]
 
@@ -159,6 +164,7 @@ class Dataset:
         features = [
             [feature.name, feature.cardinality, feature.multi_hot]
             + ([asdict(feature.sequence)] if feature.sequence else [])
+            + (["weighted"] if feature.weighted else [])
             for feature in self.sparse_features
         ]
         label: Any = [list(asdict(label).values()) for label in self.labels] or self.label
@@ -173,6 +179,8 @@ class Dataset:
             for key in ("boundaries", "sequence"):
                 if feature[key] is None:
                     del feature[key]
+            if not feature["weighted"]:
+                del feature["weighted"]
         return json.dumps(values, indent=indent, sort_keys=True)
 
     @classmethod
@@ -210,6 +218,11 @@ def _decode_parts(raw: Dict[str, Any]) -> Dict[str, Any]:
         for name, split in raw["splits"].items()
     }
     return {"sparse_features": features, "splits": splits, "labels": [Label(**each) for each in raw.get("labels", [])]}
+
+
+def weights_column(feature: str) -> str:
+    """Of the shards: list<float32>, a number for each id of a weighted feature."""
+    return f"__weights__{feature}"
 
 
 def listed_labels(labels: Mapping[str, LabelConfig]) -> List[Label]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,17 +39,22 @@ def by_slot(bags: Bags, slots: list[int], what: str) -> Iterator[tuple[int, Bags
     begins = np.cumsum(bags.lengths, dtype=np.int64) - bags.lengths
     for slot in slots:
         present = bags.lengths > slot
-        yield slot, Bags(bags.ids[begins[present] + slot], present.astype(np.int32))
+        positions = begins[present] + slot
+        yield slot, Bags(bags.ids[positions], present.astype(np.int32), _at(bags.weights, positions))
 
 
 def in_range(bags: Bags, first: int, end: int) -> Bags:
     """Keep the ids first .. end - 1 of each bag, counted from `first`."""
     inside = (bags.ids >= first) & (bags.ids < end)
     if len(bags.ids) == len(bags.lengths) and (bags.lengths == 1).all():
-        return Bags(bags.ids[inside] - first, inside.astype(np.int32))
+        return Bags(bags.ids[inside] - first, inside.astype(np.int32), _at(bags.weights, inside))
     samples = np.repeat(np.arange(len(bags.lengths)), bags.lengths)
     lengths = np.bincount(samples[inside], minlength=len(bags.lengths))
-    return Bags(bags.ids[inside] - first, lengths.astype(np.int32))
+    return Bags(bags.ids[inside] - first, lengths.astype(np.int32), _at(bags.weights, inside))
+
+
+def _at(weights: NDArray[np.float32] | None, chosen: NDArray[Any]) -> NDArray[np.float32] | None:
+    return None if weights is None else weights[chosen]
 
 
 def leave_out_empty_bags(features: KeyedJaggedTensor, names: Collection[str]) -> KeyedJaggedTensor:
@@ -96,7 +102,9 @@ def sum_of_lengths(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.T
 
 
 def pool_rows(rows: torch.Tensor, bags: JaggedTensor) -> torch.Tensor:
-    """rows [ids, D] of the ids in `bags`, one bag after the other -> their sums [batch, D]."""
-    lengths = bags.lengths()
+    """rows [ids, D] of the ids in `bags`, one bag after the other -> their sums [batch, D], weighted where ids have weights."""
+    lengths, weights = bags.lengths(), bags.weights_or_none()
+    if weights is not None:
+        rows = rows * weights.unsqueeze(1)
     samples = torch.repeat_interleave(torch.arange(len(lengths), device=rows.device), lengths, output_size=len(rows))
     return rows.new_zeros(len(lengths), rows.shape[1]).index_add(0, samples, rows)

@@ -69,6 +69,7 @@ class IdSplitter:
             torch.from_numpy(np.concatenate([part.lengths for part in parts])),
             features.stride(),
             [len(part.ids) for part in parts],
+            None if features.weights_or_none() is None else torch.from_numpy(_weights_of(parts)),
         )
         return leave_out_empty_bags(split, self._skipped) if self._skipped else split
 
@@ -88,12 +89,22 @@ def _parts_of(split: Split | None, key: str, own: Bags) -> Iterator[tuple[str, B
 
 
 def _bags_of(features: KeyedJaggedTensor) -> dict[str, Bags]:
-    values, begin = features.values().numpy(), 0
+    values, begin, weights = features.values().numpy(), 0, features.weights_or_none()
+    of_ids = None if weights is None else weights.numpy()
     lengths = features.lengths().numpy().reshape(-1, features.stride())
     found = {}
     for index, (key, count) in enumerate(zip(features.keys(), features.length_per_key(), strict=True)):
-        found[key], begin = Bags(values[begin : begin + count], lengths[index]), begin + count
+        ids = slice(begin, begin + count)
+        found[key] = Bags(values[ids], lengths[index], None if of_ids is None else of_ids[ids])
+        begin += count
     return found
+
+
+def _weights_of(parts: list[Bags]) -> NDArray[np.float32]:
+    """Of the ids of all parts, 1 where a part has none."""
+    return np.concatenate(
+        [np.ones(len(part.ids), np.float32) if part.weights is None else part.weights for part in parts]
+    )
 
 
 def newest(bags: Bags, num_positions: int) -> Iterator[Bags]:

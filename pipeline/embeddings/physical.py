@@ -73,6 +73,7 @@ def num_numbers(table: Table) -> int:
 def check_compressed(table: Table) -> None:
     """Raises ConfigError where a table's compression does not fit it."""
     kind = compressed(table)
+    _check_weights(table)
     if table.positions and not kind.fits_sequences:
         fitting = [name for name, each in components("compression").items() if each.fits_sequences]
         raise ConfigError(
@@ -98,6 +99,20 @@ def check_compressed(table: Table) -> None:
                 f"sharded tables want a multiple of {SHARD_WIDTH}; use a larger embedding_dim or fewer parts, or "
                 f"tables.{table.name}.sharding.sharding_types=[data_parallel]"
             )
+
+
+def _check_weights(table: Table) -> None:
+    """Of the table and of parts that are compressed themselves."""
+    kind = compressed(table)
+    if table.is_weighted and not kind.carries_weights:
+        fitting = [name for name, each in components("compression").items() if each.carries_weights]
+        raise ConfigError(
+            f"tables.{table.config_name}.compression: kind={kind.config.kind} would lose the weights of the table's ids "
+            f"(data.columns.weighted); use {' or '.join(sorted(fitting))}"
+        )
+    for part in kind.parts() if table.is_weighted else ():
+        if part.compression is not None:
+            _check_weights(part)
 
 
 def signatures(tables: Iterable[Table]) -> dict[str, str]:

@@ -170,6 +170,7 @@ def _resolve(
         max_ids=max_ids,
         positions=positions,
         tiers=config.tiers or default.tiers,
+        is_weighted=any(feature.weighted for feature in features),
     )
     return _compressed(table, config.compression, default.compression)
 

@@ -111,8 +111,9 @@ def _losses(model: nn.Module, task: Any, batch: Batch) -> tuple[torch.Tensor, to
 def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
     """The batch with row `order[i]`'s ids of feature `key` in row i."""
     features = batch.sparse_features
-    values, lengths = [], []
+    values, lengths, weights = [], [], []
     for name, feature in features.to_dict().items():
+        own = feature.weights_or_none()
         if name == key:
             offsets, count = feature.offsets(), feature.lengths()[order]
             begins = torch.repeat_interleave(offsets[order], count)
@@ -120,12 +121,20 @@ def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
                 torch.cumsum(count, 0) - count, count
             )
             values.append(feature.values()[begins + within])
+            own = None if own is None else own[begins + within]
             lengths.append(count)
         else:
             values.append(feature.values())
             lengths.append(feature.lengths())
+        if own is not None:
+            weights.append(own)
     shuffled = keyed_jagged_tensor(
-        list(features.keys()), torch.cat(values), torch.cat(lengths), features.stride(), [len(part) for part in values]
+        list(features.keys()),
+        torch.cat(values),
+        torch.cat(lengths),
+        features.stride(),
+        [len(part) for part in values],
+        torch.cat(weights) if weights else None,
     )
     return replace(batch, sparse_features=shuffled)
 

@@ -19,6 +19,7 @@ from pipeline.config.registry import components
 from pipeline.config.sequences import HistoriesConfig, SequenceConfig
 from pipeline.config.sweep import KnobConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig, TiersConfig
+from pipeline.config.tags import TagsConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.tables import LAST_RESORT
 
@@ -47,6 +48,7 @@ OPTIONAL: list[tuple[type, str, tuple[str, ...]]] = [
     (UserItemConfig, "data/user_item", ("user_item",)),
     (ConversionsConfig, "data/conversions", ("conversions",)),
     (HistoriesConfig, "data/histories", ("histories",)),
+    (TagsConfig, "data/tags", ("tags",)),
     (SequenceConfig, "data/histories", ("columns", "sequence", "history_dwell")),
     (LabelConfig, "data/conversions", ("columns", "labels", "click")),
     (NegativeSamplingConfig, "data/conversions_sampled", ("negative_sampling",)),

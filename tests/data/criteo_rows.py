@@ -38,7 +38,7 @@ def write_lines(path: Path, lines: Sequence[str]) -> str:
     return str(path)
 
 
-def run_prepare(source: str, path: Path | str, **settings: object) -> Dataset:
+def run_prepare(source: str | None, path: Path | str, **settings: object) -> Dataset:
     """Settings of PrepareJob and of DataConfig, by name."""
     job_keys = {"memory_limit_gb", "threads", "temp_dir"}
     data = {"name": "rows", "path": str(path)} | {k: v for k, v in settings.items() if k not in job_keys}

@@ -70,6 +70,8 @@ def assert_raw_rows_are_prepared_rows(
             encoded, sparse = predictor.encoder.encode(raw), batch.sparse_features
             assert encoded.dense.numpy().tobytes() == batch.dense_features[:count].numpy().tobytes()
             assert not same_ids or torch.equal(encoded.values, sparse.values())  # padding has no ids
+            assert encoded.weights is None or torch.equal(encoded.weights, sparse.weights())
+            assert (encoded.weights is None) == (sparse.weights_or_none() is None)
             lengths = sparse.lengths().view(-1, BATCH)[:, :count].reshape(-1)
             assert torch.equal(encoded.offsets.diff(), lengths.long())
             if count == BATCH:  # a product of another number of rows may round in another way

@@ -73,7 +73,7 @@ def test_the_map_goes_with_the_artifact_and_a_missing_or_torn_one_is_refused() -
     again = ComposedTables.from_bytes(composed.to_bytes())
     bags = {feature: [[int(number)] for number in ids_of(3)] for feature in table.feature_names}
     for one in (composed, again):
-        rows, _ = one.ids_looked_up(one.split(as_features(bags, slice(None))))
+        rows, _, _ = one.ids_looked_up(one.split(as_features(bags, slice(None))))
         assert rows.tolist() == found.rows_of(hashed(ids_of(3)).numpy()).tolist() * len(table.feature_names)
     with pytest.raises(ServingError, match="want maps"):
         ComposedTables([table], table.feature_names)

@@ -75,7 +75,8 @@ def test_pooled_rows_are_bitwise_those_of_tables_in_memory(tables: list[ServedTa
     ram, ssd = RamLookup(tables, FEATURES), SsdLookup(tables, FEATURES, heads, io_threads=3)
     for seed in range(20):
         values, offsets = batch_of(tables, seed)
-        assert torch.equal(ssd.pooled(values, offsets), ram.pooled(values, offsets))
+        weights = torch.randn(len(values)) if seed % 2 else None
+        assert torch.equal(ssd.pooled(values, offsets, weights), ram.pooled(values, offsets, weights))
     assert (ssd.counts.hits == ssd.counts.lookups) == (share == 1.0)
     assert ssd.cache_bytes == sum(head * table.row_bytes for head, table in zip(heads, tables, strict=True))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,13 +17,14 @@ from pipeline.config.data import BucketsConfig, DataConfig, IdsConfig
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.sequences import SequenceConfig
 from pipeline.config.transforms import TransformConfig, make_transforms
-from pipeline.data.dataset import GROUP_COLUMN
+from pipeline.data.dataset import GROUP_COLUMN, weights_column
 from pipeline.data.prepare.row_hashes import RowHashes
 from pipeline.data.raw.derived import derive
 from pipeline.data.raw.hashing import hash_ids, hash_text
 from pipeline.data.raw.layout import Layout, columns_of
 from pipeline.data.raw.sequences import cut_lists
 from pipeline.data.raw.transforms import Transform
+from pipeline.data.raw.weighted import split_elements
 from pipeline.runtime.errors import DataError, did_you_mean
 
 STANDARDIZE = "standardize"
@@ -56,6 +58,7 @@ class Features:
     sequences: dict[str, SequenceConfig] = field(default_factory=dict)  # of multi_hot; with every length and side
     derived: dict[str, TransformConfig] = field(default_factory=dict)  # columns that are made of others
     derived_kinds: dict[str, str] = field(default_factory=dict)
+    weighted: list[str] = field(default_factory=list)  # of multi_hot
 
     def kind_of(self, name: str) -> str:
         """Of a dense column's transform."""
@@ -117,13 +120,14 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
         labels=columns.all_labels,
         weight=columns.weight,
         negative_sampling=config.negative_sampling,
+        weighted=columns.weighted,
     )
 
 
 @dataclass(frozen=True)
 class EncodedBlock:
     """`rows`: labels and weight as Features.label_types says, dense float32, codes uint16 (multi-hot: lists of uint32), 0 for
-    a missing value; numbers that are to be in buckets, or standardized, float64 as they are read, NaN where missing.
+    a missing value, and a list of float32 beside each weighted feature's; numbers that are to be in buckets, or standardized, float64 as they are read, NaN where missing.
 
     num_negative: of dense columns whose transform takes negative values for 0, how many there are. Code c of a feature is entry c - 1 among its `num_values` entries; `values` and `counts` hold those of all features.
     The value of a hashed feature's entry is its id, in decimal.
@@ -158,12 +162,12 @@ def encode_block(
             hashes.add_numbers(values_of_label)
         for name in (*features.dense, *features.buckets):
             hashes.add_numbers(table[name].to_numpy())
+    of_weights: dict[str, pa.Array] = {}
     for name in features.sparse:
-        codes, distinct, lengths = encode_values(features, name, table[name])
+        codes, distinct, lengths, weights = encode_values(features, name, table[name])
         if hashes:
-            hashes.add_texts(codes, distinct, lengths)
-        ids = features.ids[name]
-        if ids.kind == "hash":
+            hashes.add_texts(codes, distinct, lengths, weights)
+        if (ids := features.ids[name]).kind == "hash":
             distinct = pa.array(hash_ids(distinct, ids.hash_size or 0, ids.hash_seed)).cast(pa.string())
         values.append(distinct)
         counts.append(np.bincount(codes, minlength=len(distinct) + 1)[1:])
@@ -171,10 +175,11 @@ def encode_block(
         if lengths is None:
             arrays.append(pa.array(codes.astype(np.uint16)))
         else:
-            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-            arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(codes.astype(np.uint32))))
-    arrays += in_buckets
-    names = [*labels, *features.dense, *features.sparse, *features.buckets]
+            arrays.append(_lists_of(codes.astype(np.uint32), lengths))
+        if weights is not None and lengths is not None:
+            of_weights[weights_column(name)] = _lists_of(weights, lengths)
+    arrays += [*in_buckets, *of_weights.values()]
+    names = [*labels, *features.dense, *features.sparse, *features.buckets, *of_weights]
     if features.timestamp:
         arrays.append(table[features.timestamp].combine_chunks())
         names.append(TIMESTAMP_COLUMN)
@@ -197,6 +202,11 @@ def encode_block(
     )
 
 
+def _lists_of(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
 def label_values(column: pa.ChunkedArray) -> np.ndarray:
     """[rows] float64: 0 where it is missing, as it may be where another label masks it."""
     values: np.ndarray = column.to_numpy()
@@ -209,18 +219,27 @@ def group_ids(column: pa.ChunkedArray) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), hash_text(distinct, 0).view(np.int64)])[codes]
 
 
-def encode_values(
-    features: Features, name: str, column: pa.ChunkedArray
-) -> tuple[np.ndarray, pa.Array, np.ndarray | None]:
-    """Codes, 0 for a missing value, the distinct values behind codes 1, 2, ... as text, and of a multi-hot feature how
-    many codes each row has."""
+class EncodedValues(NamedTuple):
+    """Codes, 0 for a missing value, the distinct values behind codes 1, 2, ... as text; of a multi-hot feature how many
+    codes each row has, and of a weighted one a float32 for each code."""
+
+    codes: np.ndarray
+    distinct: pa.Array
+    lengths: np.ndarray | None
+    weights: np.ndarray | None
+
+
+def encode_values(features: Features, name: str, column: pa.ChunkedArray) -> EncodedValues:
     values = column.combine_chunks()
-    lengths = None
+    lengths = weights = None
     if name in features.multi_hot:
         values, lengths = _flatten(values, features.list_separator)
         if name in features.sequences:
             values, lengths = cut_lists(values, lengths, features.sequences[name])
-    return *_codes(values, features.null_values), lengths
+        if name in features.weighted:
+            values, numbers = split_elements(values)
+            weights = numbers.astype(np.float32)
+    return EncodedValues(*_codes(values, features.null_values), lengths, weights)
 
 
 def _staged_numbers(values: np.ndarray, kind: str) -> np.ndarray:

@@ -75,6 +75,8 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
             columns |= {f"label_{key}": value for key, value in _cells_of(label).items()}
     if not config.columns.sequence:
         del columns["sequence"]
+    if not config.columns.weighted:
+        del columns["weighted"]
     if config.columns.weight is None:  # as group_column below, absent in data sets of earlier releases
         del columns["weight"]
     if config.negative_sampling is not None:

@@ -214,6 +214,7 @@ def write_shards(
     for name in SPLITS:
         storage.make_folder(storage.join(config.path, name))
     num_columns = len(features.label_types) + len(features.dense) + len(features.sparse) + len(features.buckets)
+    num_columns += len(features.weighted)
     threads = resources.shard_threads(config.rows_per_row_group, num_columns)
     shards = []
     with progress("writing shards", sum(plan.num_rows for plan in plans)) as bar:

@@ -20,10 +20,15 @@ class RowHashes:
         numbers = np.where(np.isnan(values), np.nan, values) + 0.0
         self._state = mix(self._state ^ numbers.astype(np.float64).view(np.uint64))
 
-    def add_texts(self, codes: np.ndarray, distinct: pa.Array, lengths: np.ndarray | None) -> None:
-        """Code c stands for distinct[c - 1], 0 for a missing value; `lengths` are how many codes each row has."""
+    def add_texts(
+        self, codes: np.ndarray, distinct: pa.Array, lengths: np.ndarray | None, weights: np.ndarray | None = None
+    ) -> None:
+        """Code c stands for distinct[c - 1], 0 for a missing value; `lengths` are how many codes each row has, `weights`
+        [codes] float32, of which -0.0 is 0.0."""
         of_code = np.concatenate([np.zeros(1, np.uint64), hash_text(distinct, 0)])
         hashes = of_code[codes]
+        if weights is not None:
+            hashes = mix(hashes ^ mix((weights + 0.0).astype(np.float64).view(np.uint64)))
         if lengths is not None:
             hashes = _of_lists(hashes, lengths)
         self._state = mix(self._state ^ hashes)

@@ -111,6 +111,7 @@ def describe_feature(
         hash_seed=ids.hash_seed,
         num_distinct=ranked.num_distinct,
         sequence=_describe_sequence(features, name),
+        weighted=name in features.weighted,
     )
 
 

@@ -1,7 +1,7 @@
 """Write staged rows, with the ids of their codes, as Parquet shards.
 
 Columns: labels and weight as Features.label_types says, dense features float32, one-hot features and those in buckets int32, multi-hot features
-list<int32>, and the group int64 where there is one; none is null.
+list<int32>, of weighted ones list<float32> beside, and the group int64 where there is one; none is null.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.config.data import SPLITS
-from pipeline.data.dataset import GROUP_COLUMN, ShardFile, SparseFeature
+from pipeline.data.dataset import GROUP_COLUMN, ShardFile, SparseFeature, weights_column
 from pipeline.data.prepare.buckets import BucketIds
 from pipeline.data.prepare.encode import TRUTH_COLUMN, Features
 from pipeline.data.prepare.parallel import map_ordered
@@ -113,7 +113,8 @@ class ShardWriter:
         self._staging, self._folder, self._row_group_rows = staging, folder, row_group_rows
         kinds = [*features.label_types.items(), *((name, pa.float32()) for name in features.dense)]
         kinds += [(name, pa.int32()) for name in (*features.one_hot, *features.buckets)]
-        kinds += [(name, pa.list_(pa.field("element", pa.int32(), nullable=False))) for name in features.multi_hot]
+        kinds += [(name, _lists_of(pa.int32())) for name in features.multi_hot]
+        kinds += [(weights_column(name), _lists_of(pa.float32())) for name in features.weighted]
         kinds += [(GROUP_COLUMN, pa.int64())] if features.group else []
         self._schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
 
@@ -172,9 +173,18 @@ class ShardWriter:
                 columns[name] = pa.ListArray.from_arrays(pa.array(offsets), flat, type=self._schema.field(name).type)
             else:
                 columns[name] = pa.array(id_of_code[column.to_numpy()])
+        for name in map(weights_column, self._features.weighted):
+            lengths = pc.list_value_length(columns[name]).to_numpy()
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            kind = self._schema.field(name).type
+            columns[name] = pa.ListArray.from_arrays(pa.array(offsets), columns[name].flatten(), type=kind)
         for feature, id_of_bucket in self._in_buckets:
             numbers = bucket_numbers(columns[feature.name].to_numpy(), feature.boundaries or [])
             columns[feature.name] = pa.array(id_of_bucket[numbers])
         for name, transform in self._transforms.items():
             columns[name] = pa.array(transform(columns[name].to_numpy()))
         return pa.table(columns)
+
+
+def _lists_of(element: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", element, nullable=False))

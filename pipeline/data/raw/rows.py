@@ -26,6 +26,7 @@ from pipeline.data.raw.parquet_rows import not_text, with_text
 from pipeline.data.raw.sequences import cell_length, uneven, uneven_rows
 from pipeline.data.raw.source import MAX_LINE_BYTES, Block, RowReader, Source
 from pipeline.data.raw.suspects import broken_lines, read_texts, with_numbers, with_times
+from pipeline.data.raw.weighted import bad_cell, bad_weights
 from pipeline.runtime.errors import DataError
 
 MAX_TEXT_CHARACTERS = 500
@@ -211,7 +212,7 @@ def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
             note(name, pc.fill_null(pc.greater(pc.abs(table[name]), LARGEST_FLOAT32), False), "a finite 32-bit number")
     if layout.columns.timestamp:
         note(layout.columns.timestamp, pc.is_null(table[layout.time_column]), "a time")
-    for row, reason in uneven_rows(layout.columns, table):
+    for row, reason in (*uneven_rows(layout.columns, table), *bad_weights(layout.columns, table)):
         reasons.setdefault(row, reason)
     return reasons
 
@@ -289,6 +290,9 @@ def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str
             return f"{name} is no JSON list"
     if problem := _why_uneven(layout, values):
         return problem
+    for name in layout.columns.weighted:
+        if problem := bad_cell(layout.columns, name, values[name]):
+            return problem
     if layout.columns.timestamp and not is_time(values[layout.columns.timestamp]):
         return f"{layout.columns.timestamp} is {values[layout.columns.timestamp]!r}, not a time"
     return ""

@@ -73,6 +73,7 @@ class BatchAssembler:
             position, size = next(positions[feature.multi_hot]), multi_hot.get(feature.name, 1)
             self._columns.append(_Column(feature.name, feature.cardinality, feature.multi_hot, position, size))
         self._num_lists = sum(column.is_list for column in self._columns)
+        self._is_weighted = bool(dataset.weighted_features)
         self._all_one_hot = not self._num_lists and all(column.size == 1 for column in self._columns)
 
     def assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
@@ -104,12 +105,18 @@ class BatchAssembler:
         lengths = np.empty((len(self._columns), self.batch_size), np.int32)
         if self._all_one_hot:
             lengths[:] = present
-            values, length_per_key = ids.reshape(-1), [len(filled)] * len(self._columns)
+            values, length_per_key, weights = ids.reshape(-1), [len(filled)] * len(self._columns), None
         else:
             lists = [lists.take(rows) for lists in chunk.block.lists]
             values, length_per_key = self._bags(ids, lists, present, lengths)
+            weights = torch.from_numpy(self._weights(lists, length_per_key)) if self._is_weighted else None
         sparse = keyed_jagged_tensor(
-            self.keys, torch.from_numpy(values), torch.from_numpy(lengths.reshape(-1)), self.batch_size, length_per_key
+            self.keys,
+            torch.from_numpy(values),
+            torch.from_numpy(lengths.reshape(-1)),
+            self.batch_size,
+            length_per_key,
+            weights,
         )
         targets = self._targets(np.take(chunk.block.labels, rows, axis=0), present)
         return Batch(
@@ -141,6 +148,16 @@ class BatchAssembler:
                 column_lengths[:] = present * np.int32(column.size)
         return values, length_per_key
 
+    def _weights(self, lists: list[Lists], length_per_key: list[int]) -> NDArray[np.float32]:
+        """Of the values of all features: 1 for those without weights."""
+        weights, begin = np.ones(sum(length_per_key), np.float32), 0
+        for column, count in zip(self._columns, length_per_key, strict=True):
+            own = lists[column.position].weights if column.is_list else None
+            if own is not None:
+                weights[begin : begin + count] = own
+            begin += count
+        return weights
+
 
 def _lay_out_groups(pieces: list[Piece], num_rows: int) -> NDArray[np.int64] | None:
     """None where no piece has groups; 0 on padding and in row groups that could not be read."""
@@ -157,8 +174,13 @@ def _lay_out_lists(pieces: list[Piece], index: int, num_rows: int) -> Lists:
     """The lists of all rows; padding rows have empty ones."""
     lengths = np.zeros(num_rows, np.int64)
     parts: list[NDArray[np.integer]] = [np.empty(0, np.int32)]
+    weights: list[NDArray[np.float32]] = []
     for block, start, stop, offset in pieces:
-        offsets = block.lists[index].offsets[start : stop + 1]
+        lists = block.lists[index]
+        offsets = lists.offsets[start : stop + 1]
         lengths[offset : offset + stop - start] = np.diff(offsets)
-        parts.append(block.lists[index].ids[offsets[0] : offsets[-1]])
-    return Lists(np.concatenate(parts), np.concatenate(([0], np.cumsum(lengths))))
+        parts.append(lists.ids[offsets[0] : offsets[-1]])
+        if lists.weights is not None:
+            weights.append(lists.weights[offsets[0] : offsets[-1]])
+    ends = np.concatenate(([0], np.cumsum(lengths)))
+    return Lists(np.concatenate(parts), ends, np.concatenate(weights) if weights else None)

@@ -19,7 +19,8 @@ class Batch(Pipelineable):
     """The samples of one step on one rank.
 
     dense_features: [batch, num_dense] float32
-    sparse_features: keys in the data set's order, int64 values, int32 lengths [num_features * batch]
+    sparse_features: keys in the data set's order, int64 values, int32 lengths [num_features * batch]; float32 weights of all
+        values where a feature of the data is weighted
     labels: [batch] float32; of a job that learns several, [batch, targets] (data.targets)
     sample_weights: as labels; 0 marks rows that count nothing: the padding of an evaluation batch and quarantined rows
         (dense 0, label 0, no ids), and those that a label's mask leaves out
@@ -74,15 +75,21 @@ class Batch(Pipelineable):
 
 
 def keyed_jagged_tensor(
-    keys: list[str], values: torch.Tensor, lengths: torch.Tensor, batch_size: int, length_per_key: list[int]
+    keys: list[str],
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    batch_size: int,
+    length_per_key: list[int],
+    weights: torch.Tensor | None = None,
 ) -> KeyedJaggedTensor:
     """A KeyedJaggedTensor that knows its sizes per key, so that nobody has to ask the device for them.
 
-    values: [sum(length_per_key)], one feature after the other; lengths: [len(keys) * batch_size].
+    values, weights: [sum(length_per_key)], one feature after the other; lengths: [len(keys) * batch_size].
     """
     return KeyedJaggedTensor(
         keys=keys,
         values=values.to(ID_DTYPE),
+        weights=weights,
         lengths=lengths.to(LENGTH_DTYPE),
         stride=batch_size,
         length_per_key=length_per_key,

@@ -10,19 +10,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.data.dataset import GROUP_COLUMN, Dataset, Label, SparseFeature
+from pipeline.data.dataset import GROUP_COLUMN, Dataset, Label, SparseFeature, weights_column
 
 MAX_VALUE_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
 class Lists:
-    """A list-valued feature: row i holds ids[offsets[i]:offsets[i + 1]]."""
+    """A list-valued feature: row i holds ids[offsets[i]:offsets[i + 1]], and as many weights where it is weighted."""
 
     ids: NDArray[np.integer]
     offsets: NDArray[np.int64]
+    weights: NDArray[np.float32] | None = None
 
     def take(self, rows: NDArray[np.int64], present: NDArray[np.bool_] | None = None) -> Lists:
         """The lists of `rows`, one after the other; those of rows that are not `present` are empty."""
@@ -32,7 +34,8 @@ class Lists:
             lengths = lengths * present
         offsets = np.concatenate(([0], np.cumsum(lengths)))
         # Id k of the result lies at its list's start plus its position in the list.
-        return Lists(self.ids[np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)], offsets)
+        positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+        return Lists(self.ids[positions], offsets, None if self.weights is None else self.weights[positions])
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int,
     one_hot = _matrix(table, [feature.name for feature in features], id_type, faults)
     _check_ids(one_hot, features, faults)
     bags = [feature for feature in dataset.sparse_features if feature.multi_hot]
-    lists = [_lists(table, feature, faults) for feature in bags]
+    lists = [_weighted(_lists(table, feature, faults), table, feature, faults) for feature in bags]
     _check_sequences(bags, lists, faults)
     has_groups = GROUP_COLUMN in table.schema.names
     groups = _matrix(table, [GROUP_COLUMN], pa.int64(), faults)[0] if has_groups else None
@@ -161,6 +164,29 @@ def _values(column: pa.ChunkedArray, name: str, faults: Faults) -> pa.Array:
         faults.note(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)), name, "a value")
         array = array.fill_null(0)
     return array
+
+
+def _weighted(lists: Lists, table: pa.Table, feature: SparseFeature, faults: Faults) -> Lists:
+    """With the feature's weights, where it has some; of a row in doubt they are 0."""
+    if not feature.weighted:
+        return lists
+    name, lengths = weights_column(feature.name), np.diff(lists.offsets)
+    array = table.column(name).combine_chunks()
+    counts = np.asarray(pc.fill_null(pc.list_value_length(array), -1)).astype(np.int64)
+    uneven = counts != lengths
+    numbers = np.asarray(array.flatten().cast(pa.float32()).fill_null(np.nan))
+    weights = np.zeros(len(lists.ids), np.float32)
+    if not uneven.any():
+        weights[lists.offsets[0] : lists.offsets[-1]] = numbers
+    else:
+        faults.note(np.flatnonzero(uneven), name, f"a list as long as {feature.name!r}")
+        own, kept = np.repeat(~uneven, np.maximum(counts, 0)), np.repeat(~uneven, lengths)
+        weights[lists.offsets[0] : lists.offsets[-1]][kept] = numbers[own]
+    finite = np.isfinite(weights)
+    if not finite.all():
+        rows = np.searchsorted(lists.offsets, np.flatnonzero(~finite), side="right") - 1
+        faults.note(np.unique(rows), name, "a list of finite numbers")
+    return Lists(lists.ids, lists.offsets, weights)
 
 
 def _lists(table: pa.Table, feature: SparseFeature, faults: Faults) -> Lists:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipeline.data.dataset import GROUP_COLUMN, Dataset, Split
+from pipeline.data.dataset import GROUP_COLUMN, Dataset, Split, weights_column
 from pipeline.data.read.check_rows import Columns, Lists, check_columns, label_shape
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.shard_files import WAY_OUT, ShardError, ShardFiles, check_layout
@@ -70,6 +70,7 @@ class Shards:
             for group, first in enumerate(accumulate(shard.row_groups[:-1], initial=0))
         ]
         self._columns = [*dataset.label_columns, *dataset.dense_features, *dataset.sparse_feature_names]
+        self._columns += map(weights_column, dataset.weighted_features)
         if with_groups:
             self._columns.append(GROUP_COLUMN)
         self._idle: OrderedDict[int, list[pq.ParquetFile]] = OrderedDict()
@@ -116,13 +117,16 @@ class Shards:
 
     def _nothing(self, num_rows: int) -> Block:
         """As many rows as could not be read, none of them present."""
-        num_lists = sum(feature.multi_hot for feature in self.dataset.sparse_features)
-        num_one_hot = len(self.dataset.sparse_features) - num_lists
-        no_lists = Lists(np.zeros(0, np.int32), np.zeros(num_rows + 1, np.int64))
+        bags = [feature for feature in self.dataset.sparse_features if feature.multi_hot]
+        num_one_hot = len(self.dataset.sparse_features) - len(bags)
+        no_ids, no_weights = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        no_lists = [
+            Lists(no_ids, np.zeros(num_rows + 1, np.int64), no_weights if bag.weighted else None) for bag in bags
+        ]
         return Block(
             np.zeros((num_rows, len(self.dataset.dense_features)), np.float32),
             np.zeros((num_one_hot, num_rows), np.int32),
-            [no_lists] * num_lists,
+            no_lists,
             np.zeros((num_rows, *label_shape(self.dataset)), np.float32),
             np.zeros(num_rows, np.bool_),
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.dataset import FILE_NAME, GROUP_COLUMN, Dataset, ShardFile, Split
+from pipeline.data.dataset import FILE_NAME, GROUP_COLUMN, Dataset, ShardFile, Split, weights_column
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.storage import storage
@@ -158,6 +158,7 @@ def check_layout(path: str, shard: ShardFile, file: pq.ParquetFile, dataset: Dat
     types = {field.name: field.type for field in file.schema_arrow}
     wanted = dict.fromkeys([*dataset.label_columns, *dataset.dense_features], "a number")
     wanted |= {f.name: "a list of integers" if f.multi_hot else "an integer" for f in dataset.sparse_features}
+    wanted |= {weights_column(name): "a list of numbers" for name in dataset.weighted_features}
     wanted |= {GROUP_COLUMN: "an integer"} if dataset.group_column else {}
     for name, kind in wanted.items():
         if name not in types:
@@ -167,7 +168,8 @@ def check_layout(path: str, shard: ShardFile, file: pq.ParquetFile, dataset: Dat
 
 
 def _is_a(kind: str, type_: pa.DataType) -> bool:
-    if kind == "a list of integers":
+    if kind.startswith("a list of "):
         is_list = pa.types.is_list(type_) or pa.types.is_large_list(type_)
-        return is_list and pa.types.is_integer(type_.value_type)
+        is_one = pa.types.is_integer if kind == "a list of integers" else pa.types.is_floating
+        return is_list and is_one(type_.value_type)
     return pa.types.is_integer(type_) or (kind == "a number" and pa.types.is_floating(type_))

@@ -35,6 +35,7 @@ class FrequencySplit(CompressionKind):
     """The row of an id is the head's or the tail's; a bag is the sum of both."""
 
     settings = ("head_rows", "head_sharding_types", "tail", "skip_empty_bags")
+    carries_weights = True
 
     @classmethod
     def check(cls, config: CompressionConfig) -> None:

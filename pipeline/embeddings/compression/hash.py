@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
-from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
+from pipeline.embeddings.compression.kind import CompressionKind, Split
 from pipeline.embeddings.row_frequencies import hashed_frequencies
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ConfigError
@@ -20,6 +20,7 @@ class Hash(CompressionKind):
     """The row of an id is a hash of it, spread over `num_rows`."""
 
     fits_sequences = True
+    carries_weights = True
     settings = ("ratio", "num_rows", "seed")
     id_part = "hash"
 
@@ -29,7 +30,7 @@ class Hash(CompressionKind):
 
     def split(self, index: int) -> Split:
         feature = self.feature(index, "hash")
-        return lambda bags: iter([(feature, Bags(self.shared_rows(bags.ids), bags.lengths))])
+        return lambda bags: iter([(feature, bags._replace(ids=self.shared_rows(bags.ids)))])
 
     def shared_rows(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         from pipeline.embeddings.bags import hashed_to

@@ -36,10 +36,14 @@ if TYPE_CHECKING:
 
 
 class Bags(NamedTuple):
-    """The bags of a feature: ids [sum of lengths] int64, sample after sample, and lengths [batch] int32."""
+    """The bags of a feature: ids [sum of lengths] int64, sample after sample, and lengths [batch] int32.
+
+    weights: float32, as many as ids; None: each counts 1.
+    """
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int32]
+    weights: NDArray[np.float32] | None = None
 
 
 # The bags of one feature -> (physical feature, its bags) for each of its parts.
@@ -57,6 +61,8 @@ class CompressionKind(ABC):
     id_part: ClassVar[str] = ""
     # Whether a table with sequences may be stored so: each position is split and composed by itself.
     fits_sequences: ClassVar[bool] = False
+    # Whether `split` and `compose` keep the weights of ids: the row of each id counts as often as its weight says.
+    carries_weights: ClassVar[bool] = False
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -253,6 +259,7 @@ class Whole(CompressionKind):
     """A table that is not compressed: its own only part."""
 
     fits_sequences = True
+    carries_weights = True
 
     def parts(self) -> list[Table]:
         return [self.table]

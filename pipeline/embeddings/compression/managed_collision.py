@@ -31,6 +31,7 @@ class ManagedCollision(CompressionKind):
 
     settings = ("num_rows", "seed", "policy", "eviction_interval", "buckets")
     id_part = MANAGED
+    carries_weights = True
     can_average = False  # rows belong to whatever ids each host has seen
 
     @classmethod
@@ -98,6 +99,6 @@ class ManagedCollision(CompressionKind):
             bucket = (words >> np.uint64(32)) * buckets >> np.uint64(32)
             # Mixed again, or the bits that chose the bucket would be equal for all ids of a bucket.
             within = mix(words) & (ids_a_bucket - np.uint64(1))
-            yield feature, Bags((bucket * ids_a_bucket + within).view(np.int64), bags.lengths)
+            yield feature, bags._replace(ids=(bucket * ids_a_bucket + within).view(np.int64))
 
         return split

@@ -41,6 +41,7 @@ class MixedDimension(CompressionKind):
     """Row of an id: its block's row, times the block's projection [block's columns, D] where it is narrower than D."""
 
     settings = ("ratio", "dims", "num_blocks", "temperature")
+    carries_weights = True
 
     @classmethod
     def check(cls, config: CompressionConfig) -> None:

@@ -37,6 +37,7 @@ class PathBased(CompressionKind):
     """
 
     settings = ("ratio", "num_rows", "hidden_size", "max_ids_per_bag")
+    carries_weights = True
     id_part = "bucket"
     composes_each_id = True
 
@@ -88,13 +89,13 @@ class PathBased(CompressionKind):
         what = f"feature {self.table.feature_names[index]!r} of table {self.table.name!r}"
 
         def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
-            rows = Bags(bags.ids % num_rows, bags.lengths)
+            rows = Bags(bags.ids % num_rows, bags.lengths)  # a weight is of what the network makes of a row
             if not slots:
                 yield self.feature(index, "remainder"), rows
             else:
                 for slot, part in by_slot(rows, slots, what):
                     yield self.feature(index, "remainder", slot), part
-            yield self.feature(index, "bucket"), Bags(bags.ids // num_rows, bags.lengths)
+            yield self.feature(index, "bucket"), bags._replace(ids=bags.ids // num_rows)
 
         return split
 

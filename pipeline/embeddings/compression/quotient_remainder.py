@@ -80,6 +80,7 @@ class QuotientRemainder(CompressionKind):
     """Each partition's classes are rows of a part; an id's rows are added, multiplied or concatenated."""
 
     fits_sequences = True
+    carries_weights = True
     settings = (
         "ratio", "scheme", "bases", "num_partitions", "operation", "dims", "assignments", "assignments_file", "max_ids_per_bag",
     )  # fmt: skip
@@ -136,8 +137,10 @@ class QuotientRemainder(CompressionKind):
         what = f"feature {self.table.feature_names[index]!r} of table {self.table.name!r}"
 
         def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
-            for partition in self.partitions:
-                classes = Bags(partition.classes_of(bags.ids), bags.lengths)
+            for number, partition in enumerate(self.partitions):
+                classes = bags._replace(ids=partition.classes_of(bags.ids))
+                if number and self.is_product:  # a weight is one factor more, of the first part's row
+                    classes = classes._replace(weights=None)
                 if not slots:
                     yield self.feature(index, partition.part), classes
                 else:

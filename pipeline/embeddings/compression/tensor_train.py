@@ -45,6 +45,7 @@ class TensorTrain(CompressionKind):
     for the ids of the batch alone, by batched matrix products, and so are their gradients.
     """
 
+    carries_weights = True
     settings = ("ratio", "rank", "row_factors", "dim_factors")
     id_part = "cores"
     is_product = True

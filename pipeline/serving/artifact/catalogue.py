@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from numpy.typing import NDArray
 
 from pipeline.checkpoint.vocabularies import read_values
-from pipeline.data.dataset import Dataset
+from pipeline.data.dataset import Dataset, weights_column
 from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.data.raw.source import find_sources
 from pipeline.runtime.errors import ServingError
@@ -29,11 +28,10 @@ from pipeline.serving.artifact.retrieval_parts import RetrievalParts
 from pipeline.serving.retrieval.index import Vectors
 from pipeline.serving.retrieval.tower import Tower
 from pipeline.serving.scoring.raw_files import format_of, layout_of_file
-from pipeline.serving.scoring.raw_rows import bag_of
+from pipeline.serving.scoring.raw_rows import Bag, EncodedRows, bag_of, join_bags
 
 ITEMS_AT_ONCE = 8192
 BLOCK_BYTES = 1 << 20
-Bag = tuple[NDArray[np.int64], NDArray[np.int64]]  # ids of all items, and how many each has
 logger = get_logger("pipeline.export")
 
 
@@ -68,7 +66,7 @@ def make_catalogue(
     for block_ids, bags in blocks:
         stays = block_ids > 0 if kept is None else (block_ids > 0) & kept.contains(block_ids)
         unknown += int((~stays).sum())
-        made = tower.vectors_of(*_joined(bags))
+        made = tower.vectors_of(*join_bags(bags))
         ids.append(block_ids[stays])
         vectors.append(made[stays])
     return _whole(np.concatenate(ids), np.concatenate(vectors), unknown, vocabulary_path(named, data_path))
@@ -104,19 +102,20 @@ def _from_dataset(
             yield ids, [bag_of(features[0], ids, None)]
         return
     names = [feature.name for feature in features]
+    columns = [*names, *(weights_column(feature.name) for feature in features if feature.weighted)]
     last = np.full(named.cardinality, -1, np.int64)
     begin = 0
     for table in _row_groups(dataset, data_path, [parts.item_feature]):
         last[table[parts.item_feature].to_numpy()] = np.arange(begin, begin + table.num_rows)
         begin += table.num_rows
     rows, begin = np.sort(last[1:][last[1:] >= 0]), 0
-    for table in _row_groups(dataset, data_path, names):
+    for table in _row_groups(dataset, data_path, columns):
         own = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, begin + table.num_rows)] - begin
         begin += table.num_rows
         for first in range(0, len(own), ITEMS_AT_ONCE):
             chosen = table.take(pa.array(own[first : first + ITEMS_AT_ONCE]))
-            bags = [_column_bag(feature, chosen[feature.name]) for feature in features]
-            yield bags[names.index(parts.item_feature)][0], bags
+            bags = [_column_bag(feature, chosen) for feature in features]
+            yield bags[names.index(parts.item_feature)].ids, bags
 
 
 def _row_groups(dataset: Dataset, data_path: str, columns: list[str]) -> Iterator[pa.Table]:
@@ -127,12 +126,15 @@ def _row_groups(dataset: Dataset, data_path: str, columns: list[str]) -> Iterato
                 yield opened.read_row_group(number, columns=columns)
 
 
-def _column_bag(feature: RawFeature, column: pa.ChunkedArray) -> Bag:
-    array = column.combine_chunks()
+def _column_bag(feature: RawFeature, table: pa.Table) -> Bag:
+    array = table[feature.name].combine_chunks()
     if not feature.multi_hot:
         return bag_of(feature, array.to_numpy(zero_copy_only=False).astype(np.int64), None)
     lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    return bag_of(feature, array.flatten().to_numpy(zero_copy_only=False).astype(np.int64), lengths)
+    ids = array.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+    if not feature.weighted:
+        return bag_of(feature, ids, lengths)
+    return bag_of(feature, ids, lengths, table[weights_column(feature.name)].combine_chunks().flatten().to_numpy())
 
 
 def _from_file(tower: Tower, parts: RetrievalParts, source: str) -> Iterator[tuple[NDArray[np.int64], list[Bag]]]:
@@ -153,18 +155,18 @@ def _from_file(tower: Tower, parts: RetrievalParts, source: str) -> Iterator[tup
                     raise ServingError(
                         f"retrieval.catalogue: {where}, line {bad[0].line} cannot be read: {bad[0].reason}"
                     )
-                bags = _bags(encoded.values.numpy(), encoded.offsets.numpy(), len(encoded.kept))
-                yield bags[position][0], bags
+                bags = _bags(encoded, len(encoded.kept))
+                yield bags[position].ids, bags
 
 
-def _bags(values: NDArray[np.int64], offsets: NDArray[np.int64], batch: int) -> list[Bag]:
+def _bags(encoded: EncodedRows, batch: int) -> list[Bag]:
+    values, offsets = encoded.values.numpy(), encoded.offsets.numpy()
+    weights = None if encoded.weights is None else encoded.weights.numpy()
     num_features = (len(offsets) - 1) // batch if batch else 0
     ends = offsets[:: max(1, batch)]
     lengths = np.diff(offsets).reshape(num_features, batch)
-    return [(values[ends[number] : ends[number + 1]], lengths[number]) for number in range(num_features)]
-
-
-def _joined(bags: list[Bag]) -> tuple[torch.Tensor, torch.Tensor]:
-    values = np.concatenate([ids for ids, _ in bags])
-    ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *(lengths for _, lengths in bags)]))
-    return torch.from_numpy(values), torch.from_numpy(ends)
+    spans = [slice(ends[number], ends[number + 1]) for number in range(num_features)]
+    return [
+        Bag(values[span], lengths[number], None if weights is None else weights[span])
+        for number, span in enumerate(spans)
+    ]

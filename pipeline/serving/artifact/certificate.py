@@ -88,7 +88,7 @@ def check(reference: Reference, manifest: Manifest, path: str) -> dict[str, Pari
     """By split. `path` is where the artifact's files lie; its manifest is not written yet."""
     lookup, program = load_parts(path, manifest)
     return {
-        split: reference.compare(split, sample.score(program, lambda batch: lookup.pooled(batch.values, batch.offsets)))
+        split: reference.compare(split, sample.score(program, lambda batch: lookup.pooled(*batch.ids)))
         for split, sample in reference.samples.items()
     }
 

@@ -27,7 +27,8 @@ BATCH_ROWS = 2048
 @dataclass(frozen=True)
 class SampleBatch:
     """dense [batch, num_dense] float32, values and offsets as a KeyedJaggedTensor has them, labels [batch, targets];
-    `real` [batch] bool: neither padding nor quarantined; `counts` [batch, targets] bool. `compose` makes of pooled parts what the layers take."""
+    `real` [batch] bool: neither padding nor quarantined; `counts` [batch, targets] bool; `weights` of values, where ids have
+    some. `compose` makes of pooled parts what the layers take."""
 
     dense: torch.Tensor
     values: torch.Tensor
@@ -36,6 +37,12 @@ class SampleBatch:
     real: torch.Tensor
     counts: torch.Tensor
     compose: Callable[[torch.Tensor], torch.Tensor] = lambda pooled: pooled
+    weights: torch.Tensor | None = None
+
+    @property
+    def ids(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As a TableLookup takes them."""
+        return self.values, self.offsets, self.weights
 
     def rows(self, pooled: Callable[[SampleBatch], torch.Tensor]) -> torch.Tensor:
         """[batch, sum of dims] for the layers; a model without tables looks nothing up."""
@@ -104,11 +111,13 @@ def read_sample(
                 sparse = sparse.permute([sparse.keys().index(key) for key in keys])
             if composed is None:
                 ids = sparse.values(), sparse.offsets().long()
-                batches.append(SampleBatch(batch.dense_features, *ids, *labelled))
+                own = sparse.weights_or_none()
+                batches.append(SampleBatch(batch.dense_features, *ids, *labelled, weights=own))
             else:
                 split = composed.split(sparse)
                 compose = partial(composed.compose, split=split)
-                batches.append(SampleBatch(batch.dense_features, *composed.ids_looked_up(split), *labelled, compose))
+                values, offsets, own = composed.ids_looked_up(split)
+                batches.append(SampleBatch(batch.dense_features, values, offsets, *labelled, compose, own))
             left -= batch.batch_size
             if left <= 0:
                 break

@@ -68,16 +68,18 @@ class ComposedTables:
                 raise ServingError(f"feature {key!r} has an id outside [0, {self._rows[key]})")
         return self._split(features)
 
-    def ids_looked_up(self, split: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values, offsets) of `looked_up`, as a TableLookup takes them."""
+    def ids_looked_up(self, split: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(values, offsets, weights) of `looked_up`, as a TableLookup takes them."""
         ends, keys, batch = split.offset_per_key(), split.keys(), split.stride()
         positions = [keys.index(key) for key in self.looked_up]
         lengths = split.lengths().view(len(keys), batch)[positions].reshape(-1).long()
-        parts = [split.values()[ends[position] : ends[position + 1]] for position in positions]
+        spans, weights = [slice(ends[position], ends[position + 1]) for position in positions], split.weights_or_none()
+        parts = [split.values()[span] for span in spans]
         for number, key in enumerate(self.looked_up):
             if key in self._map_of:
                 parts[number] = torch.from_numpy(self._map_of[key].rows_of(parts[number].numpy()))
-        return torch.cat(parts), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        own = None if weights is None else torch.cat([weights[span] for span in spans])
+        return torch.cat(parts), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), own
 
     def compose(self, pooled: torch.Tensor, split: KeyedJaggedTensor) -> torch.Tensor:
         """[batch, sum of dims] of `looked_up` -> [batch, sum of the tables' dims] by `keys`."""
@@ -85,12 +87,14 @@ class ComposedTables:
             composed = self.composition(KeyedTensor(self.looked_up, self.dims, pooled), split).to_dict()
         return torch.cat([composed[key] for key in self.keys], dim=1)
 
-    def pooled(self, lookup: TableLookup, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def pooled(
+        self, lookup: TableLookup, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As lookup.pooled, of ids by `keys`."""
         batch = (len(offsets) - 1) // len(self.keys)
         ends = offsets[::batch].tolist() if batch else [0] * (len(self.keys) + 1)
         counts = [end - begin for begin, end in pairwise(ends)]
-        split = self.split(keyed_jagged_tensor(self.keys, values, offsets.diff(), batch, counts))
+        split = self.split(keyed_jagged_tensor(self.keys, values, offsets.diff(), batch, counts, weights))
         return self.compose(lookup.pooled(*self.ids_looked_up(split)), split)
 
     def to_bytes(self) -> bytes:

@@ -88,7 +88,7 @@ def make_retrieval(job: ExportJob, source: Source, at: ArtifactFolder, samples: 
     reference = _trained_towers(source, samples, at, parts, layers)
     lookup, user = load_parts(at.path, manifest)
     item = ArtifactFiles(at.path, manifest, verify=True).program(ITEM_PROGRAM)
-    served = Towers(trained, parts, lambda batch: lookup.pooled(batch.values, batch.offsets), user, item)
+    served = Towers(trained, parts, lambda batch: lookup.pooled(*batch.ids), user, item)
     certificate = _certificate(job, source, samples, reference, served, index, catalogue)
     if lines := excesses(certificate, job.retrieval):
         hint = "; a higher precision, or raise the limit" if job.precision != "fp32" else ""
@@ -175,7 +175,7 @@ def _trained_towers(
     trained = source.trained
     lookup = fp32_lookup(trained, samples, at.scratch)
     programs = [as_trained(layers[tower], parts.dim, trained.is_bf16) for tower in ("user", "item")]
-    return Towers(trained, parts, lambda batch: lookup.pooled(batch.values, batch.offsets), *programs)
+    return Towers(trained, parts, lambda batch: lookup.pooled(*batch.ids), *programs)
 
 
 def _certificate(

@@ -125,7 +125,7 @@ class Manifest:
         return seal_manifest({"version": self.version, **self._values()})
 
     def _values(self) -> dict[str, Any]:
-        """As the file has them. A feature without boundaries, or no sequence, is written as earlier releases wrote it, so its hash stays; so
+        """As the file has them. A feature without boundaries, or no sequence, or without weights, is written as earlier releases wrote it, so its hash stays; so
         is an artifact without tasks, or without retrieval."""
         values = asdict(self)
         for key in ("tasks", "retrieval"):
@@ -135,6 +135,8 @@ class Manifest:
             for key in ("boundaries", "sequence"):
                 if feature[key] is None:
                     del feature[key]
+            if not feature["weighted"]:
+                del feature["weighted"]
         for key in ("dense_columns", "null_values", "transforms"):
             if not values["schema"][key]:
                 del values["schema"][key]

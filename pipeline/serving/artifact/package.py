@@ -199,6 +199,7 @@ def schema_of(dataset: Dataset, keys: list[str], columns: ColumnsConfig, multi_h
             feature.hash_seed,
             feature.boundaries,
             _sequence(feature, keys),
+            feature.weighted,
         )
         for feature in map(dataset.sparse_feature, keys)
     ]

@@ -25,6 +25,7 @@ class RawFeature:
     hash_seed: int = 0
     boundaries: list[float] | None = None
     sequence: SequenceFeature | None = None  # of a list (multi_hot) that is cut, and may have to be as long as another
+    weighted: bool = False  # of a list (multi_hot) of id:weight
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,11 @@ class Reference:
         if set(precisions) == {"fp32"}:
             return self.compare(split, self.scores[split])  # that is what they are
         with _quantized(self, precisions) as lookup:
-            return self._parity(split, lambda batch: lookup.pooled(batch.values, batch.offsets))
+            return self._parity(split, lambda batch: lookup.pooled(*batch.ids))
 
     def parity_of_pruned(self, split: str, kept: list[KeptRows | None]) -> Parity:
         """Of the trained layers and fp32 rows, with row 0 for those that are not kept."""
-        return self._parity(split, lambda batch: self.lookup.pooled(self._pruned(batch, kept), batch.offsets))
+        return self._parity(split, lambda batch: self.lookup.pooled(self._pruned(batch, kept), *batch.ids[1:]))
 
     def _parity(self, split: str, pooled: Callable[[SampleBatch], torch.Tensor]) -> Parity:
         return self.compare(split, self.samples[split].score(self.trained.program(), pooled))
@@ -75,8 +75,7 @@ def make_reference(trained: TrainedModel, samples: dict[str, Sample], scratch: s
     lookup = fp32_lookup(trained, samples, scratch)
     program = trained.program()
     scores = {
-        split: sample.score(program, lambda batch: lookup.pooled(batch.values, batch.offsets))
-        for split, sample in samples.items()
+        split: sample.score(program, lambda batch: lookup.pooled(*batch.ids)) for split, sample in samples.items()
     }
     measured = {split: qualities(sample.labels, scores[split]) for split, sample in samples.items()}
     return Reference(trained, samples, lookup, scores, measured, scratch)

@@ -66,6 +66,8 @@ def _feature_problem(feature: RawFeature) -> str:
         feature.multi_hot and _is_whole(feature.sequence.max_length, 1, MAX_LENGTH) and feature.sequence.keep in KEEPS
     ):
         return f"feature {feature.name!r} is the sequence {feature.sequence}"
+    if feature.weighted not in (False, True) or (feature.weighted and (not feature.multi_hot or feature.sequence)):
+        return f"feature {feature.name!r} has weights and no bags"
     ends = feature.boundaries
     if ends is not None and (not _are_finite(ends) or any(end <= begin for begin, end in itertools.pairwise(ends))):
         return f"feature {feature.name!r} has buckets that are not in order"

@@ -70,7 +70,7 @@ class _Pooled:
         self._batches: list[tuple[SampleBatch, torch.Tensor]] = []
         for batch in reference.samples[SPLIT].batches:
             if rows < ROWS:
-                self._batches.append((batch, reference.lookup.pooled(batch.values, batch.offsets)))
+                self._batches.append((batch, reference.lookup.pooled(*batch.ids)))
                 rows += len(batch.labels)
         self._labels = labelled_rows([batch for batch, _ in self._batches], reference.trained.targets)
         self._program: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = reference.trained.program()
@@ -99,7 +99,9 @@ class _Pooled:
             size, changed = len(batch.labels), []
             for i, lookup in zip(positions, lookups, strict=True):
                 offsets = batch.offsets[i * size : (i + 1) * size + 1]
-                rows = lookup.pooled(batch.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+                span = slice(int(offsets[0]), int(offsets[-1]))
+                weights = None if batch.weights is None else batch.weights[span]
+                rows = lookup.pooled(batch.values[span], offsets - offsets[0], weights)
                 changed.append((slice(ends[i], ends[i + 1]), rows))
             yield changed
         os.remove(path)

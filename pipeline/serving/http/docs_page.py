@@ -27,7 +27,10 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
         *((name, "number") for name in columns.dense),
         *((name, "text or whole number") for name in columns.sparse),
     ]
-    kinds += [(name, "list of text or whole numbers") for name in columns.lists]
+    kinds += [
+        (name, "list of id:weight" if name in columns.weighted else "list of text or whole numbers")
+        for name in columns.lists
+    ]
     parts = [
         f"<h1>{title}</h1><p>Artifact {html.escape(scorer.version)}. <a href=openapi.json>openapi.json</a> says the same to machines.</p>",
         f"<pre>{html.escape(command)}</pre>",
@@ -49,7 +52,7 @@ def example_row(scorer: Scorer) -> dict[str, Any]:
     return {
         **dict.fromkeys(columns.dense[:2], 1.0),
         **dict.fromkeys(columns.sparse[:2], "a"),
-        **{name: ["a", "b"] for name in columns.multi_hot[:1]},
+        **{name: ["a:0.5", "b"] if name in columns.weighted else ["a", "b"] for name in columns.multi_hot[:1]},
     }
 
 

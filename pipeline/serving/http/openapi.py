@@ -92,6 +92,8 @@ def _body(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
     kinds |= {name: {"anyOf": [*category["anyOf"], {"type": "null"}]} for name in columns.sparse}
     several = {"type": "array", "items": category, "maxItems": limits.values_per_cell}
     kinds |= {name: {"anyOf": [several, {"type": "null"}]} for name in columns.lists}
+    for name in columns.weighted:
+        kinds[name]["description"] = "id:weight, split at the last colon; an id without a weight counts 1"
     row = {"type": "object", "properties": kinds, "additionalProperties": False}
     rows = {"type": "array", "items": row, "maxItems": limits.rows}
     return {"type": "object", "properties": {"rows": rows}, "required": ["rows"], "additionalProperties": False}

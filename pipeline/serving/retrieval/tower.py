@@ -38,10 +38,10 @@ class Tower(Predictor):
         assert manifest.retrieval is not None
         self.dim = manifest.retrieval.dim
 
-    def vectors_of(self, values: torch.Tensor, offsets: torch.Tensor) -> Vectors:
+    def vectors_of(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> Vectors:
         """[batch, dim] of ids of the tower's features, as a KeyedJaggedTensor has them, without dense values."""
         batch = (len(offsets) - 1) // len(self._keys)
-        return self._score(torch.zeros(batch, len(self.encoder.schema.dense)), values, offsets)
+        return self._score(torch.zeros(batch, len(self.encoder.schema.dense)), values, offsets, weights)
 
     @property
     def _width(self) -> tuple[int, ...]:
@@ -50,12 +50,12 @@ class Tower(Predictor):
     def _scores_of(self, outputs: torch.Tensor) -> torch.Tensor:
         return outputs.reshape(len(outputs), -1) if outputs.dim() > 1 else outputs.reshape(-1, self.dim)
 
-    def _pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def _pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """Compressed tables are composed for all features at once: those of the other tower have no ids then."""
         if self._composed is None:
-            return self.lookup.pooled(values, offsets)
-        values, offsets = _with_empty_bags(values, offsets, self._keys, self._composed.keys)
-        pooled = self._composed.pooled(self.lookup, values, offsets)
+            return self.lookup.pooled(values, offsets, weights)
+        ids = _with_empty_bags(values, offsets, weights, self._keys, self._composed.keys)
+        pooled = self._composed.pooled(self.lookup, *ids)
         return own_columns(pooled, self._composed.keys, _dims(self._composed), self._keys)
 
 
@@ -112,14 +112,16 @@ def _dims(composed: ComposedTables) -> dict[str, int]:
 
 
 def _with_empty_bags(
-    values: torch.Tensor, offsets: torch.Tensor, own: list[str], keys: list[str]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, offsets) by `keys` of those by `own`, features that are not among these without ids."""
+    values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, own: list[str], keys: list[str]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(values, offsets, weights) by `keys` of those by `own`, features that are not among these without ids."""
     batch = (len(offsets) - 1) // len(own)
     lengths = offsets.diff().view(len(own), batch)
     ends = offsets[::batch].tolist() if batch else [0] * (len(own) + 1)
     bounds = dict(zip(own, pairwise(ends), strict=True))
-    parts = [values[slice(*bounds[key])] for key in keys if key in bounds]
+    spans = [slice(*bounds[key]) for key in keys if key in bounds]
     nothing = lengths.new_zeros(batch)
     counts = [lengths[own.index(key)] if key in bounds else nothing for key in keys]
-    return torch.cat([values[:0], *parts]), torch.cat([lengths.new_zeros(1), torch.cat(counts).cumsum(0)])
+    chosen = torch.cat([values[:0], *(values[span] for span in spans)])
+    of_chosen = None if weights is None else torch.cat([weights[:0], *(weights[span] for span in spans)])
+    return chosen, torch.cat([lengths.new_zeros(1), torch.cat(counts).cumsum(0)]), of_chosen

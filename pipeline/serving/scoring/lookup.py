@@ -79,9 +79,9 @@ class TableLookup(Protocol):
     def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """[n, row_bytes]: rows `ids` of table number `table` as they are now."""
 
-    def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """values [n] int64, offsets [num_features * batch + 1] int64, as a KeyedJaggedTensor has them ->
-        [batch, sum of the features' dims] float32.
+    def pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """values [n] int64, offsets [num_features * batch + 1] int64, weights [n] float32 or None, as a KeyedJaggedTensor has
+        them -> [batch, sum of the features' dims] float32. A mean is divided by the number of ids, whatever their weights.
 
         Raises:
             ServingError: an id lies outside its table.
@@ -89,15 +89,21 @@ class TableLookup(Protocol):
 
 
 def select_features(
-    values: torch.Tensor, offsets: torch.Tensor, num_features: int, positions: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, offsets) of some of the features, in the order of `places`; those of all as they are."""
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    num_features: int,
+    positions: Sequence[int],
+    weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(values, offsets, weights) of some of the features, in the order of `places`; those of all as they are."""
     if list(positions) == list(range(num_features)):
-        return values, offsets
+        return values, offsets, weights
     batch = (len(offsets) - 1) // num_features
     lengths = offsets.diff().view(num_features, batch)[list(positions)].reshape(-1)
-    chosen = torch.cat([values[offsets[i * batch] : offsets[(i + 1) * batch]] for i in positions])
-    return chosen, torch.cat([offsets.new_zeros(1), lengths.cumsum(0)])
+    parts = [slice(int(offsets[i * batch]), int(offsets[(i + 1) * batch])) for i in positions]
+    chosen = torch.cat([values[part] for part in parts])
+    own = None if weights is None else torch.cat([weights[part] for part in parts])
+    return chosen, torch.cat([offsets.new_zeros(1), lengths.cumsum(0)]), own
 
 
 def stored_rows_of(
@@ -154,15 +160,15 @@ class RowPooler:
             tbe.weights_offsets = torch.tensor([begins[features[i].table] for i in positions], dtype=torch.int64)
             self._groups.append((tbe, positions))
 
-    def pool(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """rows [n] int64, of their tables; offsets [num_features * batch + 1]."""
+    def pool(self, rows: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """rows [n] int64, of their tables; offsets [num_features * batch + 1]; weights [n]."""
         num_features = len(self._ends) - 1
         if len(self._groups) == 1:
-            pooled: torch.Tensor = self._groups[0][0](rows, offsets)
+            pooled: torch.Tensor = self._groups[0][0](rows, offsets, weights)
             return pooled
         result = torch.empty((len(offsets) - 1) // num_features, self._ends[-1])
         for tbe, positions in self._groups:
-            pooled, begin = tbe(*select_features(rows, offsets, num_features, positions)), 0
+            pooled, begin = tbe(*select_features(rows, offsets, num_features, positions, weights)), 0
             for i in positions:
                 width = self._ends[i + 1] - self._ends[i]
                 result[:, self._ends[i] : self._ends[i + 1]] = pooled[:, begin : begin + width]
@@ -189,9 +195,9 @@ class BufferLookup:
     def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         return self._rows[table][ids]
 
-    def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         rows = torch.from_numpy(stored_rows_of(self.tables, self.features, values, offsets))
-        return self._pooler.pool(rows, offsets)
+        return self._pooler.pool(rows, offsets, weights)
 
 
 class RamLookup(BufferLookup):
@@ -245,11 +251,12 @@ class MappedLookup:
     def _of(self, table: int) -> torch.Tensor:
         return self._files[table].view(self.tables[table].stored_rows, self.tables[table].row_bytes)
 
-    def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         rows = torch.from_numpy(stored_rows_of(self.tables, self.features, values, offsets))
         batch = (len(offsets) - 1) // len(self.features)
         parts = []
         for position, pooler in enumerate(self._poolers):
             ends = offsets[position * batch : (position + 1) * batch + 1]
-            parts.append(pooler.pool(rows[ends[0] : ends[-1]], ends - ends[0]))
+            own = None if weights is None else weights[ends[0] : ends[-1]]
+            parts.append(pooler.pool(rows[ends[0] : ends[-1]], ends - ends[0], own))
         return torch.cat(parts, dim=1)

@@ -65,6 +65,7 @@ class Predictor:
         self._program, self._composed = program, composed
         self._keys = [feature.name for feature in encoder.schema.features]
         self._applied: Delta | None = None
+        self._is_weighted = any(feature.weighted for feature in encoder.schema.features)
 
     @classmethod
     def load(
@@ -191,7 +192,7 @@ class Predictor:
         for first in range(0, max(rows.num_rows, 1), ROWS_AT_ONCE):
             encoded = self.encoder.encode(rows.slice(first, ROWS_AT_ONCE))
             if len(encoded.kept):
-                scores[first + encoded.kept] = self._score(encoded.dense, encoded.values, encoded.offsets)
+                scores[first + encoded.kept] = self._score(encoded.dense, *encoded.ids)
                 counts += count_row_zero(encoded.values.numpy(), encoded.offsets.numpy(), len(encoded.kept))
             bad += [QuarantinedRow(first + row.line, row.reason, row.text) for row in encoded.bad_rows]
         return Scored(scores, bad, by_feature(self._keys, counts, self.manifest.lookups))
@@ -209,12 +210,19 @@ class Predictor:
         wanted = [sparse.stride() if not keys else (len(offsets) - 1) // len(keys), len(self.encoder.schema.dense)]
         if list(dense.shape) != wanted:
             raise ServingError(f"dense is {list(dense.shape)}, and {wanted} goes with the ids")
-        ids = select_features(sparse.values(), offsets, len(keys), [keys.index(key) for key in self._keys])
-        return torch.from_numpy(self._score(dense, *ids))
+        weights = sparse.weights_or_none()
+        if weights is None and self._is_weighted:
+            raise ServingError("the features have no weights, and the artifact's have some")
+        positions = [keys.index(key) for key in self._keys]
+        return torch.from_numpy(
+            self._score(dense, *select_features(sparse.values(), offsets, len(keys), positions, weights))
+        )
 
     @torch.inference_mode()
-    def _score(self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> NDArray[np.float32]:
-        pooled = self._pooled(values, offsets) if self._keys else torch.empty(len(dense), 0)
+    def _score(
+        self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> NDArray[np.float32]:
+        pooled = self._pooled(values, offsets, weights) if self._keys else torch.empty(len(dense), 0)
         scores: NDArray[np.float32] = self._scores_of(self._program(dense, pooled)).numpy()
         return scores
 
@@ -223,10 +231,10 @@ class Predictor:
         """Of a row's scores."""
         return (len(self.tasks),) if self.tasks else ()
 
-    def _pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def _pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         if self._composed is None:
-            return self.lookup.pooled(values, offsets)
-        return self._composed.pooled(self.lookup, values, offsets)
+            return self.lookup.pooled(values, offsets, weights)
+        return self._composed.pooled(self.lookup, values, offsets, weights)
 
     def _scores_of(self, outputs: torch.Tensor) -> torch.Tensor:
         return scores_of(self.tasks, outputs)

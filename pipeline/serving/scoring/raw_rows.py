@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,7 @@ from pipeline.data.raw.rows import QuarantinedRow, parse_block
 from pipeline.data.raw.sequences import cut_list
 from pipeline.data.raw.source import Block
 from pipeline.data.raw.transforms import Transform, transform_of
+from pipeline.data.raw.weighted import weights_of_lists
 from pipeline.data.read.multi_hot import sample_bags
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
@@ -37,7 +39,8 @@ FEW_ROWS = 512  # of a table: more are as quick column by column
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """dense [n, num_dense] float32; values int64 and offsets [num_features * n + 1] int64 as a KeyedJaggedTensor has them.
+    """dense [n, num_dense] float32; values int64 and offsets [num_features * n + 1] int64 as a KeyedJaggedTensor has them,
+    and weights float32 of the values where a feature is weighted.
 
     `kept` are the numbers of the rows that were encoded, from 0, of those that were given; the others are bad.
     """
@@ -47,6 +50,12 @@ class EncodedRows:
     offsets: torch.Tensor
     kept: NDArray[np.int64]
     bad_rows: list[QuarantinedRow]
+    weights: torch.Tensor | None = None
+
+    @property
+    def ids(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As a TableLookup takes them."""
+        return self.values, self.offsets, self.weights
 
 
 class RowEncoder:
@@ -70,12 +79,14 @@ class RowEncoder:
             label="", dense=raw[DENSE], sparse=raw[SPARSE],
             multi_hot=[name for name in raw[MULTI_HOT] if name not in self._sequences],
             sequence={name: _unresolved(each) for name, each in self._sequences.items()}, list_separator=schema.list_separator, null_values=list(schema.null_values),
+            weighted=[feature.name for feature in schema.features if feature.weighted],
         )  # fmt: skip
         self.layout = Layout(columns, "parquet")
         self._features = Features(
             label="", dense=schema.dense, one_hot=one_hot, multi_hot=multi_hot, timestamp=None,
             ids={feature.name: IdsConfig() for feature in schema.features}, dense_transform=schema.dense_transform,
             list_separator=schema.list_separator, null_values=tuple(schema.null_values), sequences=self._sequences,
+            weighted=columns.weighted,
         )  # fmt: skip
         self._transforms = [transform_of(name, schema.dense_transform, schema.dense_columns) for name in schema.dense]
         self._ids = FeatureIds(schema.features, vocabularies, schema.null_values)
@@ -157,6 +168,8 @@ class RowEncoder:
         for position, feature in enumerate(self.schema.features):
             if (sequence := self._sequences.get(feature.name)) is not None:
                 columns[position] = [cut_list(bag or (), sequence) for bag in columns[position]]
+        if (weights := self._split_weights(columns)) is None:
+            return None
         lengths = [
             np.array([len(bag or ()) for bag in column]) if feature.multi_hot else None
             for feature, column in zip(self.schema.features, columns, strict=True)
@@ -166,8 +179,22 @@ class RowEncoder:
             for counts, column in zip(lengths, columns, strict=True)
         ]
         by_feature = _parts(self._ids.of_columns(columns), [len(column) for column in columns])
-        bags = [bag_of(*feature) for feature in zip(self.schema.features, by_feature, lengths, strict=True)]
+        bags = [
+            bag_of(feature, ids, counts, weights.get(feature.name))
+            for feature, ids, counts in zip(self.schema.features, by_feature, lengths, strict=True)
+        ]
         return _joined(dense, bags, kept, [])
+
+    def _split_weights(self, columns: list[Sequence[Any]]) -> dict[str, NDArray[np.float32]] | None:
+        """The weights of weighted features, in whose columns ids stay; None where a row is bad."""
+        weights: dict[str, NDArray[np.float32]] = {}
+        for position, feature in enumerate(self.schema.features):
+            if feature.weighted:
+                if (parts := weights_of_lists(columns[position])) is None:
+                    return None
+                columns[position], of_feature = parts
+                weights[feature.name] = np.array(of_feature, np.float64).astype(np.float32)
+        return weights
 
     def _has_uneven(self, rows: ColumnLists) -> bool:
         """Whether a sequence is not as long as the one that it describes."""
@@ -222,12 +249,13 @@ class RowEncoder:
         """Of each feature, the ids of all rows, one after the other, and how many each row has."""
         names = [feature.name for feature in self.schema.features]
         encoded = [encode_values(self._features, name, table[name]) for name in names]
-        distinct = [values.cast(pa.large_string()) for _, values, _ in encoded]
+        distinct = [each.distinct.cast(pa.large_string()) for each in encoded]
         sizes = [len(values) for values in distinct]
         ids = self._ids.look_up(np.repeat(np.arange(len(names)), sizes), pa.chunked_array(distinct, pa.large_string()).combine_chunks())  # fmt: skip
         bags = []
-        for feature, (codes, _, lengths), found in zip(self.schema.features, encoded, _parts(ids, sizes), strict=True):
-            bags.append(bag_of(feature, np.concatenate([np.zeros(1, np.int64), found])[codes], lengths))
+        for feature, each, found in zip(self.schema.features, encoded, _parts(ids, sizes), strict=True):
+            own = np.concatenate([np.zeros(1, np.int64), found])[each.codes]
+            bags.append(bag_of(feature, own, each.lengths, each.weights))
         return bags
 
 
@@ -236,7 +264,12 @@ def _unresolved(sequence: SequenceConfig) -> SequenceConfig:
     return sequence if sequence.beside is None else SequenceConfig(beside=sequence.beside)
 
 
-Bag = tuple[NDArray[np.int64], NDArray[np.int64]]
+class Bag(NamedTuple):
+    """The ids of all rows, how many each row has, and their weights; None: each counts 1."""
+
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    weights: NDArray[np.float32] | None = None
 
 
 def _parts(ids: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -244,23 +277,38 @@ def _parts(ids: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int6
     return np.split(ids, np.cumsum(sizes)[:-1]) if sizes else []
 
 
-def bag_of(feature: RawFeature, ids: NDArray[np.int64], lengths: NDArray[np.integer] | None) -> Bag:
-    """(ids of all rows, how many each row has); `lengths` is None where the rows have one each."""
+def bag_of(
+    feature: RawFeature,
+    ids: NDArray[np.int64],
+    lengths: NDArray[np.integer] | None,
+    weights: NDArray[np.float32] | None = None,
+) -> Bag:
+    """`lengths` is None where the rows have one id each."""
     if lengths is not None:
-        return ids, lengths.astype(np.int64)
+        return Bag(ids, lengths.astype(np.int64), weights)
     if feature.bag_size == 1:
-        return ids, np.ones(len(ids), np.int64)
+        return Bag(ids, np.ones(len(ids), np.int64))
     bags = np.empty((len(ids), feature.bag_size), np.int64)
     sample_bags(ids, feature.name, feature.cardinality, bags)
-    return bags.reshape(-1), np.full(len(ids), feature.bag_size, np.int64)
+    return Bag(bags.reshape(-1), np.full(len(ids), feature.bag_size, np.int64))
+
+
+def join_bags(bags: Sequence[Bag]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(values, offsets, weights) of all features; weights where one of them has some."""
+    ids = np.concatenate([np.zeros(0, np.int64), *(bag.ids for bag in bags)])
+    ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *(bag.lengths for bag in bags)]))
+    weights = None
+    if any(bag.weights is not None for bag in bags):
+        own = [np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags]
+        weights = torch.from_numpy(np.concatenate(own))
+    return torch.from_numpy(ids), torch.from_numpy(ends), weights
 
 
 def _joined(
     dense: NDArray[np.float32], bags: Sequence[Bag], kept: NDArray[np.int64], bad_rows: list[QuarantinedRow]
 ) -> EncodedRows:
-    ids = np.concatenate([np.zeros(0, np.int64), *(values for values, _ in bags)])
-    ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *(lengths for _, lengths in bags)]))
-    return EncodedRows(torch.from_numpy(dense), torch.from_numpy(ids), torch.from_numpy(ends), kept, bad_rows)
+    ids, ends, weights = join_bags(bags)
+    return EncodedRows(torch.from_numpy(dense), ids, ends, kept, bad_rows, weights)
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -123,14 +123,14 @@ class SsdLookup:
             is_patched = known[places] == ids
             into[is_patched] = rows[places[is_patched]]
 
-    def pooled(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         """As RamLookup gives it, to the bit."""
         rows = stored_rows_of(self.tables, self.features, values, offsets)
         batch = (len(offsets) - 1) // max(1, len(self.features))
         ends = offsets[::batch].tolist() if batch else [0] * (len(self.features) + 1)
         placed, reads = self._place_misses(rows, ends)
         self._read(reads)
-        result = self._pooler.pool(torch.from_numpy(placed), offsets)
+        result = self._pooler.pool(torch.from_numpy(placed), offsets, weights)
         self._give_back_room(reads)
         return result
 

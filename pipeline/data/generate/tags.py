@@ -1,0 +1,98 @@
+"""Generate items with weighted tags, `tag:weight`, and clicks on them, from a planted teacher: a TSV with a header.
+
+The logit is the sum of the effects of the row's tags, each times its weight, and an effect of the item. Who does not read the
+weights knows half of that sum at most. The true probability of every row goes to `<output>.teacher.parquet`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+
+from pipeline.config.tags import TagsConfig
+from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, sigmoid, write_chunks
+
+COLUMNS = ("label", "item_id", "tags")
+PLACES = 3  # of a weight's text
+
+
+@dataclass(frozen=True)
+class TaggedRows:
+    """Numbers from 0: items [rows]; tags and weights [rows, max_tags], of which the first `lengths` [rows] count."""
+
+    items: np.ndarray
+    tags: np.ndarray
+    weights: np.ndarray
+    is_plain: np.ndarray  # [rows, max_tags] bool: of weight 1, which the text leaves out
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True)
+class TagEffects:
+    """The planted teacher: effects of tags [num_tags] and items [num_items]."""
+
+    tags: np.ndarray
+    items: np.ndarray
+    bias: float
+
+    def logits(self, rows: TaggedRows) -> np.ndarray:
+        present = np.arange(rows.tags.shape[1]) < rows.lengths[:, None]
+        return (self.tags[rows.tags] * rows.weights * present).sum(axis=1) + self.items[rows.items] + self.bias
+
+
+def make_effects(config: TagsConfig) -> TagEffects:
+    """Clicks come at config.positive_rate."""
+    random = np.random.default_rng([config.seed, 0])
+    tags = config.tag_effect * random.normal(0, 1, config.num_tags)
+    effects = TagEffects(tags, config.item_effect * random.normal(0, 1, config.num_items), 0.0)
+    rows = sample_tags(config, np.random.default_rng([config.seed, 1]), 20_000)
+    return TagEffects(effects.tags, effects.items, fit_bias(effects.logits(rows), config.positive_rate))
+
+
+def sample_tags(config: TagsConfig, random: np.random.Generator, num_rows: int) -> TaggedRows:
+    shape = (num_rows, config.max_tags)
+    tags = np.argsort(random.random((num_rows, config.num_tags)), axis=1)[:, : config.max_tags]
+    is_plain = random.random(shape) < config.plain_rate
+    weights = np.where(is_plain, 1.0, np.round(random.exponential(1.0, shape), PLACES))
+    lengths = random.integers(0, config.max_tags + 1, num_rows)
+    return TaggedRows(random.integers(0, config.num_items, num_rows), tags, weights, is_plain, lengths)
+
+
+def sample_rows(config: TagsConfig, effects: TagEffects, chunk: int) -> tuple[bytes, np.ndarray]:
+    """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
+    random = np.random.default_rng([config.seed, 2, chunk])
+    num_rows = min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK)
+    rows = sample_tags(config, random, num_rows)
+    truth = sigmoid(effects.logits(rows))
+    labels = (random.random(num_rows) < truth).astype(np.int8)
+    values = [pa.array(labels), pa.array(rows.items), pa.array(_texts(rows))]
+    sink = pa.BufferOutputStream()
+    if chunk == 0:  # pyarrow would put the names in quotes
+        sink.write("\t".join(COLUMNS).encode() + b"\n")
+    options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    pa.csv.write_csv(pa.table(values, names=list(COLUMNS)), sink, options)
+    return sink.getvalue().to_pybytes(), truth
+
+
+def _texts(rows: TaggedRows) -> list[str]:
+    columns = (rows.tags, rows.weights, rows.is_plain)
+    texts = []
+    for length, tags, weights, plain in zip(rows.lengths.tolist(), *(each.tolist() for each in columns), strict=True):
+        elements = [
+            f"t{tag}" if is_plain else f"t{tag}:{weight:.{PLACES}f}"
+            for tag, weight, is_plain in zip(tags, weights, plain, strict=True)
+        ]
+        texts.append("|".join(elements[:length]))
+    return texts
+
+
+def write_source(config: TagsConfig, output: str, threads: int | None = None) -> None:
+    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
+    effects = make_effects(config)
+    write_chunks(
+        lambda chunk: sample_rows(config, effects, chunk), config.num_rows, output, threads or os.cpu_count() or 1
+    )

@@ -1,0 +1,99 @@
+"""Split the elements of weighted bags, `id:weight`, into ids and weights: the same numbers in prepare and in serving."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipeline.config.data import ColumnsConfig
+from pipeline.data.raw.cells import LARGEST_FLOAT32
+from pipeline.data.raw.json_lists import JSON, parse_list
+
+MARK = ":"  # the last one of an element; what has none counts 1
+# What pyarrow's cast and Python's float() both read, as the same number.
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+MAX_SHOWN = 80
+
+
+def split_elements(elements: pa.Array) -> tuple[pa.Array, NDArray[np.float64]]:
+    """[n] text, or what is read as text -> ids [n], and weights [n]: NaN where one is no finite 32-bit number."""
+    if pa.types.is_dictionary(elements.type):
+        elements = elements.dictionary_decode()
+    texts = pc.fill_null(elements.cast(pa.string()), "")
+    parts = pc.split_pattern(texts, MARK, max_splits=1, reverse=True)
+    has_weight = np.asarray(pc.equal(pc.list_value_length(parts), 2))
+    starts = parts.offsets.to_numpy()[:-1]
+    flat = parts.values
+    weights = np.ones(len(texts))
+    weights[has_weight] = _numbers(flat.take(pa.array(starts[has_weight] + 1)))
+    weights[np.abs(weights) > LARGEST_FLOAT32] = np.nan
+    return flat.take(pa.array(starts)), weights
+
+
+def _numbers(texts: pa.Array) -> NDArray[np.float64]:
+    """NaN where a text is no number."""
+    try:
+        return np.asarray(texts.cast(pa.float64()))
+    except pa.ArrowInvalid:
+        is_number = pc.match_substring_regex(texts, f"^(?:{NUMBER.pattern})$")
+        return np.asarray(pc.if_else(is_number, texts, "nan").cast(pa.float64()))
+
+
+def split_element(element: str | None) -> tuple[str, float] | None:
+    """As split_elements, of one; None where its weight is no finite 32-bit number."""
+    text, mark, last = (element or "").rpartition(MARK)
+    if not mark:
+        return last, 1.0
+    weight = float(last) if NUMBER.fullmatch(last) else np.inf
+    return (text, weight) if abs(weight) <= LARGEST_FLOAT32 else None
+
+
+def bad_weights(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, str]]:
+    """(row, what is wrong) wherever the weight of an element is none."""
+    for name in columns.weighted:
+        column = table[name].combine_chunks()
+        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+            column = pc.split_pattern(column, columns.list_separator)
+        elements = column.flatten()
+        _, weights = split_elements(elements)
+        if (bad := np.flatnonzero(np.isnan(weights))).size:
+            lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0))
+            rows = np.repeat(np.arange(len(column)), lengths)[bad]
+            for row, position in zip(rows.tolist(), bad.tolist(), strict=True):
+                yield row, _problem(name, elements[position])
+
+
+def bad_cell(columns: ColumnsConfig, name: str, cell: str) -> str:
+    """What is wrong with a weighted cell of text, which is a list; empty where nothing is."""
+    if not cell or cell in columns.null_values:
+        return ""
+    elements = (parse_list(cell) or []) if columns.list_separator == JSON else cell.split(columns.list_separator)
+    bad = next((element for element in elements if split_element(element) is None), None)
+    return "" if bad is None else _problem(name, pa.scalar(bad))
+
+
+def _problem(name: str, element: pa.Scalar) -> str:
+    try:
+        shown = repr(element.as_py())[:MAX_SHOWN]
+    except UnicodeDecodeError:
+        shown = "an element"
+    return f"{name} holds {shown}, whose weight, what follows its last {MARK!r}, is no finite 32-bit number"
+
+
+def weights_of_lists(lists: Sequence[Sequence[str] | None]) -> tuple[list[list[str]], list[float]] | None:
+    """A few rows' lists -> their ids, and the weights of all, one after the other; None where one is bad."""
+    ids: list[list[str]] = []
+    weights: list[float] = []
+    for elements in lists:
+        parts = [split_element(element) for element in elements or ()]
+        sound = [part for part in parts if part is not None]
+        if len(sound) < len(parts):
+            return None
+        ids.append([text for text, _ in sound])
+        weights += [weight for _, weight in sound]
+    return ids, weights
