@@ -22,13 +22,20 @@ class Block:
 
 @dataclass(frozen=True)
 class ManagedRows:
-    """Settings of the map from hashed ids to rows. `table` is the part that holds the rows."""
+    """Settings of the map from hashed ids to rows. `table` is the part that holds the rows.
+
+    admit_count, admit_probability: what an id without a row needs to be considered for one. max_idle_steps: after which an id
+    that does not come loses its row; None: rows are taken from ids by others alone.
+    """
 
     table: str
     num_rows: int
     num_buckets: int
     policy: str
     eviction_interval: int
+    admit_count: int = 1
+    admit_probability: float = 1.0
+    max_idle_steps: int | None = None
 
     @property
     def rows_a_bucket(self) -> int:

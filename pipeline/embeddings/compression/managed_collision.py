@@ -8,7 +8,7 @@ plan and the number of ranks, so a checkpoint is resharded like any other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeline.config.compression import CompressionConfig
@@ -16,7 +16,7 @@ from pipeline.config.registry import register
 from pipeline.config.tables import ConstraintConfig
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
 from pipeline.embeddings.table import ManagedRows, Table
-from pipeline.runtime.errors import ConfigError, check_at_least, check_choice
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_within
 
 MANAGED = "managed"
 POLICIES = ("lfu", "lru", "distance_lfu")
@@ -25,11 +25,31 @@ IDS_A_BUCKET = 1 << 48  # hashes within a bucket: two of a billion ids collide w
 SHARDING_TYPES = ("row_wise", "table_wise")  # a rank has the whole of a row, and no other rank has it
 
 
+@dataclass
+class AdmissionOptions:
+    """compression.options of a managed table.
+
+    admit_count: an id without a row must have come so often since the last eviction to be considered for one.
+    admit_probability: at each step it is counted with this probability, so that an id gets a row after 1/p of its steps
+    on average. max_idle_steps: an id that has not come for so many steps loses its row at the next eviction; None: never.
+    """
+
+    admit_count: int = 1
+    admit_probability: float = 1.0
+    max_idle_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("compression.options.admit_count", self.admit_count, 1)
+        check_within("compression.options.admit_probability", self.admit_probability, 0.0, 1.0)
+        check_at_least("compression.options.max_idle_steps", self.max_idle_steps, 1, allow_none=True)
+
+
 @register("compression", "managed_collision")
 class ManagedCollision(CompressionKind):
     """The map of an id's bucket gives it a row, until it evicts the id."""
 
     settings = ("num_rows", "seed", "policy", "eviction_interval", "buckets")
+    Options = AdmissionOptions
     id_part = MANAGED
     carries_weights = True
     can_average = False  # rows belong to whatever ids each host has seen
@@ -55,9 +75,11 @@ class ManagedCollision(CompressionKind):
                 f"{least}, or fewer buckets"
             )
         rows = -(-config.num_rows // config.buckets) * config.buckets
+        options = config.read_options(AdmissionOptions)
         return ManagedRows(
-            f"{self.table.name}__{MANAGED}", rows, config.buckets, config.policy, config.eviction_interval
-        )
+            f"{self.table.name}__{MANAGED}", rows, config.buckets, config.policy, config.eviction_interval,
+            options.admit_count, options.admit_probability, options.max_idle_steps,
+        )  # fmt: skip
 
     def parts(self) -> list[Table]:
         """The one part that has rows. Raises ConfigError too for sharding types that cannot hold the map."""

@@ -4,6 +4,9 @@ A table's rows lie in buckets. Each bucket has a map and a history of the ids si
 steps, and when the history is full, the policy decides which ids keep their row, which are evicted, and which get a row that
 has become free: that row is initialized anew, and its optimizer state is zero. Ids without a row share the last one of their
 bucket. Maps and histories are in the checkpoint, a shard of buckets to a rank.
+
+An id without a row may have to come several times, or to be drawn, before it is considered for one, and an id that does not come
+may lose its row (ManagedRows). Draws are hashes of id and step, so they are the same on any rank and in a resumed run.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ POLICIES: dict[str, Callable[[], MCHEvictionPolicy]] = {
     "distance_lfu": DistanceLFU_EvictionPolicy,
 }
 LEAST_HISTORY = 1024
+FREE = torch.iinfo(torch.int64).max  # what TorchRec has in the place of an id for a row that nobody has
 
 
 class LocalTable(NamedTuple):
@@ -122,6 +126,7 @@ class ManagedTable:
         steps, length = self._of_bucket("steps", bucket), self._of_bucket("history_length", bucket)
         history, history_steps = self._of_bucket("history", bucket), self._of_bucket("history_steps", bucket)
         steps += 1
+        ids = self._seen(bucket, bucket_map, ids, int(steps))
         while len(ids):
             begin = int(length)
             added = ids[: self._history_size - begin]
@@ -134,9 +139,49 @@ class ManagedTable:
         if int(steps) % self.managed.eviction_interval == 0:
             self._evict(bucket, bucket_map)
 
+    def _seen(self, bucket: int, bucket_map: MCHManagedCollisionModule, ids: torch.Tensor, step: int) -> torch.Tensor:
+        """Note when rows were last asked for; the ids that are counted: those with a row, and those that are drawn."""
+        managed = self.managed
+        if managed.max_idle_steps is None and managed.admit_probability >= 1.0:
+            return ids
+        is_known, positions = bucket_map._match_indices(bucket_map._mch_sorted_raw_ids, ids)
+        if managed.max_idle_steps is not None:
+            self._of_bucket("last_seen", bucket)[bucket_map._mch_remapped_ids_mapping[positions]] = step
+        if managed.admit_probability >= 1.0:
+            return ids
+        return ids[is_known | (_draws(ids, step) < managed.admit_probability)]
+
+    def _drop_rare(self, bucket: int, bucket_map: MCHManagedCollisionModule) -> None:
+        """Take ids without a row that came too seldom out of the history."""
+        length, least = self._of_bucket("history_length", bucket), self.managed.admit_count
+        if least <= 1 or not int(length):
+            return
+        history, history_steps = self._of_bucket("history", bucket), self._of_bucket("history_steps", bucket)
+        ids, inverse, counts = torch.unique(history[: int(length)], return_inverse=True, return_counts=True)
+        is_known, _ = bucket_map._match_indices(bucket_map._mch_sorted_raw_ids, ids)
+        kept = (is_known | (counts >= least))[inverse].nonzero().flatten()
+        history[: len(kept)], history_steps[: len(kept)] = history[kept], history_steps[kept]
+        length.fill_(len(kept))
+
+    def _expire(self, bucket: int, bucket_map: MCHManagedCollisionModule) -> None:
+        """Take their rows from ids that have not come for long; TorchRec gives free rows away first, and they begin anew."""
+        longest = self.managed.max_idle_steps
+        if longest is None:
+            return
+        ids, step = bucket_map._mch_sorted_raw_ids, int(self._of_bucket("steps", bucket))
+        last_seen = self._of_bucket("last_seen", bucket)[bucket_map._mch_remapped_ids_mapping]
+        is_idle = (ids != FREE) & (step - last_seen > longest)
+        if is_idle.any():
+            ids[is_idle] = FREE
+            for counts in bucket_map._mch_metadata.values():
+                counts[is_idle] = 0
+            bucket_map._sort_mch_buffers()
+
     @torch.no_grad()
     def _evict(self, bucket: int, bucket_map: MCHManagedCollisionModule) -> None:
         """Let the policy decide over the ids of the history, initialize the rows that have another id now, empty the history."""
+        self._expire(bucket, bucket_map)
+        self._drop_rare(bucket, bucket_map)
         length = self._of_bucket("history_length", bucket)
         bucket_map._current_iter = int(self._of_bucket("steps", bucket))
         bucket_map._history_accumulator = self._of_bucket("history", bucket)
@@ -150,6 +195,8 @@ class ManagedTable:
             bucket_map._coalesce_history()
             rows = bucket_map.evict()
             assert rows is not None
+            if self.managed.max_idle_steps is not None:
+                self._of_bucket("last_seen", bucket)[rows] = bucket_map._current_iter
             first_row = bucket * self.managed.rows_a_bucket
             self._initialize_rows(first_row + rows, self.first_bucket + bucket, bucket_map._current_iter)
         length.zero_()
@@ -244,11 +291,21 @@ class ManagedTables:
         return tensors
 
 
+def _draws(ids: torch.Tensor, step: int) -> torch.Tensor:
+    """[n] float64 within [0, 1), a hash of each id and the step. Products of int64 wrap."""
+    words = (ids ^ (step * 0x2545F4914F6CDD1D % 2**63)) * -7046029254386353131
+    words = (words ^ (words >> 29)) * -4658895280553007687
+    words = (words ^ (words >> 32)) * -7723592293110705685
+    return ((words >> 11) & (2**53 - 1)).double() / 2**53
+
+
 def state_sizes(managed: ManagedRows) -> dict[str, int]:
     """Numbers a bucket, by name; the same on ranks without a bucket of the table."""
     history = max(LEAST_HISTORY, managed.rows_a_bucket)
     policy = POLICIES[managed.policy]()
     rows = ["sorted_ids", "rows", *(info.metadata_name for info in policy.metadata_info if info.is_mch_metadata)]
+    if managed.max_idle_steps is not None:
+        rows.append("last_seen")  # of each row, by its number
     sizes = dict.fromkeys(rows, managed.rows_a_bucket)
     return {**sizes, "history": history, "history_steps": history, "history_length": 1, "steps": 1}
 

@@ -1,0 +1,109 @@
+"""Which ids of a managed table get a row, and which lose it for not coming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from pipeline.config.compression import CompressionConfig
+from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, ManagedCollision
+from pipeline.embeddings.table import ManagedRows
+from pipeline.runtime.errors import ConfigError
+from pipeline.sharding.torchrec.managed_collision import LocalTable, ManagedTable, state_sizes
+from tests.embeddings.compressed import table_of
+from tests.support.messages import names
+
+BUCKETS, ROWS, INTERVAL = 2, 16, 4
+
+
+def make(policy: str = "lfu", **options: Any) -> ManagedTable:
+    managed = ManagedRows("m", BUCKETS * ROWS, BUCKETS, policy, INTERVAL, **options)
+    config = EmbeddingBagConfig(
+        name="m", num_embeddings=BUCKETS * ROWS, embedding_dim=4, feature_names=["f"], init_fn=torch.nn.init.ones_
+    )
+    weight = torch.zeros(BUCKETS * ROWS, 4)
+    return ManagedTable(managed, config, LocalTable(weight, [torch.zeros(BUCKETS * ROWS)], 0), 0)
+
+
+def train(table: ManagedTable, steps: list[list[int]], bucket: int = 1) -> None:
+    for ids in steps:
+        table.remap(torch.tensor(ids, dtype=torch.int64) + bucket * IDS_A_BUCKET, training=True)
+
+
+def with_rows(table: ManagedTable, ids: list[int], bucket: int = 1) -> set[int]:
+    rows = table.remap(torch.tensor(ids, dtype=torch.int64) + bucket * IDS_A_BUCKET, training=False)
+    return {one for one, row in zip(ids, rows.tolist(), strict=True) if row != (bucket + 1) * ROWS - 1}
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru", "distance_lfu"])
+def test_an_id_that_came_once_gets_no_row_where_two_times_are_asked_for(policy: str) -> None:
+    steps = [[1, 2, 3], [1, 4], [5, 1], [2, 6]]
+    assert with_rows(_trained(make(policy), steps), list(range(1, 8))) == {1, 2, 3, 4, 5, 6}
+    table = _trained(make(policy, admit_count=2), steps)
+    assert with_rows(table, list(range(1, 8))) == {1, 2}
+    train(table, [[3, 7], [3], [], []])
+    assert with_rows(table, list(range(1, 8))) == {1, 2, 3}, "those with a row keep it"
+
+
+def _trained(table: ManagedTable, steps: list[list[int]]) -> ManagedTable:
+    train(table, steps)
+    return table
+
+
+def test_by_probability_ids_that_come_often_get_rows_first() -> None:
+    assert with_rows(_trained(make(admit_probability=0.0), [[1, 2, 3]] * 8), [1, 2, 3]) == set()
+    many = torch.arange(5000)
+    table = make(admit_probability=0.2)
+    counts = torch.stack([torch.isin(many, table._seen(1, table._maps[1], many, step)) for step in range(1, 11)])
+    assert 850 < counts.sum(dim=1).float().mean() < 1150
+    shares = [float(counts[:steps].any(dim=0).float().mean()) for steps in (1, 5, 10)]
+    assert [round(share, 1) for share in shares] == [0.2, 0.7, 0.9], "1 - 0.8 ** steps"
+    again = table._seen(1, table._maps[1], many.flip(0), 3)
+    assert torch.equal(torch.isin(many, again), counts[2]), "the same for any order"
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru", "distance_lfu"])
+def test_an_id_that_does_not_come_loses_its_row_which_begins_anew(policy: str) -> None:
+    table = _trained(make(policy, max_idle_steps=4), [[1, 2, 3]] * 4)
+    row = int(table.remap(torch.tensor([2 + IDS_A_BUCKET]), training=False))
+    table._weight[row] = 7.0
+    train(table, [[1, 3]] * 4)
+    assert with_rows(table, [1, 2, 3]) == {1, 2, 3}, "idle for 4 steps, and no longer"
+    train(table, [[1]] * 4)
+    assert with_rows(table, [1, 2, 3]) == {1, 3}
+    assert float(table._weight[row, 0]) == 7.0
+    train(table, [[1, *range(10, 24)]] * 4)  # as many new ids as there are rows: the free one is among theirs
+    assert with_rows(table, [1]) == {1} and float(table._weight[row, 0]) == 1.0
+    forever = _trained(make(policy), [[1, 2, 3]] * 4 + [[1]] * 12)
+    assert with_rows(forever, [1, 2, 3]) == {1, 2, 3}
+
+
+def test_tables_without_these_settings_keep_the_state_that_they_had() -> None:
+    plain = ManagedRows("m", 32, 2, "lfu", 4)
+    assert "last_seen" not in state_sizes(plain)
+    assert state_sizes(ManagedRows("m", 32, 2, "lfu", 4, max_idle_steps=9))["last_seen"] == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"admit_count": 0}, "admit_count"),
+        ({"admit_probability": 1.5}, "admit_probability"),
+        ({"max_idle_steps": 0}, "max_idle_steps"),
+        ({"admit_cout": 2}, "admit_cout"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=names(message)):
+        CompressionConfig("managed_collision", num_rows=64, options=options)
+
+
+def test_options_reach_the_map() -> None:
+    config = CompressionConfig(
+        "managed_collision", num_rows=64, options={"admit_count": 3, "admit_probability": 0.5, "max_idle_steps": 7}
+    )
+    rows = ManagedCollision(table_of("m", config)).rows
+    assert (rows.admit_count, rows.admit_probability, rows.max_idle_steps) == (3, 0.5, 7)
