@@ -140,7 +140,7 @@ def _keeps_others(rows, first, after, rows_a_unit, written, num_rows):  # type: 
 def store(fd, rows, records, begin, end, layout, buffer, written, num_rows, counts):  # type: ignore[no-untyped-def]
     """Write records[begin:end] of rows[begin:end], ascending. Their units are this call's alone.
 
-    counts: reads, bytes read, writes and bytes written are added; a unit that keeps other records is read first.
+    counts: reads, bytes read, writes, bytes and rows written are added; a unit that keeps other records is read first.
     """
     rows_a_unit, unit, record = layout
     most_units = len(buffer) // unit
@@ -165,6 +165,7 @@ def store(fd, rows, records, begin, end, layout, buffer, written, num_rows, coun
             return error
         counts[2] += 1
         counts[3] += num_bytes
+        counts[4] += after - first
         first = after
     return int64(0)
 

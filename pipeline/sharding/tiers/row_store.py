@@ -27,7 +27,7 @@ from pipeline.sharding.kernels import record_kernels
 BLOCK_BYTES = 4096
 BUFFER_BYTES = 1 << 19  # of a thread: the longest read or write
 LEAST_ROWS = 8  # of a thread's share
-READS, READ_BYTES, WRITES, WRITTEN_BYTES = range(4)
+READS, READ_BYTES, WRITES, WRITTEN_BYTES, WRITTEN_ROWS = range(5)
 logger = get_logger(__name__)
 Array = np.ndarray[Any, Any]
 Columns = Sequence[Array]  # weights, states, squares: [slots, numbers a row], 0 wide where there are none
@@ -53,7 +53,7 @@ class RowStore:
         self._buffer_bytes = max(BUFFER_BYTES, unit_bytes)
         self.size_bytes = -(-num_rows // self.rows_a_unit) * unit_bytes
         self._written = np.zeros(num_rows // 8 + 1, np.uint8)
-        self.counts = np.zeros(4, np.int64)
+        self.counts = np.zeros(5, np.int64)
         self._local = threading.local()
         self._fd, self.is_direct = _open(folder, name)
 
@@ -117,7 +117,7 @@ class RowStore:
         return [(begin, end) for begin, end in pairwise(bounds) if begin < end]
 
     def _load(self, rows: Array, slots: Array, begin: int, end: int, columns: Columns) -> Array:
-        counts, (weights, states, squares) = np.zeros(4, np.int64), columns
+        counts, (weights, states, squares) = np.zeros(5, np.int64), columns
         error = record_kernels.load(
             self._fd, rows, slots, begin, end, self._layout, self._buffer(), weights, states, squares, counts
         )
@@ -125,7 +125,7 @@ class RowStore:
         return counts
 
     def _store(self, rows: Array, records: Array, begin: int, end: int) -> Array:
-        counts = np.zeros(4, np.int64)
+        counts = np.zeros(5, np.int64)
         error = record_kernels.store(
             self._fd, rows, records, begin, end, self._layout, self._buffer(), self._written, self.num_rows, counts
         )

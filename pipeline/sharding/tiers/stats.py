@@ -21,6 +21,7 @@ class TierStats:
     read_bytes: int = 0
     writes: int = 0
     written_bytes: int = 0
+    written_rows: int = 0
     stall_seconds: float = 0.0
 
     def __add__(self, other: TierStats) -> TierStats:

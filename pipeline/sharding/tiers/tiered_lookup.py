@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pipeline.runtime.errors import TierError
-from pipeline.sharding.tiers.row_store import READ_BYTES, READS, WRITES, WRITTEN_BYTES
+from pipeline.sharding.tiers.row_store import READ_BYTES, READS, WRITES, WRITTEN_BYTES, WRITTEN_ROWS
 from pipeline.sharding.tiers.stats import TierStats
 from pipeline.sharding.tiers.tiered_table import Admission, FirstWeights, TieredTable
 
@@ -74,6 +74,7 @@ class TieredLookup:
             stats.read_bytes += int(counts[READ_BYTES])
             stats.writes += int(counts[WRITES])
             stats.written_bytes += int(counts[WRITTEN_BYTES])
+            stats.written_rows += int(counts[WRITTEN_ROWS])
         return stats
 
     def ids_by_table(self, ids: Array, offsets: Array) -> list[Array]:

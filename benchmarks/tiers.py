@@ -1,0 +1,229 @@
+"""Train tables in tiers beside tables in memory and tables that are plain files mapped into memory:
+
+    python -m benchmarks.tiers [--gib 5] [--limit-gib 1.25] [--slots 0.1] [--steps 150] [--ids zipf] [--ways memory,tiers,mapped]
+
+Eight tables with Adagrad's state make `--gib` GiB. Each way runs in a process of its own, under a cgroup of `--limit-gib` but for
+"memory", which is also run under it, to be killed (0: no limit). All rows are stored before the first step, so that a miss is a read. The
+mapped way is FBGEMM's preallocated_host_buffers over files with MADV_RANDOM, by our kernels. A step is a lookup of `--batch` samples, a
+small MLP, and the update. Bytes are the store's own for tiers, and what /proc/self/io says for mapped files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.cgroups import memory_cgroup
+
+NUM_TABLES, DIM, WARM_UP = 8, 64, 30
+ROW_BYTES = 2 * 4 * DIM
+GIB = 1 << 30
+
+
+def zipf(rng: np.random.Generator, rows: int, count: int, exponent: float = 1.05) -> np.ndarray[Any, Any]:
+    """Rows by rank: the first is the most frequent."""
+    power = 1 - exponent
+    ranks = (1 - rng.random(count) * (1 - (rows + 1.0) ** power)) ** (1 / power)
+    return np.minimum(ranks.astype(np.int64) - 1, rows - 1)
+
+
+def batches(kind: str, rows: int, batch: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    rng = np.random.default_rng(seed)
+    offsets = torch.arange(NUM_TABLES * batch + 1)
+    while True:
+        count = NUM_TABLES * batch
+        ids = zipf(rng, rows, count) if kind == "zipf" else rng.integers(0, rows, count)
+        yield torch.from_numpy(ids), offsets
+
+
+def build(way: str, rows: int, slots: float, folder: str) -> nn.Module:
+    """A lookup module whose rows are all stored."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
+
+    from pipeline.checkpoint.stored_rows import StoredRows
+    from pipeline.sharding.tiers.settings import TierSettings
+    from pipeline.sharding.torchrec.cpu_tables import TablesWithMoments, speed_up_cpu_tables, tables_with_moments
+
+    names = [f"t{number}" for number in range(NUM_TABLES)]
+    settings = TierSettings(dict.fromkeys(names, slots), folder) if way == "tiers" else None
+    more = {"preallocated_host_buffers": mapped(rows, folder)} if way == "mapped" else {}
+    with tables_with_moments(torch.device("cpu"), settings):
+        lookup = TablesWithMoments(
+            embedding_specs=[(rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)] * NUM_TABLES,
+            optimizer=EmbOptimType.EXACT_ADAGRAD, learning_rate=0.05, eps=1e-8, table_names=names,
+            embedding_shard_info=[(rows, DIM, 0, 0)] * NUM_TABLES, **more,
+        )  # fmt: skip
+    torch.manual_seed(1)
+    for weights in lookup.split_embedding_weights() if way != "mapped" else ():
+        at_once = 1 << 16
+        for first in range(0, rows, at_once):
+            block = torch.empty(min(at_once, rows - first), DIM).uniform_(-0.01, 0.01)
+            if isinstance(weights, StoredRows):
+                weights.write(first, block)
+            else:
+                weights.detach()[first : first + len(block)] = block
+    for state in lookup.split_optimizer_states() if way == "memory" else ():
+        state[0].zero_()  # memory is taken now, not step by step
+    assert speed_up_cpu_tables([lookup]) == 1
+    return lookup
+
+
+def mapped(rows: int, folder: str) -> dict[str, torch.Tensor]:
+    """Files of weights and states, all of them written."""
+    buffers = {}
+    for name in ("weights", "momentum1"):
+        path, count = f"{folder}/{name}", NUM_TABLES * rows * DIM
+        block = np.random.default_rng(0).random(1 << 22, dtype=np.float32) * (0.01 if name == "weights" else 0)
+        with open(path, "wb") as file:
+            for first in range(0, count, len(block)):
+                file.write(block[: count - first].tobytes())
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        buffers[name] = torch.from_file(path, shared=True, size=count, dtype=torch.float32)
+        advise(buffers[name], mmap.MADV_RANDOM)
+    return buffers
+
+
+def advise(tensor: torch.Tensor, advice: int) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), advice):
+        raise OSError(ctypes.get_errno(), "madvise")
+
+
+def train(arguments: argparse.Namespace) -> dict[str, Any]:
+    """In a child: steps after WARM_UP."""
+    torch.set_num_threads(1)
+    rows = int(arguments.gib * GIB / ROW_BYTES / NUM_TABLES)
+    lookup = build(arguments.way, rows, arguments.slots, arguments.folder)
+    forward: Any = lookup.forward
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(NUM_TABLES * DIM, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 1)
+    )
+    optimizer = torch.optim.Adagrad(layers.parameters(), lr=0.01)
+    source = batches(arguments.ids, rows, arguments.batch)
+    coming = next(source)
+    warm = max(WARM_UP, arguments.warm_up)
+    began, before, io, losses = 0.0, None, (0, 0), []
+    for step in range(warm + arguments.steps):
+        if step == warm:
+            began, io = time.perf_counter(), process_io()
+            before = forward.tiered.stats() if forward.tiered else None
+        ids, offsets = coming
+        coming = next(source)
+        if forward.tiered:
+            forward.tiered.look_ahead(forward.tiered.ids_by_table(coming[0].numpy(), coming[1].numpy()))
+        forward.num_steps = step
+        optimizer.zero_grad()
+        loss = layers(forward(ids, offsets)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    seconds = time.perf_counter() - began
+    read, written = (now - then for now, then in zip(process_io(), io, strict=True))
+    found: dict[str, Any] = {"steps_per_s": arguments.steps / seconds, "sum_of_losses": float(np.sum(losses))}
+    if forward.tiered:
+        stats = forward.tiered.stats() - before
+        read, written = stats.read_bytes, stats.written_bytes
+        found |= {
+            "stall_percent": 100 * stats.stall_seconds / seconds,
+            "hit_percent": 100 * (1 - stats.missed_lookups / stats.lookups),
+            "missed_rows_per_step": stats.missed_rows / arguments.steps,
+            "reads_per_step": stats.reads / arguments.steps,
+            "writes_per_step": stats.writes / arguments.steps,
+            "write_amplification": stats.written_bytes / max(1, stats.written_rows * ROW_BYTES),
+        }
+    found |= {"read_mb_per_step": read / 1e6 / arguments.steps, "written_mb_per_step": written / 1e6 / arguments.steps}
+    return {**found, "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+
+
+def process_io() -> tuple[int, int]:
+    values = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(values["read_bytes"]), int(values["write_bytes"])
+
+
+def child(arguments: argparse.Namespace, way: str, limit: float, folder: str) -> dict[str, Any]:
+    """Run a way in a process of its own, under a cgroup where there is a limit."""
+    words = [
+        f"--{name.replace('_', '-')}={getattr(arguments, name)}"
+        for name in ("gib", "slots", "steps", "batch", "ids", "warm_up")
+    ]
+    command = [sys.executable, "-m", "benchmarks.tiers", f"--way={way}", f"--folder={folder}", *words]
+    with memory_cgroup(int(limit * GIB)) if limit else nullcontext(("", "no limit")) as (group, kind):
+        enter: Callable[[], Any] | None = (
+            (lambda: Path(group, "cgroup.procs").write_text(str(os.getpid()))) if group else None
+        )
+        done = subprocess.run(command, preexec_fn=enter, stdout=subprocess.PIPE, text=True, check=False)
+        peaks = [path for path in ("memory.max_usage_in_bytes", "memory.peak") if group and Path(group, path).exists()]
+        peak = int(Path(group, peaks[0]).read_text()) / GIB if peaks else None
+    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"killed_by_signal": -done.returncode}
+    return {
+        "way": way,
+        "limit_gib": limit or None,
+        "bound_by": kind,
+        **found,
+        **({"cgroup_peak_gib": peak} if peak else {}),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=5.0)
+    parser.add_argument("--limit-gib", type=float, default=1.25)
+    parser.add_argument("--slots", type=float, default=0.1)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--ids", choices=["zipf", "uniform"], default="zipf")
+    parser.add_argument("--ways", default="memory,tiers,mapped")
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", default=".")
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    if arguments.way:
+        print(json.dumps(train(arguments)))
+        return
+    results = []
+    for way in arguments.ways.split(","):
+        limits = [0.0, arguments.limit_gib] if way == "memory" and arguments.limit_gib else [arguments.limit_gib]
+        for limit in limits:
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+                results.append(child(arguments, way, limit, folder))
+            print(
+                "  ".join(
+                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in results[-1].items()
+                ),
+                flush=True,
+            )
+    rates = {each["way"]: each["steps_per_s"] for each in results if "steps_per_s" in each}
+    for way in ("tiers", "mapped"):
+        if way in rates and "memory" in rates:
+            print(f"{way}: {100 * rates[way] / rates['memory']:.0f} % of the rate in memory")
+    if {"tiers", "mapped"} <= rates.keys():
+        print(f"tiers: {rates['tiers'] / rates['mapped']:.2f} times the rate of mapped files")
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
