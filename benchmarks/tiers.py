@@ -1,6 +1,7 @@
 """Train tables in tiers beside tables in memory and tables that are plain files mapped into memory:
 
     python -m benchmarks.tiers [--gib 5] [--limit-gib 1.25] [--slots 0.1] [--steps 150] [--ids zipf] [--ways memory,tiers,mapped]
+    python -m benchmarks.tiers --gib 100 --slots 0.004 --limit-gib 2 --sparse --ways tiers
 
 Eight tables with Adagrad's state make `--gib` GiB. Each way runs in a process of its own, under a cgroup of `--limit-gib` but for
 "memory", which is also run under it, to be killed (0: no limit). All rows are stored before the first step, so that a miss is a read. The
@@ -51,8 +52,8 @@ def batches(kind: str, rows: int, batch: int, seed: int = 0) -> Iterator[tuple[t
         yield torch.from_numpy(ids), offsets
 
 
-def build(way: str, rows: int, slots: float, folder: str) -> nn.Module:
-    """A lookup module whose rows are all stored."""
+def build(way: str, rows: int, slots: float, folder: str, sparse: bool) -> nn.Module:
+    """A lookup module whose rows are all stored, unless it is `sparse`."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
@@ -71,7 +72,7 @@ def build(way: str, rows: int, slots: float, folder: str) -> nn.Module:
             embedding_shard_info=[(rows, DIM, 0, 0)] * NUM_TABLES, **more,
         )  # fmt: skip
     torch.manual_seed(1)
-    for weights in lookup.split_embedding_weights() if way != "mapped" else ():
+    for weights in lookup.split_embedding_weights() if way != "mapped" and not sparse else ():
         at_once = 1 << 16
         for first in range(0, rows, at_once):
             block = torch.empty(min(at_once, rows - first), DIM).uniform_(-0.01, 0.01)
@@ -113,7 +114,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     """In a child: steps after WARM_UP."""
     torch.set_num_threads(1)
     rows = int(arguments.gib * GIB / ROW_BYTES / NUM_TABLES)
-    lookup = build(arguments.way, rows, arguments.slots, arguments.folder)
+    lookup = build(arguments.way, rows, arguments.slots, arguments.folder, arguments.sparse)
     forward: Any = lookup.forward
     torch.manual_seed(0)
     layers = nn.Sequential(
@@ -140,6 +141,9 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         losses.append(float(loss.detach()))
     seconds = time.perf_counter() - began
     read, written = (now - then for now, then in zip(process_io(), io, strict=True))
+    if forward.tiered:
+        stores = [table.store for table in forward.tiered.tables]
+        print(f"stores: {sum(each.size_bytes for each in stores) / GIB:.1f} GiB", file=sys.stderr)
     found: dict[str, Any] = {"steps_per_s": arguments.steps / seconds, "sum_of_losses": float(np.sum(losses))}
     if forward.tiered:
         stats = forward.tiered.stats() - before
@@ -168,6 +172,7 @@ def child(arguments: argparse.Namespace, way: str, limit: float, folder: str) ->
         for name in ("gib", "slots", "steps", "batch", "ids", "warm_up")
     ]
     command = [sys.executable, "-m", "benchmarks.tiers", f"--way={way}", f"--folder={folder}", *words]
+    command += ["--sparse"] * arguments.sparse
     with memory_cgroup(int(limit * GIB)) if limit else nullcontext(("", "no limit")) as (group, kind):
         enter: Callable[[], Any] | None = (
             (lambda: Path(group, "cgroup.procs").write_text(str(os.getpid()))) if group else None
@@ -185,6 +190,33 @@ def child(arguments: argparse.Namespace, way: str, limit: float, folder: str) ->
     }
 
 
+def predict(arguments: argparse.Namespace, steps_per_s: float) -> None:
+    """Print what the planner expects of the rate in memory, the frequencies of the ids and the speed of this SSD."""
+    from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig
+    from pipeline.embeddings.row_frequencies import RowFrequencies
+    from pipeline.embeddings.table import Table
+    from pipeline.planner.tiers import forecast, stall_percent
+    from pipeline.sharding.tiers.probe import measure
+
+    rows = int(arguments.gib * GIB / ROW_BYTES / NUM_TABLES)
+    frequencies = None
+    if arguments.ids == "zipf":
+        points = np.unique(np.geomspace(1, rows, 200).astype(np.int64))
+        shares = (1 - (points + 1.0) ** -0.05) / (1 - (rows + 1.0) ** -0.05)
+        frequencies = RowFrequencies([0, *points.tolist()], [0.0, *np.minimum(shares, 1).tolist()])
+    tiers = TiersConfig(slots=arguments.slots)
+    table = Table(
+        "t", rows, DIM, ["f"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0], frequencies, tiers=tiers
+    )
+    expected, speed = forecast(table, arguments.batch), measure(arguments.folder, 2 * DIM)
+    coming = NUM_TABLES * expected.rows_a_step
+    stall = stall_percent(coming, 1000 / steps_per_s, speed.loads_per_s, speed.stores_per_s)
+    print(
+        f"predicted: hits {100 * expected.hit_rate:.1f} %, {coming:,.0f} rows a step; this SSD loads {speed.loads_per_s:,.0f} and "
+        f"stores {speed.stores_per_s:,.0f} rows a second: stall {stall:.1f} %"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=5.0)
@@ -195,6 +227,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--ids", choices=["zipf", "uniform"], default="zipf")
     parser.add_argument("--ways", default="memory,tiers,mapped")
+    parser.add_argument("--sparse", action="store_true", help="no row is stored before it is trained; for tiers alone")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--folder", default=".")
     parser.add_argument("--output")
@@ -215,6 +248,9 @@ def main() -> None:
                 ),
                 flush=True,
             )
+    in_memory = [each["steps_per_s"] for each in results if each["way"] == "memory" and "steps_per_s" in each]
+    if in_memory:
+        predict(arguments, in_memory[0])
     rates = {each["way"]: each["steps_per_s"] for each in results if "steps_per_s" in each}
     for way in ("tiers", "mapped"):
         if way in rates and "memory" in rates:

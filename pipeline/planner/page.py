@@ -65,7 +65,7 @@ def render_page(
     )
     sections = (
         _heading(title, plan), step, beside[:1], _memory(plan, shares), beside[1:2], _time(plan), beside[2:], _map(plan, shares),
-        _choices(plan), _rank_numbers(plan), _made_for(plan), _foot(plan, made),
+        _choices(plan), _tiers(plan), _rank_numbers(plan), _made_for(plan), _foot(plan, made),
     )  # fmt: skip
     body = [part for section in sections for part in section]
     return document(f"Plan: {title}", body, Path(__file__).with_name("page.css").read_text())
@@ -84,8 +84,8 @@ def _table_shares(plan: PlanDescription, shardings: Shardings) -> dict[str, dict
             part = num_rows * num_columns / max(1, choice.num_embeddings * choice.embedding_dim)
             before = held.get(rank, TableShare(0, 0, 0, 0))
             held[rank] = TableShare(
-                before.weight_bytes + part * choice.weight_bytes,
-                before.state_bytes + part * choice.state_bytes,
+                before.weight_bytes + part * choice.weight_bytes * choice.share_in_memory,
+                before.state_bytes + part * choice.state_bytes * choice.share_in_memory,
                 num_rows,
                 before.num_columns + num_columns,
             )
@@ -283,6 +283,33 @@ def _kind_row(kind: tuple[str, str], choices: list[TableChoice], shares: dict[st
     }
     size = sum(choice.weight_bytes + choice.state_bytes for choice in choices)
     return MapRow(f"{len(choices)} smaller tables", f"{show_bytes(size)}, {kind[0]} {kind[1]}", cells)
+
+
+def _tiers(plan: PlanDescription) -> Iterator[str]:
+    held = [(choice, choice.tiers) for choice in _by_size(plan.tables) if choice.tiers is not None]
+    if not held:
+        return
+    yield "<h2>Tables on an SSD</h2>"
+    yield (
+        "<p>A step brings the rows that no slot holds in from the SSD, and as many leave. What it reads and writes beside the "
+        "step before costs no time while it takes no longer than that.</p>"
+    )
+    headings = ("table", "rows", "in memory", "on the SSD at most", "lookups served", "rows a step", "read a step")
+    rows = [
+        [
+            choice.name,
+            f"{choice.num_embeddings:,}",
+            f"{tiers.slots:,}",
+            show_bytes(choice.weight_bytes + choice.state_bytes),
+            f"{100 * tiers.hit_rate:.1f} %",
+            f"{tiers.rows_a_step:,.0f}",
+            show_bytes(tiers.read_bytes),
+        ]
+        for choice, tiers in held
+    ]
+    total = sum(tiers.rows_a_step for _, tiers in held), sum(tiers.read_bytes for _, tiers in held)
+    rows.append(["all", "", "", "", "", f"{total[0]:,.0f}", show_bytes(total[1])])
+    yield table(headings, rows, numbers=range(1, len(headings)))
 
 
 def _choices(plan: PlanDescription) -> Iterator[str]:

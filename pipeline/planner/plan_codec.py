@@ -26,7 +26,7 @@ from pipeline.planner.plan_file import (
     read_content,
     to_json,
 )
-from pipeline.planner.record import PlanRecord
+from pipeline.planner.record import PlanRecord, TableChoice
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
@@ -38,6 +38,13 @@ logger = get_logger(__name__)
 def write_plan(path: str, record: PlanRecord) -> None:
     """Atomic. The same plan gives the same bytes."""
     storage.publish_text(path, encode_record(record))
+
+
+def _choice_json(choice: TableChoice) -> dict[str, Any]:
+    content = asdict(choice)
+    if choice.tiers is None:  # as in plans of earlier releases
+        del content["tiers"]
+    return content
 
 
 def encode_record(record: PlanRecord) -> str:
@@ -53,7 +60,7 @@ def encode_record(record: PlanRecord) -> str:
         "usable_ddr_bytes": record.usable_ddr_bytes,
         "usable_ssd_bytes": record.usable_ssd_bytes,
         "dense_bytes": record.dense_bytes,
-        "tables": [asdict(choice) for choice in record.tables],
+        "tables": [_choice_json(choice) for choice in record.tables],
         "ranks": [asdict(load) for load in record.ranks],
         "plan": encode_plan(record.plan),
     }

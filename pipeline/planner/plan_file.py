@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.planner.fingerprint import sha256_of
 from pipeline.planner.record import Objective, PlanDescription, RankLoad, TableChoice
+from pipeline.planner.tiers import TierForecast
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.storage import storage
 
@@ -89,7 +90,7 @@ def description_fields(content: dict[str, Any]) -> dict[str, Any]:
     return {
         "planner": content["planner"],
         "hardware": content["hardware"],
-        "tables": [TableChoice(**raw) for raw in content["tables"]],
+        "tables": [_choice(raw) for raw in content["tables"]],
         "ranks": [RankLoad(**raw) for raw in content["ranks"]],
         "objective": Objective(**content["objective"]),
         "torchrec_objective": Objective(**torchrec) if torchrec else None,
@@ -99,6 +100,11 @@ def description_fields(content: dict[str, Any]) -> dict[str, Any]:
         "dense_bytes": content["dense_bytes"],
         "fingerprint": content["fingerprint"],
     }
+
+
+def _choice(raw: dict[str, Any]) -> TableChoice:
+    tiers = raw.get("tiers")
+    return TableChoice(**raw | {"tiers": TierForecast(**tiers) if tiers else None})
 
 
 def to_json(value: Any, indent: int = 0) -> str:

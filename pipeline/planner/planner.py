@@ -358,6 +358,7 @@ def _choice(entry: PlacedTable, option: ShardingOption, problem: Problem) -> Tab
         cost_ms=float(option.total_perf),
         reason=_reason(entry, option, problem),
         cache_load_factor=cache_load_factor(option) if option.compute_kernel in CACHED_KERNELS else None,
+        tiers=problem.costs.tier_forecast(option),
     )
 
 

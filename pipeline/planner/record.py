@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.planner.fingerprint import Fingerprint
+from pipeline.planner.tiers import TierForecast
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
@@ -38,6 +39,12 @@ class TableChoice:
     cost_ms: float
     reason: str
     cache_load_factor: float | None = None
+    tiers: TierForecast | None = None  # of a table whose rows lie on an SSD but for some
+
+    @property
+    def share_in_memory(self) -> float:
+        """Of its rows."""
+        return 1.0 if self.tiers is None else self.tiers.slots / self.num_embeddings
 
 
 @dataclass(frozen=True)

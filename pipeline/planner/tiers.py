@@ -82,3 +82,9 @@ def _lasting(parts: Sequence[tuple[float, float]], slots: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if held(middle) < slots else (low, middle)
     return low
+
+
+def stall_percent(rows_a_step: float, step_ms: float, loads_per_s: float, stores_per_s: float) -> float:
+    """Of a step that takes `step_ms` without tiers: what it waits where as many rows come in as leave, all of them changed."""
+    io_ms = 1000 * rows_a_step * (1 / loads_per_s + 1 / stores_per_s)
+    return 100 * max(0.0, 1 - step_ms / io_ms) if io_ms > 0 else 0.0

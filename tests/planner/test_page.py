@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.planner.page import MOST_MAPPED, page_path, render_page, write_page
+from pipeline.planner.record import show_bytes
+from pipeline.planner.tiers import TierForecast
 from tests.planner.plans import drawn_plan
 
 VOID = ("meta",)
@@ -185,6 +187,16 @@ def test_tables_on_ssd_have_a_chart_of_their_own() -> None:
     page = render_page("on SSD", stored, shardings)
     assert "SSD: rank 1 is the fullest, 41.00 GiB of 1,024.00 GiB for tables" in page
     assert "SSD: rank" not in render_page("in memory", plan, shardings)
+
+
+def test_tables_in_tiers_are_listed_with_hits_and_reads_and_count_their_slots_in_memory() -> None:
+    plan, shardings = drawn_plan(4, 2)
+    first, *others = plan.tables
+    tiers = TierForecast(slots=first.num_embeddings // 4, hit_rate=0.875, rows_a_step=1234)
+    page = render_page("tiers", replace(plan, tables=[replace(first, tiers=tiers), *others]), shardings)
+    for text in ("Tables on an SSD", "87.5 %", "1,234", f"{first.num_embeddings // 4:,}", show_bytes(1234 * 8192)):
+        assert text in page
+    assert "Tables on an SSD" not in render_page("memory", plan, shardings)
 
 
 def test_the_input_is_the_first_phase() -> None:
