@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SYSTEM = {
     "samples_per_s", "samples_per_cpu_s", "input_stall_percent", "comms_percent", "peak_memory_gb", "num_skipped_steps",
     "num_bad_rows", "embedding_syncs", "embedding_sync_bytes", "embedding_sync_s",
+    "tier_stall_percent", "tier_hit_percent", "tier_row_hit_percent", "tier_read_mb_per_step", "tier_written_mb_per_step",
 }  # fmt: skip
 LEARNING_RATE = "lr_"
 COMPARED = "validation"  # the kind of line that HParams go with

@@ -132,6 +132,11 @@ def warnings_of(run: Run, metrics: dict[str, float], details: EvaluationDetails 
     if is_off := math.isfinite(calibration) and not 0.95 <= calibration <= 1.05:
         yield f"Predictions are {abs(calibration - 1):.0%} too {'high' if calibration > 1 else 'low'} on average (calibration {calibration:.3f})."
     throughput = run.summary.get("throughput", {})
+    if throughput.get("tier_stall_percent", 0.0) > 20:
+        yield (
+            f"Training waited for rows on the SSD {throughput['tier_stall_percent']:.0f} % of the time: raise "
+            "tables.<name>.tiers.slots, or use a faster disk for sharding.tier_folder."
+        )
     if throughput.get("input_stall_percent", 0.0) > 20:
         yield f"Training waited for input {throughput['input_stall_percent']:.0f} % of the time: see data.reader.decode_threads."
     yield from (each for each in run.summary.get("remarks", []) if not (is_off and each.startswith("calibration")))
