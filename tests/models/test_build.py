@@ -100,6 +100,7 @@ def test_tables_of_two_dims_are_refused(config: ModelConfig) -> None:
         build_model(config, tables, 2)
 
 
+@pytest.mark.campaign  # what test_every_model.py shows by training, and one export a model
 @pytest.mark.parametrize("num_dense", [0, 2])
 @pytest.mark.parametrize("config", OVER_ANY_DATA, ids=lambda config: config.kind)
 def test_a_model_takes_data_with_and_without_dense_features(config: ModelConfig, num_dense: int) -> None:

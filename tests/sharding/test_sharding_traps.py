@@ -52,7 +52,7 @@ def pooled_differences(rank: int, tables: list[TinyTable], local_size: int = 0) 
 
 
 @pytest.mark.parametrize("neighbour", ["table_wise", "column_wise", "data_parallel", "row_wise"])
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("pooling", ["sum", pytest.param("mean", marks=pytest.mark.campaign)])
 def test_mean_pooled_row_wise_table_does_not_corrupt_its_neighbours(
     ranks_each_way: RankPool, neighbour: str, pooling: str
 ) -> None:

@@ -227,8 +227,8 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize(
     ("sparse", "dense"),
     [
-        ("sgd", "adam"),
-        ("adagrad", "sgd"),
+        pytest.param("sgd", "adam", marks=pytest.mark.campaign),
+        pytest.param("adagrad", "sgd", marks=pytest.mark.campaign),
         ("rowwise_adagrad", "adam"),
         ("adam", "adam"),
         ("partial_rowwise_adam", "adamw"),

@@ -50,7 +50,7 @@ def _plain_loop(rank: int, world_size: int, clip: float | None) -> str:
         pytest.param("sparse_dist", None, "gloo", marks=pytest.mark.campaign),
         ("sparse_dist", 0.05, "gloo"),
         pytest.param("base", None, "gloo", marks=pytest.mark.campaign),
-        ("base", 0.05, "shared_memory"),
+        pytest.param("base", 0.05, "shared_memory", marks=pytest.mark.campaign),
     ],
 )
 def test_training_equals_a_plain_loop_bit_for_bit(
