@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from html import escape
 from typing import TYPE_CHECKING
 
 import pipeline
@@ -119,6 +120,7 @@ def _look_ahead(job: PlanJob, planned: Planned) -> _Ahead:
     from pipeline.planner.step_time.outlook import describe_levers, describe_outlook, describe_scaling
     from pipeline.planner.step_time.page import step_sections
     from pipeline.training.plan_outlook import Planned, levers_of, outlook_of, scaling_of
+    from pipeline.training.tier_outlook import tier_outlook
 
     def planned_for(other: PlanJob) -> Planned:
         resolved = resolve(other)
@@ -128,13 +130,15 @@ def _look_ahead(job: PlanJob, planned: Planned) -> _Ahead:
         outlook = outlook_of(job, planned)
     except UserError as error:
         return _Ahead([f"step        not predicted: {str(error).splitlines()[0]}"], [])
-    lines = describe_outlook(outlook)
+    in_tiers = tier_outlook(job, planned.record, outlook.step_ms)
+    lines = describe_outlook(outlook) + in_tiers
     rows, skipped = scaling_of(job, job.scale_to, planned_for) if job.scale_to else ([], [])
     if rows or skipped:
         lines += ["", *describe_scaling([outlook, *rows]), *(f"not in the table: {line}" for line in skipped)]
     if job.what_if:
         lines += ["", *describe_levers(outlook, levers_of(job, planned_for))]
-    return _Ahead(lines, list(step_sections(outlook, [outlook, *rows])))
+    sections = [*step_sections(outlook, [outlook, *rows]), *(f"<p>{escape(line)}</p>" for line in in_tiers)]
+    return _Ahead(lines, sections)
 
 
 def resolve(job: PlanJob) -> ResolvedJob:

@@ -76,10 +76,12 @@ class PlannerConfig:
     seed: int = 0
     gap_tolerance: float = 0.01
     predict_step: bool = True  # plan says what a whole step takes
+    most_tier_stall_percent: float = 90.0  # plan refuses tables in tiers for which a step would wait more
 
     def __post_init__(self) -> None:
         check_choice("planner.kind", self.kind, PLANNERS)
         check_within("planner.reserved_memory_fraction", self.reserved_memory_fraction, 0.0, 0.95)
         check_choice("planner.objective", self.objective, OBJECTIVES)
+        check_within("planner.most_tier_stall_percent", self.most_tier_stall_percent, 0.0, 100.0)
         check_above("planner.timeout_s", self.timeout_s, 0.0)
         check_at_least("planner.gap_tolerance", self.gap_tolerance, 0.0)

@@ -33,6 +33,7 @@ from pipeline.sharding.torchrec.embedding_sync import replicates
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.preflight import table_optimizer_of
+from pipeline.training.tier_rates import tier_folder
 
 logger = get_logger(__name__)
 
@@ -150,13 +151,7 @@ def _tier_folder(job: TrainJob, tables: list[Table], replicated: bool) -> str | 
             f"tables.{names[0]}.tiers with parallel.embedding_sync={job.parallel.embedding_sync}: hosts' own tables are averaged "
             "in memory; use every_step, or leave tiers out"
         )
-    folder = job.sharding.tier_folder or f"{job.run_dir}/tiers"
-    if not storage.is_local(folder):
-        raise TrainingError(
-            f"tables.{names[0]}.tiers would keep rows in {folder}, which is no local folder; set sharding.tier_folder to one on "
-            "a local SSD"
-        )
-    return folder
+    return tier_folder(job, names[0])
 
 
 def _plan_of_run(job: TrainJob) -> str | None:

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from torch import nn
 
+from pipeline.config.jobs import TrainJob
+from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.storage import storage
 from pipeline.sharding.tiers.stats import TierStats
 from pipeline.sharding.torchrec.sharder import ShardedTables
+
+
+def tier_folder(job: TrainJob, table: str) -> str:
+    """Where rows of tables with tiers lie, `table` among them. Raises TrainingError where that is no local folder."""
+    folder = job.sharding.tier_folder or f"{job.run_dir}/tiers"
+    if not storage.is_local(folder):
+        raise TrainingError(
+            f"tables.{table}.tiers would keep rows in {folder}, which is no local folder; set sharding.tier_folder to one on "
+            "a local SSD"
+        )
+    return folder
 
 
 class TierClock:
