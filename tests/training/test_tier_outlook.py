@@ -1,0 +1,58 @@
+"""The predicted stall of tables in tiers follows from forecasts, the step and the SSD, and one that is too long is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline.config.jobs import TrainJob
+from pipeline.config.planner import PlannerConfig
+from pipeline.config.training import ShardingConfig
+from pipeline.planner.tiers import TierForecast
+from pipeline.runtime.errors import PlanError, TrainingError
+from pipeline.sharding.tiers.probe import SsdSpeed
+from pipeline.sharding.tiers.stats import TierStats
+from pipeline.training import tier_outlook as module
+from pipeline.training.tier_outlook import tier_outlook
+from pipeline.training.tier_rates import describe_tiers, tier_folder, tier_rates
+from tests.planner.plans import drawn_plan
+
+SPEED = SsdSpeed(50_000.0, 25_000.0)
+
+
+def _job(**planner: float) -> TrainJob:
+    return TrainJob(name="t", run_dir="runs/t", planner=PlannerConfig(**planner))  # type: ignore[arg-type]
+
+
+def test_the_stall_is_of_the_rank_with_most_rows_and_a_long_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "measure", lambda folder, record: SPEED)
+    plan, _ = drawn_plan(4, 2)
+    assert tier_outlook(_job(), plan, 10.0) == []
+    first, *others = plan.tables
+    tiered = replace(first, tiers=TierForecast(10, 0.9, 1000.0 * len(first.ranks)))
+    plan = replace(plan, tables=[tiered, *others])
+    (line,) = tier_outlook(_job(), plan, step_ms=15.0)
+    assert "1,000 rows a step come and go, 60 ms of this SSD" in line and "predicted tier stall 75 %" in line
+    (line,) = tier_outlook(_job(), plan, step_ms=80.0)
+    assert "predicted tier stall 0 %" in line
+    with pytest.raises(PlanError, match=r"stall 75 %; planner.most_tier_stall_percent=50 allows less: raise tables"):
+        tier_outlook(_job(most_tier_stall_percent=50.0), plan, step_ms=15.0)
+
+
+def test_rows_do_not_lie_in_an_object_store() -> None:
+    job = replace(_job(), sharding=ShardingConfig(tier_folder="s3://bucket/rows"))
+    with pytest.raises(
+        TrainingError, match=r"tables.a.tiers would keep rows in s3://bucket/rows.*sharding.tier_folder"
+    ):
+        tier_folder(job, "a")
+
+
+def test_rates_are_shares_of_the_time_and_of_what_was_looked_up() -> None:
+    stats = TierStats(
+        lookups=1000, missed_lookups=100, rows=400, missed_rows=100, read_bytes=4_000_000, stall_seconds=0.5
+    )
+    rates = tier_rates(stats, seconds=2.0, num_steps=4)
+    assert (rates["tier_stall_percent"], rates["tier_hit_percent"], rates["tier_row_hit_percent"]) == (25.0, 90.0, 75.0)
+    assert describe_tiers(rates).startswith("tier stall 25.0 %  hits 90.0 %  SSD 1.0 + 0.0 MB a step")
+    assert describe_tiers({}) == ""
