@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.steps import list_steps
+from pipeline.checkpoint.steps import list_steps, read_manifest
 from pipeline.runtime.errors import CheckpointError
 from tests.faults.checkpoints import MIXED, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
@@ -128,3 +128,24 @@ def test_steps_are_purged_and_damage_is_walked_past(
     with storage.open_file(victim, "wb") as file:
         file.write(content)
     assert ranks.run(2, _on_store, store.url, load_once, FOLDER)[0][0] == 2
+
+
+@pytest.mark.campaign
+def test_a_chain_of_changed_rows_is_saved_and_loaded_exactly_past_passing_faults(
+    ranks: RankPool,
+    store: FaultyProxy,  # noqa: F811
+    tmp_path: Path,
+    fault: FaultRecorder,
+) -> None:
+    store.faults = _now_and_then("lost", 18, share=0.05)
+    steps = [1, 2, 3, 4]
+    digests = ranks.run(2, _on_store, store.url, save_steps, FOLDER, steps, {"staging": str(tmp_path)}, 9)[0]
+    assert ranks.run(2, _on_store, store.url, load_once, FOLDER)[0] == (4, digests[4])
+    assert ["chain" in read_manifest(f"{FOLDER}/step_{step:08d}") for step in steps] == [False, True, True, True]
+    assert store.counts["lost"]
+    fault(
+        23,
+        "a chain of 3 links on a base, saved and loaded exactly past lost answers",
+        count=store.counts["lost"],
+        seed=18,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import ExportJob, PublishJob, TrainJob
 from pipeline.config.server import BatchingConfig
 from pipeline.runtime.errors import ConfigError, DamagedError, ServingError
+from pipeline.runtime.storage import storage
 from pipeline.serving.artifact.deltas import (
     LAYERS_FILE,
     deltas_folder,
@@ -39,6 +41,7 @@ from tests.serving.stand_in import StandIn, score_of
 from tests.serving.test_artifacts_served import raw_rows
 from tests.serving.test_switching import wait_until
 from tests.support.messages import names
+from tests.support.object_store import FaultyProxy, store  # noqa: F401
 from tests.support.ranks import RankPool
 
 
@@ -256,3 +259,49 @@ def test_a_server_takes_a_delta_while_it_answers_and_goes_back_to_a_pinned_one(
         server.wait_for("refused delta 2")
         assert answers(last, f"{version}+1") and server.metric("delta_refusals_total") >= 1
     logging.getLogger(__name__).info("%s", server.log())
+
+
+@pytest.mark.campaign
+def test_an_artifact_in_an_object_store_takes_deltas_too(
+    small_run: Path,
+    small_artifact: ExportSummary,
+    rows: pa.Table,
+    tmp_path: Path,
+    store: FaultyProxy,  # noqa: F811
+) -> None:
+    local = export_step(small_run, 10, tmp_path / "artifact")
+    remote = "s3://bucket/versions/v000001/artifact"
+    for path in sorted(Path(local).rglob("*")):
+        if path.is_file():
+            storage.upload_file(str(path), f"{remote}/{path.relative_to(local)}")
+    publish(job_of(remote), find_folder)
+    assert newest_sequence("s3://bucket/versions/v000001/deltas") == 1
+    predictor = Predictor.load(remote)
+    catch_up(predictor, remote)
+    whole = Predictor.load(small_artifact.artifact)
+    np.testing.assert_array_equal(predictor.score(rows).scores, whole.score(rows).scores)
+    publish(job_of(remote, "pin=0"), find_folder)
+    assert newest_sequence("s3://bucket/versions/v000001/deltas") == 0
+
+
+@pytest.mark.campaign
+def test_no_flipped_bit_of_a_delta_is_served(published: str, tmp_path: Path) -> None:
+    """300 bits over all of its files: each delta is refused as a whole."""
+    copy = Path(shutil.copytree(published, tmp_path / "copy"))
+    manifest, generator, silent = read_manifest(published), random.Random(18), []
+    files = sorted(path for path in (copy / "deltas" / "00000001").iterdir())
+    for number in range(300):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        bit = generator.randrange(8 * len(content))
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            stage_delta(str(copy), manifest, 1)
+            silent.append((path.name, bit))
+        except DamagedError:
+            pass
+        path.write_bytes(content)
+    assert silent == []
+    assert stage_delta(str(copy), manifest, 1).delta.sequence == 1

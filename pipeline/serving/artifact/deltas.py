@@ -92,7 +92,7 @@ def name_of(sequence: int) -> str:
 
 def newest_sequence(folder: str) -> int:
     """Of the deltas from 1 on without a gap, at most the pinned one; 0 where there is none. Raises OSError, DamagedError."""
-    found = {int(name) for name in committed_names(folder, NAME)} if storage.exists(folder) else set()
+    found = {int(name) for name in committed_names(folder, NAME)}
     newest = next(number for number in range(len(found) + 1) if number + 1 not in found)
     pinned = pinned_sequence(folder)
     return newest if pinned is None else min(newest, pinned)

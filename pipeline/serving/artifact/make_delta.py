@@ -61,7 +61,7 @@ class Publisher:
     def __init__(self, job: PublishJob, artifact: str) -> None:
         """Raises ServingError for an artifact that deltas cannot follow."""
         self._job, self._artifact, self._folder = job, artifact, deltas_folder(artifact)
-        self._predictor = Predictor.load(artifact, memory="mapped")
+        self._predictor = Predictor.load(artifact, memory="mapped" if storage.is_local(artifact) else "ram")
         self._manifest = self._predictor.manifest
         _check_artifact(artifact, self._manifest)
         self._run = job.run or str(self._manifest.lineage["run"])
