@@ -4,7 +4,8 @@
     python -m benchmarks.tiers --gib 100 --slots 0.004 --limit-gib 2 --sparse --ways tiers
 
 Eight tables with Adagrad's state make `--gib` GiB. Each way runs in a process of its own, under a cgroup of `--limit-gib` but for
-"memory", which is also run under it, to be killed (0: no limit). All rows are stored before the first step, so that a miss is a read. The
+"memory", which is also run under it, to be killed (0: no limit). All rows are stored before the first step, and
+slots hold the most frequent ones, so that a miss is a read and a write. The
 mapped way is FBGEMM's preallocated_host_buffers over files with MADV_RANDOM, by our kernels. A step is a lookup of `--batch` samples, a
 small MLP, and the update. Bytes are the store's own for tiers, and what /proc/self/io says for mapped files.
 """
@@ -110,6 +111,14 @@ def advise(tensor: torch.Tensor, advice: int) -> None:
         raise OSError(ctypes.get_errno(), "madvise")
 
 
+def fill_slots(tiered: Any, rows: int, batch: int) -> None:
+    """With the most frequent rows, as if they had been trained: a long run has no free slot."""
+    offsets = np.arange(NUM_TABLES * batch + 1)
+    for first in range(0, tiered.tables[0].num_slots - batch, batch):
+        ids = np.tile(np.arange(first, first + batch) % rows, NUM_TABLES)
+        tiered.to_slots(ids, offsets, training=True)[1].release()
+
+
 def train(arguments: argparse.Namespace) -> dict[str, Any]:
     """In a child: steps after WARM_UP."""
     torch.set_num_threads(1)
@@ -121,6 +130,8 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         nn.Linear(NUM_TABLES * DIM, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 1)
     )
     optimizer = torch.optim.Adagrad(layers.parameters(), lr=0.01)
+    if forward.tiered and not arguments.sparse:
+        fill_slots(forward.tiered, rows, arguments.batch)
     source = batches(arguments.ids, rows, arguments.batch)
     coming = next(source)
     warm = max(WARM_UP, arguments.warm_up)

@@ -146,6 +146,28 @@ def test_a_killed_run_leaves_no_store_and_ends_as_one_in_memory(
 
 
 @pytest.mark.campaign
+def test_a_full_ssd_ends_the_run_and_the_same_command_goes_on_elsewhere(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    words = ["checkpoint.save_every_steps=2", f"sharding.tier_folder={small}", *TIERS]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        with pytest.raises(RuntimeError, match=rf"TierError: rows of table .* in {small}: No space left on device"):
+            run(ranks, 1, prepared_clicks, tmp_path / "run", 12, words)
+    finally:
+        subprocess.run(["umount", "--lazy", str(small)], check=True)  # the failed rank still has its file
+    steps = list_steps(str(tmp_path / "run" / "checkpoints"))
+    assert steps and steps[-1] < 12
+    found = run(ranks, 1, prepared_clicks, tmp_path / "run", 12, words)
+    expected = run(ranks, 1, prepared_clicks, tmp_path / "memory", 12, ["checkpoint.save_every_steps=2"])
+    assert values(found.checkpoint) == values(expected.checkpoint)
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -64,6 +64,7 @@ class TieredLookup:
         self._ahead: deque[tuple[list[Array], Future[tuple[Pins, list[Array]]]]] = deque()
         self._epoch = 0
         self._stats = TierStats()
+        self._failure: TierError | None = None  # rows are lost: nothing is looked up or saved any more
 
     def stats(self) -> TierStats:
         """Without waiting for the thread, which may be about to count."""
@@ -113,9 +114,19 @@ class TieredLookup:
         self._ahead.append((copies, look_ahead_pool().submit(self._bring, copies)))
 
     def quiet(self) -> AbstractContextManager[bool]:
-        """A context in which no row moves but by the caller."""
+        """A context in which no row moves but by the caller. Raises TierError where rows were lost."""
         self._drop_ahead()
+        self._check_failure()
         return self._lock
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """What fails in this context has lost rows."""
+        try:
+            yield
+        except TierError as error:
+            self._failure = error
+            raise
 
     def void_pins(self) -> None:
         """For a caller that empties a table: what batches in flight had pinned is in its slots no longer."""
@@ -165,6 +176,7 @@ class TieredLookup:
 
     def _pin(self, by_table: list[Array], training: bool) -> tuple[Pins, list[Array]]:
         """Pins, and each table's slots by id; -1 where batches in flight need all."""
+        self._check_failure()
         self._unpin_released()
         pins, all_slots, wanted = Pins(self, [], self._epoch), [], []
         for table, ids in zip(self.tables, by_table, strict=True):
@@ -185,6 +197,14 @@ class TieredLookup:
         return pins, all_slots
 
     def _admit(self, wanted: list[Array]) -> list[Admission]:
+        with self.failing():
+            return self._exchange(wanted)
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _exchange(self, wanted: list[Array]) -> list[Admission]:
         """Reads come first, for a step may wait for them; writes go on when this returns."""
         for table in self.tables:
             table.finish_write_back()
@@ -228,11 +248,11 @@ class ShardRows:
         self._lookup, self.table = lookup, table
 
     def read_rows(self, column: int, first: int, count: int) -> torch.Tensor:
-        with self._lookup.quiet():
+        with self._lookup.quiet(), self._lookup.failing():
             return self.table.read_rows(column, first, count)
 
     def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
-        with self._lookup.quiet():
+        with self._lookup.quiet(), self._lookup.failing():
             self._lookup.void_pins()
             self.table.write_rows(column, rows, values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,21 @@ def test_an_id_that_is_no_row_is_refused(tmp_path: Path, bad: int) -> None:
     ids[int(offsets[30])] = bad
     with pytest.raises(TierError, match=rf"id {bad} of table 'b' is out of range: this rank has rows 0..699"):
         forward(ids, offsets)
+
+
+def test_after_a_failed_write_nothing_is_looked_up_or_saved(tmp_path: Path) -> None:
+    tiers = build("adagrad", SHAPE, {"a": 0.16, "b": 0.2}, tmp_path)
+    forward = tiers.forward
+    assert isinstance(forward, FastLookup) and forward.tiered is not None
+    for table in forward.tiered.tables:
+        table.store.close()
+        table.store._fd = os.open("/dev/full", os.O_RDWR)  # reads give zeros, writes find no space
+    with pytest.raises(TierError, match="No space left on device"):
+        train(tiers, "scan", SHAPE, STEPS)
+    with pytest.raises(TierError, match="No space left on device"):
+        state_of(tiers)
+    with pytest.raises(TierError, match="No space left on device"):
+        train(tiers, "scan", SHAPE, 1)
 
 
 def test_a_batch_whose_backward_never_runs_lets_its_rows_go(tmp_path: Path) -> None:
