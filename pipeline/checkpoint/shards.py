@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from pipeline.checkpoint.owners import Owner, header_of_shard, shard_name, storage_meta
 from pipeline.checkpoint.steps import METADATA
 from pipeline.checkpoint.stored_rows import StoredRows
-from pipeline.runtime.errors import CheckpointError
+from pipeline.runtime.errors import CheckpointError, UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry
@@ -165,6 +165,7 @@ class _RowsWriter(io.RawIOBase):
         self._writer, self._rows = writer, rows
         self._address, self._num_bytes = empty.data_ptr(), empty.nbytes
         self.is_done = not empty.nbytes
+        self.failure: UserError | None = None
 
     def writable(self) -> bool:
         return True
@@ -172,8 +173,12 @@ class _RowsWriter(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data)
         if view.nbytes == self._num_bytes and np.frombuffer(view, np.uint8).ctypes.data == self._address:
-            for _, block in self._rows.blocks():
-                self._writer.write(block.contiguous().numpy())
+            try:
+                for _, block in self._rows.blocks():
+                    self._writer.write(block.contiguous().numpy())
+            except UserError as error:  # torch.save would replace it by an error of its own
+                self.failure = error
+                raise
             self.is_done = True
             return view.nbytes
         return self._writer.write(view)
@@ -186,7 +191,12 @@ def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> None:
     addresses = mmap.mmap(-1, max(num_bytes, 1), flags=flags)  # never touched, so it takes no memory
     empty = torch.frombuffer(addresses, dtype=rows.dtype, count=rows.numel()).view(rows.shape)
     target = _RowsWriter(writer, rows, empty)
-    torch.save(empty, target)  # type: ignore[arg-type]
+    try:
+        torch.save(empty, target)  # type: ignore[arg-type]
+    except RuntimeError:
+        if target.failure is not None:
+            raise RuntimeError(str(target.failure)) from None
+        raise
     if not target.is_done:
         raise RuntimeError("torch.save did not write the values of a tensor as one piece")
 
