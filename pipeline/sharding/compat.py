@@ -95,6 +95,7 @@ IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 SHARDER, CPU_TABLES = "sharding/torchrec/sharder.py", "sharding/torchrec/cpu_tables.py"
 HOST_DISTS, MANAGED = "sharding/collectives/host_dists.py", "sharding/torchrec/managed_collision.py"
+CHANGED = "sharding/torchrec/changed_rows.py"
 ORDER, VARIABLE = "sharding/torchrec/feature_order.py", "sharding/torchrec/variable_batches.py"
 SYNC, ESTIMATOR = "sharding/torchrec/embedding_sync.py", "planner/estimator.py"
 COMMS_WAIT, AVERAGING = "runtime/process/comms_wait.py", "sharding/collectives/averaging.py"
@@ -116,7 +117,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(LOOKUP, CPU_TABLES, "split_optimizer_states", "self"),
     # TorchRec's sharded collection.
     *_names(COLLECTION, f"{SHARDER} {HOST_DISTS}", "_input_dists", "_output_dists"),
-    *_names(COLLECTION, f"{SHARDER} {CPU_TABLES} {MANAGED}", "_lookups"),
+    *_names(COLLECTION, f"{SHARDER} {CPU_TABLES} {MANAGED} {CHANGED}", "_lookups"),
     *_names(COLLECTION, f"{SHARDER} {ORDER}", "_embedding_shardings", "_embedding_dims"),
     *_names(COLLECTION, f"{SHARDER} {ORDER} models/layers/dlrm.py", "_embedding_names"),
     *_names(COLLECTION, f"{ORDER} sharding/torchrec/table_init.py", "_embedding_bag_configs"),
@@ -150,13 +151,14 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(f"{TORCHREC}.sharding.rw_sharding:RwPooledEmbeddingDist", VARIABLE, "_create_output_dist_module", "self sharding_ctx"),
     *_names(f"{TORCHREC}.sharding.rw_sharding:RwSparseFeaturesDist", MANAGED, "_feature_block_sizes_tensor", "_world_size"),
     *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", VARIABLE, "grouped_configs"),
-    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{MANAGED} sharding/torchrec/shard_tiers.py", "_emb_modules"),
+    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{MANAGED} sharding/torchrec/shard_tiers.py {CHANGED}", "_emb_modules"),
     # Managed rows: the whole inside of TorchRec's map.
     *_names(MCH, MANAGED, "_input_history_buffer_size", "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_mch_metadata",
             "_current_iter", "_history_accumulator", "_current_history_buffer_offset", "_history_metadata", "_zch_size",
             "_eviction_policy"),
     _call(MCH, MANAGED, "_match_indices", "self sorted_sequence search_values"),
     _call(MCH, MANAGED, "_coalesce_history", "self"),
+    _call(MCH, MANAGED, "_sort_mch_buffers", "self"),
     _call(MCH, MANAGED, "evict", "self"),
     *_names("torchrec.sparse.jagged_tensor_validator", MANAGED, "has range"),  # the warning that is filtered, by its text
     _call("torch.nn:Module", MANAGED, "_register_state_dict_hook", "self hook"),
@@ -178,7 +180,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(IN_BACKWARD, f"{ESTIMATOR} sharding/torchrec/sharding_checks.py sharding/torchrec/sparse_optimizer.py",
             "_optimizer_classes"),
     # ShardedTensor and torch.distributed.checkpoint.
-    *_names(SHARDED_TENSOR, f"{SYNC} {MANAGED} sharding/torchrec/table_init.py checkpoint/replicas.py checkpoint/tables.py "
+    *_names(SHARDED_TENSOR, f"{SYNC} {MANAGED} sharding/torchrec/table_init.py checkpoint/links.py checkpoint/replicas.py checkpoint/tables.py "
             f"checkpoint/reshard.py {SHARDER}",
             "Shard", "ShardedTensor"),
     _call(f"{SHARDED_TENSOR}:ShardedTensor", MANAGED, "_init_from_local_shards", "local_shards global_size process_group init_rrefs"),
