@@ -13,6 +13,8 @@ from pipeline.data.read.batch import keyed_jagged_tensor
 from pipeline.embeddings.collection import build_embeddings
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.planner.constraints import PlacedTable
+from pipeline.planner.fingerprint import _describe_table
 from pipeline.runtime.errors import ConfigError
 from tests.embeddings.compressed import NUM_IDS, table_of
 from tests.support.datasets import described_dataset
@@ -75,3 +77,11 @@ def test_a_kind_that_would_lose_weights_is_refused(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError) as error:
             resolve_tables({"tags": config}, weighted)
         assert mentions(error.value, "tables.tags.compression kind=hash data.columns.weighted")
+
+
+def test_weights_are_counted_in_costs_and_named_in_plans() -> None:
+    plain = table_of("t", None)
+    weighted = replace(plain, is_weighted=True)
+    assert [build_embeddings([each]).is_weighted() for each in (plain, weighted)] == [False, True]
+    about = [_describe_table(PlacedTable(each, "embeddings", None, None)) for each in (plain, weighted)]  # type: ignore[arg-type]
+    assert "is_weighted" not in about[0] and about[1]["is_weighted"]
