@@ -111,11 +111,12 @@ def advise(tensor: torch.Tensor, advice: int) -> None:
         raise OSError(ctypes.get_errno(), "madvise")
 
 
-def fill_slots(tiered: Any, rows: int, batch: int) -> None:
-    """With the most frequent rows, as if they had been trained: a long run has no free slot."""
+def fill_slots(tiered: Any, batch: int) -> None:
+    """With the most frequent rows, trained, in no order: a long run has no free slot, and rows that leave lie anywhere."""
     offsets = np.arange(NUM_TABLES * batch + 1)
+    order = np.random.default_rng(1).permutation(tiered.tables[0].num_slots)
     for first in range(0, tiered.tables[0].num_slots - batch, batch):
-        ids = np.tile(np.arange(first, first + batch) % rows, NUM_TABLES)
+        ids = np.tile(order[first : first + batch], NUM_TABLES)
         tiered.to_slots(ids, offsets, training=True)[1].release()
 
 
@@ -131,7 +132,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     optimizer = torch.optim.Adagrad(layers.parameters(), lr=0.01)
     if forward.tiered and not arguments.sparse:
-        fill_slots(forward.tiered, rows, arguments.batch)
+        fill_slots(forward.tiered, arguments.batch)
     source = batches(arguments.ids, rows, arguments.batch)
     coming = next(source)
     warm = max(WARM_UP, arguments.warm_up)

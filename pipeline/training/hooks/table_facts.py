@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.checkpoint.tables import MODEL, STATE, flatten, inventory_of_state, local_chunks
 from pipeline.config.registry import register
 from pipeline.runtime.logs import to_json
@@ -82,10 +83,11 @@ def _state_of(flat: dict[str, Any], weight: str, table: str) -> list[torch.Tenso
 def _sums(weights: torch.Tensor, state: torch.Tensor | None, dim: int) -> Sums:
     """Of a part of a table [rows, columns]; its state is [rows] or as the weights."""
     share, squares, updated = weights.shape[1] / dim, 0.0, 0.0
-    for begin in range(0, len(weights), ROWS_AT_ONCE):
-        part = weights[begin : begin + ROWS_AT_ONCE].detach().float().square().sum(dim=1)
+    rows_at_once = weights.rows_a_block if isinstance(weights, StoredRows) else ROWS_AT_ONCE
+    for begin in range(0, len(weights), rows_at_once):
+        part = weights[begin : begin + rows_at_once].detach().float().square().sum(dim=1)
         if state is not None:
-            mask = state[begin : begin + ROWS_AT_ONCE].detach() != 0
+            mask = state[begin : begin + rows_at_once].detach() != 0
             mask = mask.any(dim=1) if mask.dim() > 1 else mask
             updated += float(mask.sum()) * share
             part = part[mask.to(part.device)]
