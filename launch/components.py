@@ -86,6 +86,7 @@ def evaluate(
 
 def prepare(
     *overrides: str,
+    j: str = "1x1",
     cpu: Optional[int] = None,
     memMB: Optional[int] = None,
     h: Optional[str] = None,
@@ -99,8 +100,9 @@ def prepare(
 
     Args:
         overrides: data=<option> source=<file, folder or glob> and what `python -m pipeline.prepare --help` lists
-        cpu: cores; this machine's unless given
-        memMB: memory; this machine's unless given
+        j: {nodes}x1, with engine=ray for more than one: a Ray cluster that lasts as long as the job
+        cpu: cores a node; this machine's unless given
+        memMB: memory a node; this machine's unless given
         h: a named TorchX resource instead of cpu and memMB
         env: environment of the job (A=1,B=2)
         image: container image; without one the job runs in this Python environment
@@ -108,7 +110,7 @@ def prepare(
         name: name of the TorchX app
         max_retries: how often the scheduler may start the job again; files that are done stay done
     """
-    where = workload.Where("1x1", cpu, None, memMB, h, env, image, mount, name, max_retries)
+    where = workload.Where(j, cpu, None, memMB, h, env, image, mount, name, max_retries)
     doc = appdef.without_args(prepare.__doc__)
     return appdef.app_of(workload.make_workload("prepare", doc, overrides, where))
 

@@ -18,6 +18,7 @@ from launch.kubeflow import pytorch_job, train_job
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import INSTANCE, is_kept, labels_of, pod_template
 from launch.manifest import given, patched, to_yaml
+from launch.ray_job import ray_job
 from launch.volcano import volcano_job
 from launch.workload import Workload, check_gpus_asked, check_one_task
 from pipeline.runtime.errors import LaunchError
@@ -35,6 +36,10 @@ LONGEST_NAME = 50  # of a workload
 def render_job(workload: Workload, options: KubernetesOptions) -> str:
     """YAML for `kubectl create -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
     check_gpus_asked(workload, bool(workload.gpu), "--gpu")
+    if workload.on_ray:
+        options = replace(options, kind="rayjob")
+    elif options.kind == "rayjob":
+        raise LaunchError("--kind rayjob runs prepare with engine=ray; give another kind, or engine=ray")
     if options.kind != "job":
         check_one_task(workload, f"--kind {options.kind}")
     workload = named_for_attempt(workload, options)
@@ -107,11 +112,16 @@ def _jobset(workload: Workload, options: KubernetesOptions) -> list[dict[str, An
 
 KINDS: dict[str, Callable[[Workload, KubernetesOptions], list[dict[str, Any]]]] = {
     "job": _job, "jobset": _jobset, "volcano": lambda workload, options: [volcano_job(workload, options)],
-    "trainjob": train_job, "pytorchjob": pytorch_job,
+    "trainjob": train_job, "pytorchjob": pytorch_job, "rayjob": ray_job,
 }  # fmt: skip
 
 
 def _comment(workload: Workload, options: KubernetesOptions) -> str:
+    if workload.on_ray:
+        return (
+            f"{workload.verb}: a Ray cluster of {workload.nodes} pods, for KubeRay 1.3 or newer, which ends with the job.\n"
+            "A pod that is lost is replaced, and its tasks run again; when the head is lost, --max-retries starts anew and goes on."
+        )
     where = "." if workload.nodes == 1 else f", {workload.nodes} pods that meet at the first."
     lines = [
         f"{workload.verb}: {workload.nodes} x {workload.ranks_per_node} rank(s){where}",

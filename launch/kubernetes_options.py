@@ -9,7 +9,7 @@ from typing import Optional
 from launch.options import option
 from pipeline.runtime.errors import LaunchError, check_at_least, check_choice
 
-KINDS = ("job", "jobset", "volcano", "trainjob", "pytorchjob")
+KINDS = ("job", "jobset", "volcano", "trainjob", "pytorchjob", "rayjob")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 # NCCL falls back to TCP where it finds nothing faster, and a job is slow without a word: with NCCL_NET it ends instead.
 # docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html (NCCL_NET, NCCL_IB_DISABLE); github.com/aws/aws-ofi-nccl
@@ -31,7 +31,8 @@ class KubernetesOptions:
     kind: str = option(
         "job",
         "job: a plain Indexed Job; jobset: a JobSet, whose pods start again together; volcano: a Job of Volcano; trainjob: "
-        "a TrainJob of Kubeflow Trainer v2; pytorchjob: a PyTorchJob of its Training Operator v1",
+        "a TrainJob of Kubeflow Trainer v2; pytorchjob: a PyTorchJob of its Training Operator v1; rayjob: a RayJob of KubeRay, which "
+        "prepare with engine=ray always is",
     )
     namespace: Optional[str] = option(None, "namespace; else the one that kubectl is set to")
     queue: Optional[str] = option(

@@ -46,6 +46,8 @@ MOUNT_TYPES = ("bind", "volume", "device")
 ENDPOINT = "<rendezvous host:port>"
 JOB_ID = "<job id>"
 
+RAY_NODE = "pipeline.data.prepare.distributed.ray_node"
+
 GO_ON = ("prepare", "train", "retrain", "predict")  # verbs whose work before a SIGTERM is not lost
 
 
@@ -103,6 +105,7 @@ class Workload:
     http_port: int = 0  # of a server
     tasks: int = 1  # of an array: the command runs so often, each time with another number
     steps: str = ""  # the local folder of its checkpoints; empty: none, or in an object store
+    on_ray: bool = False  # nodes of a Ray cluster that lasts as long as the job
 
     @property
     def is_distributed(self) -> bool:
@@ -177,8 +180,23 @@ def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: boo
 
 
 def prepare(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    """With engine=ray a Ray cluster of the nodes, on whose first one the verb runs."""
     job = parse_command_line(PrepareJob, doc, words)
-    return _single("prepare", words, where, f"prepare-{job.data.name}")
+    name = f"prepare-{job.data.name}"
+    if job.engine != "ray":
+        if parse_shape(where.j) != (1, 1):
+            raise LaunchError(
+                f"-j {where.j}: prepare is one process; leave -j out, or give engine=ray for many machines"
+            )
+        return _single("prepare", words, where, name)
+    nodes, processes = parse_shape(where.j)
+    if processes != 1:
+        raise LaunchError(f"-j {where.j}: a node of engine=ray has as many tasks as fit it; give -j {nodes}x1")
+    if job.ray.address is not None:
+        raise LaunchError(f"ray.address={job.ray.address}: the job starts a cluster of its own; leave ray.address out")
+    memory = ["--memory-mb", str(where.memMB)] if where.memMB else []
+    command = [_python(where), "-m", RAY_NODE, "--address", ENDPOINT, *memory, "--", *words]
+    return replace(_placed(Workload("prepare", _app_name(where.name or name), nodes, 1, command), where), on_ray=True)
 
 
 def plan(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:

@@ -28,7 +28,7 @@ class RayCluster:
 
     def __init__(self, folder: str, cpus: tuple[int, int]) -> None:
         self._folder, self._cpus = folder, cpus
-        self._port = _free_port()
+        self._port = free_port()
         self.address = f"127.0.0.1:{self._port}"
         self.environment = {**os.environ, **ENVIRONMENT, "RAY_ADDRESS": self.address}
         self._head: list[psutil.Process] = []
@@ -107,7 +107,7 @@ def _kill(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=30)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -171,3 +171,23 @@ COMPOSE = _object(
     services={"type": "object", "patternProperties": {"^[a-zA-Z0-9._-]+$": SERVICE}, "additionalProperties": False},
     volumes={"type": "object", "additionalProperties": {"type": "object"}},
 )  # fmt: skip
+
+# ray.io/v1 (ray-project/kuberay at 0057210ed, rayjob_types.go, raycluster_types.go), as far as we write it.
+TEXT_MAP = {"type": "object", "additionalProperties": TEXT}
+RAY_JOB = _object(
+    "apiVersion", "kind", "metadata", "spec",
+    apiVersion=_one_of("ray.io/v1"), kind=_one_of("RayJob"), metadata=METADATA,
+    spec=_object(
+        activeDeadlineSeconds={"type": "integer", "minimum": 1}, backoffLimit=COUNT, entrypoint=TEXT, suspend=FLAG,
+        submissionMode=_one_of("K8sJobMode", "HTTPMode", "InteractiveMode"), shutdownAfterJobFinishes=FLAG,
+        ttlSecondsAfterFinished=COUNT,
+        rayClusterSpec=_object(
+            "headGroupSpec", rayVersion=TEXT,
+            headGroupSpec=_object("template", rayStartParams=TEXT_MAP, template=ANYTHING, serviceType=TEXT),
+            workerGroupSpecs=_list(_object(
+                "groupName", "template", groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT,
+                rayStartParams=TEXT_MAP, template=ANYTHING, numOfHosts=COUNT,
+            )),
+        ),
+    ),
+)  # fmt: skip

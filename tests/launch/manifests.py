@@ -11,7 +11,7 @@ import yaml
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 
-from tests.launch.crds import JOB_SET, PYTORCH_JOB, SERVICE_MONITOR, TRAIN_JOB, TRAINING_RUNTIME, VOLCANO_JOB
+from tests.launch.crds import JOB_SET, PYTORCH_JOB, RAY_JOB, SERVICE_MONITOR, TRAIN_JOB, TRAINING_RUNTIME, VOLCANO_JOB
 
 # The schemas up to 1.28 want onPodConditions in every rule of a podFailurePolicy, which their servers do not.
 RELEASES = ("1.29", kubernetes_validate.latest_version())
@@ -21,6 +21,7 @@ OTHERS = {  # (group, kind) of what is no part of Kubernetes
     ("batch.volcano.sh", "Job"): VOLCANO_JOB, ("jobset.x-k8s.io", "JobSet"): JOB_SET,
     ("trainer.kubeflow.org", "TrainingRuntime"): TRAINING_RUNTIME, ("trainer.kubeflow.org", "TrainJob"): TRAIN_JOB,
     ("kubeflow.org", "PyTorchJob"): PYTORCH_JOB, ("monitoring.coreos.com", "ServiceMonitor"): SERVICE_MONITOR,
+    ("ray.io", "RayJob"): RAY_JOB,
 }  # fmt: skip
 
 
@@ -35,6 +36,9 @@ def pod_templates(manifest: Manifest) -> list[Manifest]:
         return [spec["jobTemplate"]["spec"]["template"]]
     if manifest["kind"] in ("JobSet", "TrainingRuntime"):
         return [each["template"]["spec"]["template"] for each in _job_set(manifest)["replicatedJobs"]]
+    if manifest["kind"] == "RayJob":
+        cluster = spec["rayClusterSpec"]
+        return [each["template"] for each in (cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", []))]
     if manifest["kind"] == "PyTorchJob":
         return [each["template"] for each in spec["pytorchReplicaSpecs"].values()]
     if manifest["apiVersion"].startswith("batch.volcano.sh"):
@@ -98,8 +102,8 @@ def _beyond_schemas(manifest: Manifest) -> None:
     for template in pod_templates(manifest):
         spec = template["spec"]
         container, *_ = spec["containers"]  # a patch may add another
-        if manifest["kind"] == "PyTorchJob":
-            assert "restartPolicy" not in spec  # the replica's
+        if manifest["kind"] in ("PyTorchJob", "RayJob"):
+            assert "restartPolicy" not in spec  # the replica's, or KubeRay's
         else:
             assert spec["restartPolicy"] == "Never"  # the only one that a podFailurePolicy is allowed with
         assert NAME.fullmatch(container["name"]) and NAME.fullmatch(spec.get("subdomain", "none"))

@@ -17,6 +17,7 @@ from ray.exceptions import RayTaskError
 from pipeline.config.jobs import RayConfig
 from pipeline.config.registry import load_plugins
 from pipeline.data.prepare.distributed.engine import run_task
+from pipeline.data.prepare.distributed.ray_node import set_token_mode
 from pipeline.data.prepare.distributed.recipe import Recipe
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.logs import get_logger, progress
@@ -88,6 +89,7 @@ def _call(task: Callable[[Recipe, Item], Result], recipe: Recipe, item: Item) ->
 @contextmanager
 def connected(config: RayConfig) -> Iterator[None]:
     """Raises ConfigError where no cluster answers."""
+    set_token_mode()
     address = config.address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
         context = ray.init(address=address, logging_level="warning", log_to_driver=True)

@@ -1,0 +1,153 @@
+"""One node of a preparation by Ray:  python -m pipeline.data.prepare.distributed.ray_node --address HOST:PORT -- data=... engine=ray
+
+The same command on every node of an allocation. The first starts the head of a Ray cluster, runs `prepare` there and ends the
+cluster with it; the others join. It does what `ray symmetric-run` does, but it exits with the code of `prepare`, also where Ray did
+not start, and leaves other clusters on the host alone: symmetric-run (2.60) exits with 0 then, and ends by `ray stop`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from pipeline.runtime.process.exit_codes import FAILED
+
+MEETING_S = 600  # how long a node waits for the head
+ENDING_S = 30
+Process = subprocess.Popen[bytes]
+
+
+def set_token_mode() -> None:
+    """`ray start` asks for a token where one lies in the home folder, `ray.init` does not send it: here both do."""
+    has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    has_token = has_token or (Path.home() / ".ray" / "auth_token").is_file()
+    os.environ.setdefault("RAY_AUTH_MODE", "token" if has_token else "disabled")
+
+
+def run_head(host: str, port: int, flags: list[str], words: list[str]) -> int:
+    """The exit code of `prepare`."""
+    folder = tempfile.mkdtemp(prefix="ray-")  # short: sockets lie in it
+    address = f"{_address_of(host)}:{port}"
+    log = Path(folder) / "start.log"
+    node = _start_node(
+        ["--head", f"--node-ip-address={_address_of(host)}", f"--port={port}", f"--temp-dir={folder}", *flags], log
+    )
+    try:
+        if not _answers(host, port, node):
+            print(f"error: Ray did not start:\n{log.read_text()[-2000:]}", file=sys.stderr, flush=True)
+            return FAILED
+        command = [sys.executable, "-u", "-m", "pipeline.prepare", *words]
+        verb = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": address})
+        _pass_on_signals(verb)
+        return verb.wait()
+    finally:
+        _end(node)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_worker(host: str, port: int, flags: list[str]) -> int:
+    """0 once this node has joined: what becomes of the job, the head's code says."""
+    if not _answers(host, port, None):
+        print(
+            f"error: the head of Ray, {host}:{port}, did not answer within {MEETING_S} s", file=sys.stderr, flush=True
+        )
+        return FAILED
+    with tempfile.TemporaryDirectory() as folder:
+        node = _start_node([f"--address={_address_of(host)}:{port}", *flags], Path(folder) / "start.log")
+        _pass_on_signals(node)
+        try:
+            while node.poll() is None and _is_open(host, port):
+                time.sleep(1)
+        finally:
+            _end(node)
+    return 0
+
+
+def _start_node(words: list[str], log: Path) -> Process:
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *words]
+    with open(log, "wb") as out:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+
+
+def _end(node: Process) -> None:
+    """With all that it has started, and nothing else on this host."""
+    with suppress(psutil.Error):
+        started = psutil.Process(node.pid).children(recursive=True)
+        node.terminate()
+        _, left = psutil.wait_procs([psutil.Process(node.pid), *started], timeout=ENDING_S)
+        for each in left:
+            with suppress(psutil.Error):
+                each.kill()
+    node.wait()
+
+
+def _pass_on_signals(process: Process) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: process.send_signal(received))
+
+
+def _answers(host: str, port: int, node: Process | None) -> bool:
+    """Whether the head listens before its time is up, or before `node` has ended."""
+    deadline = time.monotonic() + MEETING_S
+    while time.monotonic() < deadline and (node is None or node.poll() is None):
+        if _is_open(host, port):
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def _is_open(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), timeout=5):
+        return True
+    return False
+
+
+def _address_of(host: str) -> str:
+    return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
+
+
+def _is_head(host: str) -> bool:
+    """Slurm numbers its nodes, and the first is the head; elsewhere the host's addresses say."""
+    if "SLURM_NODEID" in os.environ:
+        return os.environ["SLURM_NODEID"] == "0"
+    own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    return _address_of(host) in own
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.data.prepare.distributed.ray_node", description=__doc__)
+    parser.add_argument(
+        "--address", required=True, help="HOST:PORT of the head, as all nodes know it; port 0: a free one"
+    )
+    parser.add_argument("--memory-mb", type=int, default=0, help="of this node, for tasks; 0: as Ray finds it")
+    parser.add_argument("words", nargs="*", help="of prepare, behind --")
+    typed = parser.parse_args()
+    host, _, port = typed.address.rpartition(":")
+    set_token_mode()
+    # Ray counts the host's cores, and a job may have some of them.
+    flags = [f"--num-cpus={os.environ.get('SLURM_CPUS_PER_TASK') or len(os.sched_getaffinity(0))}"]
+    flags += [f"--memory={typed.memory_mb << 20}"] if typed.memory_mb else []
+    if _is_head(host):
+        sys.exit(run_head(host, int(port) or _free_port(), flags, typed.words))
+    sys.exit(run_worker(host, int(port), flags))
+
+
+if __name__ == "__main__":
+    main()
