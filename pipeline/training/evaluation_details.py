@@ -13,22 +13,26 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from pipeline.data.quality import log_losses
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
-from pipeline.models.tasks.click_metrics import gather_to_main
+from pipeline.models.tasks.click_metrics import EXACT_ROWS, gather_to_main
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.runs.details import MAX_BLOCKS, EvaluationDetails, Slice, summarize_rows
 
+logger = get_logger(__name__)
 HEAD_IDS = (
     64  # of a feature: ids are by descending frequency, so these are the slices with most rows, and 0 the unknown
 )
 
 
 class DetailCollector:
-    """Every rank has one for each evaluation. 9 bytes a row are kept, and those of all ranks on rank 0 at the end.
+    """Every rank has one for each evaluation. 9 bytes a row are kept, and those of all ranks on rank 0 at the end: up to
+    `most_rows` of all ranks, beyond which nothing is kept and there are no details.
 
     Slices are those of features whose ids are the data set's own.
     """
 
-    def __init__(self, reader: ShardReader, context: DistributedContext) -> None:
+    def __init__(self, reader: ShardReader, context: DistributedContext, most_rows: int = EXACT_ROWS) -> None:
+        self._most_rows, self._num_kept, self._is_too_long = most_rows, 0, False
         self._dataset, self._features = reader.dataset_fingerprint, reader.plain_features
         self._context, self._positions, self._num_rows = context, reader.positions(epoch=0), reader.num_rows
         self._num_blocks = min(MAX_BLOCKS, reader.num_rows)
@@ -37,12 +41,18 @@ class DetailCollector:
 
     def update(self, prediction: Any, batch: Batch) -> None:
         """Local. `prediction` has logits, labels and sample_weights [batch]; the batches come in the reader's order."""
+        if self._is_too_long:
+            return
         positions = next(self._positions)
         real = (prediction.sample_weights > 0).cpu().numpy()
         logits, labels = (getattr(prediction, name).float().cpu().numpy()[real] for name in ("logits", "labels"))
         blocks = (positions[real] * self._num_blocks // self._num_rows).astype(np.int32)
         parts = (blocks, logits, labels.astype(np.uint8))
         self._rows.append(tuple(torch.from_numpy(part) for part in parts))  # type: ignore[arg-type]
+        self._num_kept += len(labels)
+        if self._num_kept > self._most_rows:  # on this rank alone, already
+            self._rows, self._is_too_long = [], True
+            return
         self._add_slices(batch, real, logits, labels)
 
     def _add_slices(
@@ -58,7 +68,17 @@ class DetailCollector:
                 sums[at] += np.bincount(ids[head], weights=weights, minlength=HEAD_IDS)
 
     def compute(self, split: str, step: int, metrics: dict[str, float]) -> EvaluationDetails | None:
-        """Collective: on rank 0 what was collected, or None where no row was; None on the others."""
+        """Collective: on rank 0 what was collected, or None where no row was, or more than most_rows; None on the others."""
+        num_rows = torch.tensor(
+            self._num_kept, device=self._context.device
+        )  # of a rank that gave up, more than most_rows
+        dist.all_reduce(num_rows)
+        if int(num_rows) > self._most_rows:
+            logger.info(
+                "%s  no details of blocks, slices and reliability: the evaluation has more than %s rows, of which rank 0 would hold each",
+                split, f"{self._most_rows:,}",
+            )  # fmt: skip
+            return None
         kinds = (torch.int32, torch.float32, torch.uint8)
         local = [torch.cat([rows[index] for rows in self._rows]) if self._rows else torch.empty(0, dtype=kind)
                  for index, kind in enumerate(kinds)]  # fmt: skip

@@ -25,6 +25,7 @@ from pipeline.runtime.process.exit_codes import FAILED
 
 MEETING_S = 600  # how long a node waits for the head
 ENDING_S = 30
+STARTED = "Ray runtime started"  # of what `ray start` prints
 Process = subprocess.Popen[bytes]
 
 
@@ -44,7 +45,7 @@ def run_head(host: str, port: int, flags: list[str], words: list[str]) -> int:
         ["--head", f"--node-ip-address={_address_of(host)}", f"--port={port}", f"--temp-dir={folder}", *flags], log
     )
     try:
-        if not _answers(host, port, node):
+        if not _answers(host, port, node) or not _has_started(node, log):
             print(f"error: Ray did not start:\n{log.read_text()[-2000:]}", file=sys.stderr, flush=True)
             return FAILED
         command = [sys.executable, "-u", "-m", "pipeline.prepare", *words]
@@ -104,6 +105,16 @@ def _answers(host: str, port: int, node: Process | None) -> bool:
         if _is_open(host, port):
             return True
         time.sleep(0.5)
+    return False
+
+
+def _has_started(node: Process, log: Path) -> bool:
+    """The head listens before tasks can run on it; `ray start` says when they can."""
+    deadline = time.monotonic() + MEETING_S
+    while time.monotonic() < deadline and node.poll() is None:
+        if STARTED in log.read_text(errors="replace"):
+            return True
+        time.sleep(0.2)
     return False
 
 
