@@ -1,13 +1,13 @@
 """Compare predicted steps with measured ones, on jobs that no calibration has seen:
 
-    python -m benchmarks.step_time --calibration conf/hardware/measured.json --output a.json [--part 0/2]
-    python -m benchmarks.step_time --report a.json b.json
+    python -m benchmarks.step_time --measure steps.json --setups 1x1 1x2 2x1 [--part 0/2] [--plans 6] [--kernels 20]
+    python -m benchmarks.step_time --report steps.json --calibration conf/hardware/measured.json
 
 Forty jobs are drawn at random (model, tables, rows, widths, skew, batch, precision, optimizers), by another seed than the
-calibration's, and run under its setups in turn: one rank, one rank on all cores, a rank a core. Each is trained by the
-product's Trainer on batches in memory; predicted is what `plan` would print. Beside them: kernels of fresh shapes, and on
-several ranks the same jobs under each sharding, whose order the prediction is to tell; regret is what the plan that it
-puts first takes longer than the fastest.
+calibration's, and run under the setups of <ranks>x<threads> in turn: each is trained by the product's Trainer on batches in memory.
+The report sets what `plan` would predict beside that. Further: kernels of fresh shapes, and on several ranks the same jobs under each
+sharding, whose order the prediction is to tell; regret is what the plan that it puts first takes longer than the fastest.
+--clock cpu counts CPU seconds of one rank with one thread, on a machine that others use.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import math
 import os
 import random
@@ -26,15 +27,45 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipeline.planner.constraints import TableOptimizer
+from pipeline.planner.hardware import resolve_hardware
+from pipeline.planner.planner import make_plan
+from pipeline.planner.request import PlanRequest
+from pipeline.planner.step_time.kernels import MeasuredTimes
 from pipeline.planner.step_time.measurements import Measurement, Measurements, read_measurements, this_machine
-from pipeline.training.calibration.run import Setup, run_on_ranks
+from pipeline.planner.step_time.predict import predict_step
+from pipeline.runtime.errors import UserError
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.runtime.process.openmp import wait_briefly
+from pipeline.sharding.torchrec.sharding import make_sharders
+from pipeline.training.assembly import build_task
+from pipeline.training.calibration.clock import Bench
+from pipeline.training.calibration.dense import measure_dense
+from pipeline.training.calibration.jobs import InMemoryTraining, SmallJob, small_jobs
+from pipeline.training.calibration.run import Setup, Work, run_on_ranks
+from pipeline.training.calibration.tables import measure_tables
+from pipeline.training.predicted_step import step_request
 
+MOST_S = 300.0  # a work's: after some times as long it is taken for hung
 SEED = 20_261_123
 NUM_JOBS = 40
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 APART = 1.1  # measured steps of a pair of plans whose order counts
 ROUNDS, STEPS = 5, 8
 KERNELS = ("gemm", "bmm", "lookup", "update")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What was measured of one job or kernel. `spec`: SmallJob's fields; kernel: the measurement's kind and shape."""
+
+    what: str
+    setup: str
+    ms: float
+    spread: float
+    group: str = ""  # plans of one job have one group
+    spec: dict[str, Any] | None = None
+    kernel: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,131 +77,131 @@ class Compared:
     measured_ms: float
     predicted_ms: float
     spread: float
-    group: str = ""  # plans of one job have one group
+    group: str = ""
 
     @property
     def ratio(self) -> float:
         return self.predicted_ms / self.measured_ms
 
 
-def run_jobs(calibration: str, part: int, parts: int, bench: Any, setup: Setup, context: Any) -> None:
-    """Collective: the jobs of this setup and part, as rows that carry their prediction."""
-    from pipeline.training.calibration.jobs import small_jobs
-
-    measured = read_measurements(calibration)
-    setups = measured.setups
-    drawn = itertools.islice(small_jobs(random.Random(SEED)), NUM_JOBS)
-    for index, job in enumerate(drawn):
-        if setups[index % len(setups)] == setup.name and (index // len(setups)) % parts == part:
-            _run_job(job, f"job {index}", measured, bench, context)
-
-
-def run_plans(calibration: str, count: int, bench: Any, setup: Setup, context: Any) -> None:
-    """Collective: jobs under each sharding that all their tables can have."""
-    from pipeline.training.calibration.jobs import small_jobs
-
-    measured = read_measurements(calibration)
-    for index, job in enumerate(itertools.islice(small_jobs(random.Random(SEED + 1)), count)):
-        for sharding in SHARDINGS:
-            _run_job(
-                replace(job, sharding=sharding), f"plan {index} {sharding}", measured, bench, context, f"plans {index}"
-            )
+def run_jobs(jobs: list[tuple[str, str, SmallJob]], bench: Bench, setup: Setup, context: DistributedContext) -> None:
+    """Collective: (name, group, job) each, one after the other."""
+    for what, group, job in jobs:
+        try:
+            training = InMemoryTraining(job, context, bench.is_by_cpu)
+        except UserError as error:
+            print(f"{what}: left out, {str(error).splitlines()[0]}", flush=True)
+            continue
+        took, spread = training.run(ROUNDS, STEPS)
+        bench.add("job", {"what": what, "group": group, "spec": json.dumps(job.to_json())}, took, spread)
 
 
-def _run_job(job: Any, what: str, measured: Measurements, bench: Any, context: Any, group: str = "") -> None:
-    from pipeline.planner.hardware import resolve_hardware
-    from pipeline.planner.step_time.predict import predict_step
-    from pipeline.runtime.errors import UserError
-    from pipeline.training.calibration.jobs import InMemoryTraining
-    from pipeline.training.predicted_step import step_request
-
-    try:
-        training = InMemoryTraining(job, context)
-    except UserError as error:
-        print(f"{what}: left out, {str(error).splitlines()[0]}", flush=True)
-        return
-    took, spread = training.run(ROUNDS, STEPS)
-    config = training.resolved.job
-    hardware = resolve_hardware(
-        config.hardware, context.world_size, local_world_size=context.world_size, device_type="cpu"
-    )
-    request = step_request(training.resolved, training.assembly.plan, hardware, int(bench.setup.partition("x")[2]))
-    found = predict_step(request, measured)
-    kind = f"{what} {job.kind} {job.precision} {job.sparse} dim {job.dim} x {len(job.rows)} batch {job.batch}"
-    parts = {name: round(ms, 4) for name, ms in found.parts.items()}
-    bench.add(
-        "compared",
-        {"what": kind, "predicted_ms": found.step_ms, "group": group, "parts": json.dumps(parts)},
-        took,
-        spread,
-    )
-
-
-def run_kernels(calibration: str, seconds: float, bench: Any, setup: Setup, context: Any) -> None:
-    """Collective: kernels of fresh shapes beside what the calibration says of them."""
-    from pipeline.training.calibration.clock import Bench
-    from pipeline.training.calibration.dense import measure_dense
-    from pipeline.training.calibration.tables import measure_tables
-
-    fresh = Bench(setup.name, agree=bench.agree)
+def run_kernels(seconds: float, bench: Bench, setup: Setup, context: DistributedContext) -> None:
+    """Collective: kernels of fresh shapes."""
+    fresh = Bench(setup.name, clock=bench.clock, agree=bench.agree)
     measure_dense(fresh, seconds / 2, SEED)
     measure_tables(fresh, seconds / 2, SEED)
-    times = Kernels(read_measurements(calibration), setup.name)
-    for row in fresh.rows:
-        if row.kind in KERNELS:
-            predicted = times.us(row)
-            bench.add(
-                "compared",
-                {"what": row.kind, "predicted_ms": predicted / 1e3, "group": "kernel"},
-                row.us / 1e6,
-                row.spread,
-            )
+    bench.rows += [row for row in fresh.rows if row.kind in KERNELS]
 
 
-class Kernels:
-    """What a calibration says of a measured kernel's shape."""
-
-    def __init__(self, measured: Measurements, setup: str) -> None:
-        from pipeline.planner.step_time.kernels import MeasuredTimes
-
-        self._times = MeasuredTimes(measured, setup)
-
-    def us(self, row: Measurement) -> float:
-        shape = row.shape
-        if row.kind in ("gemm", "bmm"):
-            sizes = (float(shape.get(name, 1)) for name in ("b", "m", "n", "k"))
-            return self._times.product_us(row.kind, str(shape["layout"]), str(shape["dtype"]), *sizes)
-        return self._times.table_us(
-            row.kind, str(shape["optimizer"]), {k: float(v) for k, v in shape.items() if k != "optimizer"}
-        )
+def jobs_of(setup: str, setups: list[str], part: int, parts: int) -> list[tuple[str, str, SmallJob]]:
+    drawn = enumerate(itertools.islice(small_jobs(random.Random(SEED)), NUM_JOBS))
+    return [
+        (f"job {index}", "", job)
+        for index, job in drawn
+        if setups[index % len(setups)] == setup and (index // len(setups)) % parts == part
+    ]
 
 
-def measure(calibration: str, part: int, parts: int, plans: int, kernel_seconds: float) -> dict[str, Any]:
-    found, busy = [], 0.0
+def plans_of(count: int) -> list[tuple[str, str, SmallJob]]:
+    drawn = enumerate(itertools.islice(small_jobs(random.Random(SEED + 1)), count))
+    return [
+        (f"plan {index} {sharding}", f"plans {index}", replace(job, sharding=sharding))
+        for index, job in drawn
+        for sharding in SHARDINGS
+    ]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    part, parts = map(int, options.part.split("/"))
+    found: list[Timed] = []
+    busy = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(read_measurements(calibration).setups):
+        for number, name in enumerate(options.setups):
             ranks, threads = map(int, name.split("x"))
-            works = [partial(run_jobs, calibration, part, parts)]
-            works += [partial(run_kernels, calibration, kernel_seconds)] if kernel_seconds else []
-            works += [partial(run_plans, calibration, plans)] if plans and ranks > 1 else []
+            works: list[Work] = [partial(run_jobs, jobs_of(name, options.setups, part, parts))]
+            works += [partial(run_kernels, options.kernels)] if options.kernels else []
+            works += [partial(run_jobs, plans_of(options.plans))] if options.plans and ranks > 1 else []
             for index, work in enumerate(works):
-                (Path(folder) / f"{number}.{index}").mkdir()
-                rows, others = run_on_ranks(Setup(ranks, threads, 100.0, SEED, f"{folder}/{number}.{index}"), work)
+                own = Path(folder) / f"{number}.{index}"
+                own.mkdir()
+                rows, others = run_on_ranks(Setup(ranks, threads, MOST_S, SEED, str(own), options.clock == "cpu"), work)
                 busy = max(busy, others)
-                found += [_compared(row) for row in rows.rows]
+                found += map(_timed, rows.rows)
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": asdict(this_machine()),
-        "busy_cores": busy,
+        "busy_cores": round(busy, 2),
+        "clock": options.clock,
     }
-    return {"about": about, "compared": [asdict(each) for each in found]}
+    return {"about": about, "timed": [asdict(each) for each in found]}
 
 
-def _compared(row: Measurement) -> Compared:
+def _timed(row: Measurement) -> Timed:
     shape = row.shape
-    return Compared(
-        str(shape["what"]), row.setup, row.us / 1e3, float(shape["predicted_ms"]), row.spread, str(shape["group"])
+    if row.kind != "job":
+        return Timed(row.kind, row.setup, row.us / 1e3, row.spread, "kernel", kernel={"kind": row.kind, "shape": shape})
+    spec = json.loads(str(shape["spec"]))
+    return Timed(str(shape["what"]), row.setup, row.us / 1e3, row.spread, str(shape["group"]), spec)
+
+
+def compare(timed: list[Timed], measured: Measurements) -> list[Compared]:
+    """Jobs and kernels whose setup the calibration has, beside what it predicts."""
+    kernels = {setup: MeasuredTimes(measured, setup) for setup in measured.setups}
+    found = []
+    for each in timed:
+        if each.setup not in kernels:
+            continue
+        if each.spec is not None:
+            job = SmallJob(**each.spec)
+            what = (
+                f"{each.what} {job.kind} {job.precision} {job.sparse} dim {job.dim} x {len(job.rows)} batch {job.batch}"
+            )
+            predicted = predict_job(job, each.setup, measured)
+        else:
+            assert each.kernel is not None
+            what = each.what
+            row = Measurement(each.kernel["kind"], each.setup, each.kernel["shape"], 0.0)
+            predicted = kernel_us(kernels[each.setup], row) / 1e3
+        found.append(Compared(what, each.setup, each.ms, predicted, each.spread, each.group))
+    return found
+
+
+def predict_job(job: SmallJob, setup: str, measured: Measurements) -> float:
+    """Milliseconds of a step, from the job's config alone: planned, recorded, predicted."""
+    ranks, threads = map(int, setup.split("x"))
+    resolved = job.resolve(ranks)
+    hardware = resolve_hardware(resolved.job.hardware, ranks)
+    optimizer = TableOptimizer(resolved.job.optimizer.sparse.name, resolved.job.optimizer.sparse.weight_decay)
+    request = PlanRequest(
+        resolved.plain_tables,
+        build_task(resolved, "cpu"),
+        make_sharders(resolved.job.comms),
+        hardware,
+        optimizer,
+        job.batch,
     )
+    plan = make_plan(resolved.job.planner, request)
+    return predict_step(step_request(resolved, plan, hardware, threads), measured).step_ms
+
+
+def kernel_us(times: MeasuredTimes, row: Measurement) -> float:
+    """What a calibration says of a kernel's shape."""
+    shape = row.shape
+    if row.kind in ("gemm", "bmm"):
+        sizes = (float(shape.get(name, 1)) for name in ("b", "m", "n", "k"))
+        return times.product_us(row.kind, str(shape["layout"]), str(shape["dtype"]), *sizes)
+    return times.table_us(row.kind, str(shape["optimizer"]), times.amounts_of(row))
 
 
 def report(found: list[Compared]) -> Iterator[str]:
@@ -226,30 +257,28 @@ def _regret(plans: list[Compared]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calibration", help="the .json of python -m pipeline.calibrate")
+    parser.add_argument("--measure", type=Path, help="the file that is written")
+    parser.add_argument("--setups", nargs="+", default=["1x1", "1x2", "2x1"])
     parser.add_argument("--part", default="0/1", help="of the jobs: 0/2 and 1/2 are the two halves")
     parser.add_argument("--plans", type=int, default=0, help="jobs that are run under each sharding")
-    parser.add_argument(
-        "--kernels", type=float, default=0.0, help="seconds for kernels of fresh shapes, under each setup"
-    )
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--report", nargs="+", type=Path)
+    parser.add_argument("--kernels", type=float, default=0.0, help="seconds for kernels, under each setup")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--report", nargs="+", type=Path, help="files that --measure has written")
+    parser.add_argument("--calibration", help="the .json of python -m pipeline.calibrate")
     options = parser.parse_args()
+    if options.measure:
+        os.environ.pop("OMP_NUM_THREADS", None)
+        wait_briefly()
+        options.measure.write_text(json.dumps(measure(options), indent=1))
+        print(f"written  {options.measure}")
     if options.report:
+        logging.disable(logging.WARNING)
         values = [json.loads(path.read_text()) for path in options.report]
+        measured = read_measurements(options.calibration)
+        print("calibration", measured.conditions)
         print(*(value["about"] for value in values), sep="\n")
-        print(*report([Compared(**row) for value in values for row in value["compared"]]), sep="\n")
-        return
-    from pipeline.runtime.process.openmp import wait_briefly
-
-    wait_briefly()
-    os.environ.pop("OMP_NUM_THREADS", None)
-    part, parts = map(int, options.part.split("/"))
-    values = measure(str(Path(options.calibration).resolve()), part, parts, options.plans, options.kernels)
-    if options.output:
-        options.output.write_text(json.dumps(values, indent=1))
-    print(values["about"])
-    print(*report([Compared(**row) for row in values["compared"]]), sep="\n")
+        timed = [Timed(**row) for value in values for row in value["timed"]]
+        print(*report(compare(timed, measured)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -521,7 +521,8 @@ class InspectJob(Job):
 class CalibrateJob(Job):
     """output: the hardware config that is written; the table of measurements goes beside it, as .json in place of .yaml.
 
-    setups: <ranks>x<threads> that are measured; None: one rank on one core and on all, and a rank a core.
+    setups: <ranks>x<threads> that are measured; None: one rank on one core and on all, and a rank a core. clock=cpu counts the
+    process's own CPU seconds, for a machine that others use; that tells of one rank with one thread alone.
     """
 
     name: str = "measured"
@@ -529,9 +530,16 @@ class CalibrateJob(Job):
     seconds: float = 240.0
     setups: list[str] | None = None
     seed: int = 0
+    clock: str = "wall"
     force: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("clock", self.clock, ("wall", "cpu"))
+        if self.clock == "cpu" and self.setups not in (None, ["1x1"]):
+            raise ConfigError(
+                f"clock=cpu measures one rank with one thread, and setups={self.setups} has others, which wait for each other: "
+                "leave setups out, or take clock=wall on an idle machine"
+            )
         check_within("seconds", self.seconds, 1.0, 300.0)
         if self.output is not None and not self.output.endswith(".yaml"):
             raise ConfigError(f"output={self.output} must end in .yaml")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from pipeline.planner.step_time.measurements import (
 )
 from pipeline.planner.step_time.predict import StepPrediction, predict_step
 from pipeline.planner.step_time.record import DensePart, Inputs, record_dense
-from pipeline.planner.step_time.table_work import TableShape, work_of
+from pipeline.planner.step_time.table_work import TableSample, TableShape, work_of
 from pipeline.runtime.errors import ConfigError
 from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task
@@ -138,10 +139,10 @@ def test_rates_are_found_again_in_times_that_were_made_of_them() -> None:
             power_law(draw.randrange(100, 10**6), 2.0), draw.choice((8, 16, 64)), 1.0, draw.randrange(50, 4000)
         )
         work = work_of([shape], "rowwise_adagrad", 4, 1).lookup
-        rows.append(Measurement("lookup", "1x1", {**work}, 5 + 0.01 * work["ids"] + 0.001 * work["missed_bytes_8"]))
-    rates = Rates.fit(rows)
+        rows.append((work, 5 + 0.01 * work["ids"] + 0.001 * work["missed_bytes_8"]))
+    rates = Rates.fit(*zip(*rows, strict=True))
     assert rates.cache_mib == 8 and rates.error < 0.001
-    assert rates.us(work) == pytest.approx(rows[-1].us, rel=0.01)
+    assert rates.us(work) == pytest.approx(rows[-1][1], rel=0.01)
 
 
 def test_a_size_between_two_measured_ones_takes_what_lies_between() -> None:
@@ -227,8 +228,9 @@ def made_up_machine(setup: str) -> Measurements:
     ]
     for kind in ("lookup", "update"):
         for samples in (16, 64, 512, 4096):
-            work = work_of([TableShape(even(1000), 16, 1.0, samples)], "rowwise_adagrad", 4, 1)
-            rows.append(Measurement(kind, setup, {"optimizer": "rowwise_adagrad", **getattr(work, kind)}, samples / 10))
+            sample = json.dumps(asdict(TableSample([1000], 16, [1], samples, 1.0)))
+            shape = {"optimizer": "rowwise_adagrad", "number_bytes": 4, "sample": sample}
+            rows.append(Measurement(kind, setup, {**shape}, samples / 10))
     for kind in ("shared_all_to_all", "shared_all_reduce", "gloo_all_to_all", "gloo_reduce_scatter", "gloo_all_gather"):
         slow = 10 if kind.startswith("gloo") else 1
         rows += [

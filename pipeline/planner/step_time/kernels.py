@@ -6,6 +6,7 @@ bytes: a line through the measured sizes, in logarithms. Tables: a sum of rates 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from scipy.optimize import nnls
 
 from pipeline.planner.step_time.measurements import Measurement, Measurements
 from pipeline.planner.step_time.record import Operation
-from pipeline.planner.step_time.table_work import CACHE_MIB, TableWork
+from pipeline.planner.step_time.table_work import CACHE_MIB, TableSample, TableWork, work_of
 from pipeline.runtime.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -124,7 +125,7 @@ class MeasuredTimes:
             for name in {str(row.shape["optimizer"]) for row in rows}:
                 # A lookup does not depend on the optimizer, but for what its state takes of the cache.
                 of_name = rows if kind == "lookup" else [row for row in rows if row.shape["optimizer"] == name]
-                found[kind, name] = Rates.fit(of_name)
+                found[kind, name] = Rates.fit([self.amounts_of(row) for row in of_name], [row.us for row in of_name])
         return found
 
     def operation_us(self, operation: Operation) -> float:
@@ -162,6 +163,12 @@ class MeasuredTimes:
         options = [key for key in self._products if key[0] == kind and key[2] == dtype]
         key = (kind, layout, dtype) if (kind, layout, dtype) in self._products else options[0]
         return self._products[key].us(*sizes)
+
+    def amounts_of(self, row: Measurement) -> dict[str, float]:
+        """Of a measured `lookup` or `update`."""
+        sample, threads = TableSample(**json.loads(str(row.shape["sample"]))), int(self.setup.partition("x")[2])
+        work = work_of(sample.shapes, str(row.shape["optimizer"]), int(row.shape["number_bytes"]), threads)
+        return work.lookup if row.kind == "lookup" else work.update
 
     def table_us(self, kind: str, optimizer: str, amounts: Mapping[str, float]) -> float:
         """Of a `lookup` or `update` whose amounts (TableWork) are given."""
@@ -262,16 +269,13 @@ class Rates:
     error: float  # mean of the relative errors' absolute values
 
     @staticmethod
-    def fit(rows: Sequence[Measurement]) -> Rates:
+    def fit(rows: Sequence[Mapping[str, float]], microseconds: Sequence[float]) -> Rates:
         """Least squares of relative errors, no rate below zero."""
         best: Rates | None = None
-        times = np.array([row.us for row in rows])
+        times = np.array(microseconds)
         for size in CACHE_MIB:
-            names = tuple(
-                name for name, value in rows[0].shape.items()
-                if not isinstance(value, str) and (not name.startswith("missed") or name.endswith(f"_{size}"))
-            )  # fmt: skip
-            terms = np.array([[1.0, *(float(row.shape[name]) for name in names)] for row in rows]) / times[:, None]
+            names = tuple(name for name in rows[0] if not name.startswith("missed") or name.endswith(f"_{size}"))
+            terms = np.array([[1.0, *(row[name] for name in names)] for row in rows]) / times[:, None]
             scale = np.maximum(terms.max(axis=0), 1e-30)
             solved, _ = nnls(terms / scale, np.ones(len(times)))
             rates = solved / scale

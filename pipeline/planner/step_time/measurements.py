@@ -49,13 +49,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Conditions:
-    """busy_cores: cores that other programs took meanwhile; noise: spread of one operation repeated throughout."""
+    """busy_cores: cores that other programs took meanwhile; noise: spread of one operation repeated throughout; clock: `wall`, or
+    `cpu` seconds of the process, which others lengthen through caches and frequency alone."""
 
     date: str
     seconds: float
     busy_cores: float
     noise: float
     reference_us: float
+    clock: str = "wall"
 
 
 @dataclass(frozen=True)

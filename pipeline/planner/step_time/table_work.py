@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.config.optimizers import find_optimizer
-from pipeline.planner.step_time.frequency import Bands, touched
+from pipeline.planner.step_time.frequency import Bands, power_law, touched
 
 CACHE_MIB = (2, 8, 16, 24, 32, 64)  # sizes tried for what the last cache keeps of tables
 LANES = 16  # numbers that the kernels move at once; what is left over goes one by one
@@ -29,46 +29,67 @@ class TableShape:
 
 
 @dataclass(frozen=True)
+class TableSample:
+    """Tables of a measurement, a feature each. skew 4: the first x of a table's rows have x^(1/4) of its lookups."""
+
+    rows: list[int]
+    dim: int
+    pooling: list[int]
+    batch: int
+    skew: float
+
+    @property
+    def shapes(self) -> list[TableShape]:
+        return [
+            TableShape(power_law(rows, self.skew), self.dim, float(pooling), self.batch)
+            for rows, pooling in zip(self.rows, self.pooling, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
 class TableWork:
     lookup: dict[str, float]
     update: dict[str, float]
 
 
 def work_of(tables: Sequence[TableShape], optimizer: str, number_bytes: int, threads: int) -> TableWork:
-    """Of one lookup over `tables` whose pooled rows, and gradients, have `number_bytes` a number."""
+    """Of one lookup over `tables` whose pooled rows, and gradients, have `number_bytes` a number.
+
+    Layers pass through the caches between two lookups, so the first touch of a row in a batch is a miss of the small ones; of the
+    last cache it is one where more frequent rows fill it.
+    """
     entry = find_optimizer(optimizer)
     bands, ids = [table.bands for table in tables], [table.ids for table in tables]
     weights = [4.0 * table.dim for table in tables]
     states = [4.0 * (entry.state_per_element * table.dim + entry.state_per_row) for table in tables]
-    bags = sum(table.samples * table.features for table in tables)
+    both = [weight + state for weight, state in zip(weights, states, strict=True)]
     pooled = sum(table.samples * table.features * table.dim for table in tables) * number_bytes
-    single = sum(table.ids for table in tables if table.pooling <= 1)
-    lookup = {
-        "tables": float(len(tables)), "bags": bags, "ids": sum(ids), "pooled_bytes": pooled,
+    several = [table for table in tables if table.pooling > 1]
+    shared = {
+        "tables": float(len(tables)),
+        "bags": sum(table.samples * table.features for table in tables),
+        "ids": sum(ids),
         "row_bytes": sum(count * size for count, size in zip(ids, weights, strict=True)),
         "tail_numbers": sum(table.ids * (table.dim % LANES) for table in tables),
-        "bag_ids": sum(ids) - single,
-        "bag_bytes": sum(table.ids * 4 * table.dim for table in tables if table.pooling > 1),
-        "bag_tail_numbers": sum(table.ids * (table.dim % LANES) for table in tables if table.pooling > 1),
-    }  # fmt: skip
-    update = {name: lookup[name] for name in ("tables", "bags", "ids", "row_bytes", "tail_numbers")}
-    update["gradient_bytes"] = pooled
+        "pooled_bytes": pooled,
+    }
+    lookup = shared | {
+        "bag_ids": sum(table.ids for table in several),
+        "bag_bytes": sum(table.ids * 4 * table.dim for table in several),
+        "bag_tail_numbers": sum(table.ids * (table.dim % LANES) for table in several),
+    }
+    update = dict(shared)
     for size in CACHE_MIB:
-        found = touched(
-            bands, ids, [weight + state for weight, state in zip(weights, states, strict=True)], size * 2**20
-        )
-        lookup[f"missed_ids_{size}"] = sum(each.missed_ids for each in found)
-        lookup[f"missed_bytes_{size}"] = sum(each.missed_ids * w for each, w in zip(found, weights, strict=True))
-        update[f"missed_rows_{size}"] = sum(each.missed_rows for each in found)
-        update[f"missed_bytes_{size}"] = sum(
-            each.missed_rows * (w + s) for each, w, s in zip(found, weights, states, strict=True)
-        )
-        update["distinct"] = sum(each.distinct for each in found)
-        update["distinct_bytes"] = sum(
-            each.distinct * (w + s) for each, w, s in zip(found, weights, states, strict=True)
-        )
+        found = touched(bands, ids, both, size * 2**20)
+        for amounts, row_bytes in ((lookup, weights), (update, both)):
+            amounts[f"missed_rows_{size}"] = sum(each.missed_rows for each in found)
+            amounts[f"missed_bytes_{size}"] = sum(
+                each.missed_rows * count for each, count in zip(found, row_bytes, strict=True)
+            )
+            amounts["distinct"] = sum(each.distinct for each in found)
+            amounts["distinct_bytes"] = sum(each.distinct * count for each, count in zip(found, row_bytes, strict=True))
     share = _share_of_slowest([table.ids * (table.dim + ROW_WORK) + BAG_WORK for table in tables], threads)
-    return TableWork(lookup, {name: round(value * share, 3) for name, value in update.items()})
+    return TableWork(lookup, {name: value * share for name, value in update.items()})
 
 
 def _share_of_slowest(work: Sequence[float], threads: int) -> float:

@@ -28,20 +28,25 @@ class Bench:
     seconds_each: float = 0.008
     rows: list[Measurement] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
+    clock: Callable[[], float] = time.perf_counter
     # Rank 0's answer on every rank, which so begin each shape together and measure as many.
     agree: Callable[[bool], bool] = lambda wanted: wanted
+
+    @property
+    def is_by_cpu(self) -> bool:
+        return self.clock is time.process_time
 
     def within(self, seconds: float, shapes: Iterable[Item], least: int = 4) -> Iterator[Item]:
         """Shapes until the seconds are over; the reference operation is timed ahead of each kind."""
         self.time_reference()
-        end = time.perf_counter() + seconds * self.scale
+        end = self.clock() + seconds * self.scale
         for number, shape in enumerate(shapes):
-            if not self.agree(number < least or time.perf_counter() < end):
+            if not self.agree(number < least or self.clock() < end):
                 return
             yield shape
 
     def time(self, kind: str, shape: dict[str, Number], call: Callable[[], object]) -> None:
-        seconds, spread = time_call(call, self.seconds_each)
+        seconds, spread = time_call(call, self.seconds_each, self.clock)
         self.add(kind, shape, seconds, spread)
 
     def add(self, kind: str, shape: dict[str, Number], seconds: float, spread: float) -> None:
@@ -49,23 +54,25 @@ class Bench:
 
     def time_reference(self) -> None:
         square = torch.ones(REFERENCE_SIZE, REFERENCE_SIZE)
-        self.reference.append(time_call(lambda: square @ square, 0.02)[0])
+        self.reference.append(time_call(lambda: square @ square, 0.02, self.clock)[0])
 
 
-def time_call(call: Callable[[], object], seconds: float) -> tuple[float, float]:
+def time_call(
+    call: Callable[[], object], seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
     """Median seconds of a call, and their spread, after two calls that warm up."""
     call()
-    started = time.perf_counter()
+    started = clock()
     call()
-    once = max(time.perf_counter() - started, 1e-7)
+    once = max(clock() - started, 1e-7)
     at_once = max(1, int(LEAST_TIMED_S / once))
     repeats = int(min(MOST_REPEATS, max(LEAST_REPEATS, seconds / (once * at_once))))
     times = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = clock()
         for _ in range(at_once):
             call()
-        times.append((time.perf_counter() - started) / at_once)
+        times.append((clock() - started) / at_once)
     return median_and_spread(times)
 
 

@@ -23,13 +23,15 @@ def measure_jobs(bench: Bench, seconds: float, seed: int, context: DistributedCo
     so_far = Measurements("", this_machine(), these_versions(), Conditions("", 0, 0, 0, 0), bench.rows)
     times = MeasuredTimes(so_far, bench.setup)
     for job in bench.within(seconds, small_jobs(draw), least=LEAST_JOBS):
-        took, spread, amounts = run_job(job, context, times)
+        took, spread, amounts = run_job(job, context, times, bench.is_by_cpu)
         bench.add("job", dict(amounts), took, spread)
 
 
-def run_job(job: SmallJob, context: DistributedContext, times: MeasuredTimes) -> tuple[float, float, dict[str, float]]:
+def run_job(
+    job: SmallJob, context: DistributedContext, times: MeasuredTimes, by_cpu: bool
+) -> tuple[float, float, dict[str, float]]:
     """Collective: seconds of a step and their spread; and its amounts (step_time.predict.step_amounts)."""
-    training = InMemoryTraining(job, context)
+    training = InMemoryTraining(job, context, by_cpu)
     took, spread = training.run(ROUNDS, STEPS)
     config = training.resolved.job
     hardware = resolve_hardware(

@@ -140,8 +140,9 @@ def _layers(draw: random.Random) -> list[int]:
 class InMemoryTraining:
     """A small job made ready to step. Collective: every rank builds it and runs the same steps."""
 
-    def __init__(self, job: SmallJob, context: DistributedContext) -> None:
-        self.job, self._context = job, context
+    def __init__(self, job: SmallJob, context: DistributedContext, by_cpu: bool = False) -> None:
+        """by_cpu: seconds are CPU seconds of this process, which other programs do not lengthen."""
+        self.job, self._context, self._rate = job, context, "samples_per_cpu_s" if by_cpu else "samples_per_s"
         self.resolved = job.resolve(context.world_size)
         self.assembly: Assembly = assemble(self.resolved, context)
         config = self.resolved.job
@@ -163,7 +164,7 @@ class InMemoryTraining:
             checkpointer=_NoCheckpoints(),  # type: ignore[arg-type]
         )
         result = Trainer(job, parts, build_hooks(job, parts)).fit()
-        return job.trainer.global_batch_size / result.throughput["samples_per_s"]
+        return job.trainer.global_batch_size / result.throughput[self._rate]
 
 
 def draw_batches(job: SmallJob, rank: int) -> list[Batch]:

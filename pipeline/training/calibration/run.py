@@ -49,6 +49,7 @@ class Setup:
     seconds: float
     seed: int
     folder: str
+    by_cpu: bool = False
 
     @property
     def name(self) -> str:
@@ -66,7 +67,7 @@ class Found:
 def calibrate(job: CalibrateJob) -> Measurements:
     """About job.seconds. Raises TrainingError where the machine was too busy for the numbers to be of use, or a rank ended."""
     machine, started = this_machine(), time.monotonic()
-    setups = job.setups or default_setups(machine.cores)
+    setups = job.setups or (["1x1"] if job.clock == "cpu" else default_setups(machine.cores))
     seconds = max(job.seconds / len(setups) - START_S, 5.0)
     rows: list[Measurement] = []
     reference: list[float] = []
@@ -74,7 +75,7 @@ def calibrate(job: CalibrateJob) -> Measurements:
     with tempfile.TemporaryDirectory() as folder:
         for name in setups:
             ranks, threads = map(int, name.split("x"))
-            setup = Setup(ranks, threads, seconds, SEED + job.seed, folder)
+            setup = Setup(ranks, threads, seconds, SEED + job.seed, folder, job.clock == "cpu")
             found, others = run_on_ranks(setup, measure)
             rows += found.rows
             reference += [found.reference[0]] if not reference else []
@@ -85,7 +86,7 @@ def calibrate(job: CalibrateJob) -> Measurements:
     first, *noises = reference
     conditions = Conditions(
         datetime.now(UTC).isoformat(timespec="seconds"), round(time.monotonic() - started, 1), round(busy, 3),
-        round(max(noises), 4), round(1e6 * first, 1),
+        round(max(noises), 4), round(1e6 * first, 1), job.clock,
     )  # fmt: skip
     measured = Measurements(job.name, machine, these_versions(), conditions, rows)
     wrong = disturbances(measured)
@@ -167,7 +168,8 @@ def _run_rank(rank: int, setup: Setup, work: Work, pipe: Connection) -> None:
     store = f"file://{setup.folder}/{setup.name}.store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=setup.ranks)
     context = DistributedContext(rank, setup.ranks, rank, setup.ranks, torch.device("cpu"), "gloo")
-    bench = Bench(setup.name, agree=_agree if setup.ranks > 1 else bool)
+    clock = time.process_time if setup.by_cpu else time.perf_counter
+    bench = Bench(setup.name, clock=clock, agree=_agree if setup.ranks > 1 else bool)
     pipe.send("ready")
     pipe.recv()
     work(bench, setup, context)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -15,9 +15,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 from pipeline.config.optimizers import all_optimizers
-from pipeline.planner.step_time.frequency import power_law
 from pipeline.planner.step_time.measurements import Number, median_and_spread
-from pipeline.planner.step_time.table_work import TableShape, work_of
+from pipeline.planner.step_time.table_work import TableSample
 from pipeline.sharding.torchrec.cpu_tables import Bags, FastLookup, TablesWithMoments, speed_up_cpu_tables
 from pipeline.training.calibration.clock import Bench, time_call
 
@@ -25,24 +24,6 @@ MOST_TABLE_BYTES = 128 << 20  # weights and states of one sample
 FLUSHED_BYTES = 6 << 20  # what the dense layers pass through the caches between lookup and update
 NUM_BATCHES = 20  # no batch comes twice, or caches would hold more than in training
 WARM_UP = 6
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One lookup of several tables. skew 4: the first x of a table's rows have x^(1/4) of its lookups."""
-
-    rows: list[int]
-    dim: int
-    pooling: list[int]
-    batch: int
-    skew: float
-
-    @property
-    def shapes(self) -> list[TableShape]:
-        return [
-            TableShape(power_law(rows, self.skew), self.dim, float(pooling), self.batch)
-            for rows, pooling in zip(self.rows, self.pooling, strict=True)
-        ]
 
 
 def measure_tables(bench: Bench, seconds: float, seed: int) -> None:
@@ -58,7 +39,7 @@ def measure_tables(bench: Bench, seconds: float, seed: int) -> None:
         _time_fbgemm(bench, sample)
 
 
-def samples(draw: random.Random, optimizer: str) -> Iterator[Sample]:
+def samples(draw: random.Random, optimizer: str) -> Iterator[TableSample]:
     entry = all_optimizers()[optimizer]
     while True:
         count, dim = draw.choice((1, 2, 4, 8, 16, 26)), draw.choice((4, 8, 16, 32, 64, 128))
@@ -68,10 +49,10 @@ def samples(draw: random.Random, optimizer: str) -> Iterator[Sample]:
         batch = int(2 ** draw.uniform(6, 12.5))
         while batch * sum(pooling) * dim > 3e7:
             batch //= 2
-        yield Sample(rows, dim, pooling, max(batch, 16), draw.choice((1.0, 2.0, 3.0, 4.0, 6.0)))
+        yield TableSample(rows, dim, pooling, max(batch, 16), draw.choice((1.0, 2.0, 3.0, 4.0, 6.0)))
 
 
-def time_tables(bench: Bench, sample: Sample, optimizer: str, in_bf16: bool) -> None:
+def time_tables(bench: Bench, sample: TableSample, optimizer: str, in_bf16: bool) -> None:
     """Rows `lookup` and `update`; between two calls other memory passes through the caches, as the layers' does."""
     module = build_tables(sample, optimizer)
     if not speed_up_cpu_tables([module]):
@@ -85,40 +66,43 @@ def time_tables(bench: Bench, sample: Sample, optimizer: str, in_bf16: bool) -> 
     bench.agree(True)
     for bags in (Bags(ids, offsets) for ids, offsets in batches):
         passing.add_(1)
-        forward.append(_seconds(lambda bags=bags: lookup.look_up(bags, dtype)))  # type: ignore[misc]
+        forward.append(_seconds(bench, lambda bags=bags: lookup.look_up(bags, dtype)))  # type: ignore[misc]
         passing.add_(1)
         gradient.add_(0)
-        backward.append(_seconds(lambda bags=bags: lookup.update(gradient, bags)))  # type: ignore[misc]
+        backward.append(_seconds(bench, lambda bags=bags: lookup.update(gradient, bags)))  # type: ignore[misc]
         lookup.num_steps += 1
-    work = work_of(sample.shapes, optimizer, 2 if in_bf16 else 4, torch.get_num_threads())
+    shape: dict[str, Number] = {
+        "optimizer": optimizer, "number_bytes": 2 if in_bf16 else 4, "sample": json.dumps(asdict(sample)),
+    }  # fmt: skip
     for kind, times in (("lookup", forward), ("update", backward)):
         seconds, spread = median_and_spread(times[WARM_UP:])
-        bench.add(kind, {"optimizer": optimizer, **getattr(work, kind)}, seconds, spread)
+        bench.add(kind, shape, seconds, spread)
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def _seconds(bench: Bench, call: Callable[[], object]) -> float:
+    started = bench.clock()
     call()
-    return time.perf_counter() - started
+    return bench.clock() - started
 
 
-def _time_fbgemm(bench: Bench, sample: Sample) -> None:
+def _time_fbgemm(bench: Bench, sample: TableSample) -> None:
     """FBGEMM's own forward and backward, which run under sharding.fast_cpu=false."""
     module = build_tables(sample, "rowwise_adagrad")
     ids, offsets = draw_ids(sample, 0)
-    work = work_of(sample.shapes, "rowwise_adagrad", 4, torch.get_num_threads())
-    shape: dict[str, Number] = {"optimizer": "rowwise_adagrad"}
+    shape: dict[str, Number] = {
+        "optimizer": "rowwise_adagrad", "number_bytes": 4, "sample": json.dumps(asdict(sample)),
+    }  # fmt: skip
     with torch.no_grad():
-        bench.add("fbgemm_lookup", {**shape, **work.lookup}, *time_call(lambda: module(ids, offsets), 0.02))
+        bench.add("fbgemm_lookup", shape, *time_call(lambda: module(ids, offsets), 0.02, bench.clock))
 
     def step() -> None:
         module(ids, offsets).backward(gradient)
 
     gradient = torch.full((sample.batch, sample.dim * len(sample.rows)), 1e-4)
-    bench.add("fbgemm_step", {**shape, **work.update}, *time_call(step, 0.02))
+    bench.add("fbgemm_step", shape, *time_call(step, 0.02, bench.clock))
 
 
-def build_tables(sample: Sample, optimizer: str) -> SplitTableBatchedEmbeddingBagsCodegen:
+def build_tables(sample: TableSample, optimizer: str) -> SplitTableBatchedEmbeddingBagsCodegen:
     tables = TablesWithMoments(
         [(rows, sample.dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in sample.rows],
         optimizer=EmbOptimType[all_optimizers()[optimizer].fbgemm],
@@ -133,7 +117,7 @@ def build_tables(sample: Sample, optimizer: str) -> SplitTableBatchedEmbeddingBa
     return tables
 
 
-def draw_ids(sample: Sample, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_ids(sample: TableSample, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and offsets of a batch."""
     generator = np.random.default_rng(seed)
     ids = [
