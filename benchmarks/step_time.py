@@ -223,7 +223,7 @@ def report(found: list[Compared]) -> Iterator[str]:
 
 
 def _errors(found: list[Compared]) -> str:
-    worst = max(found, key=lambda each: abs(math.log(each.ratio)))
+    worst = max(found, key=lambda each: abs(math.log(each.ratio)))  # half as long is as far off as twice as long
     over = math.exp(sum(math.log(each.ratio) for each in found) / len(found))
     return (
         f"geometric mean error {100 * geometric_error(found):.1f} %, worst {100 * abs(worst.ratio - 1):.1f} %, "
