@@ -57,11 +57,19 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         [*PLAIN, "model.first_layer_sizes=[64,64,64]", "model.second_layer_sizes=[64,64,64]",
          "model.gate_layer_sizes=[64]", "model.num_heads=1"],
     ),
+    "DIN": (
+        {"dnn_hidden_units": HIDDEN, "attention_hidden_units": [64]}, "din",
+        [*SIZES, "model.activation=relu", "model.attention_layer_sizes=[64]", "model.attention_activation=dice"],
+    ),
+    "MLP": ({}, "shared_bottom", ["model.hidden_layer_sizes=[64,64]", "model.tower_layer_sizes=[64]", *PLAIN]),
 }  # fmt: skip
 NO_L2 = ("LR", "FM")
 DEEP = ("DeepFM", "DCNv2", "DLRM", "AutoInt", "xDeepFM", "MaskNet", "FinalMLP")
+READS_POSITIONS = ("DIN",)  # of a data set's histories; the other models take the mean of a history's vectors
+OURS_ALONE = ("MLP",)  # DIN's layers over the mean of a history, which FuxiCTR's model_zoo does not have by itself
 SPEC: dict[str, Any] = {
     "name": "", "label": "click", "categorical": [], "sequences": [], "numeric": [],
+    "histories": {},  # name -> {"target": the feature whose table it shares, "length": its newest ids that count}
     "sequence_length": 6, "min_count": 1,  # ids seen less often in train share a row
     "lr": 1e-3, "dim": 16, "batch_size": 1024, "epochs": 100,
     "l2": 1e-3, "our_l2": 2e-3,  # of tables
@@ -132,6 +140,9 @@ def prepare(job: dict[str, Any]) -> None:
     columns += [f"data.columns.dense=[{','.join(spec['numeric'])}]"] if spec["numeric"] else []
     files = {"train": "train", "validation": "valid", "test": "test"}
     splits = [f"data.split.{split}={data / f'{name}.csv'}" for split, name in files.items()]
+    for name, history in spec["histories"].items():
+        settings = f"{{max_length: {history['length']}, shares: {history['target']}}}"
+        columns.append(f"data.columns.sequence={{{name}: {settings}}}")
     words = [f"data.name={spec['name']}", "data.format=csv", "data.split.kind=given", *splits, *columns]
     run([sys.executable, "-m", "pipeline.prepare", *words, *prepare_overrides(spec)], work)
 
@@ -152,6 +163,11 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
         f"trainer.epochs={job['epochs']}", f"trainer.seed={job['seed']}", *job["overrides"], *spec["overrides"],
     ]  # fmt: skip
     words += [f"tables.{name}.pooling=mean" for name in spec["sequences"]]
+    targets = [history["target"] for history in spec["histories"].values()]
+    if job["model"] in READS_POSITIONS:
+        words += [f"model.sequences=[{','.join(spec['histories'])}]", f"model.targets=[{','.join(targets)}]"]
+    else:
+        words += [f"tables.{target}.pooling=mean" for target in dict.fromkeys(targets)]
     run([sys.executable, "-m", "pipeline.train", *words], work)
     run([sys.executable, "-m", "pipeline.evaluate", f"run={run_dir}", "split=test"], work)
     return read_run(run_dir, job)
@@ -180,10 +196,12 @@ def jobs(folders: Sequence[Path], models: Sequence[str], seeds: int, work: Path)
         for seed in range(1, seeds + 1):
             for model in models:
                 theirs, kind, overrides = MODELS[model]
+                if model in READS_POSITIONS and not spec["histories"]:
+                    continue
                 shared = {key: spec[key] for key in ("lr", "dim", "l2", "batch_size", "epochs")}
                 if model in NO_L2:
                     shared["l2"] = 0
-                for system in (OURS, THEIRS):
+                for system in (OURS,) if model in OURS_ALONE else (OURS, THEIRS):
                     yield {
                         **shared, "system": system, "set": spec["name"], "model": model, "seed": seed, "spec": spec,
                         "data": str(folder.resolve()), "train_rows": rows, "work": str(work / system / spec["name"]),
@@ -206,6 +224,11 @@ def report(results: list[dict[str, Any]]) -> str:
                 [r for r in results if (r["set"], r["model"], r["system"]) == (name, model, system)]
                 for system in (THEIRS, OURS)
             ]
+            if sides[1] and model in OURS_ALONE:
+                logloss = _mean(sides[1], "logloss")
+                text.append(
+                    f"| {model} | | {_auc(sides[1])} | | | {logloss:.4f} | {_mean(sides[1], 'best_epoch'):.1f} | |"
+                )
             if not all(sides):
                 continue
             text.append(_line(model, *sides))
@@ -219,15 +242,16 @@ def _mean(side: list[dict[str, Any]], key: str) -> float:
     return statistics.mean(result[key] for result in side)
 
 
-def _line(model: str, theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
-    def auc(side: list[dict[str, Any]]) -> str:
-        return f"{_mean(side, 'auc'):.4f} ({statistics.pstdev(r['auc'] for r in side):.4f}, {len(side)})"
+def _auc(side: list[dict[str, Any]]) -> str:
+    return f"{_mean(side, 'auc'):.4f} ({statistics.pstdev(r['auc'] for r in side):.4f}, {len(side)})"
 
+
+def _line(model: str, theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
     difference = _mean(ours, "auc") - _mean(theirs, "auc")
     epochs = f"{_mean(theirs, 'best_epoch'):.1f}, {_mean(ours, 'best_epoch'):.1f}"
     ratio = _mean(ours, "samples_per_cpu_s") / _mean(theirs, "samples_per_cpu_s")
     return (
-        f"| {model} | {auc(theirs)} | {auc(ours)} | {difference:+.4f} | {_mean(theirs, 'logloss'):.4f} | "
+        f"| {model} | {_auc(theirs)} | {_auc(ours)} | {difference:+.4f} | {_mean(theirs, 'logloss'):.4f} | "
         f"{_mean(ours, 'logloss'):.4f} | {epochs} | {ratio:.2f} |"
     )
 

@@ -19,8 +19,12 @@ from typing import Any
 FOLDERS = {"DeepFM": "DeepFM/DeepFM_torch"}  # of the others: their own name
 
 
-def columns(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """FuxiCTR's description of the columns of a data set."""
+READS_POSITIONS = ("DIN",)
+
+
+def columns(spec: dict[str, Any], model: str) -> list[dict[str, Any]]:
+    """FuxiCTR's description of the columns of a data set; most models take the mean of a history's vectors."""
+    pooling = None if model in READS_POSITIONS else "layers.MaskedAveragePooling()"
     given = {"active": True}
     categorical = [{**given, "name": name, "dtype": "str", "type": "categorical"} for name in spec["categorical"]]
     sequences = [
@@ -30,18 +34,35 @@ def columns(spec: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for name in spec["sequences"]
     ]  # fmt: skip
+    histories = [
+        {
+            **given, "name": name, "dtype": "str", "type": "sequence", "splitter": "|", "padding": "pre",
+            "max_len": history["length"], "share_embedding": history["target"], "feature_encoder": pooling,
+        }
+        for name, history in spec["histories"].items()
+    ]  # fmt: skip
     numeric = [{**given, "name": name, "dtype": "float", "type": "numeric", "fill_na": 0} for name in spec["numeric"]]
-    return [*categorical, *sequences, *numeric]
+    return [*categorical, *sequences, *histories, *numeric]
+
+
+def dataset_id(job: dict[str, Any]) -> str:
+    """FuxiCTR keeps how a sequence is read with the prepared data."""
+    name: str = job["spec"]["name"]
+    return f"{name}_positions" if job["model"] in READS_POSITIONS else name
 
 
 def settings(job: dict[str, Any]) -> dict[str, Any]:
     """What FuxiCTR's experiment files say, from the benchmark's job."""
     spec, name = job["spec"], job["model"]
+    positions = {}
+    if name in READS_POSITIONS:
+        targets = [history["target"] for history in spec["histories"].values()]
+        positions = {"din_target_field": targets, "din_sequence_field": list(spec["histories"])}
     return {
-        "model": name, "model_id": f"{name}_{job['seed']}", "dataset_id": spec["name"], "data_root": job["work"],
+        "model": name, "model_id": f"{name}_{job['seed']}", "dataset_id": dataset_id(job), "data_root": job["work"],
         "model_root": f"{job['work']}/models/", "data_format": "csv", "train_data": f"{job['data']}/train.csv",
         "valid_data": f"{job['data']}/valid.csv", "test_data": f"{job['data']}/test.csv",
-        "min_categr_count": spec["min_count"], "feature_cols": columns(spec),
+        "min_categr_count": spec["min_count"], "feature_cols": columns(spec, name),
         "label_col": {"name": spec["label"], "dtype": "float"}, "loss": "binary_crossentropy",
         "metrics": ["AUC", "logloss"], "task": "binary_classification", "optimizer": "adam",
         "learning_rate": job["lr"], "embedding_dim": job["dim"], "batch_size": job["batch_size"], "shuffle": True,
@@ -49,7 +70,7 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
         "monitor": "AUC", "monitor_mode": "max", "pickle_feature_encoder": True, "use_features": None,
         "feature_specs": None, "gpu": -1, "seed": job["seed"], "epochs": job["epochs"], "debug_mode": False,
         "group_id": None, "data_loader": RowsInMemory, **({"embedding_regularizer": job["l2"]} if job["l2"] else {}),
-        **job["model_settings"],
+        **job["model_settings"], **positions,
     }  # fmt: skip
 
 
@@ -101,15 +122,15 @@ def main() -> None:
     Path(job["work"]).mkdir(parents=True, exist_ok=True)
     os.chdir(job["work"])
     given = settings(job)
-    Path(given["model_root"], job["spec"]["name"]).mkdir(parents=True, exist_ok=True)
+    Path(given["model_root"], dataset_id(job)).mkdir(parents=True, exist_ok=True)
     seed_everything(job["seed"])
-    folder = Path(job["work"]) / job["spec"]["name"]
+    folder = Path(job["work"]) / dataset_id(job)
     splits = ("train_data", "valid_data", "test_data")
     if (folder / "feature_map.json").exists():
         given |= {split: str(folder / f"{split.removesuffix('_data')}.parquet") for split in splits}
     else:
         given |= dict(zip(splits, build_dataset(FeatureProcessor(**given), **given), strict=True))
-    features = FeatureMap(job["spec"]["name"], str(folder))
+    features = FeatureMap(dataset_id(job), str(folder))
     features.load(str(folder / "feature_map.json"), given)
     model = getattr(importlib.import_module("src"), job["model"])(features, **given)
     train, validation = RankDataLoader(features, stage="train", **given)
