@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,14 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.data import ReaderConfig, SyntheticConfig
+from pipeline.config.data import SyntheticConfig
 from pipeline.config.jobs import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.assembly import Assembly, assemble
+from pipeline.training.calibration.jobs import BatchesInMemory, NoCheckpoints
 from pipeline.training.compiled import DenseCompiler
 from pipeline.training.hooks.base import TrainingParts
 from pipeline.training.hooks.build import build_hooks
@@ -174,34 +174,6 @@ def torchrec_loop(preset: Preset, raw: list[RawBatch], context: DistributedConte
     return run
 
 
-class _InMemory:
-    """What Trainer asks of a ShardReader, over batches that lie in memory."""
-
-    stall_seconds = 0.0
-    config = ReaderConfig()
-
-    def __init__(self, batches: list[Batch], batch_size: int, num_steps: int) -> None:
-        self._batches, self.batch_size, self.steps_per_epoch = batches, batch_size, num_steps
-        self.num_rows = num_steps * batch_size
-
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        for step in range(start_step, self.steps_per_epoch):
-            yield self._batches[step % len(self._batches)]
-
-
-class _NoCheckpoints:
-    """What Trainer asks of a Checkpointer."""
-
-    asynchronous = False
-
-    def check_free_space(self, num_saves: int) -> None: ...
-
-    def save(self, step: int, values: dict[str, Any]) -> str:
-        return "nowhere"
-
-    def wait(self) -> None: ...
-
-
 def our_loop(
     preset: Preset, raw: list[RawBatch], context: DistributedContext, overrides: list[str]
 ) -> Callable[[int], Timed]:
@@ -252,8 +224,8 @@ def our_side(
         # The trainer's own rate leaves out the first step alone, which builds: the warm-up is a fit of its own.
         parts = TrainingParts(
             model=assembly.model, task=assembly.task, optimizer=optimizer, context=context,
-            reader=_InMemory(batches, preset.batch_size, num_steps + 1),  # type: ignore[arg-type]
-            checkpointer=_NoCheckpoints(),  # type: ignore[arg-type]
+            reader=BatchesInMemory(batches, preset.batch_size, num_steps + 1),  # type: ignore[arg-type]
+            checkpointer=NoCheckpoints(),  # type: ignore[arg-type]
         )  # fmt: skip
         result = Trainer(job, parts, build_hooks(job, parts)).fit()
         return Timed(preset.batch_size * context.world_size / result.throughput["samples_per_s"], num_steps + 1)

@@ -160,8 +160,8 @@ class InMemoryTraining:
             task=self.assembly.task,
             optimizer=self._optimizer,
             context=self._context,
-            reader=_InMemory(self._batches, self.job.batch, steps + 1),  # type: ignore[arg-type]
-            checkpointer=_NoCheckpoints(),  # type: ignore[arg-type]
+            reader=BatchesInMemory(self._batches, self.job.batch, steps + 1),  # type: ignore[arg-type]
+            checkpointer=NoCheckpoints(),  # type: ignore[arg-type]
         )
         result = Trainer(job, parts, build_hooks(job, parts)).fit()
         return job.trainer.global_batch_size / result.throughput[self._rate]
@@ -185,7 +185,7 @@ def draw_batches(job: SmallJob, rank: int) -> list[Batch]:
     return batches
 
 
-class _InMemory:
+class BatchesInMemory:
     """What Trainer asks of a ShardReader, over batches that lie in memory."""
 
     stall_seconds = 0.0
@@ -200,7 +200,7 @@ class _InMemory:
             yield self._batches[step % len(self._batches)]
 
 
-class _NoCheckpoints:
+class NoCheckpoints:
     """What Trainer asks of a Checkpointer."""
 
     asynchronous = False
