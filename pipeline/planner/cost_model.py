@@ -165,6 +165,11 @@ class CostModel:
             return None
         return forecast(table, option.batch_size * self._hardware.world_size * sum(option.input_lengths))
 
+    def weights_bytes(self, option: ShardingOption) -> Floats:
+        """[S]: of the weights of the ids that each shard looks up in a step; TorchRec counts the ids alone."""
+        work = self._work(option)
+        return work.lookups * (WEIGHT_BYTES if work.weighted else 0)
+
     def knows_frequencies(self, table: str) -> bool:
         return self._frequencies[table] is not None
 

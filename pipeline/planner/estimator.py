@@ -56,7 +56,7 @@ class SortedEnumerator(EmbeddingEnumerator):
     ) -> None:
         storage = EmbeddingStorageEstimator(topology=topology, constraints=constraints)
         super().__init__(topology, batch_size, constraints, [costs, storage])  # type: ignore[list-item]
-        self._optimizer_name, self._in_tiers = optimizer_name, costs.in_tiers
+        self._optimizer_name, self._in_tiers, self._costs = optimizer_name, costs.in_tiers, costs
         self._estimated: list[list[Shard]] = []
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
@@ -96,7 +96,7 @@ class SortedEnumerator(EmbeddingEnumerator):
             option.shards = []
 
     def _add_training_memory(self, option: ShardingOption) -> None:
-        for shard in option.shards:
+        for shard, of_weights in zip(option.shards, self._costs.weights_bytes(option).tolist(), strict=True):
             extra = shard_state_bytes(self._optimizer_name, *shard.size)
             if option.name in self._in_tiers:
                 extra -= self._bytes_on_ssd(option, shard, extra)
@@ -108,6 +108,10 @@ class SortedEnumerator(EmbeddingEnumerator):
             # The state of a table in host memory stays there, cached or not; that of one on SSD stays in HBM.
             in_hbm = self._compute_device == "cuda" and option.compute_kernel in ("dense", "fused", KEY_VALUE)
             assert shard.storage is not None  # just estimated
+            if self._compute_device == "cuda":
+                shard.storage.hbm += math.ceil(of_weights)
+            else:
+                shard.storage.ddr += math.ceil(of_weights)
             if in_hbm:
                 shard.storage.hbm += extra
             else:

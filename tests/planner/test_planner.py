@@ -221,6 +221,15 @@ def test_pooling_factors_of_the_data_weigh_in() -> None:
     assert costs[1] > 5 * costs[0]
 
 
+def test_weights_of_ids_cost_time_and_memory() -> None:
+    tables = make_tables([10**6], 128, [50], sharding=ConstraintConfig(["table_wise"]))
+    weighted = [replace(table, is_weighted=True) for table in tables]
+    found = [make_plan(CONFIG, request(each, on("h100_80gb", 2), batch_size=4096)) for each in (tables, weighted)]
+    assert found[1].objective.max_rank_ms > found[0].objective.max_rank_ms
+    more = sum(load.hbm_bytes for load in found[1].ranks) - sum(load.hbm_bytes for load in found[0].ranks)
+    assert more == 2 * 4096 * 50 * 4  # a float32 for each id of both ranks' samples
+
+
 def test_the_explanation_names_every_choice() -> None:
     record = make_plan(CONFIG, request(make_tables(KAGGLE_ROWS, 64), on("cpu", 2, ddr_cap_gb=8.0)))
     text = explain(record)
