@@ -11,16 +11,16 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import ExportJob, GenerateJob, PrepareJob, TrainJob
+from pipeline.config.jobs import ExportJob, GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
 from pipeline.serving.artifact.export_run import ExportSummary, export
-from pipeline.training.run import train
 from tests.support import (
     examples,  # noqa: F401  # its profile holds for all tests
     forks,
 )
 from tests.support.cpu_report import CpuReport
 from tests.support.exchange_paths import ranks_each_way  # noqa: F401  # a fixture
+from tests.support.jobs import train_on_rank
 from tests.support.made_once import made_once
 from tests.support.process_state import own_process_state
 from tests.support.ranks import RankPool
@@ -79,10 +79,6 @@ def prepared_clicks(tmp_path_factory: pytest.TempPathFactory) -> str:
     return made_once(tmp_path_factory, "clicks", make)
 
 
-def _train(rank: int, overrides: list[str]) -> None:
-    train(load_config(TrainJob, overrides))
-
-
 @pytest.fixture(scope="session")
 def small_run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on two ranks over prepared_clicks, saved at steps 10, 20 and 30. Copy it before changing it."""
@@ -95,7 +91,7 @@ def small_run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.Te
             "trainer.evaluate_max_batches=2", "tables.cat_25.sharding.sharding_types=[row_wise]",
             "tables.cat_24.sharding.sharding_types=[table_wise]",
         ]  # fmt: skip
-        ranks.run(2, _train, overrides)
+        ranks.run(2, train_on_rank, overrides)
         shutil.copytree(folder / "run", folder / "as_trained", ignore=shutil.ignore_patterns("checkpoints"))
         return folder / "run"
 

@@ -12,19 +12,15 @@ import yaml
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import GenerateJob, PrepareJob, TrainJob
+from pipeline.config.jobs import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
-from pipeline.training.run import train
 from pipeline.training.runs.compare import Comparison, compare
 from pipeline.training.runs.details import read_details, write_details
 from pipeline.training.runs.folder import Run, open_run
+from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
 
 NUM_SEEDS, NUM_PAIRS, PLANTED = 8, 40, 0.002
-
-
-def _train(rank: int, overrides: list[str]) -> None:
-    train(load_config(TrainJob, overrides))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +30,7 @@ def seeds(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[Pat
     generate(load_config(GenerateJob, ["data=quickstart", f"output={source}"]))
     prepare(load_config(PrepareJob, ["data=quickstart", f"source={source}", f"data.path={data}"]))
     for seed in range(NUM_SEEDS):
-        ranks.run(1, _train, [
+        ranks.run(1, train_on_rank, [
             "experiment=quickstart", "hardware=cpu", f"data.path={data}", f"run_dir={folder}/seed{seed}", f"trainer.seed={seed}",
             "logger=jsonl", "trainer.global_batch_size=1024",
         ])  # fmt: skip

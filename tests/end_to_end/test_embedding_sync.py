@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint.tensors import StepTensors
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
-from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
+from pipeline.config.jobs import PlanJob, TrainJob
 from pipeline.runtime.errors import TrainingError
-from pipeline.training.evaluate_run import EvaluateSummary, describe, evaluate
+from pipeline.training.evaluate_run import describe
 from pipeline.training.preflight import validate_job
-from pipeline.training.run import TrainSummary, train
+from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import names
 from tests.support.ranks import RankPool
+from tests.support.stored_tensors import step_tensors
 
 
 def _job(data: str, run_dir: Path, *more: str) -> list[str]:
@@ -31,22 +31,8 @@ def _job(data: str, run_dir: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _train(rank: int, overrides: list[str]) -> TrainSummary:
-    return train(load_config(TrainJob, overrides))
-
-
-def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
-    return evaluate(load_config(EvaluateJob, overrides))
-
-
 def _manifest(run: Path, step: int) -> dict[str, object]:
     return json.loads((run / "checkpoints" / f"step_{step:08d}" / "manifest.json").read_text())  # type: ignore[no-any-return]
-
-
-def _tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """All that the step holds, by key."""
-    tensors = StepTensors(str(run / "checkpoints" / f"step_{step:08d}"))
-    return {key: tensors.read(key, [0] * len(tensors.shape(key)), list(tensors.shape(key))) for key in tensors.entries}
 
 
 def _differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
@@ -58,7 +44,7 @@ def _differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 def run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Averaged at steps 8 and 16, saved at 8, 16 and, with the replicas apart, 20."""
     folder = tmp_path_factory.mktemp("synced") / "run"
-    ranks.run(4, _train, _job(prepared_clicks, folder, "trainer.max_steps=20"), local_world_size=2)
+    ranks.run(4, train_on_rank, _job(prepared_clicks, folder, "trainer.max_steps=20"), local_world_size=2)
     return folder
 
 
@@ -66,7 +52,7 @@ def run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.TempPath
 def test_steps_keep_replicas_apart_only_where_they_differ(run: Path) -> None:
     assert _manifest(run, 16)["replicas"] == {"num_hosts": 2, "embedding_sync": "every_8_steps", "apart": False}
     assert _manifest(run, 20)["replicas"] == {"num_hosts": 2, "embedding_sync": "every_8_steps", "apart": True}
-    equal, apart = _tensors(run, 16), _tensors(run, 20)
+    equal, apart = step_tensors(run, 16), step_tensors(run, 20)
     own = [key for key in apart if key.startswith("replica_")]
     assert equal.keys() == apart.keys() - set(own) and len(own) > 20
     table = "model.model.sparse_arch.embedding_bag_collection.embedding_bags.cat_25.weight"
@@ -83,8 +69,8 @@ def _cut_and_whole(ranks: RankPool, data: str, folder: Path, world_size: int, lo
     """One run in three goes, cut where replicas are apart, and one in one."""
     cut, whole = _job(data, folder / "cut"), _job(data, folder / "whole")
     for end in (5, 12, 24):
-        ranks.run(world_size, _train, [*cut, f"trainer.max_steps={end}"], local_world_size=local)
-    ranks.run(world_size, _train, whole, local_world_size=local)
+        ranks.run(world_size, train_on_rank, [*cut, f"trainer.max_steps={end}"], local_world_size=local)
+    ranks.run(world_size, train_on_rank, whole, local_world_size=local)
     assert _manifest(folder / "cut", 12)["replicas"]["apart"]  # type: ignore[index]
     return folder / "cut", folder / "whole"
 
@@ -95,13 +81,13 @@ def test_a_stopped_run_goes_on_with_each_hosts_own_tables_bit_for_bit(
 ) -> None:
     cut, whole = _cut_and_whole(ranks, prepared_clicks, tmp_path, 2, 1)
     for step in (16, 24):
-        assert not _differing(_tensors(cut, step), _tensors(whole, step))
+        assert not _differing(step_tensors(cut, step), step_tensors(whole, step))
 
 
 @pytest.mark.campaign
 def test_a_stopped_run_on_four_ranks_goes_on_to_rounding(ranks: RankPool, prepared_clicks: str, tmp_path: Path) -> None:
     """DDP orders its buckets anew after a first step, and a sum of four depends on the order: plain sharding has it too."""
-    cut, whole = (_tensors(run, 24) for run in _cut_and_whole(ranks, prepared_clicks, tmp_path, 4, 2))
+    cut, whole = (step_tensors(run, 24) for run in _cut_and_whole(ranks, prepared_clicks, tmp_path, 4, 2))
     for key in cut:
         torch.testing.assert_close(cut[key], whole[key], atol=1e-5, rtol=1e-4)
 
@@ -109,29 +95,29 @@ def test_a_stopped_run_on_four_ranks_goes_on_to_rounding(ranks: RankPool, prepar
 @pytest.mark.campaign
 def test_saving_on_the_way_changes_no_weight(ranks: RankPool, prepared_clicks: str, run: Path, tmp_path: Path) -> None:
     words = _job(prepared_clicks, tmp_path / "busy", "checkpoint.save_every_steps=3", "trainer.max_steps=20")
-    ranks.run(4, _train, [*words, "checkpoint.asynchronous=true"], local_world_size=2)
-    assert not _differing(_tensors(tmp_path / "busy", 20), _tensors(run, 20))
+    ranks.run(4, train_on_rank, [*words, "checkpoint.asynchronous=true"], local_world_size=2)
+    assert not _differing(step_tensors(tmp_path / "busy", 20), step_tensors(run, 20))
 
 
 @pytest.mark.campaign
 def test_evaluate_says_whose_tables_it_used(ranks: RankPool, run: Path) -> None:
     words = [f"run={run}", "split=validation"]
-    averaged = ranks.run(1, _evaluate, [*words, "world_size=1"])[0]
-    on_four = ranks.run(4, _evaluate, [*words, "world_size=4"], local_world_size=2)[0]
+    averaged = ranks.run(1, evaluate_on_rank, [*words, "world_size=1"])[0]
+    on_four = ranks.run(4, evaluate_on_rank, [*words, "world_size=4"], local_world_size=2)[0]
     assert averaged.tables == on_four.tables == "averaged, of 2 hosts (every_8_steps)"
     assert averaged.metrics == pytest.approx(on_four.metrics, abs=1e-4)
-    own = ranks.run(4, _evaluate, [*words, "world_size=4", "tables=own"], local_world_size=2)[0]
+    own = ranks.run(4, evaluate_on_rank, [*words, "world_size=4", "tables=own"], local_world_size=2)[0]
     assert own.tables == "each host's own, of 2 hosts (every_8_steps)" and own.tables in describe(own)
     assert own.metrics["ne"] != averaged.metrics["ne"] and own.path != averaged.path
     assert json.loads(Path(own.path).read_text())["tables"] == own.tables
-    equal = ranks.run(1, _evaluate, [*words, "world_size=1", "step=16"])[0]
+    equal = ranks.run(1, evaluate_on_rank, [*words, "world_size=1", "step=16"])[0]
     assert equal.tables == "of all 2 hosts, just averaged (every_8_steps)"
     for step, held in (
         (20, "holds tables of each of 2 hosts and this evaluation runs on 1"),
         (16, "one model's tables"),
     ):
         with pytest.raises(RuntimeError, match=held):
-            ranks.run(2, _evaluate, [*words, "world_size=2", "tables=own", f"step={step}"])
+            ranks.run(2, evaluate_on_rank, [*words, "world_size=2", "tables=own", f"step={step}"])
 
 
 @pytest.mark.campaign
@@ -149,7 +135,7 @@ def test_another_number_of_hosts_goes_on_from_the_mean(
         copy = tmp_path / f"{world_size}_{local}"
         shutil.copytree(run, copy)
         words = _job(prepared_clicks, copy, f"parallel.embedding_sync={sync}")
-        summary = ranks.run(world_size, _train, words, local_world_size=local)[0]
+        summary = ranks.run(world_size, train_on_rank, words, local_world_size=local)[0]
         assert summary.step == 24 and summary.validation["auc"] > 0.5
         stored = _manifest(copy, 24).get("replicas")
         assert stored == ({"num_hosts": 4, "embedding_sync": sync, "apart": True} if sync == "never" else None)

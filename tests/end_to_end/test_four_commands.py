@@ -14,7 +14,7 @@ from pipeline.cli.inspect import inspect
 from pipeline.config.jobs import InitJob, InspectJob, PrepareJob, SweepJob, TrainJob
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError
-from pipeline.training.run import TrainSummary, train
+from tests.support.jobs import train_on_rank
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 
@@ -34,10 +34,6 @@ def _project(source: Path, folder: Path, label: str | None = None) -> tuple[Path
     inspect(load_config(InspectJob, words))
     init(load_config(InitJob, [f"folder={folder}/project", f"data={folder}/data.yaml", f"source={source}"]))
     return folder / "project", "mine"
-
-
-def _train(rank: int, overrides: list[str]) -> TrainSummary:
-    return train(load_config(TrainJob, overrides))
 
 
 def test_a_project_composes_and_nothing_in_it_is_overwritten(tmp_path: Path) -> None:
@@ -90,7 +86,7 @@ def test_four_commands_train_a_model_on_a_real_sample(
     prepared = prepare(
         load_config(PrepareJob, [conf, f"data={name}", f"source={source}", f"data.path={tmp_path}/prepared"])
     )
-    summary = ranks.run(1, _train, [
+    summary = ranks.run(1, train_on_rank, [
         conf, f"experiment={name}", f"data.path={prepared.path}", f"run_dir={tmp_path}/run", "hardware=cpu", "logger.tensorboard=false",
     ])[0]  # fmt: skip
     print(sample, (tmp_path / "data.yaml").read_text(), summary.validation)

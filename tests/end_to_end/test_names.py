@@ -23,9 +23,9 @@ from pipeline.config.module_names import TAKEN
 from pipeline.config.tables import entry_name, table_name
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
-from pipeline.training.run import train
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, run_export
 from tests.support.examples import examples
+from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
 
 SPARSE = ["item.id", "item", "type", "items", "keys", "values", "user id", 'a"b', "a,b", "naïve ☃", "Type", "train", "",
@@ -47,10 +47,6 @@ def test_the_names_that_modules_cannot_have_are_those_of_the_installed_torch() -
     assert set(dir(nn.ModuleDict())) <= TAKEN
     kept = ["cat_3", "user id", "a/b", "naïve", "50%x", "__index_level_0__"]
     assert [table_name(name) for name in kept] == kept  # earlier checkpoints hold them
-
-
-def _train(rank: int, overrides: list[str]) -> None:
-    train(load_config(TrainJob, overrides))
 
 
 def _write_source(path: Path, names: list[str]) -> str:
@@ -102,11 +98,13 @@ def test_columns_of_any_name_are_trained_exported_and_scored(
         "tables={type: {compression: {kind: hash, num_rows: 4}}, item.id: {pooling: mean}}", "trainer.evaluate_max_batches=1",
         "tables.default.embedding_dim=8", "trainer.max_steps=2", "logger.tensorboard=false",
     ]  # fmt: skip
-    ranks.run(world_size, _train, words)
+    ranks.run(world_size, train_on_rank, words)
     tables = inventory_of_step(open_step(f"{run}/checkpoints", 2)[2]).tables
     assert {entry_name(name) for name in tables} >= {*SPARSE, *MULTI_HOT} - {"type"}
     if world_size > 1:
-        ranks.run(1, _train, [*words, f"run_dir={tmp_path / 'warm'}", f"warm_start.run={run}", "trainer.max_steps=1"])
+        ranks.run(
+            1, train_on_rank, [*words, f"run_dir={tmp_path / 'warm'}", f"warm_start.run={run}", "trainer.max_steps=1"]
+        )
     exported = run_export(run, tmp_path / "artifact", "precision=fp32", "tables={item.id: fp16}")
     source = str(tmp_path / "rows.csv")
     assert assert_raw_rows_are_prepared_rows(exported.artifact, load_config(TrainJob, words), source) == NUM_ROWS

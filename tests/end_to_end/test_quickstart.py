@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import GenerateJob, PrepareJob, TrainJob
+from pipeline.config.jobs import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
-from pipeline.training.run import TrainSummary, train
+from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
 
 
@@ -24,13 +24,9 @@ def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> str:
     ).path
 
 
-def _train(rank: int, overrides: list[str]) -> TrainSummary:
-    return train(load_config(TrainJob, overrides))
-
-
 def _share_of_lift(ranks: RankPool, experiment: str, data: str, run_dir: Path) -> float:
     overrides = [f"experiment={experiment}", f"data.path={data}", f"run_dir={run_dir}", "hardware=cpu"]
-    summary = ranks.run(2, _train, overrides)[0]
+    summary = ranks.run(2, train_on_rank, overrides)[0]
     assert summary.bayes_auc is not None
     return (summary.validation["auc"] - 0.5) / (summary.bayes_auc - 0.5)
 

@@ -13,7 +13,7 @@ from pipeline.config.jobs import EvaluateJob, PrepareJob, TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
-from pipeline.training.run import TrainSummary, train
+from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
 
 SMALL_MODEL = [
@@ -21,10 +21,6 @@ SMALL_MODEL = [
     "model.over_arch_layer_sizes=[16,1]", "trainer.global_batch_size=64", "data.reader.num_streams=16", "optimizer.dense.lr=0.003",
     "optimizer.sparse.lr=0.05",
 ]  # fmt: skip
-
-
-def _train(rank: int, overrides: list[str]) -> TrainSummary:
-    return train(load_config(TrainJob, overrides))
 
 
 def _evaluate(rank: int, run_dir: str) -> EvaluateSummary:
@@ -53,7 +49,7 @@ def test_real_rows_are_prepared_trained_on_and_evaluated(
     assert sum(split.num_rows for split in dataset.splits.values()) == dataset.accepted_rows
 
     run_dir = str(tmp_path / "run")
-    summary = ranks.run(2, _train, [*SMALL_MODEL, f"data={data}", f"data.path={path}", f"run_dir={run_dir}"])[0]
+    summary = ranks.run(2, train_on_rank, [*SMALL_MODEL, f"data={data}", f"data.path={path}", f"run_dir={run_dir}"])[0]
     assert summary.step == dataset.splits["train"].num_rows // 64
     measured = ranks.run(1, _evaluate, run_dir)[0].metrics
     assert measured["num_samples"] == dataset.splits["test"].num_rows
@@ -82,4 +78,4 @@ def test_the_documented_pair_of_prepare_and_train_fits(samples: Path, tmp_path: 
 def test_the_documented_pair_of_prepare_and_train_trains(ranks: RankPool, samples: Path, tmp_path: Path) -> None:
     """2 GiB of tables, as in the reference."""
     words = [*_documented(tmp_path, samples), "trainer.evaluate_max_batches=1", "checkpoint=at_end"]
-    assert ranks.run(1, _train, words)[0].step == 2
+    assert ranks.run(1, train_on_rank, words)[0].step == 2

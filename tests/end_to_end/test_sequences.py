@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.tensors import StepTensors
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
 from pipeline.config.jobs import EvaluateJob, GenerateJob, PrepareJob, TrainJob
@@ -26,10 +25,11 @@ from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.raw_rows import RowEncoder
 from pipeline.serving.scoring.scorer import schema_of
 from pipeline.training.evaluate_run import evaluate
-from pipeline.training.run import train
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, raw_blocks, run_export
 from tests.support.examples import examples
+from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
+from tests.support.stored_tensors import step_tensors
 
 NUM_ROWS = 4000
 SMALL = [
@@ -41,10 +41,6 @@ TRAIN = [
     "trainer.evaluate_max_batches=1", "model.hidden_layer_sizes=[16]", "model.attention_layer_sizes=[8]",
     "checkpoint.save_every_steps=3",
 ]  # fmt: skip
-
-
-def _train(rank: int, overrides: list[str]) -> None:
-    train(load_config(TrainJob, overrides))
 
 
 def _evaluate(rank: int, run: str, *more: str) -> dict[str, float]:
@@ -66,14 +62,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
 def run(ranks: RankPool, source: tuple[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained on two ranks without a stop."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    ranks.run(2, _train, [*TRAIN, *SMALL, *source[1], f"run_dir={folder}"])
+    ranks.run(2, train_on_rank, [*TRAIN, *SMALL, *source[1], f"run_dir={folder}"])
     return folder
-
-
-def _tensors(run: Path) -> dict[str, torch.Tensor]:
-    """Weights and states of the last step."""
-    tensors = StepTensors(str(run / "checkpoints" / "step_00000006"))
-    return {key: tensors.read(key, [0] * len(tensors.shape(key)), tensors.shape(key)) for key in tensors.entries}
 
 
 @pytest.mark.campaign
@@ -81,17 +71,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     ranks: RankPool, run: Path, source: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     words = [*TRAIN, *SMALL, *source[1], f"run_dir={tmp_path / 'run'}"]
-    ranks.run(2, _train, [*words, "trainer.max_steps=3"])
+    ranks.run(2, train_on_rank, [*words, "trainer.max_steps=3"])
     shutil.copytree(tmp_path / "run", tmp_path / "moved")
-    ranks.run(2, _train, words)
-    resumed, uninterrupted = _tensors(tmp_path / "run"), _tensors(run)
+    ranks.run(2, train_on_rank, words)
+    resumed, uninterrupted = step_tensors(tmp_path / "run", 6), step_tensors(run, 6)
     assert resumed.keys() == uninterrupted.keys()
     assert any("dice.norm.running_mean" in key or "norm.running_mean" in key for key in resumed)
     assert all(torch.equal(resumed[key], uninterrupted[key]) for key in resumed)
     # The same step, on one rank and by other shards.
     other = [f"run_dir={tmp_path / 'moved'}", "tables.default.sharding.sharding_types=[column_wise]"]
-    ranks.run(1, _train, [*TRAIN, *SMALL, *source[1], *other])
-    moved = _tensors(tmp_path / "moved")
+    ranks.run(1, train_on_rank, [*TRAIN, *SMALL, *source[1], *other])
+    moved = step_tensors(tmp_path / "moved", 6)
     tables = [key for key in uninterrupted if key.startswith("model.") and key.endswith(".weight")]
     assert tables and all(torch.allclose(moved[key], uninterrupted[key], atol=1e-5) for key in tables)
 
@@ -147,7 +137,7 @@ def test_other_models_are_exported_and_serve_raw_rows_too(
     kept = [word for word in TRAIN if "experiment" not in word and "attention_layer" not in word]
     first = [] if words[0].startswith("experiment") else ["experiment=histories_din"]
     overrides = [*first, *kept, *SMALL, *named, *words, f"run_dir={tmp_path / 'run'}"]
-    ranks.run(2, _train, overrides)
+    ranks.run(2, train_on_rank, overrides)
     exported = run_export(tmp_path / "run", tmp_path / "artifact", "precision=fp32")
     limit = 5e-3 if "trainer.precision=bf16" in words else 1e-5  # the artifact's layers are fp32
     assert exported.parity["validation"]["max_score_difference"] < limit

@@ -38,6 +38,7 @@ from pipeline.training.run import TrainSummary, train
 from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.listing import as_text
 from tests.serving.exports import run_export
+from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
 from tests.support.stored_tensors import stored_tensors
 
@@ -83,17 +84,13 @@ def _job(folder: Path, run: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _train(rank: int, overrides: list[str]) -> TrainSummary:
-    return train(load_config(TrainJob, overrides))
-
-
 def _evaluate(rank: int, run: str) -> dict[str, float]:
     return evaluate(load_config(EvaluateJob, [f"run={run}", "split=validation"])).metrics
 
 
 @pytest.fixture(scope="module")
 def trained(ranks: RankPool, folder: Path) -> TrainSummary:
-    return ranks.run(2, _train, _job(folder, folder / "run"))[0]
+    return ranks.run(2, train_on_rank, _job(folder, folder / "run"))[0]
 
 
 def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained: TrainSummary) -> None:
@@ -120,8 +117,8 @@ def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained:
 def test_a_run_of_several_labels_resumes_bit_for_bit(
     ranks: RankPool, folder: Path, trained: TrainSummary, tmp_path: Path
 ) -> None:
-    ranks.run(2, _train, _job(folder, tmp_path / "run", "trainer.max_steps=29"))
-    resumed = ranks.run(2, _train, _job(folder, tmp_path / "run"))[0]
+    ranks.run(2, train_on_rank, _job(folder, tmp_path / "run", "trainer.max_steps=29"))
+    resumed = ranks.run(2, train_on_rank, _job(folder, tmp_path / "run"))[0]
     parts = [stored_tensors(each.checkpoint) for each in (trained, resumed)]
     assert parts[0] and parts[0] == parts[1]
 

@@ -9,20 +9,16 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
-from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
+from pipeline.config.jobs import PlanJob, TrainJob
 from pipeline.training import evaluate_run as evaluate_module
 from pipeline.training import run as train_module
-from pipeline.training.evaluate_run import EvaluateSummary, evaluate
 from pipeline.training.preflight import validate_job
 from pipeline.training.run import TrainSummary
 from tests.end_to_end.user_items import job_words, train_on_rank
+from tests.support.jobs import evaluate_on_rank
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 from tests.support.stored_tensors import stored_tensors
-
-
-def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
-    return evaluate(load_config(EvaluateJob, overrides))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +47,7 @@ def test_evaluate_finds_the_recall_of_the_training_on_any_number_of_ranks(
 ) -> None:
     words = [f"run={retriever.run_dir}", "split=validation"]
     for world_size in (1, 2):
-        summary = ranks.run(world_size, _evaluate, [*words, f"world_size={world_size}"])[0]
+        summary = ranks.run(world_size, evaluate_on_rank, [*words, f"world_size={world_size}"])[0]
         assert summary.metrics == pytest.approx(retriever.validation, abs=2e-3)
         assert "AUC" not in evaluate_module.describe(summary)
 

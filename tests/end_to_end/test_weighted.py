@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.tensors import StepTensors
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
 from pipeline.config.jobs import EvaluateJob, GenerateJob, PredictJob, PrepareJob, TrainJob
@@ -37,8 +36,10 @@ from pipeline.training.evaluate_run import evaluate
 from pipeline.training.run import train
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, raw_blocks, run_export
 from tests.support.examples import examples
+from tests.support.jobs import train_on_rank
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool
+from tests.support.stored_tensors import step_tensors
 
 NUM_ROWS = 3000
 SMALL = ["data.tags.num_rows=3000", "data.tags.num_items=50", "data.tags.num_tags=40", "data.rows_per_row_group=128"]
@@ -47,10 +48,6 @@ TRAIN = [
     "trainer.evaluate_max_batches=1", "checkpoint.save_every_steps=3", "tables.default.embedding_dim=8", "tables.default.init.kind=auto",
 ]  # fmt: skip
 SHARDINGS = ("row_wise", "column_wise", "data_parallel")
-
-
-def _train(rank: int, overrides: list[str]) -> None:
-    train(load_config(TrainJob, overrides))
 
 
 def _evaluate(rank: int, run: str, *more: str) -> dict[str, float]:
@@ -72,14 +69,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
 def run(ranks: RankPool, source: tuple[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained on two ranks without a stop."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    ranks.run(2, _train, [*TRAIN, *SMALL, *source[1], f"run_dir={folder}"])
+    ranks.run(2, train_on_rank, [*TRAIN, *SMALL, *source[1], f"run_dir={folder}"])
     return folder
-
-
-def _tensors(run: Path) -> dict[str, torch.Tensor]:
-    """Weights and states of the last step."""
-    tensors = StepTensors(str(run / "checkpoints" / "step_00000006"))
-    return {key: tensors.read(key, [0] * len(tensors.shape(key)), tensors.shape(key)) for key in tensors.entries}
 
 
 @pytest.mark.campaign
@@ -87,9 +78,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     ranks: RankPool, run: Path, source: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     words = [*TRAIN, *SMALL, *source[1], f"run_dir={tmp_path / 'run'}"]
-    ranks.run(2, _train, [*words, "trainer.max_steps=3"])
-    ranks.run(2, _train, words)
-    resumed, uninterrupted = _tensors(tmp_path / "run"), _tensors(run)
+    ranks.run(2, train_on_rank, [*words, "trainer.max_steps=3"])
+    ranks.run(2, train_on_rank, words)
+    resumed, uninterrupted = step_tensors(tmp_path / "run", 6), step_tensors(run, 6)
     assert resumed.keys() == uninterrupted.keys()
     assert all(torch.equal(resumed[key], uninterrupted[key]) for key in resumed)
 
@@ -99,15 +90,15 @@ def test_a_run_goes_on_by_other_shards_and_ranks(
     ranks: RankPool, source: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     words = [*TRAIN, *SMALL, *source[1], "optimizer.sparse.name=adagrad"]
-    ranks.run(2, _train, [*words, f"run_dir={tmp_path / 'whole'}"])
-    ranks.run(2, _train, [*words, f"run_dir={tmp_path / 'run'}", "trainer.max_steps=3"])
-    wanted = _tensors(tmp_path / "whole")
+    ranks.run(2, train_on_rank, [*words, f"run_dir={tmp_path / 'whole'}"])
+    ranks.run(2, train_on_rank, [*words, f"run_dir={tmp_path / 'run'}", "trainer.max_steps=3"])
+    wanted = step_tensors(tmp_path / "whole", 6)
     tables = [key for key in wanted if key.startswith("model.") and key.endswith(".weight")]
     for number, kind in enumerate(SHARDINGS):
         shutil.copytree(tmp_path / "run", tmp_path / kind)
         other = [f"run_dir={tmp_path / kind}", f"tables.default.sharding.sharding_types=[{kind}]"]
-        ranks.run(1 + number % 2, _train, [*words, *other])
-        moved = _tensors(tmp_path / kind)
+        ranks.run(1 + number % 2, train_on_rank, [*words, *other])
+        moved = step_tensors(tmp_path / kind, 6)
         assert tables and all(torch.allclose(moved[key], wanted[key], atol=1e-5) for key in tables)
 
 
@@ -171,7 +162,7 @@ def test_other_models_and_tables_are_exported_and_serve_raw_rows_too(
 ) -> None:
     raw, named = source
     overrides = [*TRAIN, *SMALL, *named, *words, f"run_dir={tmp_path / 'run'}"]
-    ranks.run(2, _train, overrides)
+    ranks.run(2, train_on_rank, overrides)
     exported = run_export(tmp_path / "run", tmp_path / "artifact", "precision=fp32")
     limit = 5e-3 if "trainer.precision=bf16" in words else 1e-5  # the artifact's layers are fp32
     assert exported.parity["validation"]["max_score_difference"] < limit
@@ -254,7 +245,7 @@ def test_both_towers_of_a_retrieval_read_weights(ranks: RankPool, tmp_path: Path
         "trainer.global_batch_size=64", "trainer.max_steps=6", "trainer.epochs=1", "tables.default.embedding_dim=8",
         "checkpoint.save_every_steps=6",
     ]  # fmt: skip
-    ranks.run(2, _train, [*data, *model, f"run_dir={tmp_path / 'run'}"])
+    ranks.run(2, train_on_rank, [*data, *model, f"run_dir={tmp_path / 'run'}"])
     summary = run_export(tmp_path / "run", tmp_path / "artifact", "precision=fp32")
     assert summary.certificate["splits"]["validation"]["max_vector_difference"] < 1e-5
     words = [f"artifact={summary.artifact}", f"source={path}", "retrieve.vectors=true", "retrieve.tower=item"]

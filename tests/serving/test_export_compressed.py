@@ -14,9 +14,9 @@ from pipeline.config.jobs import EvaluateJob, TrainJob
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.training.evaluate_run import evaluate
-from pipeline.training.run import train
 from tests.embeddings.compressed import NUM_IDS, as_features, table_of
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, run_export
+from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
 
 KINDS = {
@@ -28,10 +28,6 @@ KINDS = {
     "cat_20": "{kind: frequency_split, head_rows: 40}",
     "cat_19": "{kind: managed_collision, num_rows: 40, buckets: 2, eviction_interval: 1}",
 }
-
-
-def _train(rank: int, overrides: list[str]) -> None:
-    train(load_config(TrainJob, overrides))
 
 
 def _evaluate(rank: int, run: str) -> dict[str, float]:
@@ -48,7 +44,7 @@ def test_every_kind_of_compressed_table_scores_as_the_trainer_evaluates_it(
         "data.synthetic_multi_hot={cat_22: 3, cat_21: 2}",
         *(f"tables.{name}.compression={what}" for name, what in KINDS.items()),
     ]  # fmt: skip
-    ranks.run(1, _train, overrides)
+    ranks.run(1, train_on_rank, overrides)
     words = ["precision=int8", "tables.cat_25=fp32"]
     summary = run_export(tmp_path / "run", tmp_path / "artifact", *words)
     measured = ranks.run(1, _evaluate, str(tmp_path / "run"))[0]

@@ -10,16 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
-from pipeline.training.run import train
+from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
 
 ROWS, DIM = 2_000_000, 32
-
-
-def _train(rank: int, overrides: list[str]) -> None:
-    train(load_config(TrainJob, overrides))
 
 
 @pytest.mark.campaign
@@ -32,7 +26,7 @@ def test_a_table_larger_than_the_memory_it_may_take_is_exported(
         "model.dense_arch_layer_sizes=[16,32]", f"tables.default.embedding_dim={DIM}",
         f"tables.cat_25.num_embeddings={ROWS}", "optimizer.sparse.name=sgd",
     ]  # fmt: skip
-    ranks.run(1, _train, overrides)
+    ranks.run(1, train_on_rank, overrides)
     done = subprocess.run(
         [sys.executable, "-m", "tests.serving.memory_worker", small_run, tmp_path / "run", tmp_path / "artifact"],
         capture_output=True, text=True, timeout=400, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},

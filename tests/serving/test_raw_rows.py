@@ -19,8 +19,8 @@ from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import schema_of
-from pipeline.training.run import train
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, raw_blocks, run_export
+from tests.support.jobs import train_on_rank
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
@@ -41,10 +41,6 @@ transforms:
   parts: {kind: split, column: colour, separator: ","}
 """
 TINY = ["hardware=cpu", "trainer.global_batch_size=64", "trainer.max_steps=3", "trainer.evaluate_max_batches=1"]
-
-
-def _train(rank: int, overrides: list[str]) -> None:
-    train(load_config(TrainJob, overrides))
 
 
 def _write_mixed(path: Path) -> None:
@@ -77,7 +73,7 @@ def _mixed_artifact(ranks: RankPool, folder: Path, described: str) -> tuple[str,
         *conf, "name=mixed", f"run_dir={folder / 'run'}", "model=deepfm", "tables.default.embedding_dim=8",
         "tables.tags.pooling=mean", *TINY,
     ]  # fmt: skip
-    ranks.run(1, _train, overrides)
+    ranks.run(1, train_on_rank, overrides)
     summary = run_export(folder / "run", folder / "artifact", "precision=int4", "tables.colour=fp32", "parity.max_ne_increase=1", "parity.max_auc_decrease=1")  # fmt: skip
     return summary.artifact, load_config(TrainJob, overrides), str(source)
 
@@ -127,7 +123,7 @@ def test_raw_real_rows_score_as_prepared(
         *conf, *extra, "name=real", f"run_dir={tmp_path / 'run'}", "model=dlrm", "tables.default.embedding_dim=8",
         "model.dense_arch_layer_sizes=[16,8]", "model.over_arch_layer_sizes=[16,1]", *TINY,
     ]  # fmt: skip
-    ranks.run(1, _train, overrides)
+    ranks.run(1, train_on_rank, overrides)
     artifact = run_export(tmp_path / "run", tmp_path / "artifact").artifact
     compared = assert_raw_rows_are_prepared_rows(artifact, load_config(TrainJob, overrides), f"{samples}/{pattern}")
     assert compared == load_dataset(str(tmp_path / "prepared")).accepted_rows > 1000

@@ -10,14 +10,14 @@ import pytest
 from pipeline.checkpoint.best import best_step
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import EvaluateJob, ExportJob, TrainJob
+from pipeline.config.jobs import EvaluateJob, ExportJob
 from pipeline.retraining.promotion import finished_run
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.serving.artifact.source import open_source
 from pipeline.training import evaluate_run
 from pipeline.training import run as train_module
-from pipeline.training.evaluate_run import EvaluateSummary, evaluate
-from pipeline.training.run import TrainSummary, train
+from pipeline.training.run import TrainSummary
+from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
@@ -28,21 +28,13 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
-def _train(rank: int, overrides: list[str]) -> TrainSummary:
-    return train(load_config(TrainJob, overrides))
-
-
-def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
-    return evaluate(load_config(EvaluateJob, overrides))
-
-
 @pytest.fixture(scope="module")
 def trained(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.TempPathFactory) -> TrainSummary:
     """It learns for 8 steps; resumed at a rate that is far too high, it stops at step 16."""
     run_dir = tmp_path_factory.mktemp("runs") / "best"
     overrides = [*OVERRIDES, f"data.path={prepared_clicks}", f"run_dir={run_dir}"]
-    ranks.run(1, _train, [*overrides, "trainer.max_steps=8"])
-    return ranks.run(1, _train, [*overrides, "optimizer.dense.lr=0.3"])[0]
+    ranks.run(1, train_on_rank, [*overrides, "trainer.max_steps=8"])
+    return ranks.run(1, train_on_rank, [*overrides, "optimizer.dense.lr=0.3"])[0]
 
 
 def measured(run_dir: str) -> dict[int, float]:
@@ -64,11 +56,11 @@ def test_the_best_step_is_saved_and_named_by_the_last_lines(trained: TrainSummar
 def test_evaluate_and_export_take_the_best_step_unless_they_are_told(ranks: RankPool, trained: TrainSummary) -> None:
     run = f"run={trained.run_dir}"
     words = [run, "split=validation", "max_batches=4"]
-    best = ranks.run(1, _evaluate, words)[0]
+    best = ranks.run(1, evaluate_on_rank, words)[0]
     assert (best.step, best.best_by) == (trained.best_step, "auc")
     assert best.metrics["auc"] == pytest.approx(trained.validation["auc"], abs=1e-9)
     assert mentions(evaluate_run.describe(best), f"{best.step} best auc")
-    last = ranks.run(1, _evaluate, [*words, "which=last"])[0]
+    last = ranks.run(1, evaluate_on_rank, [*words, "which=last"])[0]
     assert (last.step, last.best_by) == (trained.step, "")
     assert last.metrics["auc"] == pytest.approx(measured(trained.run_dir)[trained.step], abs=1e-9)
     found = {which: open_source(load_config(ExportJob, [run, f"which={which}"])) for which in ("auto", "last")}

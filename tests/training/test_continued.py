@@ -12,15 +12,15 @@ import pytest
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config, validate_train
-from pipeline.config.jobs import EvaluateJob, ExportJob, TrainJob
+from pipeline.config.jobs import ExportJob, TrainJob
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.serving.artifact.export_run import export
 from pipeline.training import run as train_module
 from pipeline.training.continued import describe_differences, differences
-from pipeline.training.evaluate_run import EvaluateSummary, evaluate
 from pipeline.training.run import TrainSummary, train
 from tests.runtime.test_signature import make_keys
 from tests.support.forks import WarmCommand
+from tests.support.jobs import evaluate_on_rank
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
@@ -29,10 +29,6 @@ SMALL = ["experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256
 
 def _job(data: str, run_dir: Path, *overrides: str) -> list[str]:
     return [*SMALL, f"data.path={data}", f"run_dir={run_dir}", *overrides]
-
-
-def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
-    return evaluate(load_config(EvaluateJob, overrides))
 
 
 def _train(rank: int, overrides: list[str]) -> TrainSummary:
@@ -152,7 +148,7 @@ def test_steps_are_signed_and_only_what_a_key_vouches_for_is_resumed(
     assert ranks.run(1, _train, [*words, f"checkpoint.require_signature={public}"])[0].step == 2
     measured = [f"run={tmp_path}/run", "split=validation", "max_batches=1"]
     with pytest.raises(RuntimeError, match=names("step_00000002 signed another key")):
-        ranks.run(1, _evaluate, [*measured, f"require_signature={other}"])
-    assert ranks.run(1, _evaluate, [*measured, f"require_signature={public}"])[0].step == 2
+        ranks.run(1, evaluate_on_rank, [*measured, f"require_signature={other}"])
+    assert ranks.run(1, evaluate_on_rank, [*measured, f"require_signature={public}"])[0].step == 2
     with pytest.raises(UserError, match=names("step_00000002 signed another key")):
         export(load_config(ExportJob, [f"run={tmp_path}/run", f"require_signature={other}"]))

@@ -10,19 +10,14 @@ import pytest
 import torch
 
 from pipeline.checkpoint.tensors import StepTensors
-from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import EvaluateJob
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
-from pipeline.training.evaluate_run import EvaluateSummary, describe, evaluate
+from pipeline.training.evaluate_run import describe
 from pipeline.training.permutation import with_shuffled
 from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.report import render_report
+from tests.support.jobs import evaluate_on_rank
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool
-
-
-def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
-    return evaluate(load_config(EvaluateJob, overrides))
 
 
 def test_shuffling_a_feature_moves_whole_bags_and_leaves_the_others() -> None:
@@ -60,7 +55,7 @@ def test_an_evaluation_measures_importance_on_all_ranks_and_the_page_shows_it(
 ) -> None:
     run = Path(shutil.copytree(small_run, tmp_path / "run"))
     words = [f"run={run}", "split=validation", "max_batches=1", "importance_rows=1024"]
-    summary = ranks.run(2, _evaluate, words)[0]
+    summary = ranks.run(2, evaluate_on_rank, words)[0]
     found = json.loads((run / "importance.json").read_text())
     assert (found["split"], found["step"], found["rows"]) == ("validation", 30, 1024)
     assert len(found["features"]) == 39 and found["ne"] < 1.1

@@ -11,13 +11,13 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import ColumnsConfig, DataConfig
-from pipeline.config.jobs import EvaluateJob, PrepareJob, TrainJob
+from pipeline.config.jobs import PrepareJob, TrainJob
 from pipeline.data.dataset import GROUP_COLUMN, check_group, load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.training import evaluate_run
-from pipeline.training.evaluate_run import EvaluateSummary, evaluate
-from pipeline.training.run import TrainSummary, train
+from pipeline.training.run import TrainSummary
+from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
@@ -44,14 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def _train(rank: int, overrides: list[str]) -> TrainSummary:
-    return train(load_config(TrainJob, overrides))
-
-
-def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
-    return evaluate(load_config(EvaluateJob, overrides))
-
-
 @pytest.fixture(scope="module")
 def trained(ranks: RankPool, folder: Path) -> TrainSummary:
     overrides = [
@@ -60,7 +52,7 @@ def trained(ranks: RankPool, folder: Path) -> TrainSummary:
         "trainer.early_stop.metric=gauc", "checkpoint.best_metric=ndcg_at_2", "schedule.plateau.metric=hit_rate_at_5",
         "logger.tensorboard=false", "tables.default.embedding_dim=4",
     ]  # fmt: skip
-    return ranks.run(1, _train, overrides)[0]
+    return ranks.run(1, train_on_rank, overrides)[0]
 
 
 def test_the_data_set_carries_the_group_of_each_row(folder: Path) -> None:
@@ -88,7 +80,7 @@ def test_training_stops_and_keeps_the_best_by_group_metrics(trained: TrainSummar
 
 def test_evaluate_prints_group_metrics_equal_on_one_and_two_ranks(ranks: RankPool, trained: TrainSummary) -> None:
     words = [f"run={trained.run_dir}", "split=test"]
-    one, two = (ranks.run(world_size, _evaluate, words)[0] for world_size in (1, 2))
+    one, two = (ranks.run(world_size, evaluate_on_rank, words)[0] for world_size in (1, 2))
     assert one.metrics == pytest.approx(two.metrics, abs=1e-6)
     assert mentions(evaluate_run.describe(one), "gauc ndcg_at_2 hit_rate_at_5 num_one_class_groups")
 

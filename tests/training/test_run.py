@@ -21,14 +21,15 @@ import torch
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.config.jobs import EvaluateJob
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.runtime.storage.run_folder import take_run_folder
 from pipeline.training import run as train_module
-from pipeline.training.evaluate_run import EvaluateSummary, evaluate
-from pipeline.training.run import TrainSummary, train
+from pipeline.training.evaluate_run import evaluate
+from pipeline.training.run import TrainSummary
 from tests.support.forks import WarmCommand, run_warm
+from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 from tests.support.stored_tensors import stored_tensors
@@ -44,14 +45,6 @@ def _job(data: str, run_dir: Path | str, *overrides: str) -> list[str]:
     return [*SMALL, f"data.path={data}", f"run_dir={run_dir}", *overrides]
 
 
-def _train(rank: int, overrides: list[str]) -> TrainSummary:
-    return train(load_config(TrainJob, overrides))
-
-
-def _evaluate(rank: int, overrides: list[str]) -> EvaluateSummary:
-    return evaluate(load_config(EvaluateJob, overrides))
-
-
 def _files(folder: str | Path) -> dict[str, int]:
     """Checksums of what a checkpoint holds of the model."""
     return {name: zlib.crc32(content) for name, content in stored_tensors(folder).items()}
@@ -62,7 +55,7 @@ def trained(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.Temp
     """One run on two ranks, saved at step 40, 80 and at the end."""
     run_dir = tmp_path_factory.mktemp("runs") / "trained"
     overrides = _job(prepared_clicks, run_dir, "checkpoint.save_every_steps=40", "checkpoint.keep_last_n=9")
-    return ranks.run(2, _train, overrides)[0]
+    return ranks.run(2, train_on_rank, overrides)[0]
 
 
 def test_a_run_leaves_all_that_its_summary_names(trained: TrainSummary) -> None:
@@ -98,9 +91,9 @@ def test_the_same_seed_gives_the_same_weights_bit_for_bit(
 ) -> None:
     half = Path(trained.run_dir) / "checkpoints" / "step_00000040"
     short = ["trainer.max_steps=40", "trainer.evaluate_max_batches=1"]
-    again = ranks.run(2, _train, _job(prepared_clicks, tmp_path / "again", *short))[0]
+    again = ranks.run(2, train_on_rank, _job(prepared_clicks, tmp_path / "again", *short))[0]
     assert _files(again.checkpoint) == _files(half)
-    other = ranks.run(2, _train, _job(prepared_clicks, tmp_path / "other", *short, "trainer.seed=1"))[0]
+    other = ranks.run(2, train_on_rank, _job(prepared_clicks, tmp_path / "other", *short, "trainer.seed=1"))[0]
     assert _files(other.checkpoint) != _files(half)
 
 
@@ -108,8 +101,8 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_the_same(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path
 ) -> None:
     overrides = _job(prepared_clicks, tmp_path / "cut")
-    ranks.run(2, _train, [*overrides, "trainer.max_steps=37", "trainer.evaluate_max_batches=1"])
-    resumed = ranks.run(2, _train, overrides)[0]
+    ranks.run(2, train_on_rank, [*overrides, "trainer.max_steps=37", "trainer.evaluate_max_batches=1"])
+    resumed = ranks.run(2, train_on_rank, overrides)[0]
     assert _files(resumed.checkpoint) == _files(trained.checkpoint)
 
 
@@ -126,7 +119,7 @@ def _train_after_draws(rank: int, overrides: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_log_plan", "_open_writer"):
             patch.setattr(train_module, name, drawing(getattr(train_module, name)))
-        _train(rank, overrides)
+        train_on_rank(rank, overrides)
 
 
 @pytest.mark.campaign
@@ -135,7 +128,7 @@ def test_what_libraries_draw_while_a_run_starts_is_not_in_its_random_state(
 ) -> None:
     """rich draws when it is imported, which a process does once and a run that is restarted does anew."""
     states = []
-    runs = (("plain", _train, 1), ("disturbed", _train_after_draws, 1), ("disturbed", _train_after_draws, 2))
+    runs = (("plain", train_on_rank, 1), ("disturbed", _train_after_draws, 1), ("disturbed", _train_after_draws, 2))
     for name, run, steps in runs:  # from the start, and resumed
         words = [f"trainer.max_steps={steps}", "trainer.evaluate_max_batches=1"]
         ranks.run(1, run, _job(prepared_clicks, tmp_path / name, *words))
@@ -152,12 +145,12 @@ def test_dropout_and_batch_norm_are_resumed_bit_for_bit_and_evaluated_by_running
 ) -> None:
     few = ["experiment=quickstart_deepfm", "model.hidden_layer_sizes=[16]", "trainer.evaluate_max_batches=2"]
     cut, whole = (_job(prepared_clicks, tmp_path / name, *few, "trainer.max_steps=8") for name in ("cut", "whole"))
-    ranks.run(2, _train, [*cut[:-1], "trainer.max_steps=5"])
-    resumed = ranks.run(2, _train, cut)
-    uninterrupted = ranks.run(2, _train, whole)
+    ranks.run(2, train_on_rank, [*cut[:-1], "trainer.max_steps=5"])
+    resumed = ranks.run(2, train_on_rank, cut)
+    uninterrupted = ranks.run(2, train_on_rank, whole)
     assert _files(resumed[0].checkpoint) == _files(uninterrupted[0].checkpoint)
     assert resumed[0].validation == uninterrupted[0].validation == resumed[1].validation
-    alone = ranks.run(1, _evaluate, [f"run={tmp_path / 'whole'}", "split=validation", "max_batches=2"])[0]
+    alone = ranks.run(1, evaluate_on_rank, [f"run={tmp_path / 'whole'}", "split=validation", "max_batches=2"])[0]
     assert alone.metrics == pytest.approx(uninterrupted[0].validation, rel=1e-4)
 
 
@@ -167,9 +160,9 @@ def test_fp16_tables_learn_as_well_and_resume_bit_for_bit(
 ) -> None:
     half = ["tables.default.data_type=fp16", "tables.default.sharding.sharding_types=[table_wise]"]
     cut, whole = (_job(prepared_clicks, tmp_path / name, *half) for name in ("cut", "whole"))
-    ranks.run(1, _train, [*cut, "trainer.max_steps=37"])
-    resumed = ranks.run(1, _train, cut)[0]
-    uninterrupted = ranks.run(1, _train, whole)[0]
+    ranks.run(1, train_on_rank, [*cut, "trainer.max_steps=37"])
+    resumed = ranks.run(1, train_on_rank, cut)[0]
+    uninterrupted = ranks.run(1, train_on_rank, whole)[0]
     assert _files(resumed.checkpoint) == _files(uninterrupted.checkpoint)
     assert uninterrupted.validation["auc"] == pytest.approx(trained.validation["auc"], abs=2e-3)
     size, full = (sum(file.stat().st_size for file in Path(each.checkpoint).glob("*.distcp"))
@@ -181,7 +174,7 @@ def test_fp16_tables_learn_as_well_and_resume_bit_for_bit(
 def test_any_number_of_ranks_trains_the_same_model(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path, world_size: int
 ) -> None:
-    summary = ranks.run(world_size, _train, _job(prepared_clicks, tmp_path / "run"))[0]
+    summary = ranks.run(world_size, train_on_rank, _job(prepared_clicks, tmp_path / "run"))[0]
     assert summary.validation == pytest.approx(trained.validation, abs=1e-3)
 
 
@@ -189,7 +182,7 @@ def test_any_number_of_ranks_trains_the_same_model(
 @pytest.mark.parametrize("model", ["dlrm_dcn", "deepfm"])
 def test_the_other_models_learn_it_too(ranks: RankPool, prepared_clicks: str, tmp_path: Path, model: str) -> None:
     overrides = _job(prepared_clicks, tmp_path, f"experiment=quickstart_{model}")
-    summary = ranks.run(2, _train, overrides)[0]
+    summary = ranks.run(2, train_on_rank, overrides)[0]
     assert summary.bayes_auc is not None
     assert summary.validation["auc"] > 0.5 + 0.5 * (summary.bayes_auc - 0.5)
 
@@ -205,20 +198,20 @@ def test_the_settings_work_together(ranks: RankPool, prepared_clicks: str, tmp_p
         "schedule.dense.decay_steps=200", "schedule.sparse.warmup_steps=10", "trainer.early_stop.patience=3",
         "trainer.evaluate_every_steps=30", "trainer.max_steps=32", "optimizer.dense.name=adamw", "optimizer.dense.weight_decay=0.01",
     )  # fmt: skip
-    summary = ranks.run(2, _train, overrides)[0]
+    summary = ranks.run(2, train_on_rank, overrides)[0]
     assert summary.bayes_auc is not None
     assert summary.validation["auc"] > 0.5 + 0.4 * (summary.bayes_auc - 0.5)
     kinds = {
         table["name"]: table["sharding_type"] for table in json.loads((tmp_path / "plan.json").read_text())["tables"]
     }
     assert (kinds["cat_20"], kinds["cat_21"]) == ("row_wise", "table_wise")
-    measured = ranks.run(1, _evaluate, [f"run={tmp_path}", "split=validation"])[0]
+    measured = ranks.run(1, evaluate_on_rank, [f"run={tmp_path}", "split=validation"])[0]
     assert measured.metrics == pytest.approx(summary.validation, rel=2e-2)  # the wire was int8 on two ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_evaluation_is_the_same_on_any_number_of_ranks(ranks: RankPool, trained: TrainSummary, world_size: int) -> None:
-    summary = ranks.run(world_size, _evaluate, [f"run={trained.run_dir}", "split=validation"])[0]
+    summary = ranks.run(world_size, evaluate_on_rank, [f"run={trained.run_dir}", "split=validation"])[0]
     assert summary.metrics == pytest.approx(trained.validation, abs=1e-6)
     assert json.loads(Path(summary.path).read_text())["auc"] == summary.metrics["auc"]
 
@@ -228,8 +221,8 @@ def test_a_part_of_a_split_and_other_data_do_not_take_the_place_of_the_evaluatio
     ranks: RankPool, trained: TrainSummary, prepared_clicks: str, tmp_path: Path
 ) -> None:
     run = [f"run={trained.run_dir}", "split=test"]
-    whole = ranks.run(1, _evaluate, run)[0]
-    part = ranks.run(1, _evaluate, [*run, "max_batches=1"])[0]
+    whole = ranks.run(1, evaluate_on_rank, run)[0]
+    part = ranks.run(1, evaluate_on_rank, [*run, "max_batches=1"])[0]
     assert part.path != whole.path and part.metrics["num_samples"] < whole.metrics["num_samples"]
     other = shutil.copytree(prepared_clicks, tmp_path / "other")
     text = (other / "dataset.json").read_text()
@@ -237,15 +230,15 @@ def test_a_part_of_a_split_and_other_data_do_not_take_the_place_of_the_evaluatio
     described["name"] = "another"
     (other / "dataset.json").write_text(json.dumps(described))
     with pytest.raises(RuntimeError, match=names("other_data=true")):
-        ranks.run(1, _evaluate, [*run, f"data_path={other}"])
-    allowed = ranks.run(1, _evaluate, [*run, f"data_path={other}", "other_data=true"])[0]
+        ranks.run(1, evaluate_on_rank, [*run, f"data_path={other}"])
+    allowed = ranks.run(1, evaluate_on_rank, [*run, f"data_path={other}", "other_data=true"])[0]
     assert len({whole.path, part.path, allowed.path}) == 3
     assert allowed.metrics == whole.metrics
 
 
 def test_any_step_and_split_can_be_evaluated(ranks: RankPool, trained: TrainSummary) -> None:
-    early = ranks.run(2, _evaluate, [f"run={trained.run_dir}", "step=40", "split=test"])[0]
-    late = ranks.run(2, _evaluate, [f"run={trained.run_dir}", "split=test"])[0]
+    early = ranks.run(2, evaluate_on_rank, [f"run={trained.run_dir}", "step=40", "split=test"])[0]
+    late = ranks.run(2, evaluate_on_rank, [f"run={trained.run_dir}", "split=test"])[0]
     assert (early.step, late.step, late.metrics["num_samples"]) == (40, STEPS, 3000)
     assert late.metrics["ne"] < early.metrics["ne"]
 
@@ -263,7 +256,7 @@ def test_a_run_folder_of_another_job_is_refused_and_kept(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=names(message)):
-        ranks.run(2, _train, _job(prepared_clicks, trained.run_dir, *overrides))
+        ranks.run(2, train_on_rank, _job(prepared_clicks, trained.run_dir, *overrides))
     assert list_steps(f"{trained.run_dir}/checkpoints") == [40, 80, STEPS]
 
 
@@ -272,7 +265,7 @@ def test_running_a_finished_run_again_tells_its_last_metrics(
 ) -> None:
     overrides = _job(prepared_clicks, tmp_path, "trainer.evaluate_every_steps=25", "trainer.max_steps=30",
                      "checkpoint.save_every_steps=10", "trainer.evaluate_max_batches=1")  # fmt: skip
-    first, second = (ranks.run(2, _train, overrides)[0] for _ in range(2))
+    first, second = (ranks.run(2, train_on_rank, overrides)[0] for _ in range(2))
     assert (first.step, second.step) == (30, 30)
     assert second.validation == first.validation
 
@@ -280,7 +273,7 @@ def test_running_a_finished_run_again_tells_its_last_metrics(
 def _train_twice_at_once(rank: int, overrides: list[str], run_dir: str) -> str:
     held = take_run_folder(run_dir, init_distributed())
     with pytest.raises(ValueError) as error:
-        _train(rank, overrides)
+        train_on_rank(rank, overrides)
     if held:
         held.release()
     return str(error.value)
@@ -297,7 +290,7 @@ def test_a_missing_shard_is_found_before_tables_are_planned(
     spoilt = shutil.copytree(prepared_clicks, tmp_path / "spoilt")
     next(spoilt.glob("validation/*.parquet")).unlink()
     with pytest.raises(RuntimeError, match=names("validation/")):
-        ranks.run(2, _train, _job(str(spoilt), tmp_path / "run"))
+        ranks.run(2, train_on_rank, _job(str(spoilt), tmp_path / "run"))
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
@@ -305,7 +298,7 @@ def test_evaluating_what_is_no_run_or_no_step_says_so(ranks: RankPool, trained: 
     with pytest.raises(TrainingError):
         evaluate(load_config(EvaluateJob, [f"run={tmp_path}"]))
     with pytest.raises(RuntimeError, match=names("41 [40 80 93]")):
-        ranks.run(1, _evaluate, [f"run={trained.run_dir}", "step=41"])
+        ranks.run(1, evaluate_on_rank, [f"run={trained.run_dir}", "step=41"])
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
@@ -343,7 +336,7 @@ def test_sigterm_saves_at_the_next_step_and_the_same_command_goes_on(
     assert "stopped by SIGTERM at step" in rest and "Traceback" not in rest
     (step,) = list_steps(str(tmp_path / "run" / "checkpoints"))
     assert 12 <= step < STEPS
-    resumed = ranks.run(1, _train, overrides)[0]
+    resumed = ranks.run(1, train_on_rank, overrides)[0]
     assert resumed.step == STEPS
     assert resumed.validation == pytest.approx(trained.validation, abs=1e-3)
 
@@ -369,7 +362,7 @@ def _warnings_of_a_shared_table(rank: int, overrides: list[str]) -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pipeline.training.assembly").addHandler(handler)
     try:
-        _train(rank, overrides)
+        train_on_rank(rank, overrides)
     finally:
         logging.getLogger("pipeline.training.assembly").removeHandler(handler)
     return messages
