@@ -3,6 +3,7 @@
 The hardware need not be at hand:  python -m pipeline.plan experiment=... hardware=h100_80gb world_size=64
 With its step predicted for more ranks:   python -m pipeline.plan experiment=... hardware=h100_80gb world_size=[8,16,32,64]
 With settings changed one by one:         python -m pipeline.plan experiment=... what_if=true
+The smallest of conf/hardware for a rate:  python -m pipeline.plan experiment=... target.epochs_per_day=1
 The plan goes to planner.plan_file, a page with its pictures beside it, and training with planner=file uses it.
 Where the data set is absent, tables that say their num_embeddings are enough.
 
@@ -16,21 +17,25 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
+import yaml
+
 import pipeline
 from pipeline.cli.command_line import parse_command_line, validate_train
+from pipeline.cli.compose import config_folders
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, Words
 from pipeline.config.jobs import PlanJob
+from pipeline.config.planner import HardwareConfig
 from pipeline.data.dataset import check_multi_hot
 from pipeline.embeddings.table import Table
 from pipeline.planner.head_rows import choose_heads
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
-from pipeline.runtime.errors import UserError
+from pipeline.runtime.errors import ConfigError, UserError, check_choice
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.runtime.masking import mask
 from pipeline.sharding.compat import allow_untested_versions
@@ -38,6 +43,7 @@ from pipeline.training.preflight import check_resolved, load_or_describe
 
 if TYPE_CHECKING:
     from pipeline.planner.request import PlanRequest
+    from pipeline.planner.step_time.outlook import Outlook
     from pipeline.training.plan_outlook import Planned
 
 STALE = 1  # exit code of check
@@ -72,6 +78,9 @@ def plan(job: PlanJob) -> PlanSummary:
         ConfigError: no plan holds the tables, or the job does not fit the data or the number of ranks.
     """
     started = time.monotonic()
+    found: list[str] = []
+    if job.target.is_set:
+        job, found = _aim(job)
     resolved = resolve(job)
     request = build_request(resolved)
     # Imported here, for a mistake in the job must fail before torch is loaded.
@@ -103,8 +112,56 @@ def plan(job: PlanJob) -> PlanSummary:
         explanation="\n".join(
             [summarize(record) if job.brief else explain(record), *describe_savings(savings_of(resolved.tables))]
         ),
-        outlook="\n".join(step.lines) if step else "",
+        outlook="\n".join([*found, *([""] if found else []), *(step.lines if step else [])]),
     )
+
+
+def _aim(job: PlanJob) -> tuple[PlanJob, list[str]]:
+    """The job on the smallest hardware that reaches job.target, and the table of what was tried.
+
+    Raises:
+        ConfigError: none reaches it, or an epoch's samples are not known.
+    """
+    from pipeline.planner.planner import make_plan
+    from pipeline.training.plan_outlook import Planned, outlook_of
+    from pipeline.training.plan_target import at_size, describe_target, find_target, smallest, target_of
+
+    def predict(other: PlanJob) -> Outlook:
+        resolved = resolve(other)
+        request = replace(build_request(resolved), suggests=False)
+        return outlook_of(other, Planned(resolved, make_plan(other.planner, request)))
+
+    train = load_or_describe(job).splits.get("train")
+    target = target_of(job, train.num_rows if train else None)
+    hardware = _hardware_to_try(job)
+    tried = find_target(job, target, hardware, predict)
+    lines = describe_target(target, tried)
+    best = smallest(tried)
+    if best is None:
+        raise ConfigError("\n".join([lines[-1], *lines[:-1]]))
+    return at_size(job, hardware[best.hardware], best.world_size), lines
+
+
+def _hardware_to_try(job: PlanJob) -> dict[str, HardwareConfig]:
+    """target.hardware, or the options of conf/hardware and the job's own that state their peaks or have a calibration."""
+    files = {file.stem: file for file in sorted(config_folders()[0].glob("hardware/*.yaml"))}
+    for name in job.target.hardware:
+        if name != job.hardware.name:
+            check_choice("target.hardware", name, files.keys())
+    found = {name: HardwareConfig(**yaml.safe_load(file.read_text())) for name, file in files.items()}
+    found[job.hardware.name] = job.hardware
+    if job.target.hardware:
+        return {name: found[name] for name in job.target.hardware}
+    usable = {
+        name: option
+        for name, option in found.items()
+        if option.calibration or (option.tflops_fp32 and option.tflops_bf16)
+    }
+    if not usable:
+        raise ConfigError(
+            "no option of conf/hardware states tflops_fp32 and tflops_bf16: name some by target.hardware=[...]"
+        )
+    return usable
 
 
 @dataclass(frozen=True)
@@ -166,6 +223,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
     from pipeline.planner.request import PlanRequest
     from pipeline.sharding.torchrec.sharding import make_sharders
     from pipeline.training.assembly import build_task
+    from pipeline.training.plan_outlook import planned_step_cost
 
     job, dataset = resolved.job, resolved.dataset
     if not dataset.splits:
@@ -186,6 +244,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
         hardware=hardware,
         optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),
         batch_size=job.trainer.micro_batch_size // job.world_size,
+        step_cost=lambda: planned_step_cost(job, resolved, hardware),
     )
 
 
@@ -225,7 +284,10 @@ def check(path: str, job: PlanJob) -> list[str]:
 
 def train_command(summary: PlanSummary, overrides: list[str]) -> str:
     """The training that replays the plan, with the overrides that it was made with."""
-    kept = [shlex.quote(word) for word in overrides if not word.startswith(("planner=", "brief="))]
+    kept = [shlex.quote(word) for word in overrides if not word.startswith(("planner=", "brief=", "target."))]
+    if any(word.startswith("target.") for word in overrides):  # what was found stands for what was asked
+        kept = [word for word in kept if not word.startswith(("hardware=", "world_size="))]
+        kept.append(f"hardware={summary.hardware}")
     arguments = " ".join([*kept, "planner=file"])
     if summary.world_size == 1:
         return f"python -m pipeline.train {arguments}"

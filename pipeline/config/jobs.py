@@ -9,7 +9,7 @@ from pipeline.config.data import SPLITS, BaseVocabularyConfig, DataConfig
 from pipeline.config.labels import LABEL_METRICS
 from pipeline.config.model import ModelConfig
 from pipeline.config.paths import PathsConfig
-from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.config.planner import HardwareConfig, PlannerConfig, TargetConfig
 from pipeline.config.publish import DeltaGateConfig
 from pipeline.config.registry import find
 from pipeline.config.retraining import (
@@ -239,13 +239,15 @@ class PlanJob(TrainJob):
 
     brief: print one line of the plan in place of every table's; its page has them all. scale_to: further world sizes whose
     steps are predicted too, world_size=[8,16,32] is short for the first and these. what_if: predict the step with each of
-    some settings changed. threads: of a CPU rank, None: OMP_NUM_THREADS, or its share of the cores.
+    some settings changed. threads: of a CPU rank, None: OMP_NUM_THREADS, or its share of the cores. target: where it is set,
+    `hardware` and `world_size` are found, not given.
     """
 
     brief: bool = False
     scale_to: list[int] = field(default_factory=list)
     what_if: bool = False
     threads: int | None = None
+    target: TargetConfig = field(default_factory=TargetConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within
 
 PLANNERS = ("search", "torchrec", "file")
-OBJECTIVES = ("critical_path", "max_rank")
+OBJECTIVES = ("critical_path", "max_rank", "step_time")
 COMPUTE_DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -64,6 +64,7 @@ class PlannerConfig:
 
     `objective`, `seed` and `gap_tolerance` are for search: critical_path sums each phase's slowest rank, max_rank is the
     slowest rank's sum; the search ends once its plan is proven to be no more than `gap_tolerance` above the best possible.
+    step_time goes on from there by the predicted step (hardware.calibration, or the data sheet), of which nothing is proven.
     """
 
     kind: str = "search"
@@ -85,3 +86,37 @@ class PlannerConfig:
         check_within("planner.most_tier_stall_percent", self.most_tier_stall_percent, 0.0, 100.0)
         check_above("planner.timeout_s", self.timeout_s, 0.0)
         check_at_least("planner.gap_tolerance", self.gap_tolerance, 0.0)
+
+
+@dataclass
+class TargetConfig:
+    """What `plan` finds the smallest world size and hardware for: so many epochs a day, or samples a second.
+
+    num_samples: of an epoch, where no data set says it. hardware: options of conf/hardware to try, beside the job's own; empty:
+    all that state their peaks. prices: of a rank an hour, by hardware, where hardware.price_per_hour is not set.
+    """
+
+    epochs_per_day: float | None = None
+    samples_per_s: float | None = None
+    num_samples: int | None = None
+    hardware: list[str] = field(default_factory=list)
+    max_world_size: int = 1024
+    prices: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("epochs_per_day", "samples_per_s"):
+            value = getattr(self, name)
+            if value is not None:
+                check_above(f"target.{name}", value, 0.0)
+        if self.epochs_per_day is not None and self.samples_per_s is not None:
+            raise ConfigError(
+                f"target.epochs_per_day={self.epochs_per_day:g} and target.samples_per_s={self.samples_per_s:g} are two targets: give one"
+            )
+        check_at_least("target.num_samples", self.num_samples, 1, allow_none=True)
+        check_at_least("target.max_world_size", self.max_world_size, 1)
+        for name, price in self.prices.items():
+            check_above(f"target.prices.{name}", price, 0.0)
+
+    @property
+    def is_set(self) -> bool:
+        return self.epochs_per_day is not None or self.samples_per_s is not None

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
@@ -28,7 +30,7 @@ from pipeline.planner.cost_model import (
 )
 from pipeline.planner.estimator import SortedEnumerator, shard_state_bytes
 from pipeline.planner.fingerprint import differing_libraries, differing_lines
-from pipeline.planner.hardware import build_topology, resolve_hardware
+from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
 from pipeline.planner.infeasible import UVM_KERNELS, describe_shortfall, explain_infeasible, table_bytes
 from pipeline.planner.limits import sharding_types_exact_for
 from pipeline.planner.plan_codec import decode_record, encode_record, load_plan, read_plan
@@ -37,16 +39,22 @@ from pipeline.planner.request import PlanRequest, Problem, build_problem, finger
 from pipeline.planner.search.portfolio import FIRST_PLAN, Infeasible, SearchConfig
 from pipeline.planner.search.problem import Floats
 from pipeline.planner.search.shortfall import least_shortfall
-from pipeline.planner.searcher import PHASES, build_search_problem, enumerate_options, search_options
+from pipeline.planner.searcher import PHASES, PlanPrice, build_search_problem, enumerate_options, search_options
+from pipeline.planner.step_time.shards import Placement
 from pipeline.planner.suggestions import Suggestion, working_suggestions
 from pipeline.runtime.errors import PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 
+if TYPE_CHECKING:
+    from pipeline.planner.step_time.predict import StepCost
+
+STEP_TIME = "step_time"  # planner.objective
 LONG_SEARCH_S = 20.0  # all ranks wait for rank 0: after it the log says how to plan ahead
 logger = get_logger(__name__)
 
 
+# The config's two parts, the model's three, and what the ranks, the run and the prediction add: the trainer has no object of them all.
 def load_or_search_plan(
     config: PlannerConfig,
     hardware: HardwareConfig,
@@ -59,10 +67,12 @@ def load_or_search_plan(
     context: DistributedContext,
     num_ranks: int | None = None,
     earlier: str | None = None,
+    step_cost: Callable[[Hardware], StepCost] | None = None,
 ) -> PlanRecord:
     """Collective: rank 0 reads or searches the plan, and every rank gets the same one, or the same PlanError.
 
-    `num_ranks`: how many the plan is for; None: all. `earlier`: the plan file of the run that goes on.
+    `num_ranks`: how many the plan is for; None: all. `earlier`: the plan file of the run that goes on. `step_cost`: of
+    planner.objective=step_time.
 
     Raises:
         PlanError: no plan holds the tables, or the plan file is missing, damaged or for something else.
@@ -76,7 +86,8 @@ def load_or_search_plan(
                 local_world_size=context.local_world_size,
                 device_type=context.device.type,
             )
-            request = PlanRequest(tables, model, sharders, here, optimizer, batch_size)
+            cost = None if step_cost is None else partial(step_cost, here)
+            request = PlanRequest(tables, model, sharders, here, optimizer, batch_size, step_cost=cost)
             began = time.monotonic()
             record = make_plan(config, request, earlier)
             if (
@@ -208,10 +219,13 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
             request.model, request.sharders, problem.placed, problem.constraints, topology, request.hardware,
             request.optimizer, request.batch_size, problem.costs,
         )  # fmt: skip
-        settings = SearchConfig(config.objective, config.seed, config.timeout_s, config.gap_tolerance)
+        by_step = config.objective == STEP_TIME
+        objective = "critical_path" if by_step else config.objective
+        settings = SearchConfig(objective, config.seed, config.timeout_s, config.gap_tolerance)
         options, result = search_options(
-            enumerated, num_proposed, request.hardware, problem.usable, settings, problem.costs.links.latencies_ms()
-        )
+            enumerated, num_proposed, request.hardware, problem.usable, settings, problem.costs.links.latencies_ms(),
+            _step_price(problem) if by_step else None,
+        )  # fmt: skip
     except (Infeasible, RuntimeError) as error:  # TorchRec raises RuntimeError where a table has no option
         raise PlanError(_explain_infeasible(config, problem)) from error
     if result.cut_short:
@@ -221,7 +235,7 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
         )
     logger.info(
         "search: %s found %.4g ms %s in %.1f s, at most %.2f %% above the best possible",
-        result.winner, result.score.of(config.objective), config.objective, result.seconds, 100 * result.gap,
+        result.winner, result.score.of(objective), objective, result.seconds, 100 * result.gap,
     )  # fmt: skip
     plan = to_sharding_plan(options, topology)
     validate_rank_assignment(plan, topology)
@@ -230,12 +244,36 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
         torchrec_planners.validate_compute_kernels(options)
     # Where not all of TorchRec's proposals were tried, its planner may have found a better plan.
     torchrec_score = result.torchrec if result.torchrec_complete else None
-    objective = (
+    torchrec_found = (
         None
         if torchrec_score is None
         else Objective("max_rank", torchrec_score.max_rank_ms, torchrec_score.critical_path_ms)
     )
-    return Found(plan, options, config.objective, result.lower_bound_ms, result.gap, objective)
+    proven = (None, None) if by_step else (result.lower_bound_ms, result.gap)
+    return Found(plan, options, config.objective, *proven, torchrec_found)
+
+
+def _step_price(problem: Problem) -> PlanPrice:
+    """Milliseconds of a predicted step under options whose shards have ranks."""
+    request = problem.request
+    if request.step_cost is None:
+        raise PlanError(f"planner.objective={STEP_TIME} is not for this verb: use critical_path or max_rank")
+    cost, latencies = request.step_cost(), problem.costs.links.latencies_ms()
+
+    def price(options: list[ShardingOption]) -> float:
+        loads = rank_loads(options, request.hardware.world_size, latencies) if cost.needs_loads else ()
+        return cost.ms([_placement(option) for option in options], loads)
+
+    return price
+
+
+def _placement(option: ShardingOption) -> Placement:
+    shards = () if option.sharding_type == "data_parallel" else option.shards
+    return Placement(
+        option.name,
+        option.sharding_type,
+        tuple((int(shard.rank or 0), shard.offset[0], shard.size[0], shard.size[1]) for shard in shards),
+    )
 
 
 def _explain_infeasible(config: PlannerConfig, problem: Problem) -> str:
@@ -246,7 +284,11 @@ def _explain_infeasible(config: PlannerConfig, problem: Problem) -> str:
         return None if time.monotonic() > until else _free_bytes(config, suggestion)
 
     others = () if config.kind == "search" else (Suggestion("planner=search", request, fraction),)
-    suggestions = working_suggestions(request, problem.placed, problem.usable, fraction, free_bytes, others)
+    suggestions = (
+        working_suggestions(request, problem.placed, problem.usable, fraction, free_bytes, others)
+        if request.suggests
+        else []
+    )
     return explain_infeasible(
         problem.placed, problem.constraints, request.hardware, request.optimizer.name, problem.usable, fraction,
         _describe_missing(problem), [(suggestion.lines, free) for suggestion, free in suggestions],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -18,10 +20,17 @@ from pipeline.planner.hardware import Hardware
 from pipeline.planner.record import show_bytes
 from pipeline.runtime.errors import PlanError
 
+if TYPE_CHECKING:
+    from pipeline.planner.step_time.predict import StepCost
+
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The model, hardware and batch that a plan is made for. `batch_size` is a rank's; tables must be on meta."""
+    """The model, hardware and batch that a plan is made for. `batch_size` is a rank's; tables must be on meta.
+
+    suggests: where nothing fits, other settings are tried for a suggestion, which takes seconds. step_cost: what
+    planner.objective=step_time minimises, made when it is needed.
+    """
 
     tables: list[Table]
     model: nn.Module
@@ -29,6 +38,8 @@ class PlanRequest:
     hardware: Hardware
     optimizer: TableOptimizer
     batch_size: int
+    suggests: bool = True
+    step_cost: Callable[[], StepCost] | None = None
 
 
 @dataclass(frozen=True)

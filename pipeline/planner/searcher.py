@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +17,14 @@ from pipeline.planner.estimator import SortedEnumerator
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.infeasible import table_bytes
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
+from pipeline.planner.search.clock import WorkClock
 from pipeline.planner.search.portfolio import SearchConfig, SearchResult, search
 from pipeline.planner.search.problem import Assignment, Floats, Option, Rule, SearchProblem
+from pipeline.planner.search.refine import refine
+from pipeline.runtime.logs import get_logger
 
+PlanPrice = Callable[[list[ShardingOption]], float]
+logger = get_logger(__name__)
 CACHE_LOAD_FACTORS = (0.02, 0.05, 0.1, 0.4)  # beside FBGEMM's own 0.2
 LEAST_CACHED_SHARE = 0.01  # of a rank's HBM: a smaller table's cache is not worth a choice
 MIN_COLUMN_WIDTH = 32  # narrower rows waste a cache line of HBM
@@ -135,17 +141,27 @@ def search_options(
     usable: tuple[int, int],
     config: SearchConfig,
     latency_ms: dict[str, Floats],
+    price: PlanPrice | None = None,
 ) -> tuple[list[ShardingOption], SearchResult]:
     """One option a table, its shards with ranks, as TorchRec's partitioner leaves them.
+
+    price: of a whole plan; where it is given, the plan found is refined by it for at most as long as it was searched for.
 
     Raises:
         Infeasible: no assignment keeps to `usable` HBM and host memory a rank, or none was found.
     """
     problem, by_table = build_search_problem(options, num_proposed, hardware, usable, latency_ms)
+    tables = [[options[index] for index in indices] for indices in by_table.values()]
     result = search(problem, config)
-    return _with_ranks(
-        [[options[index] for index in indices] for indices in by_table.values()], result.assignment
-    ), result
+    if price is None:
+        return _with_ranks(tables, result.assignment), result
+    clock = WorkClock(config.seconds)
+    refined = refine(problem, [result.assignment], lambda found: price(_with_ranks(tables, found)), clock.has_used)
+    logger.info(
+        "search: a predicted step of %.4g ms by critical_path, %.4g ms after %d predictions",
+        refined.start, refined.price, refined.priced,
+    )  # fmt: skip
+    return _with_ranks(tables, refined.assignment), result
 
 
 def build_search_problem(

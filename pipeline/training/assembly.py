@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -19,12 +20,13 @@ from pipeline.models.build import build_model
 from pipeline.models.layers.dlrm import join_lookups_to_products, use_torchrec_layers
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.planner.constraints import TableOptimizer
-from pipeline.planner.hardware import resolve_hardware, room_for_tables
+from pipeline.planner.hardware import Hardware, resolve_hardware, room_for_tables
 from pipeline.planner.head_rows import choose_heads
 from pipeline.planner.limits import check_batch_fits_comms
 from pipeline.planner.planner import load_or_search_plan
 from pipeline.planner.record import PlanRecord
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
+from pipeline.planner.step_time.predict import StepCost
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
@@ -100,6 +102,12 @@ def build_task(resolved: ResolvedJob, device_type: str) -> TaskModel:
     return task
 
 
+def _step_cost(resolved: ResolvedJob, hardware: Hardware) -> StepCost:
+    from pipeline.training.predicted_step import step_cost  # it builds the task by this module
+
+    return step_cost(resolved, hardware, torch.get_num_threads())
+
+
 def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: bool = True) -> Assembly:
     """Collective: build, plan, shard, initialize; without `initialize` a checkpoint is to fill the tables."""
     job, plain = resolved.job, resolved.plain_tables
@@ -123,6 +131,7 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
         context=context,
         num_ranks=context.local_world_size if replicated else None,
         earlier=_plan_of_run(job),
+        step_cost=lambda hardware: _step_cost(resolved, hardware),
     )
     model = shard_model(
         task,

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.config.jobs import PlanJob
+from pipeline.config.jobs import PlanJob, TrainJob
 from pipeline.config.tables import ConstraintConfig, TableConfig
-from pipeline.planner.hardware import resolve_hardware
+from pipeline.planner.hardware import Hardware, resolve_hardware
 from pipeline.planner.record import PlanRecord
 from pipeline.planner.resolved_job import ResolvedJob
+from pipeline.planner.step_time.clocks import HOST, Span
 from pipeline.planner.step_time.measurements import (
     Measurements,
     differences,
@@ -20,9 +21,10 @@ from pipeline.planner.step_time.measurements import (
     this_machine,
 )
 from pipeline.planner.step_time.outlook import Lever, Outlook, fullest
-from pipeline.planner.step_time.predict import predict_step
+from pipeline.planner.step_time.predict import StepCost, StepRequest, predict_step
+from pipeline.planner.step_time.surroundings import Saves, Surroundings, around_step, speeds_of
 from pipeline.runtime.errors import UserError
-from pipeline.training.predicted_step import step_request
+from pipeline.training.predicted_step import step_cost, step_request
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,15 @@ def outlook_of(job: PlanJob, planned: Planned) -> Outlook:
     found = predict_step(request, measurements)
     taken, room = fullest(planned.record)
     train = planned.resolved.dataset.splits.get("train")
+    around = _around(job, planned, found.step_ms, request, measurements)
+    step_ms = found.step_ms + around.ms
     return Outlook(
         world_size=job.world_size,
         batch_size=request.batch_size,
-        step_ms=found.step_ms,
-        samples_per_s=found.samples_per_s,
-        parts=found.parts,
-        spans=found.spans,
+        step_ms=step_ms,
+        samples_per_s=found.samples_per_s * found.step_ms / step_ms,
+        parts=found.parts | around.waits_ms,
+        spans=[*found.spans, *_waits(found.step_ms, around.waits_ms)],
         source=found.source,
         exposed_comms_ms=found.exposed_comms_ms,
         fullest_bytes=taken,
@@ -57,12 +61,50 @@ def outlook_of(job: PlanJob, planned: Planned) -> Outlook:
         num_samples=train.num_rows if train else None,
         price_per_hour=job.hardware.price_per_hour,
         warnings=tuple(_warnings(measurements)),
+        surroundings=tuple(around.lines),
     )
 
 
-def threads_of(job: PlanJob, measurements: Measurements | None, local_ranks: int) -> int:
+def _around(
+    job: PlanJob, planned: Planned, step_ms: float, request: StepRequest, measurements: Measurements | None
+) -> Surroundings:
+    """Nothing without a calibration: no data sheet says how fast rows are decoded or written."""
+    if measurements is None:
+        return Surroundings({}, [])
+    dataset, hardware = planned.resolved.dataset, request.hardware
+    speeds = speeds_of(measurements, len(dataset.dense_features) + len(dataset.sparse_features))
+    loads = [load.hbm_bytes + load.ddr_bytes + planned.record.dense_bytes for load in planned.record.ranks]
+    saves = Saves(
+        job.checkpoint.save_every_steps,
+        job.checkpoint.save_every_minutes,
+        job.checkpoint.asynchronous,
+        max(loads),
+        max(loads) * hardware.local_world_size,
+    )
+    computing = hardware.local_world_size * (request.threads if hardware.compute_device == "cpu" else 1)
+    spare = measurements.machine.cores - computing
+    has_core = spare >= hardware.local_world_size
+    return around_step(step_ms, request.batch_size, speeds, saves, reader_has_core=has_core)
+
+
+def _waits(start_ms: float, waits_ms: dict[str, float]) -> Iterator[Span]:
+    """One after the other on the host's clock, behind the step."""
+    for name, ms in waits_ms.items():
+        if ms > 0:
+            yield Span(name, HOST, start_ms, ms)
+            start_ms += ms
+
+
+def planned_step_cost(job: TrainJob, resolved: ResolvedJob, hardware: Hardware) -> StepCost:
+    """What planner.objective=step_time minimises for a planned job."""
+    measurements = read_measurements(job.hardware.calibration) if job.hardware.calibration else None
+    threads = threads_of(job, measurements, hardware.local_world_size)
+    return step_cost(resolved, hardware, threads)
+
+
+def threads_of(job: TrainJob, measurements: Measurements | None, local_ranks: int) -> int:
     """Of a CPU rank: as the job says, or OMP_NUM_THREADS, or its share of the cores."""
-    asked = job.threads or int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
+    asked = (job.threads if isinstance(job, PlanJob) else None) or int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
     cores = measurements.machine.cores if measurements else os.cpu_count() or 1
     return asked or max(1, cores // local_ranks)
 

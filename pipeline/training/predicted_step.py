@@ -6,7 +6,8 @@ from pipeline.planner.cost_model import wire_of
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.record import PlanRecord
 from pipeline.planner.resolved_job import ResolvedJob
-from pipeline.planner.step_time.predict import StepRequest
+from pipeline.planner.step_time.measurements import read_measurements
+from pipeline.planner.step_time.predict import StepCost, StepRequest
 from pipeline.planner.step_time.record import DensePart, Inputs, record_dense
 from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task
@@ -31,7 +32,7 @@ def record_layers(resolved: ResolvedJob, batch_size: int, world_size: int, devic
 
 
 def step_request(
-    resolved: ResolvedJob, plan: PlanRecord, hardware: Hardware, threads: int, dense: DensePart | None = None
+    resolved: ResolvedJob, plan: PlanRecord | None, hardware: Hardware, threads: int, dense: DensePart | None = None
 ) -> StepRequest:
     """`hardware`: what the plan is for; `dense`: the layers, where they are recorded already."""
     job = resolved.job
@@ -49,3 +50,10 @@ def step_request(
         threads=threads,
         shared_memory=job.comms.shared_memory and job.sharding.fast_cpu,
     )
+
+
+def step_cost(resolved: ResolvedJob, hardware: Hardware, threads: int) -> StepCost:
+    """What planner.objective=step_time minimises. Raises UserError where the step cannot be predicted."""
+    calibration = resolved.job.hardware.calibration
+    measurements = read_measurements(calibration) if calibration else None
+    return StepCost(step_request(resolved, None, hardware, threads), measurements)

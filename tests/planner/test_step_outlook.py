@@ -17,6 +17,7 @@ from pipeline.planner.step_time.outlook import (
     where_it_stops,
 )
 from pipeline.planner.step_time.page import gantt, step_sections
+from pipeline.planner.step_time.surroundings import READER, SAVES, Saves, Speeds, around_step
 from tests.support.messages import mentions
 
 EIGHT = Outlook(
@@ -88,3 +89,37 @@ def test_several_world_sizes_are_a_plan_for_the_first_and_predictions_for_the_ot
     word: str, found: list[str]
 ) -> None:
     assert with_sizes([word]) == found
+
+
+SPEEDS = Speeds(row_us=2.0, written_per_s=1e9, copied_per_s=4e9)
+HOURLY = Saves(every_steps=0, every_minutes=60.0, asynchronous=False, rank_bytes=18e9, disk_bytes=36e9)
+
+
+def test_a_reader_with_a_core_is_waited_for_only_where_it_is_slower_than_the_step() -> None:
+    fast, slow = 1000, 10_000  # of batch: 2 and 20 ms of decoding beside a step of 10
+    assert around_step(10.0, fast, SPEEDS, HOURLY, reader_has_core=True).waits_ms[READER] == 0.0
+    assert around_step(10.0, slow, SPEEDS, HOURLY, reader_has_core=True).waits_ms[READER] == 10.0
+    assert around_step(10.0, fast, SPEEDS, HOURLY, reader_has_core=False).waits_ms[READER] == 2.0
+
+
+def test_a_save_is_spread_over_the_steps_between_two() -> None:
+    # 36 GB at 1 GB/s are 36 s in each hour of training: a hundredth of the step.
+    found = around_step(10.0, 1, SPEEDS, HOURLY, reader_has_core=True)
+    assert found.waits_ms[SAVES] == pytest.approx(0.1) and mentions(found.lines[-1], "3600 36 0.99 %")
+    by_steps = replace(HOURLY, every_steps=1000)  # the sooner of the two: every 10 s
+    assert around_step(10.0, 1, SPEEDS, by_steps, reader_has_core=True).waits_ms[SAVES] == pytest.approx(36.0)
+
+
+def test_an_asynchronous_save_waits_for_its_copy_and_for_the_save_before_it() -> None:
+    behind = replace(HOURLY, asynchronous=True)
+    found = around_step(10.0, 1, SPEEDS, behind, reader_has_core=True)
+    assert found.waits_ms[SAVES] == pytest.approx(10.0 * 18 / 4 / 3600)
+    often = replace(behind, every_steps=1000)  # writing takes 36 s, training 10 s meanwhile
+    assert around_step(10.0, 1, SPEEDS, often, reader_has_core=True).waits_ms[SAVES] == pytest.approx(
+        10.0 * (4.5 + 26) / 10
+    )
+
+
+def test_what_was_not_measured_is_not_predicted() -> None:
+    found = around_step(10.0, 1, Speeds(None, None, None), HOURLY, reader_has_core=False)
+    assert found.ms == 0.0 and not found.lines

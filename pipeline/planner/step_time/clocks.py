@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Time = TypeVar("Time", float, Floats)  # milliseconds of one rank, or of each rank
 HOST, COMPUTE, COMMS = "host", "compute", "communication"
 CLOCKS = (HOST, COMPUTE, COMMS)
 
@@ -27,6 +33,18 @@ class Span:
         return self.start_ms + self.ms
 
 
+class StepClocks(Protocol[Time]):
+    """What a step is walked along: Clocks of one rank, or RankClocks of many."""
+
+    def compute(self, name: str, ms: Time, issue_ms: float = 0.0, after: Time | None = None) -> Time: ...
+
+    def communicate(self, name: str, ms: Time, after: Time) -> Time: ...
+
+    def wait(self, until: Time) -> None: ...
+
+    def later(self, one: Time, other: Time) -> Time: ...
+
+
 @dataclass
 class Clocks:
     """`host_computes`: as on a CPU."""
@@ -35,8 +53,9 @@ class Clocks:
     now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLOCKS, 0.0))
     spans: list[Span] = field(default_factory=list)
 
-    def compute(self, name: str, ms: float, issue_ms: float = 0.0, after: float = 0.0) -> float:
+    def compute(self, name: str, ms: float, issue_ms: float = 0.0, after: float | None = None) -> float:
         """Issue work of `ms` to the device, which takes the host `issue_ms`; when it ends."""
+        after = after or 0.0
         if self.host_computes:
             self._run(name, HOST, ms, after)
             self.now[COMPUTE] = self.now[HOST]
@@ -67,6 +86,9 @@ class Clocks:
         self.now[COMPUTE] = max(self.now[COMPUTE], until)
         if self.host_computes:
             self.now[HOST] = max(self.now[HOST], until)
+
+    def later(self, one: float, other: float) -> float:
+        return max(one, other)
 
     @property
     def end_ms(self) -> float:

@@ -33,6 +33,7 @@ class Outlook:
     num_samples: int | None = None
     price_per_hour: float | None = None
     warnings: tuple[str, ...] = ()
+    surroundings: tuple[str, ...] = ()  # lines on the input and on saves, whose waits are in step_ms
 
     @property
     def epoch_s(self) -> float | None:
@@ -82,6 +83,7 @@ def describe_outlook(outlook: Outlook) -> list[str]:
         f"of these    {parts} ms; compute waits for communication {exposed:.0f} % of the step",
         f"memory      {show_bytes(outlook.fullest_bytes)} of {show_bytes(outlook.room_bytes)} on the fullest rank, tables, states and layers",
     ]
+    lines += outlook.surroundings
     if outlook.epoch_s is not None:
         price = "" if outlook.price_of_million is None or outlook.num_samples is None else (
             f", {outlook.price_of_million * outlook.num_samples / 1e6:,.2f} at hardware.price_per_hour={outlook.price_per_hour:g} a rank"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.embeddings.table import Table
 from pipeline.planner.collectives import links_of
 from pipeline.planner.cost_model import Wire
 from pipeline.planner.hardware import Hardware
-from pipeline.planner.record import PlanRecord
-from pipeline.planner.step_time.clocks import COMMS, Clocks, Span
+from pipeline.planner.record import PHASES, PlanRecord, RankLoad
+from pipeline.planner.step_time.clocks import COMMS, Clocks, Span, StepClocks, Time
 from pipeline.planner.step_time.data_sheet import DataSheetTimes
 from pipeline.planner.step_time.host import HostModel, fit_host
 from pipeline.planner.step_time.kernels import PRODUCTS, MeasuredTimes
 from pipeline.planner.step_time.measurements import Measurements
 from pipeline.planner.step_time.record import DensePart, Operation
-from pipeline.planner.step_time.shards import PlannedTables, planned_tables
+from pipeline.planner.step_time.shards import Placement, PlannedTables, placements_of, planned_tables
 from pipeline.planner.step_time.table_work import TableWork, work_of
 from pipeline.runtime.errors import ConfigError
 
@@ -27,10 +27,11 @@ MOST_SHARED = 8  # ranks that exchange through shared memory
 
 @dataclass(frozen=True)
 class StepRequest:
-    """A model's step on hardware. batch_size: of a rank; optimizer: of tables; precision: of the layers."""
+    """A model's step on hardware. batch_size: of a rank; optimizer: of tables; precision: of the layers. plan: None where many
+    are to be compared (StepCost)."""
 
     dense: DensePart
-    plan: PlanRecord
+    plan: PlanRecord | None
     tables: Sequence[Table]
     hardware: Hardware
     wire: Wire
@@ -72,7 +73,12 @@ def predict_step(request: StepRequest, measurements: Measurements | None = None)
 
 def step_amounts(request: StepRequest, times: MeasuredTimes) -> dict[str, float]:
     """What HostModel weighs, of the slowest rank in each phase; microseconds by kernel, and counts."""
-    planned = planned_tables(request.plan.plan, request.tables, request.batch_size, request.hardware.world_size)
+    assert request.plan is not None
+    return layer_amounts(request, times) | table_amounts(request, placements_of(request.plan.plan), times)
+
+
+def layer_amounts(request: StepRequest, times: MeasuredTimes) -> dict[str, float]:
+    """Those that depend on no plan."""
     amounts = {
         "constant": 1.0,
         "operations": float(sum(not operation.is_view for operation in request.dense.operations)),
@@ -84,13 +90,20 @@ def step_amounts(request: StepRequest, times: MeasuredTimes) -> dict[str, float]
         amounts[f"{name}_products"], amounts[f"{name}_moves"] = products, moves
     amounts["products"] = sum(amounts[f"{name}_products"] for name in ("forward", "backward", "optimizer"))
     amounts["moves"] = sum(amounts[f"{name}_moves"] for name in ("forward", "backward", "optimizer"))
-    works = [_work(request, shapes.shapes) for shapes in planned.ranks]
-    amounts["lookup"] = max((times.lookup_us(work, request.optimizer) for work in works), default=0.0)
-    amounts["update"] = max((times.update_us(work, request.optimizer) for work in works), default=0.0)
-    comms = _comms_us(request, planned, times)
-    amounts |= {f"comms_{name}": value for name, value in comms.items()}
-    amounts["comms"] = sum(comms.values())
     return amounts
+
+
+def table_amounts(request: StepRequest, placements: Sequence[Placement], times: MeasuredTimes) -> dict[str, float]:
+    """Those of the tables' kernels and of the collectives."""
+    planned = planned_tables(placements, request.tables, request.batch_size, request.hardware.world_size)
+    works = [_work(request, shapes.shapes) for shapes in planned.ranks]
+    comms = _comms_us(request, planned, times)
+    return {
+        "lookup": max((times.lookup_us(work, request.optimizer) for work in works), default=0.0),
+        "update": max((times.update_us(work, request.optimizer) for work in works), default=0.0),
+        **{f"comms_{name}": value for name, value in comms.items()},
+        "comms": sum(comms.values()),
+    }
 
 
 def _split(operations: Sequence[Operation], times: MeasuredTimes) -> tuple[float, float]:
@@ -189,44 +202,93 @@ def _walk_cpu(request: StepRequest, amounts: dict[str, float], model: HostModel,
 
 
 def _data_sheet_step(request: StepRequest) -> StepPrediction:
-    """Tables and their collectives by the planner's own cost model, layers by roofline, the host by an assumed time an operation."""
-    hardware, ranks = request.hardware, request.plan.ranks
-    times, links = DataSheetTimes(hardware), links_of(hardware)
-    phase = {
-        name: max(getattr(load, name) for load in ranks)
-        for name in ("input_dist_ms", "forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
-    }  # fmt: skip
-    layers = {
-        name: sum(map(times.operation_us, request.dense.of(name))) / 1e3
-        for name in ("forward", "backward", "optimizer")
-    }
-    issue = {name: times.issue_ms(sum(not each.is_view for each in request.dense.of(name))) for name in layers}
-    world = hardware.world_size
-    average = 0.0
-    if world > 1:
+    assert request.plan is not None
+    return SheetLayers(request).step(request.plan.ranks)
+
+
+class SheetLayers:
+    """Layers by roofline and the host by an assumed time an operation; tables and their collectives by the planner's own cost
+    model, from the loads of a plan's ranks."""
+
+    def __init__(self, request: StepRequest) -> None:
+        """Raises ConfigError where the hardware does not say its peaks."""
+        self._request = request
+        times = self._times = DataSheetTimes(request.hardware)
+        self._layers = {
+            name: sum(map(times.operation_us, request.dense.of(name))) / 1e3
+            for name in ("forward", "backward", "optimizer")
+        }
+        self._issue = {
+            name: times.issue_ms(sum(not each.is_view for each in request.dense.of(name))) for name in self._layers
+        }
+
+    def step(self, ranks: Sequence[RankLoad]) -> StepPrediction:
+        """Of the slowest rank in each phase."""
+        slowest = {name: max(getattr(load, name) for load in ranks) for name in PHASES}
+        clocks = Clocks(host_computes=self._request.hardware.compute_device == "cpu")
+        self.walk(clocks, slowest)
+        return self._prediction(clocks)
+
+    def walk(self, clocks: StepClocks[Time], phase: Mapping[str, Time]) -> None:
+        """One step along the clocks; `phase`: what the tables take, milliseconds of record.PHASES."""
+        request, layers, issue = self._request, self._layers, self._issue
+        nothing = 0.0 * phase["input_dist_ms"]
+        average = self._average_ms()
+        # The pipeline hands the next batch's ids round while this one's forward computes.
+        clocks.communicate("ids exchange", phase["input_dist_ms"], nothing)
+        issue_tables = self._times.issue_ms(len(request.tables) > 0)
+        looked_up = clocks.compute("lookup", phase["forward_compute_ms"], issue_tables)
+        clocks.wait(clocks.communicate("rows exchange", phase["forward_comms_ms"], looked_up))
+        clocks.compute("layers forward", nothing + layers["forward"], issue["forward"])
+        done = clocks.compute("layers backward", nothing + layers["backward"], issue["backward"])
+        # Buckets are averaged while backward goes on; the last one is not.
+        last = average * min(1.0, BUCKET_BYTES / max(request.dense.weight_bytes, 1))
+        early = nothing + max(average - last, 0.0)
+        overlapped = clocks.communicate("layers average", early, done - layers["backward"])
+        clocks.wait(clocks.communicate("gradients exchange", phase["backward_comms_ms"], done))
+        clocks.compute("tables update", phase["backward_compute_ms"], issue_tables)
+        clocks.wait(clocks.communicate("last layers' average", nothing + last, clocks.later(done, overlapped)))
+        clocks.compute("layers update", nothing + layers["optimizer"], issue["optimizer"])
+
+    def _average_ms(self) -> float:
+        """Of the layers' gradients over all ranks."""
+        hardware = self._request.hardware
+        if hardware.world_size == 1:
+            return 0.0
+        links = links_of(hardware)
         ring = links.latencies_ms()["data_parallel"][-1]
-        average = float(ring) + 2 * float(links.ring_ms(float(request.dense.weight_bytes)))  # type: ignore[arg-type]
-    clocks = Clocks(host_computes=hardware.compute_device == "cpu")
-    # The pipeline hands the next batch's ids round while this one's forward computes.
-    clocks.communicate("ids exchange", phase["input_dist_ms"], 0.0)
-    looked_up = clocks.compute("lookup", phase["forward_compute_ms"], times.issue_ms(len(request.tables) > 0))
-    clocks.wait(clocks.communicate("rows exchange", phase["forward_comms_ms"], looked_up))
-    clocks.compute("layers forward", layers["forward"], issue["forward"])
-    done = clocks.compute("layers backward", layers["backward"], issue["backward"])
-    # Buckets are averaged while backward goes on; the last one is not.
-    last = average * min(1.0, BUCKET_BYTES / max(request.dense.weight_bytes, 1))
-    overlapped = clocks.communicate("layers average", max(average - last, 0.0), done - layers["backward"])
-    clocks.wait(clocks.communicate("gradients exchange", phase["backward_comms_ms"], done))
-    clocks.compute("tables update", phase["backward_compute_ms"], times.issue_ms(len(request.tables) > 0))
-    clocks.wait(clocks.communicate("last layers' average", last, max(done, overlapped)))
-    clocks.compute("layers update", layers["optimizer"], issue["optimizer"])
-    parts: dict[str, float] = {}
-    for span in clocks.spans:
-        if span.clock != "host" or clocks.host_computes:
-            parts[span.name] = parts.get(span.name, 0.0) + span.ms
-    step = clocks.end_ms
-    computed = sum(span.ms for span in clocks.spans if span.clock == "compute")
-    source = f"data sheet of {hardware.name}: no calibration was given; {times.assumptions}"
-    return StepPrediction(
-        step, request.batch_size * world / step * 1e3, parts, clocks.spans, source, max(0.0, step - computed)
-    )
+        return float(ring) + 2 * float(links.ring_ms(float(self._request.dense.weight_bytes)))  # type: ignore[arg-type]
+
+    def _prediction(self, clocks: Clocks) -> StepPrediction:
+        request, step = self._request, clocks.end_ms
+        parts: dict[str, float] = {}
+        for span in clocks.spans:
+            if span.clock != "host" or clocks.host_computes:
+                parts[span.name] = parts.get(span.name, 0.0) + span.ms
+        computed = sum(span.ms for span in clocks.spans if span.clock == "compute")
+        source = f"data sheet of {request.hardware.name}: no calibration was given; {self._times.assumptions}"
+        rate = request.batch_size * request.hardware.world_size / step * 1e3
+        return StepPrediction(step, rate, parts, clocks.spans, source, max(0.0, step - computed))
+
+
+class StepCost:
+    """Milliseconds of a step by where its tables lie: what depends on no plan is worked out once.
+
+    needs_loads: whether ms() goes by the ranks' loads, as with a data sheet, or by the shards' places.
+    """
+
+    def __init__(self, request: StepRequest, measurements: Measurements | None = None) -> None:
+        """Raises ConfigError where neither the measurements nor the data sheet suffice."""
+        self._request = request
+        self.needs_loads = measurements is None or request.hardware.compute_device != "cpu"
+        if measurements is None or self.needs_loads:
+            self._sheet = SheetLayers(request)
+            return
+        self._measured = MeasuredTimes(measurements, f"{request.hardware.world_size}x{request.threads}")
+        self._host = fit_host(measurements.of("job", self._measured.setup))
+        self._layers = layer_amounts(request, self._measured)
+
+    def ms(self, placements: Sequence[Placement], loads: Sequence[RankLoad] = ()) -> float:
+        if self.needs_loads:
+            return self._sheet.step(loads).step_ms
+        return self._host.step_us(self._layers | table_amounts(self._request, placements, self._measured)) / 1e3

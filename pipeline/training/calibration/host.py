@@ -21,6 +21,7 @@ from pipeline.planner.step_time.measurements import median_and_spread
 from pipeline.training.calibration.clock import Bench, time_call
 
 FILE_BYTES, BLOCK_BYTES, PAGE_BYTES = 64 << 20, 1 << 20, 4096
+WRITES = 3
 READ_ROWS, ROWS_A_GROUP, NUM_DENSE = 131_072, 16_384, 13
 SPARSE_COLUMNS = (8, 26)
 LIKE_PREPARE = {"compression": "lz4", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
@@ -36,7 +37,7 @@ def measure_host(bench: Bench) -> None:
 
 
 def measure_storage(bench: Bench, folder: str | None = None) -> None:
-    """Rows `disk` (a block in order, a page at random, neither from memory) and `reader` (a batch of rows decoded)."""
+    """Rows `disk` (a file written, a block in order, a page at random, neither from memory) and `reader` (a batch of rows decoded)."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         _measure_disk(bench, Path(name) / "block")
         for columns in SPARSE_COLUMNS:
@@ -44,10 +45,17 @@ def measure_storage(bench: Bench, folder: str | None = None) -> None:
 
 
 def _measure_disk(bench: Bench, path: Path) -> None:
-    path.write_bytes(os.urandom(BLOCK_BYTES) * (FILE_BYTES // BLOCK_BYTES))
+    content = os.urandom(BLOCK_BYTES) * (FILE_BYTES // BLOCK_BYTES)
+
+    def write() -> None:
+        with path.open("wb") as written:
+            written.write(content)
+            os.fsync(written.fileno())
+
+    seconds, spread = _time_some(write, WRITES)
+    bench.add("disk", {"what": "write", "bytes": FILE_BYTES}, seconds, spread)
     file = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(file)
         generator = np.random.default_rng(0)
         for what, size in (("block", BLOCK_BYTES), ("page", PAGE_BYTES)):
             offsets = iter(generator.permutation(FILE_BYTES // size) * size)

@@ -1,0 +1,100 @@
+"""Plans refined by a price of whole plans, which no sum over shards gives."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeline.planner.constraints import TableOptimizer
+from pipeline.planner.hardware import resolve_hardware
+from pipeline.planner.planner import make_plan
+from pipeline.planner.request import PlanRequest
+from pipeline.planner.search.problem import Assignment, Option, Rule, SearchProblem, loads, violations
+from pipeline.planner.search.refine import refine
+from pipeline.planner.step_time.predict import StepCost
+from pipeline.planner.step_time.shards import placements_of
+from pipeline.runtime.errors import PlanError
+from pipeline.sharding.torchrec.sharding import make_sharders
+from pipeline.training.assembly import build_task
+from pipeline.training.predicted_step import step_request
+from tests.planner.test_step_time import JOB, made_up_machine
+from tests.support.messages import names
+
+
+def tables(generator: random.Random, count: int) -> list[list[Option]]:
+    """Each on one of two ranks, or in two halves."""
+    found = []
+    for _ in range(count):
+        cost = generator.uniform(1.0, 10.0)
+        whole = Option(Rule.ANY_RANK, np.array([[cost]]), np.array([[1.0]]), "whole")
+        halves = Option(Rule.EVERY_RANK, np.full((2, 1), 0.6 * cost), np.full((2, 1), 0.5), "halves")
+        found.append([whole, halves])
+    return found
+
+
+def price_of(problem: SearchProblem, assignment: Assignment) -> float:
+    """The slowest rank, and what each kind in use costs once."""
+    kinds = {options[choice].kind for options, choice in zip(problem.tables, assignment.choices, strict=True)}
+    return float(loads(problem, assignment)[0].sum(axis=1).max()) + 2.0 * len(kinds)
+
+
+def every_plan(problem: SearchProblem) -> list[Assignment]:
+    ways = [(0, np.array([0])), (0, np.array([1])), (1, np.array([0, 1]))]
+    plans = [
+        Assignment([way[0] for way in chosen], [way[1] for way in chosen])
+        for chosen in itertools.product(ways, repeat=len(problem.tables))
+    ]
+    return [plan for plan in plans if not violations(problem, plan)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_refined_plan_is_valid_never_dearer_and_near_the_best_of_all(seed: int) -> None:
+    generator = random.Random(seed)
+    problem = SearchProblem(tables(generator, 5), np.full((2, 1), 4.0), 2)
+    start = Assignment([0] * 5, [np.array([index % 2]) for index in range(5)])
+    found = refine(problem, [start], lambda plan: price_of(problem, plan), lambda: False)
+    assert not violations(problem, found.assignment) and found.priced > 5
+    assert found.price == price_of(problem, found.assignment) <= found.start == price_of(problem, start)
+    best = min(price_of(problem, plan) for plan in every_plan(problem))
+    assert found.price <= 1.15 * best
+
+
+def test_a_plan_of_one_kind_is_found_where_no_single_change_leads_to_it() -> None:
+    problem = SearchProblem(tables(random.Random(0), 4), np.full((2, 1), 9.0), 2)
+
+    def price(plan: Assignment) -> float:
+        return {0: 10.0, 4: 1.0}.get(sum(plan.choices), 20.0)  # all whole 10, all in halves 1, mixed ones 20
+
+    start = Assignment([0] * 4, [np.array([0])] * 4)
+    assert refine(problem, [start], price, lambda: False).assignment.choices == [1] * 4
+
+
+def test_a_stop_leaves_the_best_so_far() -> None:
+    problem = SearchProblem(tables(random.Random(0), 4), np.full((2, 1), 9.0), 2)
+    start = Assignment([0] * 4, [np.array([0])] * 4)
+    found = refine(problem, [start], lambda plan: price_of(problem, plan), lambda: True)
+    assert found.assignment is start and found.priced == 1
+
+
+def test_step_time_as_the_objective_gives_the_plan_whose_predicted_step_is_shortest() -> None:
+    resolved = replace(JOB, sharding=None).resolve(2)
+    hardware = resolve_hardware(resolved.job.hardware, 2)
+    cost = StepCost(step_request(resolved, None, hardware, 1), made_up_machine("2x1"))
+    request = PlanRequest(
+        resolved.plain_tables, build_task(resolved, "cpu"), make_sharders(resolved.job.comms), hardware,
+        TableOptimizer(JOB.sparse, 0.0), JOB.batch, step_cost=lambda: cost,
+    )  # fmt: skip
+    planner = resolved.job.planner
+    plans = {
+        objective: make_plan(replace(planner, objective=objective), request)
+        for objective in ("critical_path", "step_time")
+    }
+    times = {objective: cost.ms(placements_of(record.plan)) for objective, record in plans.items()}
+    assert times["step_time"] <= times["critical_path"]
+    assert plans["step_time"].objective.minimised == "step_time" and plans["step_time"].objective.gap is None
+    with pytest.raises(PlanError, match=names("step_time critical_path")):
+        make_plan(replace(planner, objective="step_time"), replace(request, step_cost=None))
