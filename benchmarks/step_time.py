@@ -1,12 +1,14 @@
 """Compare predicted steps with measured ones, on jobs that no calibration has seen:
 
-    python -m benchmarks.step_time --measure steps.json --setups 1x1 1x2 2x1 [--part 0/2] [--plans 6] [--kernels 20]
+    python -m benchmarks.step_time --measure steps.json --setups 1x1 1x2 2x1 [--part 0/2] [--seed 1] [--kernels 20]
+    python -m benchmarks.step_time --measure plans.json --setups 2x1 --no-jobs --plans 6 --calibration measured.json
     python -m benchmarks.step_time --report steps.json --calibration conf/hardware/measured.json
 
 Forty jobs are drawn at random (model, tables, rows, widths, skew, batch, precision, optimizers), by another seed than the
 calibration's, and run under the setups of <ranks>x<threads> in turn: each is trained by the product's Trainer on batches in memory.
 The report sets what `plan` would predict beside that. Further: kernels of fresh shapes, and on several ranks the same jobs under each
-sharding, whose order the prediction is to tell; regret is what the plan that it puts first takes longer than the fastest.
+sharding, and as the planner chooses, whose order the prediction is to tell; regret is what the plan that it puts first, or that
+the planner chooses, takes longer than the fastest.
 --clock cpu counts CPU seconds of one rank with one thread, on a machine that others use.
 """
 
@@ -44,11 +46,12 @@ from pipeline.training.calibration.dense import measure_dense
 from pipeline.training.calibration.jobs import InMemoryTraining, SmallJob, small_jobs
 from pipeline.training.calibration.run import Setup, Work, run_on_ranks
 from pipeline.training.calibration.tables import measure_tables
-from pipeline.training.predicted_step import step_request
+from pipeline.training.predicted_step import step_cost, step_request
 
 MOST_S = 300.0  # a work's: after some times as long it is taken for hung
 SEED = 20_261_123
 NUM_JOBS = 40
+CHOSEN, BY_STEP = "critical_path", "step_time"  # planner.objective
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 APART = 1.1  # measured steps of a pair of plans whose order counts
 ROUNDS, STEPS = 5, 8
@@ -99,13 +102,13 @@ def run_jobs(jobs: list[tuple[str, str, SmallJob]], bench: Bench, setup: Setup, 
 def run_kernels(seconds: float, bench: Bench, setup: Setup, context: DistributedContext) -> None:
     """Collective: kernels of fresh shapes."""
     fresh = Bench(setup.name, clock=bench.clock, agree=bench.agree)
-    measure_dense(fresh, seconds / 2, SEED)
-    measure_tables(fresh, seconds / 2, SEED)
+    measure_dense(fresh, seconds / 2, SEED + 7)
+    measure_tables(fresh, seconds / 2, SEED + 7)
     bench.rows += [row for row in fresh.rows if row.kind in KERNELS]
 
 
-def jobs_of(setup: str, setups: list[str], part: int, parts: int) -> list[tuple[str, str, SmallJob]]:
-    drawn = enumerate(itertools.islice(small_jobs(random.Random(SEED)), NUM_JOBS))
+def jobs_of(seed: int, setup: str, setups: list[str], part: int, parts: int) -> list[tuple[str, str, SmallJob]]:
+    drawn = enumerate(itertools.islice(small_jobs(random.Random(seed)), NUM_JOBS))
     return [
         (f"job {index}", "", job)
         for index, job in drawn
@@ -113,13 +116,16 @@ def jobs_of(setup: str, setups: list[str], part: int, parts: int) -> list[tuple[
     ]
 
 
-def plans_of(count: int) -> list[tuple[str, str, SmallJob]]:
-    drawn = enumerate(itertools.islice(small_jobs(random.Random(SEED + 1)), count))
-    return [
-        (f"plan {index} {sharding}", f"plans {index}", replace(job, sharding=sharding))
-        for index, job in drawn
-        for sharding in SHARDINGS
-    ]
+def plans_of(seed: int, count: int, calibration: str | None) -> list[tuple[str, str, SmallJob]]:
+    """Each job under each sharding, as the planner's own costs choose, and as the predicted step does."""
+    drawn = enumerate(itertools.islice(small_jobs(random.Random(seed + 1)), count))
+    found = []
+    for index, job in drawn:
+        variants = {sharding: replace(job, sharding=sharding) for sharding in SHARDINGS} | {CHOSEN: job}
+        if calibration:
+            variants[BY_STEP] = replace(job, calibration=calibration)
+        found += [(f"plan {index} {name}", f"plans {index}", variant) for name, variant in variants.items()]
+    return found
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -129,9 +135,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for number, name in enumerate(options.setups):
             ranks, threads = map(int, name.split("x"))
-            works: list[Work] = [partial(run_jobs, jobs_of(name, options.setups, part, parts))]
+            works: list[Work] = [
+                partial(run_jobs, jobs_of(options.seed, name, options.setups, part, parts))
+            ] * options.jobs
             works += [partial(run_kernels, options.kernels)] if options.kernels else []
-            works += [partial(run_jobs, plans_of(options.plans))] if options.plans and ranks > 1 else []
+            plans = plans_of(options.seed, options.plans, options.calibration)
+            works += [partial(run_jobs, plans)] if options.plans and ranks > 1 else []
             for index, work in enumerate(works):
                 own = Path(folder) / f"{number}.{index}"
                 own.mkdir()
@@ -190,6 +199,7 @@ def predict_job(job: SmallJob, setup: str, measured: Measurements) -> float:
         hardware,
         optimizer,
         job.batch,
+        step_cost=partial(step_cost, resolved, hardware, threads),
     )
     plan = make_plan(resolved.job.planner, request)
     return predict_step(step_request(resolved, plan, hardware, threads), measured).step_ms
@@ -245,13 +255,21 @@ def _plans(found: list[Compared]) -> Iterator[str]:
         return
     right = sum((a.predicted_ms < b.predicted_ms) == (a.measured_ms < b.measured_ms) for a, b in apart)
     regrets = [_regret(group) for group in groups]
+    for objective in (CHOSEN, BY_STEP):
+        own = [
+            _regret(group, objective) for group in groups if any(each.what.split()[2] == objective for each in group)
+        ]
+        if own:
+            yield f"regret of planner.objective={objective}: mean {100 * sum(own) / len(own):.1f} %, worst {100 * max(own):.1f} % of {len(own)} jobs"
     yield f"pairs of plans over {100 * (APART - 1):.0f} % apart: order right in {right} of {len(apart)} ({100 * right / len(apart):.0f} %)"
     yield f"regret of the plan predicted to be fastest: mean {100 * sum(regrets) / len(regrets):.1f} %, worst {100 * max(regrets):.1f} % of {len(groups)} jobs"
     yield f"steps of plans: {_errors(found)}"
 
 
-def _regret(plans: list[Compared]) -> float:
-    chosen = min(plans, key=lambda each: each.predicted_ms)
+def _regret(plans: list[Compared], objective: str = "") -> float:
+    """Of the plan of an objective, or of the one predicted to be fastest, beside the fastest measured."""
+    of_objective = [each for each in plans if not objective or each.what.split()[2] == objective]
+    chosen = min(of_objective, key=lambda each: each.predicted_ms)
     return chosen.measured_ms / min(each.measured_ms for each in plans) - 1
 
 
@@ -260,6 +278,8 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, help="the file that is written")
     parser.add_argument("--setups", nargs="+", default=["1x1", "1x2", "2x1"])
     parser.add_argument("--part", default="0/1", help="of the jobs: 0/2 and 1/2 are the two halves")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the jobs: another one, other jobs")
+    parser.add_argument("--no-jobs", dest="jobs", action="store_false", help="kernels and plans alone")
     parser.add_argument("--plans", type=int, default=0, help="jobs that are run under each sharding")
     parser.add_argument("--kernels", type=float, default=0.0, help="seconds for kernels, under each setup")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ CPU_RANK = HardwareConfig(
 class SmallJob:
     """rows, pooling: of each feature, a table each. skew: as power_law's. batch: of a rank. model: fields of its config.
 
-    sharding: the one type that all tables have; None: as the planner chooses.
+    sharding: the one type that all tables have; None: as the planner chooses. calibration: a file by which the planner shortens
+    the predicted step (planner.objective=step_time).
     """
 
     rows: list[int]
@@ -53,6 +54,7 @@ class SmallJob:
     sparse: str = "rowwise_adagrad"
     dense: str = "adam"
     sharding: str | None = None
+    calibration: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -72,8 +74,10 @@ class SmallJob:
             optimizer=OptimizerConfig(
                 SparseOptimizerConfig(name=self.sparse, lr=1e-3), DenseOptimizerConfig(name=self.dense)
             ),
-            planner=PlannerConfig(plan_file="plan.json", timeout_s=5.0),
-            hardware=hardware,
+            planner=PlannerConfig(
+                plan_file="plan.json", timeout_s=5.0, objective="step_time" if self.calibration else "critical_path"
+            ),
+            hardware=replace(hardware, calibration=self.calibration),
             trainer=TrainerConfig(
                 global_batch_size=self.batch * world_size, precision=self.precision, log_every_steps=ENDLESS
             ),
