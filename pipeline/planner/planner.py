@@ -249,8 +249,9 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
         if torchrec_score is None
         else Objective("max_rank", torchrec_score.max_rank_ms, torchrec_score.critical_path_ms)
     )
-    proven = (None, None) if by_step else (result.lower_bound_ms, result.gap)
-    return Found(plan, options, config.objective, *proven, torchrec_found)
+    if by_step:  # of the step nothing is proven
+        return Found(plan, options, STEP_TIME, torchrec=torchrec_found)
+    return Found(plan, options, objective, result.lower_bound_ms, result.gap, torchrec_found)
 
 
 def _step_price(problem: Problem) -> PlanPrice:
