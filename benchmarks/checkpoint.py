@@ -3,8 +3,9 @@
     python -m benchmarks.checkpoint [--gib 1] [--rounds 3] [--folder DIR] [--output checkpoint.json]
     python -m benchmarks.checkpoint --resume [--data datasets/quickstart]
 
-Two ranks (gloo) hold tables of `--gib` GiB together. A round takes each way once, plain DCP before and after ours
-(A B A), so that a busy machine shows in the spread; the figures are medians over the rounds. `--resume` runs the
+Two ranks (gloo), or --ranks, hold tables of `--gib` GiB together. A round takes each way once, plain DCP and dd before and after
+ours (A B A), so that a busy machine shows in the spread; the figures are medians over the rounds. dd copies the files of a step
+from memory with an fsync at the end, and reads them; "from disk" is after the system has forgotten them. `--resume` runs the
 quickstart's train verb from the start and from a checkpoint, and compares the seconds up to the first training step.
 """
 
@@ -31,11 +32,11 @@ import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
-from pipeline.checkpoint import step_writer
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.serving.scoring.ssd_lookup import forget_pages
 
-RANKS, TABLES, DIM = 2, 8, 64
+TABLES, DIM = 8, 64
 
 
 @dataclass
@@ -48,18 +49,19 @@ class Figure:
     most_s: float
     gb_per_s: float
     ratio_to_dcp: float = 0.0
+    ratio_to_dd: float = 0.0
 
 
 class Tables(nn.Module):
     """Row-sharded tables, as TorchRec's state_dict gives them."""
 
-    def __init__(self, rank: int, num_bytes: int) -> None:
+    def __init__(self, rank: int, ranks: int, num_bytes: int) -> None:
         super().__init__()
-        rows = num_bytes // (4 * DIM * TABLES * RANKS)
-        self.shards = [torch.full((rows, DIM), float(rank + table)) for table in range(TABLES)]
+        rows = num_bytes // (4 * DIM * TABLES * ranks)
+        self.shards = [torch.rand(rows, DIM) for _ in range(TABLES)]  # some disks write zeros more quickly
         self.sharded = {
             f"table_{table}": init_from_local_shards(
-                [Shard.from_tensor_and_offsets(shard, [rank * rows, 0], rank)], [rows * RANKS, DIM]
+                [Shard.from_tensor_and_offsets(shard, [rank * rows, 0], rank)], [rows * ranks, DIM]
             )
             for table, shard in enumerate(self.shards)
         }
@@ -94,16 +96,36 @@ def one_round(folder: Path, model: Tables, context: DistributedContext) -> dict[
             shutil.rmtree(plain)
         dist.barrier()
 
+    def dd(names: list[str], key: str) -> None:
+        """On one rank: the files of step 1, one after the other."""
+        files = sorted(str(path) for path in (ours / "step_00000001").glob("*.distcp"))
+
+        def copy() -> None:
+            for number, file in enumerate(files if context.is_main else []):
+                target = [word.format(folder / f"copy_{number}") for word in names]
+                subprocess.run(["dd", f"if={file}", "bs=8M", "status=none", *target], check=True)
+
+        found.setdefault(key, []).append(timed(copy))
+        for path in folder.glob("copy_*") if context.is_main else []:
+            path.unlink()
+        forget(files)
+
+    def forget(files: list[str]) -> None:
+        for file in files:
+            forget_pages(file)
+        dist.barrier()
+
     dcp_alone()
     found["save"] = [timed(lambda: synchronous.save(1))]
     found["load, verified"] = [timed(synchronous.restore_latest)]
+    dd(["of={}", "conv=fsync"], "dd, with fsync")
+    found["load, verified, from disk"] = [timed(synchronous.restore_latest)]
+    synchronous.restore_latest()  # into memory again
+    dd(["of={}", "conv=fsync"], "dd, with fsync")
+    dd(["of=/dev/null"], "dd to nowhere, from disk")
     dcp_alone()
-    read_back = step_writer.file_problem
-    step_writer.file_problem = lambda path, entry: ""  # type: ignore[assignment]
-    try:
-        found["save, not read back"] = [timed(lambda: synchronous.save(2))]
-    finally:
-        step_writer.file_problem = read_back
+    synchronous._writer._is_local = False  # as where files go to an object store
+    found["save, not read back"] = [timed(lambda: synchronous.save(2))]
     found["verify"] = [timed(synchronous.newest)]
     beside.save(1)  # its buffers are made by the first save
     beside.wait()
@@ -115,11 +137,11 @@ def one_round(folder: Path, model: Tables, context: DistributedContext) -> dict[
     return found
 
 
-def work(rank: int, folder: str, num_bytes: int, rounds: int, store: str) -> None:
+def work(rank: int, ranks: int, folder: str, num_bytes: int, rounds: int, store: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    context = DistributedContext(rank, RANKS, rank, RANKS, torch.device("cpu"), "gloo")
-    model, seconds = Tables(rank, num_bytes), dict[str, list[float]]()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    context = DistributedContext(rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
+    model, seconds = Tables(rank, ranks, num_bytes), dict[str, list[float]]()
     for number in range(rounds + 1):
         place = Path(folder) / str(number)
         found = one_round(place, model, context)
@@ -133,16 +155,20 @@ def work(rank: int, folder: str, num_bytes: int, rounds: int, store: str) -> Non
     dist.destroy_process_group()
 
 
-def throughput(folder: str, gib: float, rounds: int) -> list[Figure]:
+def throughput(folder: str, gib: float, rounds: int, ranks: int) -> list[Figure]:
     num_bytes = int(gib * 2**30)
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        multiprocessing.spawn(work, (name, num_bytes, rounds, f"{name}/store"), nprocs=RANKS)  # type: ignore[attr-defined]
+        arguments = (ranks, name, num_bytes, rounds, f"{name}/store")
+        multiprocessing.spawn(work, arguments, nprocs=ranks)  # type: ignore[attr-defined]
         seconds = json.loads(Path(f"{name}/store.json").read_text())
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
     figures = []
     for key, values in seconds.items():
-        median = statistics.median(values)
-        peer = statistics.median(seconds["DCP load" if "load" in key or key == "verify" else "DCP save"])
-        figures.append(Figure(key, median, min(values), max(values), num_bytes / 1e9 / median, peer / median))
+        reads, median = "load" in key or key == "verify" or "nowhere" in key, medians[key]
+        plain = medians["dd to nowhere, from disk" if "from disk" in key else "dd, with fsync"]
+        to_dd = 0.0 if reads and "from disk" not in key else median / plain  # what lies in memory is no disk's work
+        to_dcp = medians["DCP load" if reads else "DCP save"] / median
+        figures.append(Figure(key, median, min(values), max(values), num_bytes / 1e9 / median, to_dcp, to_dd))
     return figures
 
 
@@ -178,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="of tables, of both ranks together")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", default=None, help="where to write; default: the temporary folder")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--data", default="datasets/quickstart")
@@ -188,12 +215,13 @@ def main() -> None:
         report["resume"] = resume(options.data, options.rounds)
         print("  ".join(f"{key} {value:.1f}" for key, value in report["resume"].items()))
     else:
-        figures = throughput(options.folder or tempfile.gettempdir(), options.gib, options.rounds)
+        figures = throughput(options.folder or tempfile.gettempdir(), options.gib, options.rounds, options.ranks)
         report["throughput"] = [asdict(figure) for figure in figures]
         for one in figures:
             print(
                 f"{one.name:34} {one.median_s:6.2f} s  ({one.least_s:.2f} .. {one.most_s:.2f})  {one.gb_per_s:5.2f} GB/s  "
                 f"{one.ratio_to_dcp:5.2f} x plain DCP"
+                + (f"  {one.ratio_to_dd:5.2f} of dd's time" if one.ratio_to_dd else "")
             )
     if options.output:
         options.output.write_text(json.dumps(report, indent=1))

@@ -12,6 +12,9 @@ of 64 numbers with weights that nobody trained; 16 rows a request as JSON in the
 2. Tables larger than the memory of the server's cgroup, ids Zipf-distributed: memory=ram without the bound, memory=ssd with
    100 % of the rows cached and no bound, then 25, 10 and 5 % under it, and memory=ram under it, which is expected to die.
 
+3. Requests of one row, as JSON, and of 256 rows, as JSON and as Arrow: how many a second, and latency at half that rate, by int8 artifacts
+   with dense.pt2 and AOTInductor, and by a plain server of the same model (benchmarks/serving_plain.py: torch.jit, fp32, no batches).
+
 CPU milliseconds are the server's own, of all its threads, for a request: they tell more than the clock on a machine that
 others use too. RSS is the server's at the end, and its part that is no page cache.
 """
@@ -43,6 +46,9 @@ CONNECTIONS = 4
 ROUNDS = 4
 MEASURED = ("qps", "p50_ms", "p99_ms", "cpu_ms", "rss_mb", "anonymous_mb")
 NUM_BODIES, NUM_LARGE_BODIES = 200, 2000  # the second is more than a turn asks: its rows are not all in the page cache
+ROWS_A_BATCH = 256
+PLAIN = "torch.jit, plain"
+SERVERS = [("int8 .pt2", "pt2"), ("int8 AOTInductor", "compiled"), (PLAIN, "jit")]  # of the third part
 VARIANTS = [  # name, kind of server, artifact
     ("fp32 eager", "eager", "fp32"),
     ("fp32 eager, own rows", "dictionaries", "fp32"),
@@ -75,6 +81,8 @@ def server(kind: str, rows: int, artifact: Path, *overrides: str, cgroup: str = 
     """(process, port). Raises ConnectionError where it ends instead of serving."""
     command = [sys.executable, "-m", "benchmarks.serving_server", kind, str(rows), *([cgroup] if cgroup else []), "--"]
     options = [f"artifact={artifact}", "server.port=0", "server.watch_s=3600", "threads=1", *overrides]
+    if kind == "jit":
+        command, options = [sys.executable, "-m", "benchmarks.serving_plain", str(rows)], []
     process = subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -92,12 +100,19 @@ def server(kind: str, rows: int, artifact: Path, *overrides: str, cgroup: str = 
 
 
 def measure(
-    name: str, pid: int, port: int, bodies: list[bytes], kind: str, seconds: float, rate: float = 0.0
+    name: str,
+    pid: int,
+    port: int,
+    bodies: list[bytes],
+    kind: str,
+    seconds: float,
+    rate: float = 0.0,
+    connections: int = CONNECTIONS,
 ) -> Figure:
-    post(port, bodies, kind, CONNECTIONS, min(seconds / 4, 3.0))  # warm-up
+    post(port, bodies, kind, connections, min(seconds / 4, 3.0))  # warm-up
     lookups = _table_counts(port)
     before = _cpu_s(pid)
-    found = post(port, bodies, kind, CONNECTIONS, seconds, rate)
+    found = post(port, bodies, kind, connections, seconds, rate)
     cpu_s, memory, after = _cpu_s(pid) - before, _memory_mb(pid), _table_counts(port)
     hits = None
     if after[0] > lookups[0]:
@@ -131,12 +146,12 @@ def _table_counts(port: int) -> tuple[float, float]:
     )
 
 
-def bodies_of(rows: int, num_rows: int, as_ids: bool, seed: int = 0) -> list[bytes]:
+def bodies_of(rows: int, num_rows: int, as_ids: bool, seed: int = 0, count: int | None = None) -> list[bytes]:
     """Requests of `num_rows` rows; ids by Zipf's law, 1 the most frequent."""
     generator = np.random.default_rng(seed)
     shares = zipf_shares(rows)
     bodies = []
-    for _ in range(NUM_LARGE_BODIES if as_ids else NUM_BODIES):
+    for _ in range(count or (NUM_LARGE_BODIES if as_ids else NUM_BODIES)):
         ids = np.searchsorted(shares, generator.random((NUM_FEATURES, num_rows))) + 1
         ids = np.minimum(ids, rows - 1)
         dense = generator.integers(0, 100, (len(DENSE), num_rows)).astype(np.float64)
@@ -178,6 +193,39 @@ def precisions(folder: Path, rows: int, seconds: float) -> list[Figure]:
             rounds.append(turn)
     figures = [_median([turn[place] for turn in rounds]) for place in range(2 * len(VARIANTS))]
     _show(figures)
+    return figures
+
+
+def throughput(folder: Path, rows: int, seconds: float) -> list[Figure]:
+    """Servers take turns, as in precisions(); a round has each load as fast as it goes, and at half of that server's own rate."""
+    artifact = write_artifact(folder / "throughput", Shape(rows), "int8", compiled=True, vocabularies=True)
+    loads = {
+        "1 row, JSON": (bodies_of(rows, 1, as_ids=False), JSON_TYPE, 8),
+        f"{ROWS_A_BATCH} rows, JSON": (bodies_of(rows, ROWS_A_BATCH, as_ids=False), JSON_TYPE, 4),
+        f"{ROWS_A_BATCH} rows, Arrow": (bodies_of(rows, ROWS_A_BATCH, as_ids=True, count=NUM_BODIES), ARROW_TYPE, 4),
+    }
+    found: dict[tuple[str, str], list[Figure]] = {}
+    with contextlib.ExitStack() as stack:
+        servers = [(name, *stack.enter_context(server(kind, rows, artifact))) for name, kind in SERVERS]
+        for _ in range(ROUNDS):
+            for load, (bodies, kind, connections) in loads.items():
+                for name, pid, port in servers:
+                    if kind == ARROW_TYPE and name == PLAIN:
+                        continue
+                    times = seconds / ROUNDS
+                    most = measure(name, pid, port, bodies, kind, times, 0.0, connections)
+                    half = measure(name, pid, port, bodies, kind, times, most.qps / 2, connections)
+                    found.setdefault((name, load), []).append(replace(most, load=load))
+                    found.setdefault((name, f"{load}, half"), []).append(replace(half, load=f"{load}, half"))
+    figures = [_median(turns) for turns in found.values()]
+    for one in sorted(figures, key=lambda figure: figure.load):
+        rows_a_request = 1 if one.load.startswith("1 row") else ROWS_A_BATCH
+        print(
+            f"{one.load:22}{one.name:18}{one.qps:9.1f} requests/s {one.qps * rows_a_request:10,.0f} rows/s  "
+            f"p50 {one.p50_ms:6.2f} ms  p99 {one.p99_ms:6.2f} ms  {one.cpu_ms:6.2f} CPU-ms a request"
+            + (f"  {one.others} not 200" if one.others else ""),
+            flush=True,
+        )
     return figures
 
 
@@ -231,7 +279,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="small tables and short loads: that it works, not how fast"
     )
-    parser.add_argument("--only", choices=("precisions", "disk"), help="the first or the second part alone")
+    parser.add_argument("--only", choices=("precisions", "disk", "throughput"), help="one part alone")
     parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--table-gb", type=float, default=None, help="of the tables of the second part")
     parser.add_argument("--limit-gb", type=float, default=None, help="of the cgroup")
@@ -246,10 +294,13 @@ def main() -> None:
     rows = int(table_gb * 2**30 / table_bytes(Shape(1), "int8"))
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        if options.only != "disk":
+        if options.only in (None, "throughput"):
+            figures = throughput(Path(folder), 2_000 if options.quick else 50_000, seconds)
+            result["throughput"] = [asdict(one) for one in figures]
+        if options.only in (None, "precisions"):
             figures = precisions(Path(folder), 2_000 if options.quick else 50_000, seconds)
             result["precisions"] = [asdict(one) for one in figures]
-        if options.only != "precisions":
+        if options.only in (None, "disk"):
             print(
                 f"tables of {table_gb:g} GiB, {100 * limit_gb / table_gb:.0f} % of that for the server's whole memory"
             )

@@ -101,6 +101,11 @@ def _blocks(rows: int, seed: int) -> Iterator[torch.Tensor]:
         yield block[: min(ROWS_A_BLOCK, rows - first)]
 
 
+def rows_of_table(shape: Shape, number: int) -> torch.Tensor:
+    """As the artifact has them, in fp32."""
+    return torch.cat([dequantize_rows(quantize_rows(b, "fp32"), DIM, "fp32") for b in _blocks(shape.rows, number)])
+
+
 def layers_of(shape: Shape) -> nn.Module:
     model = build_model(MODEL, shape.tables(), NUM_DENSE, seed=0)
     take_collection(model, SPARSE)
@@ -128,10 +133,8 @@ class Eager(nn.Module):
             if parameter.is_meta:
                 number = SPARSE.index(name.split("embedding_bags.")[1].split(".")[0])
                 owner, _, leaf = name.rpartition(".")
-                rows = torch.cat(
-                    [dequantize_rows(quantize_rows(b, "fp32"), DIM, "fp32") for b in _blocks(shape.rows, number)]
-                )
-                setattr(self.model.get_submodule(owner), leaf, nn.Parameter(rows, requires_grad=False))
+                rows = nn.Parameter(rows_of_table(shape, number), requires_grad=False)
+                setattr(self.model.get_submodule(owner), leaf, rows)
 
     @torch.no_grad()
     def forward(self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -22,11 +22,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from pipeline.checkpoint.archives import values_offset
 from pipeline.checkpoint.owners import HEADER_BYTES, check_metadata, check_shard
 from pipeline.checkpoint.steps import METADATA, file_path, read_manifest
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
+IN_PLACE_BYTES = 1 << 20  # of a tensor; smaller ones are read by torch.load and copied
 ALLOWED = {
     "pathlib": {"PosixPath"},
     "torch": {"Size", "float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool"},
@@ -134,17 +136,54 @@ class TensorsOnlyReader(FileSystemReader):
         """What it has read is gone when it returns; DCP's own loop keeps a shard while it reads the next."""
         if item.type == LoadItemType.BYTE_IO:
             raise pickle.UnpicklingError(f"{item.storage_index.fqn} is asked for as a pickled value, not a tensor")
+        target = planner.resolve_tensor(item).detach()
+        if self._read_in_place(stream, item, target):
+            planner.commit_tensor(item, target)
+            return
         view: Any = self._slice_file(stream, self.storage_data[item.storage_index])
         stored = torch.load(view, map_location="cpu", weights_only=True)
         ends = zip(item.storage_offsets, item.lengths, strict=True)
         part = stored[tuple(slice(begin, begin + length) for begin, length in ends)]
-        first = item.storage_index.offset or (0,) * part.dim()
-        begins = [a + b for a, b in zip(first, item.storage_offsets, strict=True)]
-        self.overlay(item.storage_index.fqn, begins, part)
-        target = planner.resolve_tensor(item).detach()
+        self.overlay(item.storage_index.fqn, _begins(item), part)
         if target.size() != part.size():
             raise DamagedError(
                 f"{self.step_path}: {item.storage_index.fqn} has {list(part.size())}, not {list(target.size())}"
             )
         target.copy_(part)
         planner.commit_tensor(item, target)
+
+    def _read_in_place(self, stream: io.IOBase, item: ReadItem, target: torch.Tensor) -> bool:
+        """Whether the values were whole rows, which lie in memory as they do in the file, and were read to where they belong."""
+        place, sizes = self.storage_data[item.storage_index], self._stored_sizes(item)
+        is_plain = type(target) is torch.Tensor and target.device.type == "cpu" and target.is_contiguous()
+        if not is_plain or target.nbytes < IN_PLACE_BYTES or tuple(target.shape) != tuple(item.lengths):
+            return False
+        if not sizes or tuple(item.lengths[1:]) != sizes[1:]:
+            return False
+        view: Any = self._slice_file(stream, place)
+        try:
+            begin = place.offset + values_offset(view, sizes, target.dtype)
+        except RuntimeError:
+            return False
+        stream.seek(begin + item.storage_offsets[0] * (target.nbytes // len(target)))
+        values = memoryview(target.view(-1).view(torch.uint8).numpy())
+        while len(values):
+            count = stream.readinto(values)  # type: ignore[attr-defined]
+            if not count:
+                raise DamagedError(f"{self.step_path}: {place.relative_path} ends within {item.storage_index.fqn}")
+            values = values[count:]
+        self.overlay(item.storage_index.fqn, _begins(item), target)
+        return True
+
+    def _stored_sizes(self, item: ReadItem) -> tuple[int, ...]:
+        """Of the piece that the item reads from; empty where .metadata does not say."""
+        entry = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        offset = tuple(item.storage_index.offset or ())
+        return next((tuple(one.sizes) for one in entry.chunks if tuple(one.offsets) == offset), ())
+
+
+def _begins(item: ReadItem) -> list[int]:
+    """Where in its whole tensor the box that is read begins."""
+    first = item.storage_index.offset or (0,) * len(item.storage_offsets)
+    return [a + b for a, b in zip(first, item.storage_offsets, strict=True)]

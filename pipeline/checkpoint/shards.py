@@ -119,17 +119,18 @@ class HostCopy:
 
 
 def write_shards(
-    folder: str, owner: Owner, items: list[WriteItem], tensors: Tensors
+    folder: str, owner: Owner, items: list[WriteItem], tensors: Tensors, read_back: bool
 ) -> tuple[dict[str, FileEntry], Places]:
     """Write this rank's file into a local folder: its entry by name, and where in it each shard lies.
 
     Raises:
         OSError: the file cannot be written; it says where and how many bytes.
+        DamagedError: with `read_back`, it does not read back.
     """
     if not items:
         return {}, {}
     name, places = shard_name(owner.rank), {}
-    writer = ChecksummedWriter(storage.join(folder, name))
+    writer = ChecksummedWriter(storage.join(folder, name), read_back)
     with writer, _without_zip_checksums():
         writer.write(header_of_shard(owner))
         for item, tensor in zip(items, tensors, strict=True):
@@ -217,16 +218,18 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-def write_metadata(folder: str, owner: Owner, metadata: Metadata, places: list[Places]) -> dict[str, FileEntry]:
-    """Rank 0's part. Raises OSError as write_shards does."""
+def write_metadata(
+    folder: str, owner: Owner, metadata: Metadata, places: list[Places], read_back: bool
+) -> dict[str, FileEntry]:
+    """Rank 0's part. Raises OSError and DamagedError as write_shards does."""
     metadata.storage_data = {index: place for part in places for index, place in part.items()}
     metadata.storage_meta = storage_meta(owner)
     if hasattr(metadata, "version"):
         metadata.version = CURRENT_DCP_VERSION
-    return write_bytes(folder, METADATA, pickle.dumps(metadata))
+    return write_bytes(folder, METADATA, pickle.dumps(metadata), read_back)
 
 
-def write_bytes(folder: str, name: str, content: bytes) -> dict[str, FileEntry]:
-    with ChecksummedWriter(storage.join(folder, name)) as writer:
+def write_bytes(folder: str, name: str, content: bytes, read_back: bool) -> dict[str, FileEntry]:
+    with ChecksummedWriter(storage.join(folder, name), read_back) as writer:
         writer.write(content)
     return {name: writer.entry()}

@@ -44,6 +44,7 @@ class StepWriter:
 
     def __init__(self, steps: PublishedFolders, ranks: Ranks, retention: Retention, fence: Fence | None = None) -> None:
         self.folder = steps.parent
+        self._is_local = storage.is_local(self.folder)
         self._steps, self._ranks, self._retention = steps, ranks, retention
         self._fence = fence
         self._verified: set[int] = set()
@@ -68,16 +69,16 @@ class StepWriter:
     def _write_files(self, save: Save) -> tuple[dict[str, FileEntry], Places]:
         attempt, rank = save.attempt, save.owner.rank
         os.makedirs(attempt.stage, exist_ok=True)
-        files, places = write_shards(attempt.stage, save.owner, save.plan.items, save.tensors)
-        files |= write_bytes(attempt.stage, random_state.file_name(rank), save.random)
+        files, places = write_shards(attempt.stage, save.owner, save.plan.items, save.tensors, self._is_local)
+        files |= write_bytes(attempt.stage, random_state.file_name(rank), save.random, self._is_local)
         self._deliver(attempt, files)
         return files, places
 
     def _deliver(self, attempt: Attempt, files: dict[str, FileEntry]) -> None:
-        """Raises DamagedError where what was written does not read back: all of it on disks, its size elsewhere."""
+        """Raises DamagedError where a file has not the size that was written; on disks all bytes were read back meanwhile."""
         self._steps.deliver(attempt, list(files))
         for name, entry in files.items():
-            if problem := file_problem(storage.join(attempt.path, name), entry):
+            if problem := size_problem(storage.join(attempt.path, name), entry):
                 raise DamagedError(f"what was written does not read back: {problem}")
 
     def _finish(self, save: Save, reports: list[tuple[dict[str, FileEntry], Places, str]]) -> list[str]:
@@ -98,7 +99,7 @@ class StepWriter:
     def _commit(self, save: Save, reports: list[tuple[dict[str, FileEntry], Places, str]]) -> None:
         assert save.plan.metadata is not None
         places = [places for _, places, _ in reports]
-        written = write_metadata(save.attempt.stage, save.owner, save.plan.metadata, places)
+        written = write_metadata(save.attempt.stage, save.owner, save.plan.metadata, places, self._is_local)
         self._deliver(save.attempt, written)
         files = {name: entry for part, _, _ in reports for name, entry in part.items()} | written
         manifest = {**save.manifest, "files": dict(sorted(files.items())), "attempt": save.attempt.below}

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from pipeline.checkpoint.archives import values_offset
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.runtime.errors import CheckpointError
 
@@ -126,21 +126,9 @@ class StepTensors:
         with fs.create_stream(fs.concat_path(self._reader.path, info.relative_path), "rb") as file:
             if chunk.index not in self._data_offsets:
                 view: Any = self._reader._slice_file(file, info)
-                _check_layout(view, chunk, self.entries[chunk.index.fqn].properties.dtype)
-                view.seek(0)
-                record = torch._C.PyTorchFileReader(view).get_record_offset("data/0")  # type: ignore[attr-defined]
-                self._data_offsets[chunk.index] = info.offset + record
+                dtype = self.entries[chunk.index.fqn].properties.dtype
+                self._data_offsets[chunk.index] = info.offset + values_offset(view, chunk.sizes, dtype)
             yield file, self._data_offsets[chunk.index]
-
-
-def _check_layout(view: Any, chunk: StoredChunk, dtype: torch.dtype) -> None:
-    """Raises RuntimeError unless the archive holds one contiguous tensor of the chunk's shape and the dtype."""
-    with FakeTensorMode():
-        found = torch.load(view, map_location="cpu", weights_only=True)
-    if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (chunk.sizes, dtype):
-        raise RuntimeError(f"its file holds something else than {dtype} of shape {list(chunk.sizes)}")
-    if not found.is_contiguous() or found.storage_offset():
-        raise RuntimeError("its values do not lie one after the other")
 
 
 def _read_values(file: Any, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,12 +8,15 @@ import os
 import pickle
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from pipeline.checkpoint import metadata
 from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.steps import list_steps
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.storage.checksums import BLOCK_BYTES
@@ -61,6 +64,32 @@ def test_a_checkpoint_of_two_ranks_restores_exactly_elsewhere(
     saved, _ = ranks.run(2, _train_and_save, folder, MIXED, 2, 3)[0]
     restored, _, _ = ranks.run(world_size, _restore_and_train, folder, kinds, world_size)[0]
     assert restored == saved
+
+
+def _restore_in_place(rank: int, folder: str, kinds: dict[str, str], world_size: int) -> tuple[str, str, dict, int]:
+    """Tensors of any size are read to where they belong, as large ones are; and how many were."""
+    read, least, read_in_place = [], metadata.IN_PLACE_BYTES, TensorsOnlyReader._read_in_place
+
+    def noted(*arguments: Any) -> bool:
+        read.append(read_in_place(*arguments))
+        return read[-1]
+
+    metadata.IN_PLACE_BYTES, TensorsOnlyReader._read_in_place = 1, noted  # type: ignore[method-assign]
+    try:
+        return *_restore_and_train(rank, folder, kinds, world_size), sum(read)
+    finally:
+        metadata.IN_PLACE_BYTES, TensorsOnlyReader._read_in_place = least, read_in_place  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("world_size", "kinds"), [(2, MIXED), (1, ROWS)], ids=["same", "elsewhere"])
+def test_tensors_that_are_read_where_they_belong_are_those_that_were_saved(
+    ranks: RankPool, tmp_path: Path, world_size: int, kinds: dict[str, str]
+) -> None:
+    folder = str(tmp_path / "checkpoints")
+    saved, later = ranks.run(2, _train_and_save, folder, MIXED, 2, 5)[0]
+    restored, trained, _, num_read = ranks.run(world_size, _restore_in_place, folder, kinds, world_size)[0]
+    assert restored == saved and num_read >= 4
+    assert trained == later or world_size == 1
 
 
 def _saves(rank: int, folder: str, steps: list[int], keep_last_n: int) -> None:

@@ -11,14 +11,17 @@ import io
 import os
 import zlib
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.seekable import PositionedReader
+from pipeline.runtime.storage.writeback import begin_writeback, wait_for_writeback
 
 BLOCK_BYTES = 8 << 20
-PIECE_BYTES = 1 << 20  # still in the processor's cache between checksum and write
+PIECE_BYTES = 64 << 20  # checksummed and written side by side
+READING_THREADS = 4  # of one file on a disk: more than cores, for some wait for it
 CACHED_BLOCKS = 2  # torch.load reads the end of an item, then its beginning
 
 FileEntry = dict[str, Any]  # what a manifest says of a file: size_bytes, block_bytes, crc32 (a list of 8 hex digits)
@@ -27,15 +30,19 @@ FileEntry = dict[str, Any]  # what a manifest says of a file: size_bytes, block_
 class ChecksummedWriter(io.RawIOBase):
     """Writes a new local file and keeps the checksums of what was handed to it; close() makes the bytes durable.
 
-    `failure` is the first OSError: torch.save replaces it by an error of its own.
+    Blocks are on their way to the disk while later ones are written, and the checksums of large pieces are computed on a thread
+    beside the writes. With `read_back` another thread reads each block once the disk has it: close() raises DamagedError where it
+    is another one. `failure` is the first OSError: torch.save replaces it by an error of its own.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, read_back: bool = False) -> None:
         self.path, self.size_bytes = path, 0
         self.failure: OSError | None = None
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115  # closed by close()
+        self._file = open(path, "x+b", buffering=0)  # noqa: SIM115  # closed by close()
         self._full: list[str] = []
-        self._crc = self._filled = 0
+        self._crc = self._filled = self._begun_bytes = 0
+        self._summing: ThreadPoolExecutor | None = None
+        self._read_back = _ReadBack(path, self._file.fileno()) if read_back else None
 
     def writable(self) -> bool:
         return True
@@ -48,18 +55,34 @@ class ChecksummedWriter(io.RawIOBase):
         view = memoryview(data).cast("B")
         for begin in range(0, len(view), PIECE_BYTES):
             piece = view[begin : begin + PIECE_BYTES]
-            self._add(piece)
-            while len(piece):
+            if len(piece) < BLOCK_BYTES:
+                self._add(piece)
+                self._write(piece, len(view))
+            else:
+                self._summing = self._summing or ThreadPoolExecutor(1)
+                adding = self._summing.submit(self._add, piece)
                 try:
-                    written = self._file.write(piece)
-                except OSError as error:
-                    self.failure = self.failure or OSError(
-                        error.errno, f"{error.strerror} after {self.size_bytes:,} bytes, with {len(view):,} to write", self.path
-                    )  # fmt: skip
-                    raise self.failure from None
-                self.size_bytes += written
-                piece = piece[written:]
+                    self._write(piece, len(view))
+                finally:
+                    adding.result()
+            if self._read_back is not None:
+                self._read_back.check(self._full)
         return len(view)
+
+    def _write(self, piece: memoryview, wanted: int) -> None:
+        while len(piece):
+            try:
+                written = self._file.write(piece[:BLOCK_BYTES])
+                self.size_bytes += written
+                if (unbegun := self.size_bytes - self._begun_bytes) >= BLOCK_BYTES:
+                    begin_writeback(self._file.fileno(), self._begun_bytes, unbegun)
+                    self._begun_bytes = self.size_bytes
+            except OSError as error:
+                self.failure = self.failure or OSError(
+                    error.errno, f"{error.strerror} after {self.size_bytes:,} bytes, with {wanted:,} to write", self.path
+                )  # fmt: skip
+                raise self.failure from None
+            piece = piece[written:]
 
     def _add(self, piece: memoryview) -> None:
         while len(piece):
@@ -76,13 +99,52 @@ class ChecksummedWriter(io.RawIOBase):
         return {"size_bytes": self.size_bytes, "block_bytes": BLOCK_BYTES, "crc32": [*self._full, *rest]}
 
     def close(self) -> None:
-        if not self.closed:
-            try:
-                if self.failure is None:
-                    os.fsync(self._file.fileno())
-            finally:
-                self._file.close()
-                super().close()
+        """Raises DamagedError, with the file closed, for what does not read back."""
+        if self.closed:
+            return
+        try:
+            if self.failure is None:
+                if self._read_back is not None:
+                    self._read_back.check(self.entry()["crc32"])
+                os.fsync(self._file.fileno())
+        finally:
+            if self._summing is not None:
+                self._summing.shutdown()
+            problem = self._read_back.end(self.failure is None) if self._read_back is not None else None
+            self._file.close()
+            super().close()
+        if problem is not None:
+            raise problem
+
+
+class _ReadBack:
+    """Reads blocks of a file that is being written, on a thread, each once the disk has been given it."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+        self._checks: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1)
+
+    def check(self, checksums: list[str]) -> None:
+        """Of all of the file's blocks so far; those that are new among them are read."""
+        for index in range(len(self._checks), len(checksums)):
+            self._checks.append(self._thread.submit(self._check, index, checksums[index]))
+
+    def _check(self, index: int, checksum: str) -> None:
+        begin = index * BLOCK_BYTES
+        wait_for_writeback(self._descriptor, begin, BLOCK_BYTES)
+        block = os.pread(self._descriptor, BLOCK_BYTES, begin)
+        if f"{zlib.crc32(block):08x}" != checksum:
+            raise DamagedError(
+                f"what was written does not read back: {self._path} does not match its checksum in bytes {begin} to "
+                f"{begin + len(block)}"
+            )
+
+    def end(self, is_whole: bool) -> Exception | None:
+        """The first that a check has raised, when all have ended; of a file that is not whole nothing is checked any more."""
+        self._thread.shutdown(cancel_futures=not is_whole)
+        raised = (each.exception() for each in self._checks) if is_whole else iter(())
+        return next((error for error in raised if isinstance(error, Exception)), None)
 
 
 class VerifiedFile(PositionedReader):
@@ -97,6 +159,7 @@ class VerifiedFile(PositionedReader):
         if problem := size_problem(path, entry):
             raise DamagedError(problem)
         self._file: IO[bytes] = storage.open_raw(path)
+        self._is_local = storage.is_local(path)
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
@@ -129,20 +192,37 @@ class VerifiedFile(PositionedReader):
 
     def _read_blocks(self, first: int, target: memoryview) -> int:
         """Fill `target`, which begins with block `first` and ends with a block; verified before it is used."""
+        blocks = [target[begin : begin + self._block_bytes] for begin in range(0, len(target), self._block_bytes)]
+        if self._is_local and len(blocks) > 1:
+            with ThreadPoolExecutor(min(READING_THREADS, len(blocks))) as threads:
+                for _ in threads.map(self._read_local_block, range(first, first + len(blocks)), blocks):
+                    pass
+            return len(target)
         self._file.seek(first * self._block_bytes)
-        for offset in range(0, len(target), self._block_bytes):
-            block = target[offset : offset + self._block_bytes]
+        for index, block in enumerate(blocks, first):
             filled = 0
             while filled < len(block):
-                count = self._file.readinto(block[filled:])  # type: ignore[attr-defined]
-                if not count:
-                    raise DamagedError(f"{self.path} ends before byte {self._size}")
-                filled += count
-            index = first + offset // self._block_bytes
-            if f"{zlib.crc32(block):08x}" != self._entry["crc32"][index]:
-                begin = index * self._block_bytes
-                raise DamagedError(f"{self.path} does not match its checksum in bytes {begin} to {begin + len(block)}")
+                filled += self._more(self._file.readinto(block[filled:]))  # type: ignore[attr-defined]
+            self._verify(index, block)
         return len(target)
+
+    def _read_local_block(self, index: int, block: memoryview) -> None:
+        """On a thread: it takes no part in the file's position."""
+        filled = 0
+        while filled < len(block):
+            place = index * self._block_bytes + filled
+            filled += self._more(os.preadv(self._file.fileno(), [block[filled:]], place))
+        self._verify(index, block)
+
+    def _more(self, count: int) -> int:
+        if not count:
+            raise DamagedError(f"{self.path} ends before byte {self._size}")
+        return count
+
+    def _verify(self, index: int, block: memoryview) -> None:
+        if f"{zlib.crc32(block):08x}" != self._entry["crc32"][index]:
+            begin = index * self._block_bytes
+            raise DamagedError(f"{self.path} does not match its checksum in bytes {begin} to {begin + len(block)}")
 
     def close(self) -> None:
         if not self.closed:
@@ -185,7 +265,7 @@ def damage(path: str, entry: FileEntry) -> str:
     """Empty for a file of the size and checksums that its entry gives, else what is wrong. Reads all of it."""
     try:
         with VerifiedFile(path, entry) as file:
-            buffer = bytearray(BLOCK_BYTES)
+            buffer = bytearray(max(1, min(READING_THREADS * BLOCK_BYTES, int(entry["size_bytes"]))))
             while file.readinto(buffer):
                 pass
     except (DamagedError, OSError, KeyError, TypeError, ValueError) as error:

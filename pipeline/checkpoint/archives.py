@@ -1,0 +1,20 @@
+"""Find where in an archive of torch.save, which is uncompressed, the values of its tensor lie one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def values_offset(archive: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Of the file-like `archive`. Raises RuntimeError unless it holds one contiguous tensor of that shape and dtype."""
+    with FakeTensorMode():
+        found = torch.load(archive, map_location="cpu", weights_only=True)
+    if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (sizes, dtype):
+        raise RuntimeError(f"its file holds something else than {dtype} of shape {list(sizes)}")
+    if not found.is_contiguous() or found.storage_offset():
+        raise RuntimeError("its values do not lie one after the other")
+    archive.seek(0)
+    return int(torch._C.PyTorchFileReader(archive).get_record_offset("data/0"))  # type: ignore[attr-defined]
