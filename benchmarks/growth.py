@@ -52,7 +52,11 @@ def run(stages: list[str], folder: Path, output: Path, most: int | None) -> None
             points = read_points(output)
             if any((one.stage, one.size) == (name, size) for one in points) or (most and size > most):
                 continue
-            points.append(run_point(name, size, folder))
+            try:
+                points.append(run_point(name, size, folder))
+            except subprocess.CalledProcessError as error:  # the others are worth having
+                print(f"{name:16}{size:>14,}  ended with {error.returncode}", flush=True)
+                break
             output.write_text(json.dumps([asdict(one) for one in points], indent=1))
             print(f"{name:16}{size:>14,}{points[-1].cpu_seconds:>12.3g} s{points[-1].peak_mib:>10,.0f} MiB", flush=True)
 

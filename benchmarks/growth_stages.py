@@ -236,7 +236,8 @@ def draw(work: Path, size: int) -> Cost:
     from pipeline.sharding.torchrec.table_init import initialize_tables
 
     def collection(rows: int) -> EmbeddingBagCollection:
-        config = EmbeddingBagConfig("table", num_embeddings=rows, embedding_dim=DIM, feature_names=["f"], init_fn=Uniform(0.1))  # type: ignore[call-arg]  # fmt: skip
+        config = EmbeddingBagConfig(num_embeddings=rows, embedding_dim=DIM, name="table", feature_names=["f"])
+        config.init_fn = Uniform(0.1)
         return EmbeddingBagCollection(tables=[config], device=torch.device("meta")).to_empty(device="cpu")
 
     initialize_tables(collection(1024), seed=0)  # compiles

@@ -21,6 +21,7 @@ from pipeline.runtime.storage.writeback import begin_writeback, wait_for_writeba
 
 BLOCK_BYTES = 8 << 20
 PIECE_BYTES = 64 << 20  # checksummed and written side by side
+AHEAD_BLOCKS = 8  # that are written and not yet read back
 READING_THREADS = 4  # of one file on a disk: more than cores, for some wait for it
 CACHED_BLOCKS = 2  # torch.load reads the end of an item, then its beginning
 
@@ -118,27 +119,38 @@ class ChecksummedWriter(io.RawIOBase):
 
 
 class _ReadBack:
-    """Reads blocks of a file that is being written, on a thread, each once the disk has been given it."""
+    """Reads blocks of a file that is being written, on a thread, each once the disk has been given it.
+
+    What was read is dropped from memory, where the next blocks take its place: pages that are new to the process cost more
+    than the copy into them (most of all in a virtual machine), and a checkpoint in memory would push out what others read.
+    """
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
         self._checks: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1)
+        self._block = bytearray()
 
     def check(self, checksums: list[str]) -> None:
-        """Of all of the file's blocks so far; those that are new among them are read."""
+        """Of all of the file's blocks so far; those that are new among them are read. Waits while many are not yet."""
         for index in range(len(self._checks), len(checksums)):
             self._checks.append(self._thread.submit(self._check, index, checksums[index]))
+        if len(self._checks) > AHEAD_BLOCKS:
+            self._checks[-AHEAD_BLOCKS].exception()
 
     def _check(self, index: int, checksum: str) -> None:
         begin = index * BLOCK_BYTES
         wait_for_writeback(self._descriptor, begin, BLOCK_BYTES)
-        block = os.pread(self._descriptor, BLOCK_BYTES, begin)
-        if f"{zlib.crc32(block):08x}" != checksum:
+        size = min(BLOCK_BYTES, os.fstat(self._descriptor).st_size - begin)
+        self._block = self._block or bytearray(size)
+        block = memoryview(self._block)[:size]
+        found = os.preadv(self._descriptor, [block], begin)
+        if found != size or f"{zlib.crc32(block):08x}" != checksum:
             raise DamagedError(
-                f"what was written does not read back: {self._path} does not match its checksum in bytes {begin} to "
-                f"{begin + len(block)}"
+                f"what was written does not read back: {self._path} does not match its checksum in bytes {begin} to {begin + size}"
             )
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, begin, size, os.POSIX_FADV_DONTNEED)
 
     def end(self, is_whole: bool) -> Exception | None:
         """The first that a check has raised, when all have ended; of a file that is not whole nothing is checked any more."""
@@ -208,6 +220,9 @@ class VerifiedFile(PositionedReader):
 
     def _read_local_block(self, index: int, block: memoryview) -> None:
         """On a thread: it takes no part in the file's position."""
+        if hasattr(os, "posix_fadvise"):
+            ahead = (index + READING_THREADS) * self._block_bytes
+            os.posix_fadvise(self._file.fileno(), ahead, self._block_bytes, os.POSIX_FADV_WILLNEED)
         filled = 0
         while filled < len(block):
             place = index * self._block_bytes + filled
