@@ -5,7 +5,7 @@
 
 Each point is a process of its own (benchmarks/growth_stages.py) and costs CPU-seconds, which others on the machine move less than
 the clock, and peak memory. The exponent is that of the last two sizes with the cost of the first taken off all of them,
-log((c2 - c0) / (c1 - c0)) / log((n2 - n0) / (n1 - n0)): a start costs the same at every size. `flat` is a cost that grew by less
+log((c2 - c0) / (c1 - c0)) / log((n2 - n0) / (n1 - n0)): a start costs the same at every size (n0 is the cheapest size). `flat` is a cost that grew by less
 than a quarter from the first size to the last. Points are kept in --output one by one, and those that are there are not run
 again. --folder takes up to 25 GB for all of it; --most leaves out larger sizes.
 """
@@ -62,12 +62,16 @@ def run(stages: list[str], folder: Path, output: Path, most: int | None) -> None
 
 
 def exponent(sizes: list[int], costs: list[float]) -> float | None:
-    """Of the growth from the last size but one to the last; None: flat, or fewer than three sizes."""
-    if len(sizes) < 3 or costs[-1] < FLAT * costs[0]:
+    """Of the growth from the last size but one to the last, from the cheapest size on; None: flat, NaN: fewer than three of them."""
+    cheapest = costs.index(min(costs))
+    sizes, costs = sizes[cheapest:], costs[cheapest:]
+    if costs[-1] < FLAT * costs[0]:
         return None
+    if len(sizes) < 3:
+        return math.nan
     grown = [cost - costs[0] for cost in costs[-2:]]
     steps = [size - sizes[0] for size in sizes[-2:]]
-    if grown[0] <= 0:  # within the noise of the first: all of the growth is in the last step
+    if grown[0] <= 0:
         return math.inf
     return math.log(grown[1] / grown[0]) / math.log(steps[1] / steps[0])
 
@@ -82,7 +86,7 @@ def curves(points: list[Point]) -> list[tuple[Stage, list[Point]]]:
 
 
 def _show(number: float | None) -> str:
-    return "flat" if number is None else f"{number:.2f}"
+    return "flat" if number is None else "-" if math.isnan(number) else f"{number:.2f}"
 
 
 def _exponents(own: list[Point]) -> tuple[float | None, float | None]:
@@ -94,7 +98,7 @@ def report(points: list[Point]) -> str:
     lines = ["| stage | sizes | CPU-seconds | exponent | peak MiB | exponent |", "|---|---|---|---|---|---|"]
     for stage, own in curves(points):
         by_time, by_memory = _exponents(own)
-        above = max(by_time or 0, by_memory or 0) > stage.most
+        above = any(number is not None and number > stage.most for number in (by_time, by_memory))
         lines.append(
             f"| {stage.name} | {', '.join(f'{one.size:,}' for one in own)} {stage.unit} "
             f"| {', '.join(f'{one.cpu_seconds:.3g}' for one in own)} | {_show(by_time)} "

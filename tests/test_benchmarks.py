@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 
 import pytest
 
-from benchmarks import quality
+from benchmarks import growth, quality
 from benchmarks.comms import promised
 from benchmarks.compression import Row, report
 from benchmarks.startup import show, timed
@@ -76,3 +77,24 @@ def test_quality_splits_criteos_rows_once_and_discretises_its_integers(tmp_path:
     assert sorted(int(row["C26"]) for split in splits.values() for row in split) == list(range(20))
     assert {row[name] for row in splits["train"] for name in ("I1", "I2", "I3", "I4")} == {"21", "missing", "2", "-1"}
     assert quality.load_spec(tmp_path / "criteo")["dim"] == quality.SPEC["dim"]
+
+
+def test_the_exponent_of_growth_leaves_out_what_every_size_costs() -> None:
+    sizes = [1000, 10_000, 100_000]
+    for power in (0.5, 1.0, 2.0):
+        # n0 is small beside the others, so that powers of differences are nearly differences of powers.
+        found = growth.exponent([1, 10**6, 10**8], [5.0 + 3 * size**power for size in (1, 10**6, 10**8)])
+        assert found == pytest.approx(power, abs=0.01)
+    assert growth.exponent(sizes, [5.0, 5.1, 6.0]) is None
+    assert growth.exponent([26, *sizes], [30.0, 5.0, 14.0, 104.0]) == pytest.approx(1.0)  # from the cheapest on
+    assert math.isnan(growth.exponent(sizes[:2], [1.0, 9.0]) or 0.0)
+
+
+def test_growth_names_curves_that_are_steeper_than_they_may_be() -> None:
+    points = [
+        growth.Point("save", size, seconds, 10.0)
+        for size, seconds in ((1, 0.0), (10, 0.1), (100, 10.0))
+    ]  # fmt: skip
+    line = growth.report(points).splitlines()[-1]
+    assert line.startswith("| save | 1, 10, 100 rows") and line.endswith("| 10, 10, 10 | flat (!) |")
+    assert "(!)" not in growth.report([*points[:2], growth.Point("save", 100, 1.0, 10.0)])

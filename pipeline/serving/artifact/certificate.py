@@ -87,10 +87,11 @@ def _cost_of_pruning(reference: Reference, kept: list[KeptRows | None]) -> dict[
 def check(reference: Reference, manifest: Manifest, path: str) -> dict[str, Parity]:
     """By split. `path` is where the artifact's files lie; its manifest is not written yet."""
     lookup, program = load_parts(path, manifest)
-    return {
-        split: reference.compare(split, sample.score(program, lambda batch: lookup.pooled(*batch.ids)))
-        for split, sample in reference.samples.items()
-    }
+    with progress("scoring by the artifact", sum(sample.num_rows for sample in reference.samples.values())) as bar:
+        return {
+            split: reference.compare(split, sample.score(program, lambda batch: lookup.pooled(*batch.ids), bar.advance))
+            for split, sample in reference.samples.items()
+        }
 
 
 def refusal(excesses: list[str], certificate: dict[str, Any], hints: list[str]) -> str:

@@ -63,10 +63,26 @@ class Sample:
     def labels(self) -> LabelledRows:
         return labelled_rows(self.batches, self.targets)
 
-    def score(self, program: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], pooled: Callable[[SampleBatch], torch.Tensor]) -> NDArray[np.float64]:  # fmt: skip
-        """The scores of its real rows [n, targets], float64 of the program's float32 outputs, as the metrics take them."""
+    @property
+    def num_rows(self) -> int:
+        """Padding included."""
+        return sum(len(batch.labels) for batch in self.batches)
+
+    def score(
+        self,
+        program: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        pooled: Callable[[SampleBatch], torch.Tensor],
+        advance: Callable[[float], None] = lambda rows: None,
+    ) -> NDArray[np.float64]:
+        """The scores of its real rows [n, targets], float64 of the program's float32 outputs, as the metrics take them.
+
+        `advance` is called with the rows of each batch.
+        """
+        outputs = []
         with torch.no_grad():
-            outputs = [program(batch.dense, batch.rows(pooled))[batch.real] for batch in self.batches]
+            for batch in self.batches:
+                outputs.append(program(batch.dense, batch.rows(pooled))[batch.real])
+                advance(len(batch.labels))
         return scores_of_targets(torch.cat(outputs), self.targets)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pipeline.config.jobs import ExportJob
 from pipeline.config.serving import AUTO
 from pipeline.runtime.errors import ServingError
-from pipeline.runtime.logs import get_logger
+from pipeline.runtime.logs import get_logger, progress
 from pipeline.serving.artifact.certificate import check, costs, excesses, refusal
 from pipeline.serving.artifact.certification_sample import Sample, read_sample
 from pipeline.serving.artifact.kept_rows import KeptRows
@@ -72,18 +72,15 @@ def _samples(job: ExportJob, source: Source) -> dict[str, Sample]:
             f"data set {dataset.name!r} has no validation rows to certify an artifact by: prepare it again with "
             "data.split.validation_fraction above 0"
         )
-    return {
-        split: read_sample(
-            source.data_path,
-            dataset,
-            split,
-            job.parity.max_rows,
-            data.reader,
-            data.synthetic_multi_hot,
-            source.trained,
-        )
-        for split in splits
-    }
+    samples = {}
+    with progress("reading rows to compare scores on", len(splits)) as bar:
+        for split in splits:
+            samples[split] = read_sample(
+                source.data_path, dataset, split, job.parity.max_rows, data.reader, data.synthetic_multi_hot,
+                source.trained,
+            )  # fmt: skip
+            bar.advance(1)
+    return samples
 
 
 def _make_reference(job: ExportJob, source: Source, at: ArtifactFolder) -> Reference:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipeline.runtime.logs import progress
 from pipeline.serving.artifact.certification_sample import Sample, SampleBatch, used_rows
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.table_files import checkpoint_rows, file_rows, write_rows
@@ -74,9 +75,11 @@ def make_reference(trained: TrainedModel, samples: dict[str, Sample], scratch: s
     """Reads what the samples look up into `scratch`, and scores them."""
     lookup = fp32_lookup(trained, samples, scratch)
     program = trained.program()
-    scores = {
-        split: sample.score(program, lambda batch: lookup.pooled(*batch.ids)) for split, sample in samples.items()
-    }
+    with progress("scoring by the trained model", sum(sample.num_rows for sample in samples.values())) as bar:
+        scores = {
+            split: sample.score(program, lambda batch: lookup.pooled(*batch.ids), bar.advance)
+            for split, sample in samples.items()
+        }
     measured = {split: qualities(sample.labels, scores[split]) for split, sample in samples.items()}
     return Reference(trained, samples, lookup, scores, measured, scratch)
 
