@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import IO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-def values_offset(archive: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> int:
+def values_offset(archive: IO[bytes], sizes: tuple[int, ...], dtype: torch.dtype) -> int:
     """Of the file-like `archive`. Raises RuntimeError unless it holds one contiguous tensor of that shape and dtype."""
     with FakeTensorMode():
         found = torch.load(archive, map_location="cpu", weights_only=True)
