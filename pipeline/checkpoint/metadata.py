@@ -166,7 +166,7 @@ class TensorsOnlyReader(FileSystemReader):
         except RuntimeError:
             return False
         stream.seek(begin + item.storage_offsets[0] * (target.nbytes // len(target)))
-        values = memoryview(target.view(-1).view(torch.uint8).numpy())
+        values = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while len(values):
             count = stream.readinto(values)  # type: ignore[attr-defined]
             if not count:
