@@ -143,7 +143,7 @@ def _aim(job: PlanJob) -> tuple[PlanJob, list[str]]:
 
 
 def _hardware_to_try(job: PlanJob) -> dict[str, HardwareConfig]:
-    """target.hardware, or the options of conf/hardware and the job's own that state their peaks or have a calibration."""
+    """target.hardware, or the options of conf/hardware and the job's own that have a calibration, or state peaks and memory."""
     files = {file.stem: file for file in sorted(config_folders()[0].glob("hardware/*.yaml"))}
     for name in job.target.hardware:
         if name != job.hardware.name:
@@ -155,7 +155,7 @@ def _hardware_to_try(job: PlanJob) -> dict[str, HardwareConfig]:
     usable = {
         name: option
         for name, option in found.items()
-        if option.calibration or (option.tflops_fp32 and option.tflops_bf16)
+        if option.calibration or (option.tflops_fp32 and option.tflops_bf16 and option.ddr_cap_gb)
     }
     if not usable:
         raise ConfigError(

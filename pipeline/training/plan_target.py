@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from pipeline.runtime.errors import ConfigError, UserError
 
 DAY_S = 86_400.0
 LEAST_MORE = 1.05  # times the rate that twice the ranks give: below it twice in a row, more are not tried
-COARSE_GAP = 0.05  # of the plans tried; the one that is found is planned again as the job says
+COARSE_GAP, COARSE_S = 0.05, 15.0  # of the plans tried; the one that is found is planned again as the job says
 
 Predict = Callable[[PlanJob], Outlook]
 
@@ -99,15 +100,17 @@ def at_size(job: PlanJob, hardware: HardwareConfig, world_size: int) -> PlanJob:
     )
 
 
-def sizes_to_try(global_batch_size: int, ranks_per_host: int, most: int) -> list[int]:
-    """World sizes that divide the batch and fill whole hosts, or part of one."""
-    divisors = (size for size in range(1, min(most, global_batch_size) + 1) if global_batch_size % size == 0)
+def sizes_to_try(global_batch_size: int, num_streams: int, ranks_per_host: int, most: int) -> list[int]:
+    """World sizes that divide the batch and the reader's streams, and fill whole hosts, or part of one."""
+    shared = math.gcd(global_batch_size, num_streams)
+    divisors = (size for size in range(1, min(most, shared) + 1) if shared % size == 0)
     return [size for size in divisors if size <= ranks_per_host or size % ranks_per_host == 0]
 
 
 def _try_hardware(job: PlanJob, target: Target, hardware: HardwareConfig, predict: Predict) -> Iterator[Tried]:
     """By doubling up to the first size that reaches the target, then by halves between it and the one before."""
-    sizes = sizes_to_try(job.trainer.micro_batch_size, hardware.ranks_per_host or 8, job.target.max_world_size)
+    streams, most = job.data.reader.num_streams, job.target.max_world_size
+    sizes = sizes_to_try(job.trainer.micro_batch_size, streams, hardware.ranks_per_host or 8, most)
     below, rates = -1, [0.0]
     index = 0
     while index < len(sizes):
@@ -132,11 +135,13 @@ def _try_hardware(job: PlanJob, target: Target, hardware: HardwareConfig, predic
 
 def _try_size(job: PlanJob, target: Target, hardware: HardwareConfig, world_size: int, predict: Predict) -> Tried:
     other = at_size(job, hardware, world_size)
-    other = replace(other, planner=replace(other.planner, gap_tolerance=max(COARSE_GAP, other.planner.gap_tolerance)))
+    planner = other.planner
+    gap, seconds = max(COARSE_GAP, planner.gap_tolerance), min(COARSE_S, planner.timeout_s)
+    other = replace(other, planner=replace(planner, gap_tolerance=gap, timeout_s=seconds))
     try:
         outlook = predict(other)
     except UserError as error:
-        return Tried(hardware.name, world_size, None, str(error).splitlines()[0])
+        return Tried(hardware.name, world_size, None, str(error).splitlines()[0].partition(": ")[0])
     reaches = outlook.samples_per_s >= target.samples_per_s
     share = 100 * outlook.samples_per_s / target.samples_per_s
     return Tried(hardware.name, world_size, outlook, "reaches it" if reaches else f"{share:.0f} % of it", reaches)

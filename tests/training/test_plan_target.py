@@ -29,7 +29,13 @@ RATES = {"fast": 1000.0, "slow": 400.0}  # of one rank
 def job(**target: object) -> PlanJob:
     from pipeline.cli.command_line import load_config
 
-    made = load_config(PlanJob, ["experiment=quickstart", "hardware=h100_80gb", "trainer.global_batch_size=4096"])
+    words = [
+        "experiment=quickstart",
+        "hardware=h100_80gb",
+        "trainer.global_batch_size=4096",
+        "data.reader.num_streams=4096",
+    ]
+    made = load_config(PlanJob, words)
     return replace(made, target=TargetConfig(**target))  # type: ignore[arg-type]
 
 
@@ -77,9 +83,15 @@ def test_the_fewest_ranks_are_found_and_the_cheapest_beside_them() -> None:
 
 
 def test_sizes_between_the_last_that_fails_and_the_first_that_reaches_are_tried_by_halves() -> None:
-    assert sizes_to_try(96, 8, 96) == [1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 96]
+    assert sizes_to_try(96, 960, 8, 96) == [1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 96]
+    assert sizes_to_try(96, 8, 8, 96) == [1, 2, 4, 8]
     wanted = job(samples_per_s=5500.0)
-    wanted = replace(wanted, trainer=replace(wanted.trainer, global_batch_size=96))
+    reader = replace(wanted.data.reader, num_streams=96)
+    wanted = replace(
+        wanted,
+        trainer=replace(wanted.trainer, global_batch_size=96),
+        data=replace(wanted.data, reader=reader),
+    )
     tried = find_target(wanted, target_of(wanted, None), {"fast": FAST}, predict)
     assert [each.world_size for each in tried] == [1, 2, 4, 8, 6]
     assert (found := smallest(tried)) is not None and found.world_size == 6
