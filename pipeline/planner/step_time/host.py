@@ -16,7 +16,7 @@ from pipeline.planner.step_time.measurements import Measurement
 
 FACTORS = ("products", "moves", "lookup", "update", "comms")  # microseconds that the kernels should take
 COUNTS = ("constant", "operations", "samples", "features")
-DRAWN_TO_ONE = 0.3
+DRAWN_TO_ONE = 0.1
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Predict what one operation takes, by a machine's measurements, or by its data sheet where there are none.
 
-Products: a roofline fitted to the measurements, and between them a smooth correction of its logarithm. Operations that move
+Products: a roofline fitted to the measurements, and a correction of its logarithm that shapes alike share. Operations that move
 bytes: a line through the measured sizes, in logarithms. Tables: a sum of rates (ids, rows, bytes, misses of the cache).
 """
 
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.interpolate import RBFInterpolator
 from scipy.optimize import nnls
 
 from pipeline.planner.step_time.measurements import Measurement, Measurements
@@ -42,20 +41,25 @@ LIKE = {
     **dict.fromkeys(("_to_copy",), "cast"),
     **dict.fromkeys(
         ("sigmoid", "exp", "log", "tanh", "softplus", "log_sigmoid_forward", "log_sigmoid_backward", "log1p", "pow", "rsqrt",
-         "sqrt", "binary_cross_entropy_with_logits", "native_dropout", "bernoulli_", "erf", "gelu", "silu"), "math",
+         "sqrt", "binary_cross_entropy_with_logits", "erf", "gelu", "silu"), "math",
     ),
     **dict.fromkeys(("threshold_backward", "where", "sigmoid_backward", "tanh_backward", "native_dropout_backward"), "where"),
+    **dict.fromkeys(("native_dropout", "bernoulli_", "rand_like", "bernoulli"), "dropout"),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "batch_norm_stats"), "batch_norm"),
+    **dict.fromkeys(("native_batch_norm_backward",), "batch_norm_backward"),
     **dict.fromkeys(("cat", "stack"), "cat"),
     **dict.fromkeys(("zeros", "zeros_like", "ones_like", "ones", "fill_", "zero_", "full", "full_like", "new_zeros"), "fill"),
     **dict.fromkeys(("_softmax", "_softmax_backward_data", "_log_softmax"), "softmax"),
     **dict.fromkeys(
-        ("native_layer_norm", "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward",
-         "_native_batch_norm_legit", "cudnn_batch_norm", "batch_norm_stats"), "norm",
+        ("native_layer_norm", "native_layer_norm_backward"), "norm",
     ),
     **dict.fromkeys(("sum", "mean", "amax", "count_nonzero", "all", "any", "max", "min"), "sum"),
 }  # fmt: skip
-SMOOTHING = 0.02
 MOST_CORRECTION = 1.2  # natural logarithm
+# How far likeness of products reaches: doublings of a size, a size that fits no block, another layout or precision, another setup
+REACH, ODD, APART, SETUPS = 2.0, 3.0, 1.5, 2.0
+NOISE = 0.2  # beside the roofline's error, of 1
+ProductGroup: TypeAlias = tuple[str, str, str, str]  # kind, layout, precision, setup
 LEAST_US = 0.3
 
 
@@ -94,12 +98,8 @@ class MeasuredTimes:
         return self._all.of(kind, self.setup)
 
     @cached_property
-    def _products(self) -> dict[tuple[str, str, str], _ProductTimes]:
-        groups: dict[tuple[str, str, str], list[Measurement]] = {}
-        for kind in ("gemm", "bmm"):
-            for row in self._rows(kind):
-                groups.setdefault((kind, str(row.shape["layout"]), str(row.shape["dtype"])), []).append(row)
-        return {key: _ProductTimes(rows) for key, rows in groups.items()}
+    def _products(self) -> _ProductTimes:
+        return _ProductTimes([row for row in self._all.rows if row.kind in ("gemm", "bmm")])
 
     @cached_property
     def _by_bytes(self) -> dict[tuple[str, str], _Line]:
@@ -139,7 +139,11 @@ class MeasuredTimes:
             return line.us(operation.shapes[0][0])
         kind = operation.name if operation.name == "take" else bytes_kind(operation)
         dtype = operation.dtype if operation.dtype in ("fp32", "bf16") else "fp32"
-        line = self._by_bytes.get((kind, dtype)) or self._by_bytes["add", "fp32"]
+        other = {"dropout": "math", "batch_norm": "norm", "batch_norm_backward": "norm"}.get(
+            kind, "add"
+        )  # of old calibrations
+        lines = self._by_bytes
+        line = lines.get((kind, dtype)) or lines.get((other, dtype)) or lines["add", "fp32"]
         moved = (
             operation.in_bytes
             if kind in ("sum", "sum_rows", "sum_columns")
@@ -147,9 +151,19 @@ class MeasuredTimes:
         )
         if kind == "inplace":
             moved = 2 * operation.out_bytes
+        if kind in ("dropout", "batch_norm", "batch_norm_backward"):
+            moved = 2 * max(operation.out_bytes, operation.in_bytes // 2)
         if kind == "fill":
             moved = operation.out_bytes
         return line.us(moved)
+
+    def dense_update_us(self, optimizer: str, numbers: float) -> float:
+        """Of gradients of so many numbers: zeroed, and applied by a layers' optimizer."""
+        line = (
+            self._optimizers.get(optimizer) or self._optimizers.get("adagrad") or next(iter(self._optimizers.values()))
+        )
+        fill = self._by_bytes.get(("fill", "fp32"))
+        return line.us(numbers) + (fill.us(4 * numbers) if fill else 0.0)
 
     def _product_us(self, operation: Operation) -> float:
         first, second = operation.shapes[-2:] if len(operation.shapes) > 2 else operation.shapes
@@ -160,9 +174,10 @@ class MeasuredTimes:
 
     def product_us(self, kind: str, layout: str, dtype: str, *sizes: float) -> float:
         """Of a `gemm` or `bmm`; sizes: products, rows, columns, inner."""
-        options = [key for key in self._products if key[0] == kind and key[2] == dtype]
-        key = (kind, layout, dtype) if (kind, layout, dtype) in self._products else options[0]
-        return self._products[key].us(*sizes)
+        here = [group for group in self._products.groups() if group[3] == self.setup and group[0] == kind]
+        wanted = (kind, layout, dtype, self.setup)
+        group = wanted if wanted in here else next(each for each in here if each[2] == dtype)
+        return self._products.us(group, *sizes)
 
     def amounts_of(self, row: Measurement) -> dict[str, float]:
         """Of a measured `lookup` or `update`."""
@@ -218,28 +233,53 @@ class _Line:
 
 
 class _ProductTimes:
-    """Of one kind, layout and precision."""
+    """Of all kinds, layouts, precisions and setups that were measured: a roofline for each, and a correction that neighbours share.
+
+    The correction of the logarithm is a Gaussian process over shapes (kriging): what is slow about a shape is so in other layouts
+    and setups too, the more alike, the more.
+    """
 
     def __init__(self, rows: Sequence[Measurement]) -> None:
-        shapes = [_product_shape(row) for row in rows]
-        times = np.array([row.us for row in rows])
-        terms = np.array([_roofline_terms(*shape) for shape in shapes])
-        self._rates, _ = nnls(terms / times[:, None], np.ones(len(times)))
-        self._points = np.array([_logs(*shape) for shape in shapes])
-        residual = np.log(times / np.maximum(terms @ self._rates, LEAST_US))
-        self._correction = (
-            RBFInterpolator(self._points, residual, kernel="linear", smoothing=SMOOTHING, neighbors=min(24, len(rows)))
-            if len(rows) >= 8
-            else None
-        )
-        self._limits = self._points.min(axis=0), self._points.max(axis=0)
+        groups: dict[ProductGroup, list[Measurement]] = {}
+        for row in rows:
+            groups.setdefault(_group(row), []).append(row)
+        self._rates = {group: self._roofline(of_group) for group, of_group in groups.items()}
+        self._points = np.array([_place(_group(row), *_product_shape(row)) for row in rows])
+        base = [self._base(_group(row), *_product_shape(row)) for row in rows]
+        residual = np.log(np.array([row.us for row in rows]) / np.array(base))
+        likeness = _likeness(self._points, self._points) + NOISE**2 * np.eye(len(rows))
+        self._weights = np.linalg.solve(likeness, residual)
 
-    def us(self, batch: float, rows: float, columns: float, inner: float) -> float:
-        base = max(float(np.array(_roofline_terms(batch, rows, columns, inner)) @ self._rates), LEAST_US)
-        if self._correction is None:
-            return base
-        point = np.clip(np.array([_logs(batch, rows, columns, inner)]), *self._limits)
-        return base * math.exp(float(np.clip(self._correction(point)[0], -MOST_CORRECTION, MOST_CORRECTION)))
+    @staticmethod
+    def _roofline(rows: Sequence[Measurement]) -> Floats:
+        times = np.array([row.us for row in rows])
+        terms = np.array([_roofline_terms(*_product_shape(row)) for row in rows])
+        rates, _ = nnls(terms / times[:, None], np.ones(len(times)))
+        return np.asarray(rates)
+
+    def groups(self) -> Iterable[ProductGroup]:
+        return self._rates.keys()
+
+    def us(self, group: ProductGroup, batch: float, rows: float, columns: float, inner: float) -> float:
+        place = np.array([_place(group, batch, rows, columns, inner)])
+        correction = float((_likeness(place, self._points) @ self._weights)[0])
+        base = self._base(group, batch, rows, columns, inner)
+        return base * math.exp(max(-MOST_CORRECTION, min(MOST_CORRECTION, correction)))
+
+    def _base(self, group: ProductGroup, *shape: float) -> float:
+        return max(float(np.array(_roofline_terms(*shape)) @ self._rates[group]), LEAST_US)
+
+
+def _group(row: Measurement) -> ProductGroup:
+    return row.kind, str(row.shape["layout"]), str(row.shape["dtype"]), row.setup
+
+
+def _likeness(places: Floats, others: Floats) -> Floats:
+    """[places, others] Matern 3/2 of their distances, which are in units of how far likeness reaches."""
+    squares = (places**2).sum(1)[:, None] + (others**2).sum(1)[None] - 2 * places @ others.T
+    distances = math.sqrt(3) * np.sqrt(np.maximum(squares, 0.0))
+    likeness: Floats = (1 + distances) * np.exp(-distances)
+    return likeness
 
 
 def _product_shape(row: Measurement) -> tuple[float, float, float, float]:
@@ -253,10 +293,28 @@ def _roofline_terms(batch: float, rows: float, columns: float, inner: float) -> 
     return 1.0, batch, batch * rows * columns * inner, batch * (rows * inner + inner * columns + rows * columns), blocks
 
 
-def _logs(batch: float, rows: float, columns: float, inner: float) -> tuple[float, ...]:
-    """Where in the space of shapes; the last numbers tell shapes that no block fits from those that one does."""
-    uneven = 0.35 * float(columns % 16 != 0) + 0.35 * float(columns == 1)
-    return math.log(batch), math.log(rows), math.log(columns), math.log(inner), uneven, 0.35 * float(inner % 16 != 0)
+def _place(group: ProductGroup, batch: float, rows: float, columns: float, inner: float) -> tuple[float, ...]:
+    """Where in the space of shapes and groups: doublings by REACH, sizes that no block fits by ODD, groups by APART."""
+    kind, layout, dtype, setup = group
+    sizes = (math.log2(size) / REACH for size in (batch, rows, columns, inner))
+    odd = (
+        columns == 1,
+        inner == 1,
+        columns % 16 != 0,
+        inner % 16 != 0,
+        rows % 16 != 0,
+        columns % 2 != 0,
+        inner % 2 != 0,
+    )
+    apart = (layout == "nt", layout == "nn", layout == "tn", dtype == "bf16", kind == "bmm")
+    ranks, _, threads = setup.partition("x")
+    return (
+        *sizes,
+        *(float(each) / ODD for each in odd),
+        *(float(each) / APART for each in apart),
+        math.log2(float(ranks)) / SETUPS,
+        math.log2(float(threads)) / SETUPS,
+    )
 
 
 @dataclass(frozen=True)

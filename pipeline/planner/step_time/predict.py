@@ -98,9 +98,12 @@ def table_amounts(request: StepRequest, placements: Sequence[Placement], times: 
     planned = planned_tables(placements, request.tables, request.batch_size, request.hardware.world_size)
     works = [_work(request, shapes.shapes) for shapes in planned.ranks]
     comms = _comms_us(request, planned, times)
+    # A replicated table is trained like a layer: gradients of all its rows are zeroed, averaged and applied.
+    numbers = max((rank.replicated_bytes for rank in planned.ranks), default=0.0) / 4
+    replicated = times.dense_update_us(request.optimizer, numbers) if numbers and len(planned.ranks) > 1 else 0.0
     return {
         "lookup": max((times.lookup_us(work, request.optimizer) for work in works), default=0.0),
-        "update": max((times.update_us(work, request.optimizer) for work in works), default=0.0),
+        "update": max((times.update_us(work, request.optimizer) for work in works), default=0.0) + replicated,
         **{f"comms_{name}": value for name, value in comms.items()},
         "comms": sum(comms.values()),
     }

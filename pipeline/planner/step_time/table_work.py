@@ -9,6 +9,7 @@ from pipeline.config.optimizers import find_optimizer
 from pipeline.planner.step_time.frequency import Bands, power_law, touched
 
 CACHE_MIB = (2, 8, 16, 24, 32, 64)  # sizes tried for what the last cache keeps of tables
+POOLED_BYTES = 8 << 20  # of pooled rows or gradients: more do not stay in the caches between kernels
 LANES = 16  # numbers that the kernels move at once; what is left over goes one by one
 BAG_WORK, ROW_WORK = 256, 16  # of pipeline.sharding.torchrec.cpu_tables.partition_tables
 
@@ -72,6 +73,7 @@ def work_of(tables: Sequence[TableShape], optimizer: str, number_bytes: int, thr
         "row_bytes": sum(count * size for count, size in zip(ids, weights, strict=True)),
         "tail_numbers": sum(table.ids * (table.dim % LANES) for table in tables),
         "pooled_bytes": pooled,
+        "pooled_beyond_bytes": max(0.0, pooled - POOLED_BYTES),
     }
     lookup = shared | {
         "bag_ids": sum(table.ids for table in several),

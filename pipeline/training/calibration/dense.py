@@ -114,7 +114,22 @@ BY_BYTES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], float]
     "fill": (lambda a, b: torch.zeros_like(a), 1.0),
     "softmax": (lambda a, b: torch.softmax(a, 1), 2.0),
     "norm": (lambda a, b: torch.layer_norm(a, (a.shape[1],)), 2.0),
+    "dropout": (lambda a, b: torch.native_dropout(a, 0.2, True), 2.0),
+    "batch_norm": (lambda a, b: _batch_norm(a), 2.0),
+    "batch_norm_backward": (lambda a, b: _batch_norm_backward(a, b), 2.0),
 }
+
+
+def _batch_norm(values: torch.Tensor) -> object:
+    weight = torch.ones(values.shape[1])
+    return torch.native_batch_norm(values, weight, weight, torch.zeros_like(weight), weight, True, 0.1, 1e-5)
+
+
+def _batch_norm_backward(values: torch.Tensor, gradient: torch.Tensor) -> object:
+    weight = torch.ones(values.shape[1])
+    return torch.ops.aten.native_batch_norm_backward(
+        gradient, values, weight, weight, weight, weight, weight, True, 1e-5, [True, True, True]
+    )
 
 
 def _time_by_bytes(
