@@ -16,7 +16,7 @@ from typing import Any
 from launch.indexed_job import STAYS_SO, job_spec, jobset_spec, metadata
 from launch.kubeflow import pytorch_job, train_job
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import INSTANCE, is_kept, labels_of, pod_template
+from launch.kubernetes_pod import INSTANCE, check_meeting, is_kept, labels_of, pod_template
 from launch.manifest import given, patched, to_yaml
 from launch.ray_job import ray_job
 from launch.volcano import volcano_job
@@ -42,6 +42,7 @@ def render_job(workload: Workload, options: KubernetesOptions) -> str:
         raise LaunchError("--kind rayjob runs prepare with engine=ray; give another kind, or engine=ray")
     if options.kind != "job":
         check_one_task(workload, f"--kind {options.kind}")
+    check_meeting(workload, options)
     workload = named_for_attempt(workload, options)
     objects = KINDS[options.kind](workload, options)
     return to_yaml(patched(objects, options.patch), _comment(workload, options))
@@ -123,6 +124,8 @@ def _comment(workload: Workload, options: KubernetesOptions) -> str:
             "A pod that is lost is replaced, and its tasks run again; when the head is lost, --max-retries starts anew and goes on."
         )
     where = "." if workload.nodes == 1 else f", {workload.nodes} pods that meet at the first."
+    if workload.is_elastic:
+        where = f", {workload.least_nodes} to {workload.nodes} pods that meet in the run folder: one that is lost comes back when there is a node for it."
     lines = [
         f"{workload.verb}: {workload.nodes} x {workload.ranks_per_node} rank(s){where}",
         f"Exit codes {', '.join(map(str, STAYS_SO))} (mistakes) fail the job at once; {REQUEUE} (asked to stop) and evictions {AGAIN[options.kind]}."

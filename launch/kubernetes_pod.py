@@ -18,6 +18,7 @@ SHARED_MEMORY = "/dev/shm"
 NODE_INDEX = "$(JOB_COMPLETION_INDEX)"
 # What a CronJob calls the Job of a tick is known when it runs: for a `head` that holds it the pod is given it.
 JOB_NAME = "$(JOB_NAME)"
+JOB_UID = "$(JOB_UID)"  # of a Job whose pods come and go: a Job of the same name later must not meet with them
 
 
 def labels_of(workload: Workload, options: KubernetesOptions) -> dict[str, str]:
@@ -105,8 +106,9 @@ def _container(workload: Workload, options: KubernetesOptions, head: str, node: 
         env = {"OMP_NUM_THREADS": str(workload.threads(workload.cpu)), "LOGLEVEL": "WARNING", **env}
     variables: list[dict[str, Any]] = [{"name": name, "value": _literally(value)} for name, value in env.items()]
     if JOB_NAME in head:
-        source = {"fieldRef": {"fieldPath": "metadata.labels['job-name']"}}
-        variables.insert(0, {"name": "JOB_NAME", "valueFrom": source})
+        variables.insert(0, _of_label("JOB_NAME", "job-name"))
+    if workload.is_elastic:
+        variables.insert(0, _of_label("JOB_UID", "batch.kubernetes.io/controller-uid"))
     size = given(
         cpu=str(workload.cpu),
         memory=f"{workload.mem_mb}Mi",
@@ -133,17 +135,31 @@ def _container(workload: Workload, options: KubernetesOptions, head: str, node: 
     )
 
 
+def _of_label(name: str, label: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
+
+
 def _command(workload: Workload, options: KubernetesOptions, head: str, node: str) -> list[str]:
     """The words of the command, each as it was typed: Kubernetes expands `$(NAME)` and takes `$$` for `$`."""
     head_mark, job_mark = "\0head", "\0job"  # no argument can hold NUL
     words = []
+    job = JOB_UID if workload.is_elastic else workload.name
     for original, word in zip(workload.command, workload.argv(head_mark, job_mark), strict=True):
-        words.append(_literally(word).replace(head_mark, head).replace(job_mark, workload.name))
+        words.append(_literally(word).replace(head_mark, head).replace(job_mark, job))
         if original == ENDPOINT and workload.nodes > 1:
             # Pods start one after another, and a name may not be known yet when its own pod asks for it.
             patience = f"join_timeout={options.meeting_timeout_s},read_timeout={options.meeting_timeout_s}"
             words += ["--node-rank", node, "--rdzv-conf", patience]
     return words
+
+
+def check_meeting(workload: Workload, options: KubernetesOptions) -> None:
+    """Raises LaunchError where pods that come and go would not find each other."""
+    if workload.is_elastic and not is_kept(workload, options):
+        raise LaunchError(
+            f"-j {workload.least_nodes}:{workload.nodes}x{workload.ranks_per_node}: the pods meet in the run folder, and {workload.log_dir} is on no "
+            f"volume that they share: mount one at {options.workdir}, or at the run folder"
+        )
 
 
 def _literally(word: str) -> str:

@@ -83,12 +83,23 @@ def this_host() -> Host:
 
 
 def parse_shape(j: str) -> tuple[int, int]:
-    """'2x8' -> 2 nodes of 8 ranks; '8' -> 1 node."""
-    match = re.fullmatch(r"(?:(\d+)x)?(\d+)", j)
-    nodes, ranks = (int(match[1] or 1), int(match[2])) if match else (0, 0)
-    if nodes < 1 or ranks < 1:
-        raise LaunchError(f"-j {j} is not NODESxRANKS_PER_NODE, both at least 1; for instance -j 1x2 or -j 2x8")
+    """'2x8' -> 2 nodes of 8 ranks; '8' -> 1 node. Raises LaunchError, for 2:4x8 too: see parse_elastic_shape()."""
+    least, nodes, ranks = parse_elastic_shape(j)
+    if least != nodes:
+        raise LaunchError(f"-j {j}: only train goes on with fewer nodes and with more; give -j {nodes}x{ranks}")
     return nodes, ranks
+
+
+def parse_elastic_shape(j: str) -> tuple[int, int, int]:
+    """'2:4x8' -> at least 2 nodes, at most 4, of 8 ranks each; '4x8' -> 4, 4, 8. Raises LaunchError."""
+    match = re.fullmatch(r"(?:(?:(\d+):)?(\d+)x)?(\d+)", j)
+    nodes, ranks = (int(match[2] or 1), int(match[3])) if match else (0, 0)
+    least = int(match[1] or nodes) if match else 0
+    if not 1 <= least <= nodes or ranks < 1:
+        raise LaunchError(
+            f"-j {j} is not NODESxRANKS_PER_NODE, nor LEAST:MOSTxRANKS_PER_NODE, all at least 1; for instance -j 1x2, -j 2x8 or -j 2:4x8"
+        )
+    return least, nodes, ranks
 
 
 def threads_per_rank(cpu: int, ranks_per_node: int) -> int:

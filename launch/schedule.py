@@ -18,7 +18,7 @@ from launch.crontab import CrontabOptions, render_crontab
 from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
 from launch.options import add_flags, from_flags, option, split_words
 from launch.scrontab import ScrontabOptions, render_scrontab
-from launch.workload import WORKLOADS, Where, Workload, make_workload
+from launch.workload import WORKLOADS, Where, Workload, check_one_task, make_workload
 from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError, check_choice
 
@@ -62,6 +62,8 @@ def schedule(target: str, argv: list[str]) -> str:
         where = from_flags(Where, typed)
     workload = make_workload(tick.verb, __doc__, overrides, where, typed.check_data)
     with print_user_errors():
+        if workload.is_elastic:
+            check_one_task(workload, "launch.schedule")
         return render_with(workload, tick.cron, options)
 
 

@@ -72,7 +72,9 @@ class SlurmOptions:
 
 def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
     """The whole script; `sbatch` of it, as it is, runs the job. Raises LaunchError for a job that could not get further."""
-    if workload.tasks > 1 and options.array is None:
+    if workload.is_elastic:
+        options = _a_task_a_node(workload, options)
+    elif workload.tasks > 1 and options.array is None:
         options = replace(options, array=f"0-{workload.tasks - 1}")
     elif workload.tasks > 1 and options.array not in (f"0-{workload.tasks - 1}", *_at_once(workload, options)):
         raise LaunchError(
@@ -82,7 +84,7 @@ def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
     asks_gpus = workload.gpu or "gpu" in f"{options.gres or ''} {options.sbatch or ''}"
     check_gpus_asked(workload, bool(asks_gpus), "--gpu (or gres=gpu:...)")
     _check_time(workload, options)
-    if options.array and workload.steps:
+    if options.array and workload.steps and not workload.is_elastic:
         raise LaunchError(
             f"array={options.array}: every task would train in the run folder of {workload.steps}; give each its own, for instance "
             "'run_dir=\"runs/task${oc.env:SLURM_ARRAY_TASK_ID,0}\"'"
@@ -97,6 +99,20 @@ def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _a_task_a_node(workload: Workload, options: SlurmOptions) -> SlurmOptions:
+    """Slurm gives a job no node back that it has lost, but starts a task of an array again once there is a node for it."""
+    if options.array is not None:
+        raise LaunchError(
+            f"array={options.array}: -j {workload.least_nodes}:{workload.nodes}x{workload.ranks_per_node} is an array itself, a task a node; leave "
+            "array out"
+        )
+    if not options.requeue:
+        raise LaunchError(
+            "requeue=False: a node that was lost would not come back; leave it out, or give one number of nodes"
+        )
+    return replace(options, array=f"0-{workload.nodes - 1}")
+
+
 def _at_once(workload: Workload, options: SlurmOptions) -> list[str]:
     """The array with the limit of tasks at once that is asked for."""
     limit = (options.array or "").partition("%")[2]
@@ -104,7 +120,7 @@ def _at_once(workload: Workload, options: SlurmOptions) -> list[str]:
 
 
 def sbatch_lines(workload: Workload, options: SlurmOptions) -> Iterator[str]:
-    shape = {"job-name": workload.name, "nodes": workload.nodes, "ntasks-per-node": 1}
+    shape = {"job-name": workload.name, "nodes": 1 if workload.is_elastic else workload.nodes, "ntasks-per-node": 1}
     # With GPUs and no --cpu the cluster's own cores a GPU hold.
     if cpus := workload.cpu or (0 if workload.gpu else workload.ranks_per_node):
         shape["cpus-per-task"] = cpus
@@ -192,12 +208,13 @@ def _start(workload: Workload, options: SlurmOptions) -> Iterator[str]:
         yield f"newest_step() {{ {newest}; }}"
         yield "before=$(newest_step)"
     yield "code=0"
-    yield _folded(_of_task(srun_words(workload)) if options.array else srun_words(workload)) + " || code=$?"
+    words = srun_words(workload)
+    yield _folded(_of_task(words) if options.array and not workload.is_elastic else words) + " || code=$?"
 
 
 def meeting_lines(workload: Workload) -> list[str]:
     """What the words of srun refer to: the first node, and a port on it."""
-    if not workload.is_distributed:
+    if not workload.is_distributed or workload.is_elastic:
         return []
     return [
         'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -214,7 +231,8 @@ def srun_words(workload: Workload) -> list[str]:
         mounts = ",".join(f"{m.source}:{m.target}{':ro' if m.read_only else ''}" for m in workload.mounts)
         flags += [f"--container-image={shlex.quote(workload.image)}"]  # of the pyxis plugin
         flags += [f"--container-mounts={shlex.quote(mounts)}"] if mounts else []
-    return ["srun", *flags, *workload.shell_words("$head_node", "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}", "$port")]
+    job_id = "$SLURM_ARRAY_JOB_ID" if workload.is_elastic else "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+    return ["srun", *flags, *workload.shell_words("$head_node", job_id, "$port")]
 
 
 def _folded(words: list[str]) -> str:

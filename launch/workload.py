@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Optional
 
 from launch.options import option
-from launch.resources import asked_host, parse_shape, threads_per_rank
+from launch.resources import asked_host, parse_elastic_shape, parse_shape, threads_per_rank
 from pipeline.cli.command_line import (
     has_dataset,
     parse_command_line,
@@ -22,6 +22,7 @@ from pipeline.cli.command_line import (
     validate_evaluation,
     validate_geometry,
     validate_train,
+    validate_world_sizes,
 )
 from pipeline.config.jobs import (
     CheckNodesJob,
@@ -46,6 +47,8 @@ MOUNT_TYPES = ("bind", "volume", "device")
 ENDPOINT = "<rendezvous host:port>"
 JOB_ID = "<job id>"
 
+MEETINGS = ".meetings"  # of agents whose nodes come and go, in the run folder
+
 RAY_NODE = "pipeline.data.prepare.distributed.ray_node"
 
 GO_ON = ("prepare", "train", "retrain", "predict")  # verbs whose work before a SIGTERM is not lost
@@ -65,7 +68,7 @@ class Mount:
 class Where:
     """What is said of the place to run in; None: as on this machine, or as the place has it."""
 
-    j: str = option("1x1", "NODESxRANKS_PER_NODE, for instance 2x8")
+    j: str = option("1x1", "NODESxRANKS_PER_NODE, for instance 2x8; train also LEAST:MOSTxRANKS, 2:4x8")
     cpu: Optional[int] = option(None, "cores a node")
     gpu: Optional[int] = option(None, "GPUs a node")
     memMB: Optional[int] = option(None, "memory a node")
@@ -106,11 +109,17 @@ class Workload:
     tasks: int = 1  # of an array: the command runs so often, each time with another number
     steps: str = ""  # the local folder of its checkpoints; empty: none, or in an object store
     on_ray: bool = False  # nodes of a Ray cluster that lasts as long as the job
+    least_nodes: int = 0  # that go on when others are lost; `nodes` is then the most. 0: all are needed
 
     @property
     def is_distributed(self) -> bool:
         """Whether there are ranks that must meet, rather than one process."""
-        return ENDPOINT in self.command
+        return ENDPOINT in self.command or self.is_elastic
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes may come and go: they meet in a folder, and none is the first."""
+        return self.least_nodes > 0
 
     def argv(self, host: str = "localhost", job_id: str = "none") -> list[str]:
         """The command with the head node and the scheduler's name of the job filled in, both as plain text."""
@@ -162,11 +171,38 @@ def _validate_unseen(job: TrainJob) -> None:
 
 def train(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
     validate = _validate_here if check_data else _validate_unseen
+    least, nodes, ranks = parse_elastic_shape(where.j)
+    where = replace(where, j=f"{nodes}x{ranks}")
+    if least < nodes:
+        validate = _for_each_size([number * ranks for number in range(least, nodes + 1)], validate)
     job = parse_command_line(TrainJob, doc, _as_composed_by_ranks(words, where), validate)
     made = _ranks("train", words, where, job.name, f"{job.run_dir}/logs", job.trainer.grace_s)
+    if least < nodes:
+        made = _elastic(made, least, f"{job.run_dir}/{MEETINGS}")
     # An array's tasks each have a run folder of their own, whose name is known when they run.
     varies = any("oc.env:" in word for word in words)
     return _on_hardware(replace(made, steps="" if varies else _local_steps(job)), job)
+
+
+def _for_each_size(world_sizes: list[int], validate: Callable[[TrainJob], None]) -> Callable[[TrainJob], None]:
+    """As `validate`, and that the run may go on with each of these numbers of ranks."""
+
+    def validate_all(job: TrainJob) -> None:
+        validate_world_sizes(job, world_sizes)
+        validate(job)
+
+    return validate_all
+
+
+def _elastic(workload: Workload, least: int, folder: str) -> Workload:
+    """The agents meet in the run folder, which all nodes see: no node is needed for the others to meet."""
+    meets = {
+        "--rdzv-endpoint": folder,
+        "--nnodes": f"{least}:{workload.nodes}",
+        "--rdzv-backend": "folder",  # of pipeline.runtime.process.meeting
+    }
+    words = [meets.get(flag, word) for flag, word in zip(["", *workload.command], workload.command, strict=False)]
+    return replace(workload, command=words, least_nodes=least)
 
 
 def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
@@ -227,7 +263,12 @@ def predict(doc: Optional[str], words: list[str], where: Where, check_data: bool
 
 
 def check_one_task(workload: Workload, what: str) -> None:
-    """Raises LaunchError for an array where there is none."""
+    """Raises LaunchError for an array, or nodes that come and go, where there are none."""
+    if workload.is_elastic:
+        raise LaunchError(
+            f"-j {workload.least_nodes}:{workload.nodes}x{workload.ranks_per_node}: with {what} no node comes back by itself; give "
+            f"-j {workload.nodes}x{workload.ranks_per_node}, or use Slurm, or Kubernetes with --kind job"
+        )
     if workload.tasks > 1:
         raise LaunchError(
             f"num_shards={workload.tasks} is an array of tasks, and {what} has none: Slurm's arrays and Kubernetes' Jobs do"

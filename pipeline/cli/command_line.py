@@ -36,11 +36,11 @@ from pipeline.runtime.masking import find_secret, mask
 from pipeline.runtime.process.exit_codes import USER_ERROR
 from pipeline.runtime.process.failures import describe_os_error, write_error_file
 from pipeline.runtime.storage import storage
-from pipeline.training.preflight import check_geometry, validate_evaluation, validate_job
+from pipeline.training.preflight import check_geometry, check_world_sizes, validate_evaluation, validate_job
 
 __all__ = [
     "has_dataset", "load_config", "parse_command_line", "print_user_errors", "validate_evaluation", "validate_geometry",
-    "validate_train",
+    "validate_train", "validate_world_sizes",
 ]  # fmt: skip
 
 Job = TypeVar("Job")
@@ -84,6 +84,11 @@ def validate_train(job: TrainJob) -> None:
 def validate_geometry(job: TrainJob) -> None:
     """As validate_train, of what needs no data set."""
     check_geometry(job, job.world_size)
+
+
+def validate_world_sizes(job: TrainJob, world_sizes: list[int]) -> None:
+    """Whether a run may go on with each of these numbers of ranks. Raises TrainingError."""
+    check_world_sizes(job, world_sizes)
 
 
 def has_dataset(job: TrainJob) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from pipeline.runtime.event_files import EventFiles
 from pipeline.runtime.json_values import finite
 from pipeline.runtime.masking import mask
+from pipeline.runtime.process.processes import ELASTIC_JOB
 from pipeline.runtime.storage import storage
 
 QUIET_AFTER_S = 2.0  # what ends sooner needs no progress bar
@@ -60,7 +61,7 @@ def attempt() -> str:
 
 def job_id() -> str:
     """The scheduler's or the launcher's name of the job; empty for a process that was started by hand."""
-    return next(filter(None, map(os.environ.get, ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"))), "")
+    return next(filter(None, map(os.environ.get, (ELASTIC_JOB, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"))), "")
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -96,6 +97,26 @@ def check_geometry(job: TrainJob, world_size: int) -> None:
     check_batch_geometry(trainer.micro_batch_size, num_streams, world_size)
     if trainer.evaluate_batch_size is not None:
         check_batch_geometry(trainer.evaluate_batch_size, num_streams, world_size)
+
+
+def check_world_sizes(job: TrainJob, world_sizes: list[int]) -> None:
+    """Needs no data. Raises TrainingError where a run could not go on with one of these numbers of ranks."""
+    numbers = " and ".join(filter(None, [", ".join(map(str, world_sizes[:-1])), str(world_sizes[-1])]))
+    if job.planner.kind == "file":
+        raise TrainingError(
+            f"planner=file: {job.planner.plan_file} is a plan for one number of ranks, and the job may run on {numbers}; leave planner out: "
+            "each number gets a plan of its own when it starts"
+        )
+    num_streams, common = job.data.reader.num_streams, math.lcm(*world_sizes)
+    if bad := [ranks for ranks in world_sizes if num_streams % ranks]:
+        streams = common * max(1, round(num_streams / common))
+        batch = streams * max(1, round(job.trainer.global_batch_size / streams))
+        raise TrainingError(
+            f"the job may run on {numbers} ranks, and data.reader.num_streams={num_streams} is not divided by {bad[0]}: give "
+            f"data.reader.num_streams={streams} trainer.global_batch_size={batch} (another order of rows, so another run), or other numbers of nodes"
+        )
+    for ranks in world_sizes:
+        check_geometry(job, ranks)
 
 
 def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:

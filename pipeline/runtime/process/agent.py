@@ -5,6 +5,9 @@ python -m pipeline.agent --nproc-per-node 2 -m pipeline.train experiment=quickst
 torchrun, whose flags are taken as they are, with an exit code that a scheduler can act on: ranks that end with a
 final code (pipeline.runtime.process.exit_codes) are not started again; SIGTERM and SIGINT reach the ranks, which have the grace to
 save; and what torchrun would print as a traceback of its own is a line.
+
+With `--nnodes MIN:MAX --rdzv-backend folder` nodes come and go: where one is lost, or asked to stop, those that are left go on from
+the newest checkpoint; for one that comes the ranks save at the next step, and all go on from there.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -26,11 +29,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
 
 from pipeline.runtime.logs import configure_logging, get_logger
+from pipeline.runtime.process import meeting
 from pipeline.runtime.process.exit_codes import DONE, FAILED, FINAL, INTERRUPTED, REQUEUE, USER_ERROR
+from pipeline.runtime.process.processes import ELASTIC_JOB, ELASTIC_ROUND
 from pipeline.runtime.process.rank_logs import RankLogs
 
 GRACE = "--grace-s"
 AFTER_FAILURE_S = 5  # a rank that still runs then has lost a peer: it can save nothing
+ENDS_ALL = {DONE, *FINAL} - {REQUEUE}  # on the other nodes too, where nodes come and go
 KILL_BEFORE_S = 3  # of the grace, for ranks that no signal reaches: stopped ones
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 logger = get_logger("pipeline.agent")
@@ -49,6 +55,26 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._processes: Any = None  # torchelastic's SubprocessContext of the running ranks
         self._ended_first: dict[int, int] = {}  # local rank -> exit code, before the others had to end
+        self._makes_room = False  # the ranks are ended for a node that has come
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        before: int | None = worker_group.group_world_size
+        super()._rendezvous(worker_group)
+        if (found := meeting.FolderMeeting.newest) is None:
+            return
+        os.environ[ELASTIC_JOB], os.environ[ELASTIC_ROUND] = found.get_run_id(), str(found.round)
+        now: int = worker_group.group_world_size
+        if before is not None and now < before:  # the ranks failed because a node was lost
+            self._remaining_restarts = min(self._remaining_restarts + 1, worker_group.spec.max_restarts)
+        if now != before:
+            logger.warning("%d node(s) have met, of %s", now, "none" if before is None else f"{before} before")
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        self._makes_room = worker_group.state == WorkerState.HEALTHY
+        if self._makes_room:
+            logger.warning("a node has come: the ranks save, and start again with it")
+        super()._restart_workers(worker_group)
+        self._makes_room = False
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -65,7 +91,7 @@ class Agent(LocalElasticAgent):
 
     def _close_in_time(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         self._ended_first = self._ended_first or self._exit_codes()
-        may_save = self.signalled or REQUEUE in self._ended_first.values()
+        may_save = self.signalled or self._makes_room or REQUEUE in self._ended_first.values()
         self._close(death_sig, max(1, int(self.grace_s) - KILL_BEFORE_S) if may_save else AFTER_FAILURE_S)
         Agent.first_codes, Agent.last_codes = tuple(self._ended_first.values()), tuple(self._exit_codes().values())
 
@@ -73,7 +99,13 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if not result.is_failed():
             return result
-        if FINAL & set(self._ended_first.values()):
+        codes = FINAL & set(self._ended_first.values())
+        if codes == {REQUEUE} and meeting.FolderMeeting.newest is not None:
+            # A rank of another node was asked to stop, or to make room: all have saved, and none has failed.
+            self._remaining_restarts += 1
+            logger.warning("the ranks have saved; the nodes that are left start them again")
+            return result
+        if codes:
             self._remaining_restarts = 0
         for worker in worker_group.workers:
             code = self._ended_first.get(worker.local_rank, DONE)
@@ -126,9 +158,23 @@ def run(argv: list[str]) -> int:
     """The exit code of the launch; see pipeline.runtime.process.exit_codes."""
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]  # launch_agent makes its agent by this name
     torchrun.DefaultLogsSpecs = RankLogs  # type: ignore[misc]  # likewise
+    meeting.register()
     listen()
+    code = _run(parse(argv))
+    if (found := meeting.FolderMeeting.newest) is not None:
+        if code in ENDS_ALL:
+            found.end(code)
+        else:
+            found.leave()
+    return code
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
-        torchrun.run(parse(argv))
+        torchrun.run(args)
+    except meeting.MeetingEndedError as error:
+        logger.warning("%s", error)
+        return error.code
     except ChildFailedError as error:
         return _code_of(error)
     except SignalException:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process import watchdog
+from pipeline.runtime.process.processes import ELASTIC_ROUND
 
 STORE_TIMEOUT_S = 10.0
 
@@ -91,7 +92,8 @@ def _join(rank: int, world_size: int, timeout_s: float) -> dist.Store | None:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Nodes that come and go have counts of their own; their rounds are the same for all.
+    attempt = os.environ.get(ELASTIC_ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     watchdog.watch_others(lambda: _connect(STORE_TIMEOUT_S), world_size, attempt)
     store = dist.PrefixStore(f"attempt_{attempt}", _connect(timeout_s))
     started = time.monotonic()

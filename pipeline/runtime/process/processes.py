@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pipeline.runtime.errors import ConfigError
 
 PR_SET_PDEATHSIG = 1
+# Of a job whose nodes come and go: its name, the same on all nodes, and how often the nodes have met. The agent sets both for its ranks.
+ELASTIC_JOB, ELASTIC_ROUND = "PIPELINE_ELASTIC_JOB", "PIPELINE_ELASTIC_ROUND"
 STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel", "T": "stopped by a signal", "Z": "dead"}
 
 

@@ -54,6 +54,8 @@ def remove_starts(paths: list[str]) -> None:
 class RankLogs(DefaultLogsSpecs):
     """torchelastic's, of which several hosts may write below the same folder."""
 
+    _num_attempts = 0
+
     def _make_log_dir(self, log_dir: str | None, rdzv_run_id: str) -> str:
         base = log_dir or tempfile.mkdtemp(prefix="torchelastic_")
         os.makedirs(base, exist_ok=True)
@@ -63,7 +65,10 @@ class RankLogs(DefaultLogsSpecs):
         return tempfile.mkdtemp(prefix=f"{rdzv_run_id}_{host}_", dir=base)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        destinations = super().reify(envs)
+        """An attempt is a start of the ranks: torchelastic's own count stands still where nodes come and go, and it clears the folder."""
+        attempt = {"TORCHELASTIC_RESTART_COUNT": str(self._num_attempts)}
+        self._num_attempts += 1
+        destinations = super().reify({rank: {**env, **attempt} for rank, env in envs.items()})
         for files, stream in ((destinations.stdouts, "stdout"), (destinations.stderrs, "stderr")):
             for local_rank, file in files.items():
                 if rank := envs[local_rank].get("RANK"):

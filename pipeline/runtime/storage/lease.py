@@ -151,6 +151,9 @@ def _myself(token: int) -> Holder:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     job = os.environ.get("SLURM_JOB_ID") or ("" if run_id == "none" else run_id)
     attempt = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    if elastic_job := os.environ.get(processes.ELASTIC_JOB):
+        # The ranks of an earlier round have ended, or their node is lost to the others; fencing holds it off if it is not.
+        job, attempt = elastic_job, int(os.environ[processes.ELASTIC_ROUND])
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     pid = os.getpid()
     host, machine = processes.hostname(), processes.machine()

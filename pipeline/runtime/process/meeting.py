@@ -1,0 +1,193 @@
+"""Let agents meet in a folder that all nodes share, so that no node hosts the meeting and any of them may be lost.
+
+    <folder>/<run id>/state.00000012    torchelastic's state of the meeting; the highest number holds
+    <folder>/<run id>/store             torch's FileStore: the ranks and addresses of each round
+    <folder>/<run id>/ended             the exit code with which the job ended for good
+
+A state is made by os.link, which is atomic on local disks and on NFS: of two nodes that follow the same state one succeeds.
+torchrun knows it as `--rdzv-backend folder`. The nodes' clocks must agree to a few seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import uuid
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import FileStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+    Token,
+    _RendezvousExitOp,
+)
+
+BACKEND = "folder"
+KEPT_STATES = 20  # a node that reads an older one while it is removed reads again
+JOIN_S, LAST_CALL_S = 3600, 20  # for the least number of nodes; for further ones once these are there
+HEARTBEAT_S, LOST_AFTER = 5, 4  # heartbeats missed
+_STATE_CLASSES = {
+    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
+    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
+    ("datetime", "datetime"),
+    ("datetime", "timezone"),
+    ("datetime", "timedelta"),
+}
+
+
+class _StateReader(pickle.Unpickler):
+    """Lets through what torchelastic's state is made of, and nothing that could run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _STATE_CLASSES:
+            raise RendezvousStateError(f"the meeting's state names {module}.{name}: it is none of torchelastic's")
+        return super().find_class(module, name)
+
+
+class FolderBackend(RendezvousBackend):
+    """Keeps one state that all nodes replace in turn."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        os.makedirs(folder, exist_ok=True)
+
+    @property
+    def name(self) -> str:
+        return BACKEND
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        while numbers := self._numbers():
+            with contextlib.suppress(FileNotFoundError), open(self._path(numbers[-1]), "rb") as file:
+                state = file.read()
+                _StateReader(io.BytesIO(state)).load()
+                return state, numbers[-1]
+        return None
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        number = int(token or 0) + 1
+        if not self._make(number, state):
+            found = self.get_state()
+            return None if found is None else (*found, False)
+        for old in self._numbers()[:-KEPT_STATES]:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._path(old))
+        return state, number, True
+
+    def _make(self, number: int, state: bytes) -> bool:
+        """Whether the state of this number is ours, and the newest."""
+        staged = os.path.join(self.folder, f".{uuid.uuid4().hex}.tmp")
+        with open(staged, "wb") as file:
+            file.write(state)
+        try:
+            os.link(staged, self._path(number))
+        except FileExistsError:
+            return False
+        finally:
+            os.remove(staged)
+        return self._numbers()[-1:] == [number]  # else this process slept, and its number was removed long ago
+
+    def _path(self, number: int) -> str:
+        return os.path.join(self.folder, f"state.{number:08d}")
+
+    def _numbers(self) -> list[int]:
+        names = [name.partition(".")[2] for name in os.listdir(self.folder) if name.startswith("state.")]
+        return sorted(int(name) for name in names if name.isdigit())
+
+
+class FolderMeeting(DynamicRendezvousHandler):
+    """torchelastic's handler, whose nodes come and go until end() says that nobody shall come any more."""
+
+    newest: FolderMeeting | None = None  # of this process: the launcher makes it and does not hand it out
+    folder: str
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Each round has a store of its own on its first node.
+
+        torch 2.13 keeps the address of the first round: where the first node changes twice, nodes would go to different ones.
+        """
+        self._bootstrap_store_info, self._shared_tcp_store_server = None, None
+        try:
+            return super().next_rendezvous()
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            raise MeetingEndedError(ended_code(self.folder) or 0) from None
+
+    @property
+    def round(self) -> int:
+        return int(self._state_holder.state.round)
+
+    def shutdown(self) -> bool:
+        """The launcher's at its end, whatever the reason: others may still go on."""
+        self._stop_heartbeats()
+        return True
+
+    def leave(self) -> None:
+        """The other nodes need not wait until this one counts as lost."""
+        with contextlib.suppress(Exception):  # then they do
+            self._op_executor.run(_RendezvousExitOp(), self._get_deadline(self._settings.timeout.close))
+
+    def end(self, code: int) -> None:
+        """Nobody meets here any more: who comes ends with this code."""
+        staged = os.path.join(self.folder, f".{uuid.uuid4().hex}.tmp")
+        with open(staged, "w") as file:
+            file.write(str(code))
+        os.replace(staged, _ended_path(self.folder))
+        with contextlib.suppress(Exception):
+            self._close()
+
+
+class MeetingEndedError(Exception):
+    """The other nodes have ended the job, with this code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the job's other nodes have ended it with code {code}")
+        self.code = code
+
+
+def ended_code(folder: str) -> int | None:
+    """None as long as nodes may come."""
+    try:
+        with open(_ended_path(folder)) as file:
+            return int(file.read())
+    except FileNotFoundError:
+        return None
+
+
+def _ended_path(folder: str) -> str:
+    return os.path.join(folder, "ended")
+
+
+def _make_handler(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Raises MeetingEndedError where it is over."""
+    folder = os.path.join(parameters.endpoint, parameters.run_id)
+    if (code := ended_code(folder)) is not None:
+        raise MeetingEndedError(code)
+    backend = FolderBackend(folder)
+    join, last_call = (
+        timedelta(seconds=parameters.get_as_int(name, default) or default)
+        for name, default in (("join_timeout", JOIN_S), ("last_call_timeout", LAST_CALL_S))
+    )
+    handler = FolderMeeting.from_backend(
+        parameters.run_id, FileStore(os.path.join(folder, "store")), backend, parameters.min_nodes, parameters.max_nodes,
+        parameters.local_addr, RendezvousTimeout(join, last_call), HEARTBEAT_S, LOST_AFTER,
+    )  # fmt: skip
+    handler.folder = folder
+    FolderMeeting.newest = handler
+    return handler
+
+
+def register() -> None:
+    """Make `--rdzv-backend folder` known to torchrun; a second call changes nothing."""
+    rendezvous_handler_registry.register(BACKEND, _make_handler)
