@@ -170,7 +170,7 @@ def _validate_unseen(job: TrainJob) -> None:
 
 
 def train(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    validate = _validate_here if check_data else _validate_unseen
+    validate: Callable[[TrainJob], None] = _validate_here if check_data else _validate_unseen
     least, nodes, ranks = parse_elastic_shape(where.j)
     where = replace(where, j=f"{nodes}x{ranks}")
     if least < nodes:
