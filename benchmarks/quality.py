@@ -58,8 +58,9 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
          "model.gate_layer_sizes=[64]", "model.num_heads=1"],
     ),
     "DIN": (
-        {"dnn_hidden_units": HIDDEN, "attention_hidden_units": [64]}, "din",
-        [*SIZES, "model.activation=relu", "model.attention_layer_sizes=[64]", "model.attention_activation=dice"],
+        {"dnn_hidden_units": HIDDEN, "attention_hidden_units": [16], "din_use_softmax": True}, "din",
+        [*SIZES, "model.activation=relu", "model.attention_layer_sizes=[16]", "model.attention_activation=dice",
+         "model.attention_softmax=true"],
     ),
     "MLP": ({}, "shared_bottom", ["model.hidden_layer_sizes=[64,64]", "model.tower_layer_sizes=[64]", *PLAIN]),
 }  # fmt: skip
