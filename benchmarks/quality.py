@@ -43,7 +43,8 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "DCNv2": ({"parallel_dnn_hidden_units": HIDDEN}, "dcnv2", SIZES),
     "DLRM": (
         {"top_mlp_units": HIDDEN, "bottom_mlp_units": HIDDEN}, "dlrm",
-        ["model.over_arch_layer_sizes=[64,64,64,1]", *PLAIN],
+        ["model.over_arch_layer_sizes=[64,64,64,1]", *PLAIN, "model.init=xavier_normal", "tables.default.init.kind=normal",
+         "tables.default.init.scale=0.01"],  # as our models over vectors begin; the paper's tables begin by 1/sqrt(rows)
     ),
     "AutoInt": (
         {"dnn_hidden_units": HIDDEN}, "autoint",
