@@ -10,7 +10,7 @@ from pipeline.config.labels import LABEL_METRICS
 from pipeline.config.model import ModelConfig
 from pipeline.config.paths import PathsConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig, TargetConfig
-from pipeline.config.publish import DeltaGateConfig
+from pipeline.config.publish import DeltaGateConfig, PublishingConfig
 from pipeline.config.registry import find
 from pipeline.config.retraining import (
     REGISTRY_COMMANDS,
@@ -23,6 +23,7 @@ from pipeline.config.retraining import (
 from pipeline.config.server import BatchingConfig, LimitsConfig, ServerConfig, SsdConfig, check_memory
 from pipeline.config.serving import (
     DENSE_PRECISIONS,
+    PRECISIONS,
     ParityConfig,
     PruningConfig,
     RetrievalConfig,
@@ -159,6 +160,7 @@ class TrainJob(Job):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    publish: PublishingConfig = field(default_factory=PublishingConfig)
     warm_start: WarmStartConfig | None = None  # first weights from another run
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
@@ -179,6 +181,7 @@ class TrainJob(Job):
                 f"checkpoint.differential=true saves the rows that changed, and parallel.embedding_sync={self.parallel.embedding_sync} "
                 "averages every row over the hosts: use one without the other"
             )
+        check_choice("publish.precision", self.publish.precision, PRECISIONS)
         if type(self) is TrainJob and "://" in self.run_dir:  # a PlanJob writes no run folder
             raise ConfigError(
                 f"run_dir={self.run_dir}: run folders are local paths in this release; give a folder that every host mounts"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from pipeline.runtime.errors import check_above, check_at_least, check_within
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_given, check_within
+
+CADENCE = re.compile(r"every_(\d+(?:\.\d+)?_)?(seconds?|minutes?|hours?|steps?)")
+SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
 
 
 @dataclass
@@ -12,6 +17,9 @@ class DeltaGateConfig:
     """What a delta must pass; one that does not is not published, and the command ends with an error.
 
     NE is that of the first `max_rows` rows of the validation split, on which the delta is held against what is published.
+    The trailing bounds hold it against the median of the last `trailing` deltas of the chain, once there are `min_history`:
+    of the share of rows that change, of their length, and of the NE of the rows since the last save, each scored before it was
+    trained on. None leaves a bound out.
     """
 
     max_rows: int = 20_000
@@ -20,6 +28,11 @@ class DeltaGateConfig:
         10.0  # of changed rows' mean norm over the same rows' as they are published, and its inverse
     )
     max_rows_fraction: float = 1.0  # of all stored rows, that a delta may change
+    trailing: int = 20
+    min_history: int = 5
+    max_rows_rise: float | None = 5.0  # times the trailing median of the share of rows
+    max_norm_rise: float | None = 3.0  # times the trailing median of the norm ratio, and its inverse
+    max_progressive_ne_rise: float | None = 0.1  # 0.1: 10 % above the trailing median
 
     def __post_init__(self) -> None:
         check_at_least("delta_gate.max_rows", self.max_rows, 1)
@@ -27,3 +40,54 @@ class DeltaGateConfig:
         check_at_least("delta_gate.max_norm_ratio", self.max_norm_ratio, 1.0)
         check_above("delta_gate.max_rows_fraction", self.max_rows_fraction, 0.0)
         check_within("delta_gate.max_rows_fraction", self.max_rows_fraction, 0.0, 1.0)
+        check_at_least("delta_gate.min_history", self.min_history, 1)
+        check_at_least("delta_gate.trailing", self.trailing, self.min_history)
+        check_at_least("delta_gate.max_rows_rise", self.max_rows_rise, 1.0, allow_none=True)
+        check_at_least("delta_gate.max_norm_rise", self.max_norm_rise, 1.0, allow_none=True)
+        check_at_least("delta_gate.max_progressive_ne_rise", self.max_progressive_ne_rise, 0.0, allow_none=True)
+
+
+class Cadence(NamedTuple):
+    """Every `seconds` of the clock, or every `steps`; 0: not by that."""
+
+    seconds: float = 0.0
+    steps: int = 0
+
+
+def read_cadence(text: str, key: str) -> Cadence:
+    """`every_5_minutes`, `every_30_seconds`, `every_200_steps`, `every_hour`. Raises ConfigError for anything else."""
+    found = CADENCE.fullmatch(text)
+    number = float((found[1] or "1_").rstrip("_")) if found else 0.0
+    unit = found[2].rstrip("s") if found else ""
+    if number <= 0 or (unit == "step" and number % 1):
+        raise ConfigError(f"{key}={text!r} is no cadence: write every_5_minutes, every_30_seconds or every_200_steps")
+    return Cadence(steps=int(number)) if unit == "step" else Cadence(seconds=number * SECONDS[unit])
+
+
+@dataclass
+class PublishingConfig:
+    """Publish deltas of an artifact from within the training, in a process beside rank 0.
+
+    A step that is due is saved and then published. One is in work and one waits, the newest; what would wait besides is left out. The
+    last step of the training is published, and waited for `finish_s` at most. A delta that does not pass `gate` stops the chain, which
+    servers stay at, until `python -m pipeline.publish artifact=A unpin=true`; the training goes on.
+    """
+
+    when: str | None = None  # None: nothing is published
+    artifact: str | None = (
+        None  # None: <run_dir>/artifacts/published; exported from the first due step where there is none
+    )
+    precision: str = "int8"  # of that export
+    gate: DeltaGateConfig = field(default_factory=DeltaGateConfig)
+    finish_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.when is not None:
+            read_cadence(self.when, "publish.when")
+        if self.artifact is not None:
+            check_given("publish.artifact", self.artifact)
+        check_above("publish.finish_s", self.finish_s, 0.0)
+
+    @property
+    def cadence(self) -> Cadence | None:
+        return None if self.when is None else read_cadence(self.when, "publish.when")

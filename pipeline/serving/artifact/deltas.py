@@ -4,7 +4,7 @@
                       00003.ids       rows of table 3, uint64 little-endian, ascending
                       00003.rows      these rows, as the artifact stores rows
                       dense.tensors   all tensors of the layers' program; composed.bin where the artifact has one
-    <deltas>/pin.json                 the sequence that servers stay at: {"sequence": 41}
+    <deltas>/pin.json                 the sequence that servers stay at: {"sequence": 41}, and a reason where a gate stopped the chain
 
 <deltas> is versions/vN/deltas beside a registry version's artifact, and <artifact>/deltas of any other. Each delta names the
 SHA-256 of the one before it, the first that of the artifact's own manifest, so servers take a delta after what it was made for
@@ -112,10 +112,17 @@ def pinned_sequence(folder: str) -> int | None:
     return pinned
 
 
-def pin(folder: str, sequence: int | None) -> None:
+def pin(folder: str, sequence: int | None, reason: str = "") -> None:
     """Servers go to `sequence` and stay there; None: they follow the newest again."""
     storage.make_folder(folder)
-    storage.publish_text(storage.join(folder, PIN), json.dumps({"sequence": sequence}))
+    content = {"sequence": sequence, **({"reason": reason} if reason else {})}
+    storage.publish_text(storage.join(folder, PIN), json.dumps(content))
+
+
+def why_pinned(folder: str) -> str:
+    """` (<reason>)`, or empty where none was given."""
+    content = json.loads(storage.read_text(storage.join(folder, PIN)))
+    return f" ({content['reason']})" if content.get("reason") else ""
 
 
 def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) -> Delta:

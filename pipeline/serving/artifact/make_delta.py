@@ -27,6 +27,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import FileEntry
 from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest, sealed_digest
+from pipeline.serving.artifact.delta_gate import PROGRESSIVE_NE, DeltaRefusedError, problems_of
 from pipeline.serving.artifact.deltas import (
     FORMAT_VERSION,
     LAYERS_FILE,
@@ -36,8 +37,11 @@ from pipeline.serving.artifact.deltas import (
     deltas_folder,
     name_of,
     newest_sequence,
+    pin,
     pinned_sequence,
+    read_delta,
     tensors_to_bytes,
+    why_pinned,
 )
 from pipeline.serving.artifact.dense_export import export_layers, program_bytes
 from pipeline.serving.artifact.manifest import COMPOSED_FILE, DENSE_FILE, Manifest, TableFiles
@@ -72,7 +76,13 @@ class Publisher:
             )
         self._batches: list[Batch] | None = None
         self._ne = math.nan
+        self._not_finite = 0  # rows of the delta in progress
         self._published_bytes = 0  # by this publisher
+        first = max(1, self._predictor.sequence - job.delta_gate.trailing + 1)
+        self._history = [
+            read_delta(self._folder, artifact, self._manifest, sequence).stats
+            for sequence in range(first, self._predictor.sequence + 1)
+        ]
 
     @property
     def newest(self) -> str:
@@ -97,7 +107,7 @@ class Publisher:
         """
         if (pinned := pinned_sequence(self._folder)) is not None:
             raise ServingError(
-                f"delta {pinned} of {self._artifact} is pinned, and nothing is published: unpin=true first"
+                f"delta {pinned} of {self._artifact} is pinned, and nothing is published: unpin=true first{why_pinned(self._folder)}"
             )
         if step <= self._step:
             return None
@@ -126,6 +136,7 @@ class Publisher:
         constants = self._constants(source)
         composed = source.trained.composed
         stats = self._stats_before(patches, source)
+        stats["not_finite"] = self._not_finite + sum(int(not each.isfinite().all()) for each in constants)
         draft = Delta(
             self._folder, self._predictor.sequence + 1, source.step, saved_at, str(source.manifest.get("save_id", "")),
             [], {}, stats, "",
@@ -138,6 +149,7 @@ class Publisher:
             contents[COMPOSED_FILE] = composed.to_bytes()
         delta = self._commit(draft, patches, contents)
         self._ne = stats["ne"]
+        self._history.append(stats)
         self._published_bytes += delta.size_bytes
         if 2 * self._published_bytes > self._manifest.size_bytes:
             logger.warning(
@@ -149,6 +161,7 @@ class Publisher:
     def _patches(self, source: Source, path: str) -> Iterator[Patch]:
         applied = self._predictor.applied
         changed = rows_changed_since(path, source.manifest, applied.save_id) if applied else None
+        self._not_finite = 0
         for number, stored in enumerate(source.trained.stored):
             rows = None if changed is None else changed.get(stored.key, np.empty(0, np.int64))
             parts = list(self._differing(source, number, rows))
@@ -171,6 +184,7 @@ class Publisher:
             begin, end = int(own[0]), int(own[-1]) + 1
             values = source.trained.tensors.read(stored.key, [begin, 0], [end - begin, stored.dim]).float()
             ids = torch.from_numpy(own)
+            self._not_finite += int((~values[ids - begin].isfinite()).any(dim=1).sum())
             new = quantize_rows(values[ids - begin], table.precision).contiguous()
             differs = (new != self._predictor.lookup.stored(number, ids)).any(dim=1)
             if differs.any():
@@ -204,31 +218,23 @@ class Publisher:
             )
         )
         total = sum(table.stored_rows for table in self._manifest.tables)
+        progressive = source.manifest.get("progressive") or {}
         return {
+            **({PROGRESSIVE_NE: float(progressive["ne"])} if progressive.get("ne") is not None else {}),
             "rows": rows, "rows_fraction": rows / max(1, total), "norm_ratio": new / old if old else 1.0, "ne_before": self._ne,
         }  # fmt: skip
 
     def _check_gate(self, delta: Delta) -> None:
-        """Raises ServingError for what is not to serve."""
-        gate, stats = self._job.delta_gate, delta.stats
-        increase, ratio = stats["ne"] - stats["ne_before"], stats["norm_ratio"]
-        lines = []
-        if not increase <= gate.max_ne_increase:
-            lines.append(
-                f"NE {stats['ne']:.5f} is {increase:+.5f} of what is published (delta_gate.max_ne_increase={gate.max_ne_increase:g})"
+        """Raises DeltaRefusedError for what is not to serve; where deltas follow one another, servers are kept where they are."""
+        if not (problems := problems_of(self._job.delta_gate, delta.stats, self._history)):
+            return
+        refusal = f"delta {delta.sequence} of step {delta.step} is not published, {self._artifact} serves as it does: {'; '.join(problems)}"
+        if self._job.follow:
+            pin(self._folder, delta.sequence - 1, refusal)
+            refusal += (
+                f". The chain stops there until `python -m pipeline.publish artifact={self._artifact} unpin=true`"
             )
-        if not 1 / gate.max_norm_ratio <= ratio <= gate.max_norm_ratio:
-            lines.append(
-                f"changed rows are {ratio:.3g} times as long (delta_gate.max_norm_ratio={gate.max_norm_ratio:g})"
-            )
-        if stats["rows_fraction"] > gate.max_rows_fraction:
-            lines.append(
-                f"{stats['rows_fraction']:.3f} of all rows change (delta_gate.max_rows_fraction={gate.max_rows_fraction:g})"
-            )
-        if lines:
-            raise ServingError(
-                f"delta {delta.sequence} of step {delta.step} is not published, {self._artifact} serves as it does: {'; '.join(lines)}"
-            )
+        raise DeltaRefusedError(refusal)
 
     def _normalized_entropy(self, source: Source) -> float:
         """Of what the predictor scores now, of the main label, on the first rows of the validation split."""

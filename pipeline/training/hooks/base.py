@@ -143,7 +143,7 @@ class Hook:
         """Collective. The model of `state.step` was measured on the validation split."""
 
     def saved_values(self, state: TrainingState) -> dict[str, Any]:
-        """Local. What goes into the manifest of a checkpoint that is about to be saved, as JSON can hold it."""
+        """Collective. What goes into the manifest of a checkpoint that is about to be saved, as JSON can hold it."""
         return {}
 
     def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> dict[str, Any] | None:

@@ -1,0 +1,147 @@
+"""Publish the steps that a training names, in a process of its own:  started by the trainer's hook `publishing`
+
+A line of JSON says what to publish into, each further line names a step: {"step": 300}. Each is answered by a line on
+stdout: {"step": 300, "sequence": 7, ...}, {"step": 300, "failed": "..."}, or {"step": 300, "stopped": "..."}, after which nothing more is
+published. The process ends with its input, and with the training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.checkpoint.steps import list_steps
+from pipeline.config.jobs import ExportJob, PublishJob
+from pipeline.config.publish import DeltaGateConfig
+from pipeline.runtime.errors import UserError
+from pipeline.runtime.logs import configure_logging, get_logger
+from pipeline.runtime.process.processes import die_with_parent
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.manifest import MANIFEST
+from pipeline.runtime.storage.signature import requiring, signing
+from pipeline.serving.artifact.delta_gate import DeltaRefusedError
+from pipeline.serving.artifact.deltas import deltas_folder, pinned_sequence, why_pinned
+from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.make_delta import Publisher
+from pipeline.training.run_state import folder_of
+
+COMMIT_S = 600.0  # a save that goes on beside the training is waited for so long
+LOOK_S = 0.1
+NICE = 5  # steps of the training go first
+logger = get_logger("pipeline.publish")
+
+
+@dataclass
+class PublishOrder:
+    """The first line of input, as JSON."""
+
+    run: str
+    artifact: str
+    precision: str = "int8"
+    gate: dict[str, Any] = field(default_factory=dict)
+    sign_key: str | None = None
+    require_signature: str | None = None
+
+
+class Worker:
+    """Exports the artifact from the first step where there is none, and follows it with a delta for each step after."""
+
+    def __init__(self, order: PublishOrder) -> None:
+        self._order = order
+        self._publisher: Publisher | None = None
+        self.stopped = ""  # why nothing more is published
+
+    def publish(self, step: int) -> dict[str, Any]:
+        """What the answer says besides the step. A step that is gone by now costs nothing but itself."""
+        try:
+            self._await_commit(step)
+            if not storage.is_file(storage.join(self._order.artifact, MANIFEST)):
+                return self._export(step)
+            delta = self._open().publish_step(step)
+        except DeltaRefusedError as error:
+            self.stopped = str(error)
+            return {"stopped": self.stopped}
+        except (UserError, OSError) as error:
+            self._publisher = None  # it may have taken what was not committed
+            if (reason := self._why_pinned()) is not None:
+                self.stopped = f"{error}{reason}"
+                return {"stopped": self.stopped}
+            return {"failed": str(error)}
+        if delta is None:
+            return {"sequence": None}
+        return {
+            "sequence": delta.sequence, "rows": int(delta.stats["rows"]), "bytes": delta.size_bytes, "ne": delta.stats["ne"],
+            "age_s": round(time.time() - delta.saved_at, 3),
+        }  # fmt: skip
+
+    def _await_commit(self, step: int) -> None:
+        folder, until = folder_of(self._order.run), time.monotonic() + COMMIT_S
+        while step not in (steps := list_steps(folder)):
+            if time.monotonic() > until or any(other > step for other in steps):
+                raise FileNotFoundError(f"step {step} is not in {folder}, which has {steps[-3:]}")
+            time.sleep(LOOK_S)
+
+    def _export(self, step: int) -> dict[str, Any]:
+        order = self._order
+        summary = export(
+            ExportJob(
+                run=order.run, step=step, output=order.artifact, precision=order.precision, sign_key=order.sign_key
+            )
+        )
+        return {"sequence": 0, "artifact": summary.artifact}
+
+    def _open(self) -> Publisher:
+        if self._publisher is None:
+            order = self._order
+            job = PublishJob(
+                artifact=order.artifact, run=order.run, follow=True, delta_gate=DeltaGateConfig(**order.gate),
+                sign_key=order.sign_key, require_signature=order.require_signature,
+            )  # fmt: skip
+            self._publisher = Publisher(job, order.artifact)
+        return self._publisher
+
+    def _why_pinned(self) -> str | None:
+        """None where nothing is pinned."""
+        folder = deltas_folder(self._order.artifact)
+        try:
+            return None if pinned_sequence(folder) is None else why_pinned(folder)
+        except (UserError, OSError):
+            return None
+
+
+def serve(lines: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> None:
+    """Publish what `lines` name, one after the other."""
+    lines = iter(lines)
+    order = PublishOrder(**json.loads(next(lines)))
+    with signing(order.sign_key), requiring(order.require_signature):
+        worker = Worker(order)
+        for line in lines:
+            step = int(json.loads(line)["step"])
+            if worker.stopped:
+                answer({"step": step, "stopped": worker.stopped})
+                continue
+            answer({"step": step, **worker.publish(step)})
+
+
+def main() -> None:
+    die_with_parent()
+    os.nice(NICE)
+    configure_logging(0)
+    import torch
+
+    torch.set_num_threads(1)
+
+    def answer(values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    serve(sys.stdin, answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Publish deltas of an artifact while a run trains (publish.when), by a process beside rank 0.
+
+A step that is due is saved; the process reads it from there, so a step of the training waits for its save alone. One step is in
+work and one waits at most: of those that come meanwhile the newest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from pipeline.config.jobs import TrainJob
+from pipeline.config.registry import register
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process import watchdog
+from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
+
+WORKER = "pipeline.serving.artifact.publish_worker"
+LOG = "publish.log"
+FOLDER = "artifacts/published"
+END_S = 20.0  # for the process to end once it has nothing to do
+logger = get_logger("pipeline.train")
+
+Answer = dict[str, Any]
+
+
+class StepPublisher(Protocol):
+    def send(self, step: int) -> None:
+        """Does not wait."""
+
+    def answer(self, timeout_s: float = 0.0) -> Answer | None:
+        """The next one, within that time; None: there is none."""
+
+    def end(self) -> None: ...
+
+
+class PublishingProcess:
+    """pipeline.serving.artifact.publish_worker, which has a predictor and exports: in this process it would hold up steps."""
+
+    def __init__(self, job: TrainJob) -> None:
+        settings = job.publish
+        order = {
+            "run": job.run_dir, "artifact": artifact_of(job), "precision": settings.precision, "gate": asdict(settings.gate),
+            "sign_key": job.checkpoint.sign_key, "require_signature": job.checkpoint.require_signature,
+        }  # fmt: skip
+        alone = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "TORCHELASTIC_RUN_ID",
+        )
+        environment = {key: value for key, value in os.environ.items() if key not in alone}
+        with open(os.path.join(job.run_dir, LOG), "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            )  # fmt: skip
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="publishing", daemon=True).start()
+        self._write(order)
+
+    def send(self, step: int) -> None:
+        self._write({"step": step})
+
+    def _write(self, values: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has died, which _read says
+            self._process.stdin.write(json.dumps(values) + "\n")
+            self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(json.loads(line))
+        code = self._process.wait()
+        self._answers.put(
+            {"stopped": f"the publishing process ended with exit code {code}; {LOG} of the run folder says why"}
+        )
+
+    def answer(self, timeout_s: float = 0.0) -> Answer | None:
+        try:
+            return self._answers.get(timeout=timeout_s) if timeout_s else self._answers.get_nowait()
+        except queue.Empty:
+            return None
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def artifact_of(job: TrainJob) -> str:
+    return job.publish.artifact or f"{job.run_dir}/{FOLDER}"
+
+
+@register("hook", "publishing")
+class PublishDeltas(Hook):
+    """Rank 0 alone publishes; its clock says when a step is due, and the ranks agree on the save in their loss."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        parts: TrainingParts,
+        clock: Callable[[], float] = time.monotonic,
+        start: Callable[[TrainJob], StepPublisher] = PublishingProcess,
+    ) -> None:
+        super().__init__(job, parts)
+        self._cadence, self._clock, self._start = job.publish.cadence, clock, start
+        self._publisher: StepPublisher | None = None
+        self._due_since = clock()
+        self._is_due = False
+        self._in_work: int | None = None
+        self._waiting: int | None = None
+        self._sequence = self._step = self._num_failed = 0
+        self._stopped = ""
+
+    def on_train_start(self, state: TrainingState) -> None:
+        if self._cadence is not None and self.parts.context.is_main:
+            self._publisher = self._start(self.job)
+            self._due_since = self._clock()
+
+    def on_step_start(self, state: TrainingState) -> None:
+        """After the hook that saves, whose wish this adds to."""
+        if self._publisher is None or self._cadence is None or self._stopped:
+            return
+        if self._cadence.steps:
+            self._is_due |= (state.step + 1) % self._cadence.steps == 0
+        else:
+            self._is_due |= self._clock() - self._due_since >= self._cadence.seconds
+        state.agreement.save_wanted |= self._is_due
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if self._publisher is None:
+            return
+        while (answer := self._publisher.answer()) is not None:
+            self._note(answer)
+        if self._is_due and state.saved_step == state.step:
+            self._is_due, self._due_since = False, self._clock()
+            self._submit(state.step)
+
+    def _submit(self, step: int) -> None:
+        assert self._publisher is not None
+        if self._stopped:
+            return
+        if self._in_work is not None:
+            self._waiting = step
+            return
+        self._in_work = step
+        self._publisher.send(step)
+
+    def _note(self, answer: Answer) -> None:
+        self._in_work = None
+        if "stopped" in answer:
+            if not self._stopped:
+                logger.error("nothing more is published: %s", answer["stopped"])
+            self._stopped, self._waiting = answer["stopped"], None
+        elif "failed" in answer:
+            self._num_failed += 1
+            logger.warning("step %d is not published: %s", answer["step"], answer["failed"])
+        elif answer["sequence"] is not None:
+            self._sequence, self._step = answer["sequence"], answer["step"]
+            what = (
+                f"delta {self._sequence}: {answer['rows']:,} rows, {answer['bytes']:,} bytes"
+                if self._sequence
+                else artifact_of(self.job)
+            )
+            logger.info("step %d  published as %s", self._step, what)
+        if self._waiting is not None:
+            step, self._waiting = self._waiting, None
+            self._submit(step)
+
+    def log_values(self, state: TrainingState) -> dict[str, float]:
+        if self._publisher is None:
+            return {}
+        return {
+            "published_sequence": self._sequence, "published_step": self._step, "publish_failures": self._num_failed,
+            "publish_stopped": float(bool(self._stopped)),
+        }  # fmt: skip
+
+    def on_fit_end(self, state: TrainingState) -> None:
+        """The last step is published, and waited for, unless the run was asked to stop."""
+        if self._publisher is None or state.preempted or state.saved_step != state.step:
+            return
+        self._submit(state.step)
+        until = time.monotonic() + self.job.publish.finish_s
+        with watchdog.unwatched("publishing the last step"):
+            while self._in_work is not None and (left := until - time.monotonic()) > 0:
+                if (answer := self._publisher.answer(left)) is not None:
+                    self._note(answer)
+        if self._in_work is not None:
+            logger.warning(
+                "step %d is still being published after publish.finish_s=%g", self._in_work, self.job.publish.finish_s
+            )
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.end()
+            self._publisher = None

@@ -1,0 +1,177 @@
+"""A run publishes while it trains: when it is due, one step at a time, the newest of those that wait, and the last."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs import TrainJob
+from pipeline.config.publish import PublishingConfig
+from pipeline.models.tasks.click import Prediction
+from pipeline.serving.artifact.deltas import deltas_folder, newest_sequence, read_delta
+from pipeline.serving.artifact.manifest import read_manifest
+from pipeline.serving.scoring.patching import catch_up
+from pipeline.serving.scoring.predictor import Predictor
+from pipeline.training.hooks.progressive import ProgressiveValidation, normalized_entropy
+from pipeline.training.hooks.publishing import Answer, PublishDeltas
+from pipeline.training.run import train
+from tests.serving.test_artifacts_served import raw_rows
+from tests.serving.test_deltas import export_step
+
+
+class Publications:
+    """Stands in for the publishing process."""
+
+    def __init__(self, job: TrainJob) -> None:
+        self.sent: list[int] = []
+        self.answers: list[Answer] = []
+        self.ended = False
+
+    def send(self, step: int) -> None:
+        self.sent.append(step)
+
+    def answer(self, timeout_s: float = 0.0) -> Answer | None:
+        if not self.answers and timeout_s and self.sent:
+            return {"step": self.sent[-1], "sequence": len(self.sent), "rows": 1, "bytes": 1}
+        return self.answers.pop(0) if self.answers else None
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _hook(when: str) -> tuple[PublishDeltas, Any, Clock, Publications]:
+    job = TrainJob(name="test", run_dir="unused", publish=PublishingConfig(when=when))
+    clock, made = Clock(), []
+
+    def start(of: TrainJob) -> Publications:
+        made.append(Publications(of))
+        return made[-1]
+
+    parts: Any = SimpleNamespace(context=SimpleNamespace(is_main=True))
+    hook = PublishDeltas(job, parts, clock, start)
+    state = SimpleNamespace(step=0, saved_step=0, preempted=False, agreement=SimpleNamespace(save_wanted=False))
+    hook.on_train_start(state)  # type: ignore[arg-type]
+    return hook, state, clock, made[0]
+
+
+def _step(hook: PublishDeltas, state: Any) -> None:
+    """As the trainer and the hook that saves do it."""
+    state.agreement.save_wanted = False
+    hook.on_step_start(state)
+    state.step += 1
+    if state.agreement.save_wanted:
+        state.saved_step = state.step
+    hook.on_step_end(state)
+
+
+def test_steps_are_published_by_number_and_one_waits_at_most() -> None:
+    hook, state, _, published = _hook("every_2_steps")
+    for _ in range(9):
+        _step(hook, state)
+    assert published.sent == [2], "4, 6 and 8 wait for it, and 8 is the newest"
+    published.answers.append({"step": 2, "sequence": 1, "rows": 5, "bytes": 60})
+    _step(hook, state)
+    assert published.sent == [2, 8]
+    assert hook.log_values(state)["published_sequence"] == 1
+    published.answers.append({"step": 8, "failed": "it is gone"})
+    _step(hook, state)
+    assert published.sent == [2, 8, 10] and hook.log_values(state)["publish_failures"] == 1
+    state.saved_step = state.step
+    hook.on_fit_end(state)
+    hook.close()
+    assert published.sent[-1] == 11 and published.ended
+
+
+def test_steps_are_published_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
+    hook, state, clock, published = _hook("every_5_minutes")
+    for clock.now in (0.0, 299.0, 300.0, 301.0, 599.0, 600.0):
+        published.answers += [{"step": step, "sequence": 1, "rows": 1, "bytes": 1} for step in published.sent[-1:]]
+        _step(hook, state)
+    assert published.sent == [3, 6]
+    published.answers.append({"step": 6, "stopped": "NE 0.9 is +0.1"})
+    for clock.now in (901.0, 1300.0):
+        _step(hook, state)
+    assert published.sent == [3, 6] and hook.log_values(state)["publish_stopped"] == 1.0
+    assert [record.levelname for record in caplog.records if "NE 0.9" in record.message] == ["ERROR"]
+
+
+def test_progressive_ne_is_that_of_the_rows_since_the_last_save() -> None:
+    job = TrainJob(name="test", run_dir="unused", publish=PublishingConfig(when="every_minute"))
+    parts: Any = SimpleNamespace(context=SimpleNamespace(device=torch.device("cpu"), world_size=1), task=None)
+    hook, state = ProgressiveValidation(job, parts), SimpleNamespace()
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(64, generator=generator), (torch.rand(64, generator=generator) < 0.3).float()
+    weights = (torch.arange(64) % 8 > 0).float()
+    for part in (slice(0, 40), slice(40, 64)):
+        hook.on_batch_end(state, Prediction(torch.tensor(0.0), logits[part], labels[part], weights[part]))  # type: ignore[arg-type]
+    hook.on_batch_end(state, None)  # type: ignore[arg-type]  # a batch that updated nothing
+    found = hook.saved_values(state)["progressive"]  # type: ignore[arg-type]
+    kept, p = weights.bool().numpy(), torch.sigmoid(logits).double().numpy()
+    y = labels.double().numpy()[kept]
+    loss, rate = -np.mean(np.where(y == 1, np.log(p[kept]), np.log(1 - p[kept]))), y.mean()
+    assert found["ne"] == pytest.approx(loss / -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)), rel=1e-6)
+    assert found["weight"] == 56
+    assert hook.saved_values(state) == {"progressive": {}}  # type: ignore[arg-type]
+    assert normalized_entropy(3.0, 5.0, 5.0) is None and not math.isnan(normalized_entropy(3.0, 2.0, 5.0) or math.nan)
+
+
+def _words(prepared: str, run: Path, *more: str) -> list[str]:
+    return [
+        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", f"data.path={prepared}", f"run_dir={run}",
+        "trainer.max_steps=24", "checkpoint.differential=true", "checkpoint.keep_last_n=9", "trainer.evaluate_max_batches=1",
+        "publish.when=every_6_steps", "publish.precision=fp32", "publish.gate.max_rows=500", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waits", "asynchronous"])
+def test_a_training_publishes_what_an_export_of_its_last_step_scores(
+    prepared_clicks: str, tmp_path: Path, asynchronous: bool
+) -> None:
+    run = tmp_path / "run"
+    train(load_config(TrainJob, _words(prepared_clicks, run, f"checkpoint.asynchronous={str(asynchronous).lower()}")))
+    artifact = str(run / "artifacts/published")
+    predictor = Predictor.load(artifact)
+    catch_up(predictor, artifact)
+    assert predictor.sequence == newest_sequence(deltas_folder(artifact)) >= 1
+    assert predictor.applied is not None and predictor.applied.step == 24
+    rows = raw_rows(Path(prepared_clicks).parent / "clicks.tsv", 300)
+    whole = Predictor.load(export_step(run, 24, tmp_path / "whole", "precision=fp32"))
+    np.testing.assert_array_equal(predictor.score(rows).scores, whole.score(rows).scores)
+    delta = read_delta(deltas_folder(artifact), artifact, read_manifest(artifact), 1)
+    assert 0.3 < delta.stats["progressive_ne"] < 3.0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any(line.get("published_sequence", -1) >= 0 for line in lines)
+
+
+@pytest.mark.campaign
+def test_a_delta_that_does_not_pass_stops_the_chain_and_not_the_training(
+    prepared_clicks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    with caplog.at_level(logging.INFO):
+        summary = train(load_config(TrainJob, _words(prepared_clicks, run, "publish.gate.max_rows_fraction=0.0000001")))
+    assert summary.step == 24
+    artifact = run / "artifacts/published"
+    pin = json.loads((artifact / "deltas/pin.json").read_text())
+    assert pin["sequence"] == 0 and "max_rows_fraction" in pin["reason"]
+    assert any(record.levelname == "ERROR" and "unpin=true" in record.message for record in caplog.records)
+    predictor = Predictor.load(str(artifact))
+    catch_up(predictor, str(artifact))
+    assert predictor.sequence == 0
