@@ -3,6 +3,9 @@
 One call is one tick: it takes the oldest windows of new data (max_catchup of them), and for each prepares it, trains a
 challenger from the champion, holds both to the next window, and promotes or rejects. A tick that finds nothing to do,
 or another one at work, ends with exit code 0; it may be run as often as a scheduler likes (docs/retraining.md).
+
+With follow=true it is one training that goes on: it reads the source's files as they are added and grow, or a Kafka topic, and publishes
+deltas of an artifact by publishing.when=every_5_minutes.
 """
 
 from __future__ import annotations
@@ -11,15 +14,24 @@ from pipeline.cli.verb import goes_on, verb
 from pipeline.config.jobs import RetrainJob
 from pipeline.retraining.tick import describe, retrain_strictly
 
+
+def retrain_or_follow(job: RetrainJob) -> str:
+    if not job.follow:
+        return describe(retrain_strictly(job))
+    from pipeline.retraining.follow.follow import follow
+
+    return str(follow(job))
+
+
 main = verb(
     "retrain",
     RetrainJob,
-    describe=describe,
+    describe=str,
     runs_on_ranks=True,
     handles_sigterm=True,
     when_interrupted=goes_on,
     runs_kernels=True,
-)(retrain_strictly)
+)(retrain_or_follow)
 
 if __name__ == "__main__":
     main()

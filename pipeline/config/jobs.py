@@ -30,6 +30,7 @@ from pipeline.config.serving import (
     RetrieveConfig,
     check_precisions,
 )
+from pipeline.config.stream import StreamConfig
 from pipeline.config.sweep import SweepConfig
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import (
@@ -160,7 +161,7 @@ class TrainJob(Job):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    publish: PublishingConfig = field(default_factory=PublishingConfig)
+    publishing: PublishingConfig = field(default_factory=PublishingConfig)
     warm_start: WarmStartConfig | None = None  # first weights from another run
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
@@ -181,7 +182,7 @@ class TrainJob(Job):
                 f"checkpoint.differential=true saves the rows that changed, and parallel.embedding_sync={self.parallel.embedding_sync} "
                 "averages every row over the hosts: use one without the other"
             )
-        check_choice("publish.precision", self.publish.precision, PRECISIONS)
+        check_choice("publishing.precision", self.publishing.precision, PRECISIONS)
         if type(self) is TrainJob and "://" in self.run_dir:  # a PlanJob writes no run folder
             raise ConfigError(
                 f"run_dir={self.run_dir}: run folders are local paths in this release; give a folder that every host mounts"
@@ -274,6 +275,8 @@ class RetrainJob(TrainJob):
     checks: DataChecksConfig = field(default_factory=DataChecksConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    follow: bool = False  # one training that goes on, by `stream`, in the place of windows
+    stream: StreamConfig = field(default_factory=StreamConfig)
     max_catchup: int = 3
     retry: list[str] = field(default_factory=list)
     strict: bool = False
@@ -297,13 +300,20 @@ class RetrainJob(TrainJob):
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
         check_at_least("threads", self.threads, 1, allow_none=True)
         self._check_gate_tasks()
+        if self.follow:
+            self._check_follow()
+        elif self.publishing.when is not None:
+            raise ConfigError(
+                f"publishing.when={self.publishing.when} publishes deltas of a training that goes on, and retrain promotes whole artifacts of "
+                "windows: set follow=true, or leave it out"
+            )
         if self.warm_start is not None:
             raise ConfigError(
                 "retrain starts from the champion; leave warm_start out (growth.* says what becomes of tables)"
             )
         if "://" in self.run_dir:
             raise ConfigError(f"run_dir={self.run_dir}: give a local folder; registry.path may be s3://...")
-        if self.checkpoint.differential:
+        if self.checkpoint.differential and not self.follow:
             raise ConfigError(
                 "retrain promotes a step by copying it, and one of checkpoint.differential=true builds on others: set it to false"
             )
@@ -311,6 +321,18 @@ class RetrainJob(TrainJob):
             raise ConfigError(
                 "retrain keeps a run's checkpoints below run_dir until they are promoted: leave checkpoint.folder out"
             )
+
+    def _check_follow(self) -> None:
+        self.stream.check_kind()
+        if self.world_size > 1:
+            raise ConfigError(
+                f"follow=true reads a stream in one process, and world_size={self.world_size}: several ranks retrain by windows (follow=false)"
+            )
+        for name in ("gradient_accumulation_steps", "overfit_batches"):
+            if (value := getattr(self.trainer, name)) > (name == "gradient_accumulation_steps"):
+                raise ConfigError(
+                    f"follow=true takes a stream's rows once, a batch a step: leave trainer.{name}={value} out"
+                )
 
     def _check_gate_tasks(self) -> None:
         """The gate goes by a binary label that the model learns, and holds others."""

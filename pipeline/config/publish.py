@@ -83,11 +83,11 @@ class PublishingConfig:
 
     def __post_init__(self) -> None:
         if self.when is not None:
-            read_cadence(self.when, "publish.when")
+            read_cadence(self.when, "publishing.when")
         if self.artifact is not None:
-            check_given("publish.artifact", self.artifact)
-        check_above("publish.finish_s", self.finish_s, 0.0)
+            check_given("publishing.artifact", self.artifact)
+        check_above("publishing.finish_s", self.finish_s, 0.0)
 
     @property
     def cadence(self) -> Cadence | None:
-        return None if self.when is None else read_cadence(self.when, "publish.when")
+        return None if self.when is None else read_cadence(self.when, "publishing.when")

@@ -1,4 +1,4 @@
-"""Find components by kind and name: models, tasks, optimizers, raw formats, compression kinds, trainer hooks, indexes of items, transforms of columns, verbs.
+"""Find components by kind and name: models, tasks, optimizers, raw formats, compression kinds, trainer hooks, indexes of items, transforms of columns, sources of streams, verbs.
 
 A file registers what it defines, and nothing else has to know of it:
 
@@ -34,6 +34,7 @@ BUILT_IN = {
     "hook": "pipeline.training.hooks",
     "index": "pipeline.serving.retrieval.indexes",
     "transform": "pipeline.data.raw.derive",
+    "stream": "pipeline.data.stream.sources",
 }
 
 T = TypeVar("T")

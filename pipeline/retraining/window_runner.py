@@ -37,9 +37,9 @@ from pipeline.serving.artifact.export_run import ExportSummary, export
 from pipeline.serving.artifact.source import default_output
 from pipeline.training.run import train
 
-NOT_TRAINING = ("run_dir", "source", "publish", "registry", "windows", "checks", "gate", "max_catchup", "retry", "strict",
+NOT_TRAINING = ("run_dir", "source", "follow", "stream", "publishing", "registry", "windows", "checks", "gate", "max_catchup", "retry", "strict",
                 "memory_limit_gb", "threads", "world_size", "profile", "paths", "logger")  # fmt: skip
-NOT_CONFIG = ("run_dir", "source", "publish", "registry", "max_catchup", "retry", "strict", "memory_limit_gb", "threads", "world_size",
+NOT_CONFIG = ("run_dir", "source", "follow", "stream", "publishing", "registry", "max_catchup", "retry", "strict", "memory_limit_gb", "threads", "world_size",
               "profile", "paths", "logger")  # fmt: skip
 logger = get_logger("pipeline.retrain")
 

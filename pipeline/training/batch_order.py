@@ -10,14 +10,14 @@ from itertools import islice
 
 from pipeline.config.training import TrainerConfig
 from pipeline.data.read.batch import Batch
-from pipeline.data.read.reader import ShardReader
+from pipeline.data.read.batches import BatchReader
 from pipeline.runtime.process import watchdog
 
 
 class BatchOrder:
     """`skipped`: (step, n) where training went back to `step` and read on n steps' batches later; in every manifest."""
 
-    def __init__(self, config: TrainerConfig, reader: ShardReader) -> None:
+    def __init__(self, config: TrainerConfig, reader: BatchReader) -> None:
         self.skipped: list[tuple[int, int]] = []
         self._config, self._reader = config, reader
         self.accumulation = config.gradient_accumulation_steps

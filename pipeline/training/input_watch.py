@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from pipeline.data.read.batch import Batch
-from pipeline.data.read.reader import ShardReader
+from pipeline.data.read.batches import BatchReader
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.agreement import StepAgreement
@@ -23,7 +23,7 @@ FIRST_ROWS = 100_000  # the share of bad rows is taken of these at least: a bad 
 class FailSafe:
     """A reader's batches, and empty ones after its failure, which is kept for the others to hear of."""
 
-    def __init__(self, reader: ShardReader, on_error: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, reader: BatchReader, on_error: Callable[[], None] = lambda: None) -> None:
         self.error: Exception | None = None
         self._reader, self._on_error = reader, on_error
 
@@ -42,7 +42,7 @@ class FailSafe:
 class InputWatch:
     """Every rank has one; the agreement of the next step tells the other ranks."""
 
-    def __init__(self, reader: ShardReader, agreement: StepAgreement, context: DistributedContext) -> None:
+    def __init__(self, reader: BatchReader, agreement: StepAgreement, context: DistributedContext) -> None:
         self._agreement, self._context = agreement, context
         self._fail_safe = FailSafe(reader, self._note_failure)
 
@@ -58,7 +58,7 @@ class InputWatch:
         return agreed_failure(self._fail_safe.error, self._context) if self._agreement.input_failure_agreed else None
 
 
-def too_many_bad(reader: ShardReader, bad: int, num_rows: int) -> TrainingError | None:
+def too_many_bad(reader: BatchReader, bad: int, num_rows: int) -> TrainingError | None:
     """None while `bad` of `num_rows` rows, both of all ranks, are within data.reader.max_bad_fraction."""
     fraction = reader.config.max_bad_fraction
     allowed = fraction * max(num_rows, min(FIRST_ROWS, reader.num_rows))

@@ -38,13 +38,16 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.checkpoint.replicas import Replicas
     from pipeline.data.dataset import Dataset
+    from pipeline.data.read.batches import BatchReader
     from pipeline.embeddings.describe import Savings
+    from pipeline.planner.resolved_job import ResolvedJob
     from pipeline.runtime.logs import MetricsWriter
     from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.assembly import Assembly
     from pipeline.training.optimizer import TrainingOptimizer
     from pipeline.training.trainer import FitResult
 
+OpenInput = Callable[["ResolvedJob", "DistributedContext"], "BatchReader"]
 SUMMARY = "summary.json"
 LOG = "train.log"  # of rank 0, of all starts
 
@@ -73,8 +76,10 @@ class TrainSummary:
     report: str = ""  # the page that shows the run, where one was written
 
 
-def train(job: TrainJob) -> TrainSummary:
+def train(job: TrainJob, open_input: OpenInput | None = None) -> TrainSummary:
     """Collective: build, shard, resume, fit. Rank 0 writes the run folder, and holds it until it returns or raises.
+
+    open_input: makes the reader of the batches, in the place of the one that reads the training split.
 
     Raises:
         TrainingError: the job does not fit the data, the hardware or the checkpoint in its run folder.
@@ -101,7 +106,7 @@ def train(job: TrainJob) -> TrainSummary:
             log_file(f"{job.run_dir}/{LOG}" if context.is_main else None),
         ):
             logger.info(describe_threads(context))
-            result, summary = _train(job, context, lease.check if lease else None)
+            result, summary = _train(job, context, lease.check if lease else None, open_input)
             if result.preempted:
                 signal = "Ctrl-C" if result.interrupted else "SIGTERM"
                 logger.info("stopped by %s at step %d, saved; the same command goes on", signal, result.step)
@@ -114,12 +119,13 @@ def train(job: TrainJob) -> TrainSummary:
 
 
 def _train(
-    job: TrainJob, context: DistributedContext, fence: Callable[[], None] | None
+    job: TrainJob, context: DistributedContext, fence: Callable[[], None] | None, open_input: OpenInput | None
 ) -> tuple[FitResult, TrainSummary]:
     """Collective: train() within a run folder that is held."""
     with none_while_importing():
         from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
         from pipeline.data.dataset import load_dataset
+        from pipeline.data.read.endless import ENDLESS_STEPS
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
         from pipeline.training.allocator import keep_freed_memory
         from pipeline.training.assembly import assemble, open_reader, resolve
@@ -137,9 +143,8 @@ def _train(
     resolved = resolve(job, load_dataset(job.data.path), context, earlier_tables(job))
     job, dataset = resolved.job, resolved.dataset
     # Before memory is allocated: a missing shard shows here.
-    reader, validation_reader = (
-        on_all_ranks(partial(open_reader, resolved, split, context), context) for split in ("train", "validation")
-    )
+    reader = on_all_ranks(partial(open_input or _open_training_split, resolved, context), context)
+    validation_reader = on_all_ranks(partial(open_reader, resolved, "validation", context), context)
     if context.device.type == "cpu" and job.sharding.fast_cpu:
         keep_freed_memory()
     memory = MemoryWatch(context)
@@ -165,7 +170,8 @@ def _train(
     if writer:
         writer.close()
         if result.throughput and not result.preempted:  # a run that had no step to train keeps the earlier summary
-            steps = reader.steps_per_epoch // job.trainer.gradient_accumulation_steps
+            steps = min(reader.steps_per_epoch // job.trainer.gradient_accumulation_steps, ENDLESS_STEPS)
+            steps = summary.step if steps == ENDLESS_STEPS else steps  # a stream's rows are trained on once
             summary.remarks = remarks(job.trainer, summary.step, steps, summary.validation, writer.path)
             _write_summary(summary)
             if job.logger.report:
@@ -173,6 +179,12 @@ def _train(
 
                 summary.report = try_report(job.run_dir)
     return result, summary
+
+
+def _open_training_split(resolved: ResolvedJob, context: DistributedContext) -> BatchReader:
+    from pipeline.training.assembly import open_reader
+
+    return open_reader(resolved, "train", context)
 
 
 def _log_plan(assembly: Assembly, context: DistributedContext) -> list[Savings]:

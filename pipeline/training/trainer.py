@@ -11,6 +11,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase
 
 from pipeline.config.jobs import TrainJob
 from pipeline.data.read.batch import Batch
+from pipeline.data.read.endless import EndOfInputError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.sharding.torchrec.sharder import ClockedSparseDist
@@ -97,7 +98,8 @@ class Trainer:
                     self._roll_back(error)
                 batches = self._begin()
                 continue
-            self._check_input()
+            if self._has_ended():
+                break
             state.step += 1
             watchdog.beat(state.step)
             state.preempted = state.agreement.stop_agreed
@@ -121,13 +123,19 @@ class Trainer:
                 state.agreement.stop_wanted |= preemption.wanted()
                 self._hooks.call("on_batch_end", state, state.pipeline.progress(batches))
 
-    def _check_input(self) -> None:
-        """Collective after a failure, which it raises; the last whole step is saved where it can be told."""
+    def _has_ended(self) -> bool:
+        """Whether a stream has, in place of a step. Collective after a failure, which it raises; the last whole step is saved
+        where it can be told."""
         if failure := self._input.failure():
+            if isinstance(failure, EndOfInputError):
+                logger.info("step %d  %s", self._state.step, failure)
+                self._state.preempted, self._state.input_ended = preemption.wanted(), True
+                return True
             # The step of a failed reader updates nothing, but the micro-batches before it have updated the tables.
             if self._config.gradient_accumulation_steps == 1:
                 self._hooks.call("on_failure", self._state)
             raise failure
+        return False
 
     def _roll_back(self, error: NonFiniteLossError) -> None:
         """Collective. Raises NonFiniteLossError where no hook goes back to a checkpoint."""

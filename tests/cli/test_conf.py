@@ -91,7 +91,7 @@ WANTED = {
     SweepJob: ["data.name=mine"],
 }
 JOB_OF = {
-    **dict.fromkeys(("windows", "growth", "checks", "gate", "registry"), RetrainJob),
+    **dict.fromkeys(("windows", "growth", "checks", "gate", "registry", "stream"), RetrainJob),
     **dict.fromkeys(("pruning", "parity", "retrieval"), ExportJob),
     "retrieve": PredictJob,
     "delta_gate": PublishJob,

@@ -60,10 +60,10 @@ def test_trailing_bounds_wait_for_a_history_and_follow_the_newest() -> None:
     ],
 )
 def test_cadences(text: str, cadence: Cadence) -> None:
-    assert read_cadence(text, "publish.when") == cadence == PublishingConfig(when=text).cadence
+    assert read_cadence(text, "publishing.when") == cadence == PublishingConfig(when=text).cadence
 
 
 @pytest.mark.parametrize("text", ["5_minutes", "every_0_steps", "every_1.5_steps", "every_day", "every_5_minutes_", ""])
 def test_what_is_no_cadence_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=names("publish.when")):
+    with pytest.raises(ConfigError, match=names("publishing.when")):
         PublishingConfig(when=text)

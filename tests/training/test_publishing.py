@@ -56,7 +56,7 @@ class Clock:
 
 
 def _hook(when: str) -> tuple[PublishDeltas, Any, Clock, Publications]:
-    job = TrainJob(name="test", run_dir="unused", publish=PublishingConfig(when=when))
+    job = TrainJob(name="test", run_dir="unused", publishing=PublishingConfig(when=when))
     clock, made = Clock(), []
 
     def start(of: TrainJob) -> Publications:
@@ -112,7 +112,7 @@ def test_steps_are_published_by_the_clock(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_progressive_ne_is_that_of_the_rows_since_the_last_save() -> None:
-    job = TrainJob(name="test", run_dir="unused", publish=PublishingConfig(when="every_minute"))
+    job = TrainJob(name="test", run_dir="unused", publishing=PublishingConfig(when="every_minute"))
     parts: Any = SimpleNamespace(context=SimpleNamespace(device=torch.device("cpu"), world_size=1), task=None)
     hook, state = ProgressiveValidation(job, parts), SimpleNamespace()
     generator = torch.Generator().manual_seed(0)
@@ -135,7 +135,7 @@ def _words(prepared: str, run: Path, *more: str) -> list[str]:
     return [
         "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", f"data.path={prepared}", f"run_dir={run}",
         "trainer.max_steps=24", "checkpoint.differential=true", "checkpoint.keep_last_n=9", "trainer.evaluate_max_batches=1",
-        "publish.when=every_6_steps", "publish.precision=fp32", "publish.gate.max_rows=500", *more,
+        "publishing.when=every_6_steps", "publishing.precision=fp32", "publishing.gate.max_rows=500", *more,
     ]  # fmt: skip
 
 
@@ -166,7 +166,9 @@ def test_a_delta_that_does_not_pass_stops_the_chain_and_not_the_training(
 ) -> None:
     run = tmp_path / "run"
     with caplog.at_level(logging.INFO):
-        summary = train(load_config(TrainJob, _words(prepared_clicks, run, "publish.gate.max_rows_fraction=0.0000001")))
+        summary = train(
+            load_config(TrainJob, _words(prepared_clicks, run, "publishing.gate.max_rows_fraction=0.0000001"))
+        )
     assert summary.step == 24
     artifact = run / "artifacts/published"
     pin = json.loads((artifact / "deltas/pin.json").read_text())

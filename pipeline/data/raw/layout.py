@@ -70,6 +70,7 @@ class Format:
     """
 
     suffixes: tuple[str, ...] = ()
+    is_lines = True  # whether a row is a line of text
     columns: ColumnsConfig | None = None
     delimiter = "\t"
     quoted = False

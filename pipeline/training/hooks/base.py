@@ -29,6 +29,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.jobs import TrainJob
 from pipeline.config.training import TrainerConfig
+from pipeline.data.read.batches import BatchReader
+from pipeline.data.read.endless import ENDLESS_STEPS
 from pipeline.data.read.reader import ShardReader
 from pipeline.planner.record import PlanRecord
 from pipeline.runtime.errors import TrainingError
@@ -49,7 +51,7 @@ class TrainingParts:
     model: DistributedModelParallel
     task: nn.Module
     optimizer: KeyedOptimizer
-    reader: ShardReader
+    reader: BatchReader
     checkpointer: Checkpointer
     context: DistributedContext
     validation_reader: ShardReader | None = None
@@ -75,6 +77,7 @@ class TrainingState:
     stopped_early: bool = False
     lr_factor: float = 1.0  # on both rates, of the steps to come; the plateau hook's
     preempted: bool = False  # asked to stop by SIGTERM or Ctrl-C
+    input_ended: bool = False  # a stream gives no more rows
     throughput: dict[str, float] = field(default_factory=dict)  # over all steps but the first; set at the end
     of_ranks: list[dict[str, float]] = field(default_factory=list)  # at the last log line, where they are watched
     pipeline: Any = None  # TorchRec's train pipeline, while steps are trained
@@ -89,7 +92,12 @@ class TrainingState:
 
     @property
     def is_over(self) -> bool:
-        return self.is_last or self.stopped_early or self.preempted
+        return self.is_last or self.stopped_early or self.preempted or self.input_ended
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it follows a stream without a last step."""
+        return self.total_steps >= ENDLESS_STEPS
 
     def is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.step % every_steps == 0

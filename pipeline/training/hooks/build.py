@@ -10,6 +10,7 @@ from pipeline.training.hooks.base import Hook, TrainingParts
 # What a run changes is said before anything is written. The profiler's own time must not be on the throughput's clock; replicas are averaged before anything reads the tables.
 BEFORE = (
     "record",
+    "stream",
     "profile",
     "replicas",
     "bad_rows",

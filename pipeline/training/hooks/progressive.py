@@ -25,7 +25,7 @@ class ProgressiveValidation(Hook):
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)
-        self._wanted = job.publish.when is not None or job.checkpoint.differential
+        self._wanted = job.publishing.when is not None or job.checkpoint.differential
         self._sums = torch.zeros(3, dtype=torch.float64, device=parts.context.device)  # loss, labels, weights
         self._last: dict[str, float] = {}
 

@@ -1,4 +1,4 @@
-"""Publish deltas of an artifact while a run trains (publish.when), by a process beside rank 0.
+"""Publish deltas of an artifact while a run trains (publishing.when), by a process beside rank 0.
 
 A step that is due is saved; the process reads it from there, so a step of the training waits for its save alone. One step is in
 work and one waits at most: of those that come meanwhile the newest.
@@ -47,7 +47,7 @@ class PublishingProcess:
     """pipeline.serving.artifact.publish_worker, which has a predictor and exports: in this process it would hold up steps."""
 
     def __init__(self, job: TrainJob) -> None:
-        settings = job.publish
+        settings = job.publishing
         order = {
             "run": job.run_dir, "artifact": artifact_of(job), "precision": settings.precision, "gate": asdict(settings.gate),
             "sign_key": job.checkpoint.sign_key, "require_signature": job.checkpoint.require_signature,
@@ -107,7 +107,7 @@ class PublishingProcess:
 
 
 def artifact_of(job: TrainJob) -> str:
-    return job.publish.artifact or f"{job.run_dir}/{FOLDER}"
+    return job.publishing.artifact or f"{job.run_dir}/{FOLDER}"
 
 
 @register("hook", "publishing")
@@ -122,7 +122,7 @@ class PublishDeltas(Hook):
         start: Callable[[TrainJob], StepPublisher] = PublishingProcess,
     ) -> None:
         super().__init__(job, parts)
-        self._cadence, self._clock, self._start = job.publish.cadence, clock, start
+        self._cadence, self._clock, self._start = job.publishing.cadence, clock, start
         self._publisher: StepPublisher | None = None
         self._due_since = clock()
         self._is_due = False
@@ -199,14 +199,16 @@ class PublishDeltas(Hook):
         if self._publisher is None or state.preempted or state.saved_step != state.step:
             return
         self._submit(state.step)
-        until = time.monotonic() + self.job.publish.finish_s
+        until = time.monotonic() + self.job.publishing.finish_s
         with watchdog.unwatched("publishing the last step"):
             while self._in_work is not None and (left := until - time.monotonic()) > 0:
                 if (answer := self._publisher.answer(left)) is not None:
                     self._note(answer)
         if self._in_work is not None:
             logger.warning(
-                "step %d is still being published after publish.finish_s=%g", self._in_work, self.job.publish.finish_s
+                "step %d is still being published after publishing.finish_s=%g",
+                self._in_work,
+                self.job.publishing.finish_s,
             )
 
     def close(self) -> None:

@@ -120,16 +120,16 @@ class StepLog(Hook):
         self._logged, self._num_logged, self._tiers_logged = self._now(), self._num_steps, self._tiers.total
         quality = _quality(values)
         logger.info(
-            "step %d/%d  %s%s samples/s  input stall %.1f %%  %s%s  %.2f GiB  %.0f s left",
+            "step %d%s  %s%s samples/s  input stall %.1f %%  %s%s  %.2f GiB  %s",
             state.step,
-            state.total_steps,
+            "" if state.is_endless else f"/{state.total_steps}",
             quality,
             f"{values['samples_per_s']:,.0f}",
             values["input_stall_percent"],
             describe_tiers(values),
             describe_comms_wait(values),
             values["peak_memory_gb"],
-            (state.total_steps - state.step) * self._seconds / self._num_steps,
+            _to_come(state, values, self._seconds / self._num_steps),
         )
         if self.parts.writer:
             self.parts.writer.write("train", state.step, values)
@@ -173,6 +173,17 @@ class StepLog(Hook):
 
     def close(self) -> None:
         self._open.close()
+
+
+def _to_come(state: TrainingState, values: dict[str, float], step_seconds: float) -> str:
+    """How long the training takes still; of a stream, how far behind it is."""
+    if not state.is_endless:
+        return f"{(state.total_steps - state.step) * step_seconds:.0f} s left"
+    behind = [
+        f"{values[name]:,.0f} {name.rpartition('_')[2]} behind" for name in values if name.startswith("stream_behind_")
+    ]
+    age = values.get("stream_event_age_seconds")
+    return ", ".join([*behind, *([] if age is None else [f"events {age:.1f} s old"])])
 
 
 def describe_comms_wait(rates: dict[str, float]) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 @register("format", "parquet")
 class Parquet(Format):
     suffixes = ("parquet", "pq")
+    is_lines = False
     sql_copy = "FORMAT parquet"
 
     def open(self, source: Source, layout: Layout, block_bytes: int) -> tuple[ParquetReader, tuple[str, ...]]:

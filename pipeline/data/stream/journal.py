@@ -1,0 +1,74 @@
+"""Keep what each batch of a stream took from which partition, so that a run which is killed trains on the same batches again.
+
+    {"batch": 41, "ranges": [["part-0007.tsv", 1032, 20991], ["part-0008.tsv", 0, 811]]}
+
+A line a batch, written before the batch is handed out. How rows of several partitions follow one another depends on when
+they came: a source alone would give them in another order the second time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from pipeline.data.stream.source import Range
+from pipeline.runtime.storage import atomic
+
+MOST_LINES = 1 << 18
+
+
+class Journal:
+    """Of the batches of one run; for one writer."""
+
+    def __init__(self, path: str) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self._path = path
+        self._file = open(path, "ab")  # noqa: SIM115  # for as long as the run reads
+        self._num_lines = 0
+
+    def append(self, batch: int, ranges: list[Range]) -> None:
+        self._file.write(json.dumps({"batch": batch, "ranges": ranges}).encode() + b"\n")
+        self._file.flush()  # to the kernel: it outlives the process
+        self._num_lines += 1
+        if self._num_lines > MOST_LINES:
+            self._cut()
+
+    def _cut(self) -> None:
+        """The older half is of steps that checkpoints have left behind long ago."""
+        with open(self._path, "rb") as file:
+            lines = file.readlines()
+        self._rewrite(lines[-MOST_LINES // 2 :])
+
+    def _rewrite(self, lines: list[bytes]) -> None:
+        self._file.close()
+        partial = f"{self._path}.partial"
+        with open(partial, "wb") as file:
+            file.writelines(lines)
+        atomic.publish_file(partial, self._path)
+        self._file = open(self._path, "ab")  # noqa: SIM115
+        self._num_lines = len(lines)
+
+    def after(self, batch: int) -> list[list[Range]]:
+        """The ranges of batch number `batch` and of those after it, without a gap; what follows a gap or a torn line goes."""
+        with open(self._path, "rb") as file:
+            lines = file.readlines()
+        found: list[list[Range]] = []
+        kept: list[bytes] = []
+        for line in lines:
+            try:
+                entry = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                entry = None
+            if entry is None:
+                break
+            if entry["batch"] == batch + len(found):
+                found.append([Range(*each) for each in entry["ranges"]])
+            elif entry["batch"] >= batch:
+                break
+            kept.append(line)
+        if len(kept) != len(lines):
+            self._rewrite(kept)
+        return found
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,1 @@
+"""Sources of streams, a file each, registered as "stream"."""

@@ -1,0 +1,149 @@
+"""Encode lines of a stream as a training batch, by the vocabularies and transforms of a prepared data set."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from pipeline.checkpoint.vocabularies import read_values
+from pipeline.config.data import DataConfig
+from pipeline.config.stream import UNITS, StreamConfig
+from pipeline.data.dataset import Dataset
+from pipeline.data.raw.cells import parse_timestamps
+from pipeline.data.raw.layout import layout_of, with_group
+from pipeline.data.raw.rows import QuarantinedRow, parse_block
+from pipeline.data.raw.source import Block
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.data.read.target_columns import TargetColumns
+from pipeline.data.read.value_index import index_values
+from pipeline.data.stream.source import Lines
+from pipeline.data.targets import Target
+from pipeline.runtime.errors import RetrainingError
+from pipeline.serving.artifact.package import schema_of, vocabulary_path
+from pipeline.serving.scoring.raw_rows import EncodedRows, RowEncoder
+
+
+class EncodedBatch(NamedTuple):
+    """event_time: the newest of its rows, in seconds since 1970; None where no column says it."""
+
+    batch: Batch
+    bad_rows: list[QuarantinedRow]
+    event_time: float | None
+
+
+class LineEncoder:
+    """Makes batches as the reader of a prepared data set makes them of the same rows."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        dataset: Dataset,
+        stream: StreamConfig,
+        targets: Sequence[Target],
+        split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
+    ) -> None:
+        """Raises RetrainingError for data whose rows in a stream would not be those that were prepared."""
+        if dataset.negative_sampling:
+            raise RetrainingError(
+                "data.negative_sampling leaves out rows of a prepared split, and a stream gives them all: prepare the data set without it"
+            )
+        self._layout = with_group(layout_of(data), stream.event_time_column)
+        self._time, self._scale = stream.event_time_column, UNITS[stream.event_time_unit]
+        self._keys, self._split_ids = dataset.sparse_feature_names, split_ids
+        schema = schema_of(dataset, self._keys, data.columns, data.synthetic_multi_hot)
+        vocabularies = {
+            feature.name: index_values(read_values(vocabulary_path(feature, data.path)))
+            for feature in dataset.sparse_features
+            if feature.hash_size is None
+        }
+        self._encoder = RowEncoder(schema, vocabularies)
+        self._label_columns, self._num_dense = dataset.label_columns, len(dataset.dense_features)
+        self._is_weighted = bool(dataset.weighted_features)
+        self._targets = TargetColumns(dataset, list(targets), split="train", for_training=True)
+
+    def encode(self, parts: Sequence[Lines]) -> EncodedBatch:
+        """A row that cannot be read is one of weight 0 without ids, as it is of a prepared data set."""
+        num_rows = sum(len(part.lines) for part in parts)
+        tables, kept, bad, first = [], [], [], 0
+        for names, group in itertools.groupby(parts, lambda part: part.names):
+            lines = [
+                line.replace(b"\n", b"\r") for part in group for line in part.lines
+            ]  # a line of Kafka may hold one
+            block = Block(first + 1, first, len(lines), b"".join(line + b"\n" for line in lines))
+            parsed = parse_block(self._layout, names, block)
+            tables.append(parsed.table)
+            kept.append(parsed.kept + first)
+            bad += parsed.quarantined
+            first += len(lines)
+        table = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+        encoded = self._encoder.encode(table)
+        read = np.concatenate(kept)
+        bad += [replace(row, line=int(read[row.line - 1]) + 1) for row in encoded.bad_rows]
+        return EncodedBatch(self._batch(table, encoded, read[encoded.kept], num_rows), bad, self._newest(table))
+
+    def nothing(self, num_rows: int) -> Batch:
+        """A batch in which no row counts."""
+        weights = torch.zeros(0) if self._is_weighted else None
+        zeros = torch.zeros(len(self._keys) * num_rows, dtype=torch.int32)
+        ids = torch.zeros(0, dtype=torch.int64)
+        sparse = keyed_jagged_tensor(self._keys, ids, zeros, num_rows, [0] * len(self._keys), weights)
+        return self._made(
+            np.zeros((num_rows, self._num_dense), np.float32),
+            sparse,
+            self._no_labels(num_rows),
+            np.zeros(num_rows, np.bool_),
+        )
+
+    def _no_labels(self, num_rows: int) -> np.ndarray:
+        return np.zeros((num_rows, len(self._label_columns)), np.float32)
+
+    def _batch(self, table: pa.Table, encoded: EncodedRows, rows: np.ndarray, num_rows: int) -> Batch:
+        """`rows`: of the batch's `num_rows`, which those are that were encoded."""
+        present = np.zeros(num_rows, np.bool_)
+        present[rows] = True
+        dense = np.zeros((num_rows, encoded.dense.shape[1]), np.float32)
+        dense[rows] = encoded.dense.numpy()
+        own = np.diff(encoded.offsets.numpy()).reshape(len(self._keys), len(rows))
+        lengths = np.zeros((len(self._keys), num_rows), np.int32)
+        lengths[:, rows] = own
+        sparse = keyed_jagged_tensor(
+            self._keys, encoded.values, torch.from_numpy(lengths.reshape(-1)), num_rows, own.sum(axis=1).tolist(), encoded.weights
+        )  # fmt: skip
+        columns = [
+            np.nan_to_num(np.asarray(table[name], np.float64)[encoded.kept]).astype(np.float32)
+            for name in self._label_columns
+        ]
+        labels = self._no_labels(num_rows)
+        labels[rows] = np.stack(columns, axis=1)
+        return self._made(dense, sparse, labels, present)
+
+    def _made(self, dense: np.ndarray, sparse: KeyedJaggedTensor, labels: np.ndarray, present: np.ndarray) -> Batch:
+        targets = self._targets(labels if labels.shape[1] > 1 else labels[:, 0].copy(), present)
+        return Batch(
+            torch.from_numpy(dense), self._split_ids(sparse), torch.from_numpy(targets.labels), torch.from_numpy(targets.weights),
+            present=None if targets.present is None else torch.from_numpy(targets.present),
+        )  # fmt: skip
+
+    def _newest(self, table: pa.Table) -> float | None:
+        if self._time is None or not table.num_rows:
+            return None
+        column = table[self._time].combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            column = pa.concat_arrays(column.chunks)
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+        written = is_text and "-" in (column.drop_null()[0].as_py() if column.null_count < len(column) else "")
+        try:
+            newest = pc.max(parse_timestamps(column)).as_py()
+        except pa.ArrowInvalid:  # the row is trained on all the same
+            return None
+        return None if newest is None else newest * (UNITS["us"] if written else self._scale)

@@ -1,0 +1,88 @@
+"""Train on a stream in one process that goes on:  python -m pipeline.retrain experiment=quickstart source=clicks/ follow=true
+
+Model, tables and optimizer stay between windows of minutes. Ids are those of the prepared data set `data.path`; the first weights are
+the champion's, where the registry has one.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from pipeline.config.jobs import RetrainJob, TrainJob
+from pipeline.config.registry import find
+from pipeline.config.warm_start import WarmStartConfig
+from pipeline.retraining.registry import Registry
+from pipeline.runtime.logs import get_logger
+from pipeline.training.run import TrainSummary, train
+
+if TYPE_CHECKING:
+    from pipeline.data.read.batches import BatchReader
+    from pipeline.data.stream.source import StreamSource
+    from pipeline.planner.resolved_job import ResolvedJob
+    from pipeline.runtime.process.distributed import DistributedContext
+
+FOLDER = "follow"  # of retrain's run_dir: the run folder
+JOURNAL = "stream/journal.jsonl"
+logger = get_logger("pipeline.retrain")
+
+
+@dataclass(frozen=True)
+class FollowSummary:
+    """What a training leaves that has followed a stream to its end, or until it was stopped."""
+
+    trained: TrainSummary
+    artifact: str = ""  # that deltas were published of
+
+    def __str__(self) -> str:
+        lines = [f"followed to step {self.trained.step}", f"model       {self.trained.checkpoint}"]
+        return "\n".join([*lines, *([f"artifact    {self.artifact}"] if self.artifact else [])])
+
+
+def follow(job: RetrainJob) -> FollowSummary:
+    """Until the stream ends, or SIGTERM: then the process ends with exit code 75, as a training does.
+
+    Raises:
+        UserError: the job does not fit the stream, the data set or what run_dir holds.
+    """
+    from pipeline.training.hooks.publishing import artifact_of
+    from pipeline.training.preflight import validate_job
+
+    trained = follow_job(job)
+    validate_job(trained, job.world_size)
+    summary = train(trained, lambda resolved, context: open_stream(job, resolved, context))
+    published = artifact_of(trained) if trained.publishing.when is not None else ""
+    return FollowSummary(summary, published if published and os.path.isdir(published) else "")
+
+
+def follow_job(job: RetrainJob) -> TrainJob:
+    """The training, whose run folder is <run_dir>/follow."""
+    trained = TrainJob(**{field.name: copy.deepcopy(getattr(job, field.name)) for field in fields(TrainJob)})
+    trained.run_dir = os.path.join(job.run_dir, FOLDER)
+    if (champion := Registry(job.registry.path).champion()) is not None:
+        optimizer = "reset" if job.growth.reset_optimizer else "keep"
+        trained.warm_start = WarmStartConfig(
+            checkpoint=champion.checkpoint, data_path=champion.data, optimizer=optimizer, dense=job.growth.dense
+        )
+    return trained
+
+
+def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedContext) -> BatchReader:
+    """Raises UserError where the source is not there, or its rows are not those of the data set."""
+    from pipeline.data.read.quarantine import Quarantine
+    from pipeline.data.stream.journal import Journal
+    from pipeline.embeddings.id_splitter import IdSplitter
+    from pipeline.retraining.follow.encode import LineEncoder
+    from pipeline.retraining.follow.reader import StreamReader
+
+    run_dir, data = resolved.job.run_dir, resolved.job.data
+    source: StreamSource = find("stream", job.stream.kind, "stream.kind")(job.source, job.stream, data)
+    split_ids = IdSplitter(resolved.all_tables, skip_empty_bags=False)
+    encoder = LineEncoder(data, resolved.dataset, job.stream, resolved.targets, split_ids)
+    return StreamReader(
+        source, encoder, Journal(os.path.join(run_dir, JOURNAL)),
+        name=f"{job.stream.kind}:{job.source}", batch_size=resolved.job.trainer.micro_batch_size, stream=job.stream,
+        config=data.reader, quarantine=Quarantine(os.path.join(run_dir, "quarantine", "stream.jsonl")),
+    )  # fmt: skip

@@ -1,0 +1,211 @@
+"""Read batches of a stream, each of the rows that come next, and know behind each batch where the stream was.
+
+A batch is a number of lines, never of seconds, and a journal holds which lines, so that a run which was killed
+goes on from its checkpoint with the batches that it had had. The queue of batches is bounded: a training that falls behind reads no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config.data import ReaderConfig
+from pipeline.config.stream import StreamConfig
+from pipeline.data.read.batch import Batch
+from pipeline.data.read.endless import ENDLESS_STEPS, EndOfInputError
+from pipeline.data.read.prefetch import Prefetcher
+from pipeline.data.read.quarantine import Quarantine
+from pipeline.data.stream.journal import Journal
+from pipeline.data.stream.source import Lines, Offsets, Range, StreamSource
+from pipeline.retraining.follow.encode import LineEncoder
+from pipeline.runtime.errors import RetrainingError
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process import preemption, watchdog
+
+LOOK_BEHIND_S = 5.0  # between two looks at how far behind the source is
+logger = get_logger("pipeline.train")
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a batch took, and the newest event time up to it."""
+
+    ranges: list[Range]
+    event_time: float | None
+
+
+class StreamReader:
+    """Stands where a ShardReader of the training split would. For one process.
+
+    Not thread-safe but for what its own prefetch thread does: place() and progress() are the trainer's.
+    """
+
+    # Each is a part of its own that the caller has made; no two belong together.
+    def __init__(
+        self,
+        source: StreamSource,
+        encoder: LineEncoder,
+        journal: Journal,
+        *,
+        name: str,
+        batch_size: int,
+        stream: StreamConfig,
+        config: ReaderConfig,
+        quarantine: Quarantine,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """name: of the stream; a run does not go on with another."""
+        self.config, self.batch_size = config, batch_size
+        self.num_rows, self.steps_per_epoch = ENDLESS_STEPS * batch_size, ENDLESS_STEPS
+        self.stall_seconds = 0.0
+        self._source, self._encoder, self._journal, self._quarantine = source, encoder, journal, quarantine
+        self._name, self._stream, self._clock = name, stream, clock
+        self._offsets: Offsets | None = None  # where batch number self._first begins; None: where stream.start says
+        self._first, self._taken = 0, deque[_Taken]()
+        self._event_time: float | None = None  # up to self._first
+        self._behind, self._looked_at = 0.0, 0.0
+
+    def batches(self, epoch: int, start_step: int = 0) -> Prefetcher[Batch]:
+        """From batch `start_step` on; EndOfInputError is raised behind the last."""
+        return Prefetcher(self._read(start_step), self.config.prefetch_batches, "stream", self._add_stall)
+
+    def _add_stall(self, seconds: float) -> None:
+        self.stall_seconds += seconds
+
+    def _read(self, start: int) -> Generator[Batch, None, None]:
+        offsets = self._begin(start)
+        known = self._journal.after(start)
+        if known:
+            logger.info("batches %d to %d are read once more, as the journal has them", start, start + len(known) - 1)
+        number = start
+        for ranges in known:
+            if any(begin != offsets.get(name, begin) for name, begin, _ in ranges):
+                raise RetrainingError(
+                    f"the journal of the stream does not follow on batch {number}: choose another run_dir"
+                )
+            yield self._batch([self._source.reread(each) for each in ranges], ranges)
+            offsets |= {name: end for name, _, end in ranges}
+            number += 1
+        left: Lines | None = None
+        while True:
+            parts, left = self._collect(offsets, left)
+            ranges = [part.range for part in parts]
+            self._journal.append(number, ranges)
+            yield self._batch(parts, ranges)
+            number += 1
+
+    def _begin(self, start: int) -> Offsets:
+        """Where batch `start` begins: it is the restored one, or one after a rollback that leaves batches out."""
+        if self._offsets is None:
+            self._offsets = {} if self._stream.start == "earliest" else self._source.newest()
+        count = start - self._first
+        while len(self._taken) > max(0, count):  # read ahead, and not trained on
+            self._taken.pop()
+        if len(self._taken) < count:  # a rollback leaves them out
+            known = self._journal.after(self._first + len(self._taken))
+            self._taken.extend(_Taken(ranges, None) for ranges in known[: count - len(self._taken)])
+        if len(self._taken) != count:
+            raise RetrainingError(f"batch {start} of the stream is not known: it is at batch {self._first}")
+        offsets = dict(self._offsets)
+        for taken in self._taken:
+            offsets |= {name: end for name, _, end in taken.ranges}
+        return offsets
+
+    def _collect(self, offsets: Offsets, left: Lines | None) -> tuple[list[Lines], Lines | None]:
+        """Lines of one batch, and those of the last read that are more; moves `offsets` behind what was read."""
+        parts: list[Lines] = []
+        missing, since = self.batch_size, time.monotonic()
+        while missing:
+            if left is None:
+                left = self._source.read(offsets, max(missing, self.batch_size))
+                if left is None:
+                    self._wait(since)
+                    continue
+                offsets[left.partition] = left.range.end
+                since = time.monotonic()
+            part, rest = left.split(min(missing, len(left.lines)))
+            parts.append(part)
+            missing -= len(part.lines)
+            left = rest if rest.lines else None
+        return parts, left
+
+    def _wait(self, since: float) -> None:
+        """There are no rows now."""
+        watchdog.beat(phase=watchdog.WAITING_FOR_INPUT)
+        if preemption.wanted():
+            raise EndOfInputError("the run was asked to stop while it waited for rows")
+        if self._stream.idle_s is not None and time.monotonic() - since > self._stream.idle_s:
+            raise EndOfInputError(f"no row has come for stream.idle_s={self._stream.idle_s:g}")
+
+    def _batch(self, parts: list[Lines], ranges: list[Range]) -> Batch:
+        made = self._encoder.encode(parts)
+        if made.bad_rows:
+            self._quarantine.add(_text(ranges), {row.line - 1: row.reason for row in made.bad_rows})
+        self._taken.append(_Taken(ranges, made.event_time))
+        return made.batch
+
+    def place(self, batch: int) -> dict[str, Any]:
+        self._forget_before(batch)
+        return {
+            "name": self._name,
+            "batch": batch,
+            "offsets": dict(self._offsets or {}),
+            "event_time": self._event_time,
+        }
+
+    def _forget_before(self, batch: int) -> None:
+        """Move the known beginning to `batch`."""
+        while self._first < batch and self._taken:
+            taken = self._taken.popleft()
+            assert self._offsets is not None, "a batch was read"
+            for name, _, end in taken.ranges:
+                self._offsets[name] = end
+            self._event_time = max(
+                (time for time in (self._event_time, taken.event_time) if time is not None), default=None
+            )
+            self._first += 1
+
+    def go_to(self, batch: int, place: dict[str, Any]) -> None:
+        if place.get("name") != self._name:
+            raise RetrainingError(
+                f"the run was trained on the stream {place.get('name')!r}, and this job follows {self._name!r}: choose another run_dir"
+            )
+        self._first, self._offsets = (
+            int(place["batch"]),
+            {name: int(offset) for name, offset in place["offsets"].items()},
+        )
+        self._event_time = place["event_time"]
+        self._taken.clear()
+
+    def progress(self, batch: int) -> dict[str, float]:
+        self._forget_before(batch)
+        now = time.monotonic()
+        if now - self._looked_at > LOOK_BEHIND_S and self._offsets is not None:
+            self._behind, self._looked_at = float(self._source.behind(self._offsets)), now
+        age = {} if self._event_time is None else {"stream_event_age_seconds": self._clock() - self._event_time}
+        return {
+            f"stream_behind_{self._source.unit}": self._behind,
+            "stream_batches_ahead": float(len(self._taken)),
+            **age,
+        }
+
+    def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
+        """(partition and range, row of the batch) for an error's message."""
+        at = step - self._first
+        ranges = self._taken[at].ranges if 0 <= at < len(self._taken) else []
+        return [(_text(ranges), row) for row in rows]
+
+    def empty_batch(self) -> Batch:
+        """In which no row counts."""
+        return self._encoder.nothing(self.batch_size)
+
+    def close(self) -> None:
+        self._source.close()
+        self._journal.close()
+
+
+def _text(ranges: list[Range]) -> str:
+    return " ".join(f"{name}:{begin}-{end}" for name, begin, end in ranges)

@@ -1,0 +1,42 @@
+"""Keep the offsets of a stream with the step that was trained on what is before them, and say how far behind the training is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config.jobs import TrainJob
+from pipeline.config.registry import register
+from pipeline.data.read.endless import StreamReading
+from pipeline.runtime.errors import TrainingError
+from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
+
+PLACE = "stream"  # of a manifest
+
+
+@register("hook", "stream")
+class StreamOffsets(Hook):
+    """Does nothing where a prepared split is read."""
+
+    def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
+        super().__init__(job, parts)
+        self._reader = parts.reader if isinstance(parts.reader, StreamReading) else None
+
+    def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
+        place = manifest.get(PLACE)
+        if self._reader is not None and place is None:
+            raise TrainingError(
+                f"{self.job.run_dir} holds step {manifest['step']} of a training that followed no stream: choose another run_dir"
+            )
+        if self._reader is None and place is not None:
+            raise TrainingError(
+                f"{self.job.run_dir} holds step {manifest['step']} of a training that followed {place['name']}: go on with "
+                "python -m pipeline.retrain ... follow=true, or choose another run_dir"
+            )
+        if self._reader is not None and place is not None:
+            self._reader.go_to(int(place["batch"]), place)
+
+    def saved_values(self, state: TrainingState) -> dict[str, Any]:
+        return {} if self._reader is None else {PLACE: self._reader.place(state.order.position(state.step))}
+
+    def log_values(self, state: TrainingState) -> dict[str, float]:
+        return {} if self._reader is None else self._reader.progress(state.order.position(state.step))
