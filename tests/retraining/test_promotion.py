@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,16 +16,16 @@ from pipeline.retraining.promotion import FinishedRun, add_run, complete, files_
 from pipeline.retraining.registry import PinnedError, Registry, RegistryError
 from pipeline.runtime.errors import ConfigError, DamagedError
 from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.checksums import ChecksummedWriter, checksums_of
+from pipeline.runtime.storage.checksums import checksums_of
 from pipeline.runtime.storage.lease import take_lease
 from pipeline.runtime.storage.manifest import seal_manifest
 from pipeline.runtime.storage.signature import requiring, signing
 from tests.retraining.runs import candidate, finished
 from tests.runtime.test_signature import make_keys
+from tests.support.kills import before_each_change_of_files, killed_at
 from tests.support.messages import names
 
 KEEP = 2
-CHANGING = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "fcntl.flock"}
 
 
 def _promote(path: str, run: FinishedRun) -> None:
@@ -51,54 +46,6 @@ def _two_versions(path: str, folder: Path) -> None:
         run = finished(folder / window, b"%d" % number * 5000)
         promote(registry, ledger, candidate(run, window, parent, pointer), KEEP, lambda: None)
         pointer = registry.pointer()
-
-
-def _killed_at(number: int, arm: Callable[[Callable[[], None]], None], work: Callable[[], None]) -> bool:
-    """Whether a child process that does the work was killed right before its operation `number`."""
-    child = os.fork()
-    if child == 0:
-        left = [number]
-
-        def operation() -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            arm(operation)
-            work()
-            os._exit(0)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
-
-
-def _before_each_change_of_files(operation: Callable[[], None]) -> None:
-    """Opening for writing, writing a part of a shard, fsync, rename, link, removal, folder, lock."""
-
-    def hear(event: str, args: tuple[Any, ...]) -> None:
-        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if event in CHANGING or writes:
-            operation()
-
-    sys.addaudithook(hear)
-    _call_before(os, "fsync", operation)
-    _call_before(ChecksummedWriter, "write", operation)
-
-
-def _call_before(owner: Any, name: str, operation: Callable[[], None]) -> None:
-    function = getattr(owner, name)
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        operation()
-        return function(*args, **kwargs)
-
-    setattr(owner, name, called)
 
 
 def _check_and_complete(path: str, run: FinishedRun) -> str:
@@ -128,7 +75,7 @@ def test_a_kill_between_any_two_changes_of_files_leaves_the_old_or_the_new_champ
     while True:
         path = tmp_path / str(number)
         shutil.copytree(clean, path)
-        if not _killed_at(number, _before_each_change_of_files, lambda path=path: _promote(str(path), run)):
+        if not killed_at(number, before_each_change_of_files, lambda path=path: _promote(str(path), run)):
             break
         left[_check_and_complete(str(path), run)] += 1
         shutil.rmtree(path)
