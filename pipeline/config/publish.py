@@ -68,6 +68,9 @@ def read_cadence(text: str, key: str) -> Cadence:
 class PublishingConfig:
     """Publish deltas of an artifact from within the training, in a process beside rank 0.
 
+    `artifact` is a link that the process makes, unless it is there already: where its deltas hold more than `max_chain` times its bytes, a new artifact
+    of the same step takes its place, and servers load that.
+
     A step that is due is saved and then published. One is in work and one waits, the newest; what would wait besides is left out. The
     last step of the training is published, and waited for `finish_s` at most. A delta that does not pass `gate` stops the chain, which
     servers stay at, until `python -m pipeline.publish artifact=A unpin=true`; the training goes on.
@@ -79,6 +82,7 @@ class PublishingConfig:
     )
     precision: str = "int8"  # of that export
     gate: DeltaGateConfig = field(default_factory=DeltaGateConfig)
+    max_chain: float | None = 0.5
     finish_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -87,6 +91,8 @@ class PublishingConfig:
         if self.artifact is not None:
             check_given("publishing.artifact", self.artifact)
         check_above("publishing.finish_s", self.finish_s, 0.0)
+        if self.max_chain is not None:
+            check_above("publishing.max_chain", self.max_chain, 0.0)
 
     @property
     def cadence(self) -> Cadence | None:

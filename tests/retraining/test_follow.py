@@ -235,7 +235,7 @@ def _words(prepared: str, source: Path, run: Path, *more: str) -> list[str]:
         f"registry.path={run}/registry", "trainer.global_batch_size=100", "checkpoint.save_every_minutes=null",
         "checkpoint.save_every_steps=7", "checkpoint.differential=true", "stream.poll_s=0.05", "trainer.log_every_steps=5",
         "tables.default.embedding_dim=4", "model.dense_arch_layer_sizes=[16,4]", "model.over_arch_layer_sizes=[16,1]",
-        "trainer.evaluate_max_batches=1", *more,
+        "trainer.evaluate_max_batches=1", "data.reader.num_streams=20", *more,
     ]  # fmt: skip
 
 

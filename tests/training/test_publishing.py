@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs import ExportJob, TrainJob
 from pipeline.config.publish import PublishingConfig
+from pipeline.config.serving import ParityConfig
 from pipeline.models.tasks.click import Prediction
+from pipeline.serving.artifact import publish_worker
 from pipeline.serving.artifact.deltas import deltas_folder, newest_sequence, read_delta
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.scoring.patching import catch_up
@@ -158,6 +160,34 @@ def test_a_training_publishes_what_an_export_of_its_last_step_scores(
     assert 0.3 < delta.stats["progressive_ne"] < 3.0
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert any(line.get("published_sequence", -1) >= 0 for line in lines)
+
+
+@pytest.mark.campaign
+def test_a_chain_that_is_long_ends_with_a_whole_artifact_of_its_last_step(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "published"
+    orders = [
+        {"run": str(small_run), "artifact": str(made), "gate": {"max_rows": 300, "max_ne_increase": 9.0}, "max_chain": 1e-6},
+        *({"step": step} for step in (10, 20, 30, 30, 7)),
+    ]  # fmt: skip
+    lenient = {"max_rows": 300, "max_ne_increase": 1.0, "max_auc_decrease": 1.0, "max_score_difference": 1.0}
+    monkeypatch.setattr(publish_worker, "ExportJob", lambda **given: ExportJob(**given, parity=ParityConfig(**lenient)))
+    answers: list[dict[str, Any]] = []
+    publish_worker.serve(map(json.dumps, orders), answers.append)
+    assert [(each["step"], each.get("sequence")) for each in answers[:4]] == [(10, 0), (20, 1), (30, 1), (30, None)]
+    assert "failed" in answers[4], "a step that is gone costs nothing but itself"
+    assert [Path(each["artifact"]).name for each in answers[:3]] == [
+        "published.000001",
+        "published.000002",
+        "published.000003",
+    ]
+    assert made.is_symlink() and made.resolve().name == "published.000003"
+    assert not (tmp_path / "published.000001").exists(), "two are kept"
+    begun = Predictor.load(str(tmp_path / "published.000002"))
+    catch_up(begun, str(tmp_path / "published.000002"))
+    ids = torch.arange(100)
+    assert torch.equal(begun.lookup.stored(25, ids), Predictor.load(str(made)).lookup.stored(25, ids))
 
 
 @pytest.mark.campaign

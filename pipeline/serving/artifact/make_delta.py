@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -23,11 +23,10 @@ from pipeline.config.jobs import ExportJob, PublishJob
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError
-from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import FileEntry
 from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest, sealed_digest
-from pipeline.serving.artifact.delta_gate import PROGRESSIVE_NE, DeltaRefusedError, problems_of
+from pipeline.serving.artifact.delta_gate import PROGRESSIVE_NE, DeltaRefusedError, Stats, problems_of
 from pipeline.serving.artifact.deltas import (
     FORMAT_VERSION,
     LAYERS_FILE,
@@ -56,14 +55,14 @@ from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.run_state import folder_of
 
 BATCH_ROWS = 2048
-logger = get_logger(__name__)
 
 
 class Publisher:
     """The writer of one artifact's chain of deltas."""
 
-    def __init__(self, job: PublishJob, artifact: str) -> None:
-        """Raises ServingError for an artifact that deltas cannot follow."""
+    def __init__(self, job: PublishJob, artifact: str, history: Sequence[Stats] = ()) -> None:
+        """history: of deltas before the artifact, which its first ones are held against. Raises ServingError for an artifact that
+        deltas cannot follow."""
         self._job, self._artifact, self._folder = job, artifact, deltas_folder(artifact)
         self._predictor = Predictor.load(artifact, memory="mapped" if storage.is_local(artifact) else "ram")
         self._manifest = self._predictor.manifest
@@ -77,12 +76,12 @@ class Publisher:
         self._batches: list[Batch] | None = None
         self._ne = math.nan
         self._not_finite = 0  # rows of the delta in progress
-        self._published_bytes = 0  # by this publisher
-        first = max(1, self._predictor.sequence - job.delta_gate.trailing + 1)
-        self._history = [
-            read_delta(self._folder, artifact, self._manifest, sequence).stats
-            for sequence in range(first, self._predictor.sequence + 1)
+        deltas = [
+            read_delta(self._folder, artifact, self._manifest, sequence)
+            for sequence in range(1, self._predictor.sequence + 1)
         ]
+        self._chain_bytes = sum(delta.size_bytes for delta in deltas)
+        self.history: list[Stats] = [*history, *(delta.stats for delta in deltas)]
 
     @property
     def newest(self) -> str:
@@ -149,14 +148,13 @@ class Publisher:
             contents[COMPOSED_FILE] = composed.to_bytes()
         delta = self._commit(draft, patches, contents)
         self._ne = stats["ne"]
-        self._history.append(stats)
-        self._published_bytes += delta.size_bytes
-        if 2 * self._published_bytes > self._manifest.size_bytes:
-            logger.warning(
-                "deltas of %s hold %s bytes by now, and it %s: a new artifact would begin a new chain",
-                self._artifact, f"{self._published_bytes:,}", f"{self._manifest.size_bytes:,}",
-            )  # fmt: skip
+        self.history.append(stats)
+        self._chain_bytes += delta.size_bytes
         return delta
+
+    def is_chain_over(self, share: float) -> bool:
+        """Whether the chain's deltas hold more than `share` times the artifact's bytes: a new artifact would begin a new chain."""
+        return self._chain_bytes > share * self._manifest.size_bytes
 
     def _patches(self, source: Source, path: str) -> Iterator[Patch]:
         applied = self._predictor.applied
@@ -226,7 +224,7 @@ class Publisher:
 
     def _check_gate(self, delta: Delta) -> None:
         """Raises DeltaRefusedError for what is not to serve; where deltas follow one another, servers are kept where they are."""
-        if not (problems := problems_of(self._job.delta_gate, delta.stats, self._history)):
+        if not (problems := problems_of(self._job.delta_gate, delta.stats, self.history)):
             return
         refusal = f"delta {delta.sequence} of step {delta.step} is not published, {self._artifact} serves as it does: {'; '.join(problems)}"
         if self._job.follow:

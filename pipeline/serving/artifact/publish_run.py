@@ -60,6 +60,10 @@ def _publish_what_came(publisher: object) -> None:
         return
     if delta:
         logger.info("%s", describe(delta))
+        if publisher.is_chain_over(0.5):  # type: ignore[attr-defined]
+            logger.warning(
+                "deltas hold more than half of the artifact's bytes by now: a new artifact would begin a new chain"
+            )
 
 
 def describe(delta: Delta) -> str:

@@ -24,7 +24,7 @@ from pipeline.runtime.process.processes import die_with_parent
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.manifest import MANIFEST
 from pipeline.runtime.storage.signature import requiring, signing
-from pipeline.serving.artifact.delta_gate import DeltaRefusedError
+from pipeline.serving.artifact.delta_gate import DeltaRefusedError, Stats
 from pipeline.serving.artifact.deltas import deltas_folder, pinned_sequence, why_pinned
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.artifact.make_delta import Publisher
@@ -32,6 +32,7 @@ from pipeline.training.run_state import folder_of
 
 COMMIT_S = 600.0  # a save that goes on beside the training is waited for so long
 LOOK_S = 0.1
+KEPT = 2  # artifacts: a server may still be loading the one before
 NICE = 5  # steps of the training go first
 logger = get_logger("pipeline.publish")
 
@@ -43,17 +44,22 @@ class PublishOrder:
     run: str
     artifact: str
     precision: str = "int8"
+    max_chain: float | None = 0.5
     gate: dict[str, Any] = field(default_factory=dict)
     sign_key: str | None = None
     require_signature: str | None = None
 
 
 class Worker:
-    """Exports the artifact from the first step where there is none, and follows it with a delta for each step after."""
+    """Exports the artifact from the first step where there is none, and follows it with a delta for each step after.
+
+    The artifact's name is a link, to <name>.000001 and so on: each begins a chain, at the step that ended the chain before.
+    """
 
     def __init__(self, order: PublishOrder) -> None:
         self._order = order
         self._publisher: Publisher | None = None
+        self._history: list[Stats] = []  # of the chains before
         self.stopped = ""  # why nothing more is published
 
     def publish(self, step: int) -> dict[str, Any]:
@@ -61,7 +67,7 @@ class Worker:
         try:
             self._await_commit(step)
             if not storage.is_file(storage.join(self._order.artifact, MANIFEST)):
-                return self._export(step)
+                return {"sequence": 0, "artifact": self._begin(step)}
             delta = self._open().publish_step(step)
         except DeltaRefusedError as error:
             self.stopped = str(error)
@@ -75,6 +81,7 @@ class Worker:
         if delta is None:
             return {"sequence": None}
         return {
+            **self._begin_anew(step),
             "sequence": delta.sequence, "rows": int(delta.stats["rows"]), "bytes": delta.size_bytes, "ne": delta.stats["ne"],
             "age_s": round(time.time() - delta.saved_at, 3),
         }  # fmt: skip
@@ -86,23 +93,54 @@ class Worker:
                 raise FileNotFoundError(f"step {step} is not in {folder}, which has {steps[-3:]}")
             time.sleep(LOOK_S)
 
-    def _export(self, step: int) -> dict[str, Any]:
+    def _begin(self, step: int) -> str:
+        """The folder of a whole artifact of `step`, to which the artifact's name leads from now on."""
         order = self._order
-        summary = export(
-            ExportJob(
-                run=order.run, step=step, output=order.artifact, precision=order.precision, sign_key=order.sign_key
-            )
-        )
-        return {"sequence": 0, "artifact": summary.artifact}
+        number = 1 + max((number for number, _ in self._generations()), default=0)
+        output = f"{order.artifact}.{number:06d}"
+        export(ExportJob(run=order.run, step=step, output=output, precision=order.precision, sign_key=order.sign_key))
+        os.symlink(os.path.basename(output), f"{order.artifact}.new")
+        os.replace(f"{order.artifact}.new", order.artifact)
+        for _, path in self._generations()[:-KEPT]:
+            storage.remove(path)
+        return output
+
+    def _generations(self) -> list[tuple[int, str]]:
+        """(number, folder) of each, the oldest first."""
+        folder, name = os.path.split(self._order.artifact)
+        found = [
+            (each.removeprefix(f"{name}."), os.path.join(folder, each)) for each in storage.list_folder(folder or ".")
+        ]
+        return sorted((int(number), path) for number, path in found if number.isdigit())
+
+    def _begin_anew(self, step: int) -> dict[str, Any]:
+        """What the answer says of a new artifact; empty where the chain goes on. The delta of `step` has passed the gate."""
+        order, publisher = self._order, self._open()
+        if (
+            order.max_chain is None
+            or not os.path.islink(order.artifact)
+            or not publisher.is_chain_over(order.max_chain)
+        ):
+            return {}
+        try:
+            made = self._begin(step)
+        except (UserError, OSError) as error:
+            logger.warning("the chain of %s goes on, for no new artifact can be made: %s", order.artifact, error)
+            return {}
+        self._history, self._publisher = publisher.history, None
+        return {"artifact": made}
 
     def _open(self) -> Publisher:
         if self._publisher is None:
             order = self._order
+            is_local = storage.is_local(order.artifact)
             job = PublishJob(
                 artifact=order.artifact, run=order.run, follow=True, delta_gate=DeltaGateConfig(**order.gate),
                 sign_key=order.sign_key, require_signature=order.require_signature,
             )  # fmt: skip
-            self._publisher = Publisher(job, order.artifact)
+            self._publisher = Publisher(
+                job, os.path.realpath(order.artifact) if is_local else order.artifact, self._history
+            )
         return self._publisher
 
     def _why_pinned(self) -> str | None:

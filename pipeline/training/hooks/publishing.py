@@ -49,7 +49,7 @@ class PublishingProcess:
     def __init__(self, job: TrainJob) -> None:
         settings = job.publishing
         order = {
-            "run": job.run_dir, "artifact": artifact_of(job), "precision": settings.precision, "gate": asdict(settings.gate),
+            "run": job.run_dir, "artifact": artifact_of(job), "precision": settings.precision, "max_chain": settings.max_chain, "gate": asdict(settings.gate),
             "sign_key": job.checkpoint.sign_key, "require_signature": job.checkpoint.require_signature,
         }  # fmt: skip
         alone = (
@@ -176,12 +176,13 @@ class PublishDeltas(Hook):
             logger.warning("step %d is not published: %s", answer["step"], answer["failed"])
         elif answer["sequence"] is not None:
             self._sequence, self._step = answer["sequence"], answer["step"]
-            what = (
-                f"delta {self._sequence}: {answer['rows']:,} rows, {answer['bytes']:,} bytes"
+            whole = [answer["artifact"]] if "artifact" in answer else []
+            delta = (
+                [f"delta {self._sequence}: {answer['rows']:,} rows, {answer['bytes']:,} bytes"]
                 if self._sequence
-                else artifact_of(self.job)
+                else []
             )
-            logger.info("step %d  published as %s", self._step, what)
+            logger.info("step %d  published as %s", self._step, ", and whole as ".join([*delta, *whole]))
         if self._waiting is not None:
             step, self._waiting = self._waiting, None
             self._submit(step)
