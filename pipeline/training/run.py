@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs import TrainJob
+from pipeline.data.read.endless import ENDLESS_STEPS
 from pipeline.embeddings.physical import signatures
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.process import watchdog
@@ -125,7 +126,6 @@ def _train(
     with none_while_importing():
         from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
         from pipeline.data.dataset import load_dataset
-        from pipeline.data.read.endless import ENDLESS_STEPS
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
         from pipeline.training.allocator import keep_freed_memory
         from pipeline.training.assembly import assemble, open_reader, resolve
@@ -170,8 +170,8 @@ def _train(
     if writer:
         writer.close()
         if result.throughput and not result.preempted:  # a run that had no step to train keeps the earlier summary
-            steps = min(reader.steps_per_epoch // job.trainer.gradient_accumulation_steps, ENDLESS_STEPS)
-            steps = summary.step if steps == ENDLESS_STEPS else steps  # a stream's rows are trained on once
+            steps = reader.steps_per_epoch // job.trainer.gradient_accumulation_steps
+            steps = summary.step if steps >= ENDLESS_STEPS else steps  # a stream's rows are trained on once
             summary.remarks = remarks(job.trainer, summary.step, steps, summary.validation, writer.path)
             _write_summary(summary)
             if job.logger.report:

@@ -78,7 +78,7 @@ class LineEncoder:
                 line.replace(b"\n", b"\r") for part in group for line in part.lines
             ]  # a line of Kafka may hold one
             block = Block(first + 1, first, len(lines), b"".join(line + b"\n" for line in lines))
-            parsed = parse_block(self._layout, names, block)
+            parsed = parse_block(self._layout, names or self._layout.header or (), block)
             tables.append(parsed.table)
             kept.append(parsed.kept + first)
             bad += parsed.quarantined
