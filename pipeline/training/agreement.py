@@ -37,14 +37,17 @@ class NonFiniteLossError(TrainingError):
 class StepAgreement:
     """One all-reduce in each training batch of a guarded task, between its forward and its backward.
 
-    A rank sets `stop_wanted`, `input_failed` or `save_wanted`; the answers are the same on every rank, and hold for the
+    A rank sets `stop_wanted`, `input_failed`, `input_ended` or `save_wanted`; after its input has ended, a batch without a row counts as
+    one of a failed reader, and those before it, which were read ahead, are trained on. The answers are the same on every rank, and hold for the
     last batch. `max_in_a_row` losses that are not finite are skipped, the next raises NonFiniteLossError on every rank; 0
     skips none. A finite loss is multiplied by `loss_scale`.
     """
 
     def __init__(self, max_in_a_row: int = 0, loss_scale: float = 1.0) -> None:
         self.max_in_a_row, self.loss_scale = max_in_a_row, loss_scale
-        self.stop_wanted = self.input_failed = self.save_wanted = False  # this rank's; a signal handler may set them
+        self.stop_wanted = self.input_failed = self.input_ended = self.save_wanted = (
+            False  # this rank's; a signal handler may set them
+        )
         self.stop_agreed = self.input_failure_agreed = self.save_agreed = False
         self.num_bad_rows = 0  # of all ranks, over all training batches
         self.num_skipped = self.in_a_row = 0  # batches whose loss was not finite
@@ -74,7 +77,7 @@ class StepAgreement:
         flags: list[torch.Tensor | bool] = [
             ~loss.detach().isfinite(),
             self.stop_wanted,
-            self.input_failed,
+            self.input_failed or (self.input_ended and int(bad_rows) == len(marks)),
             self.save_wanted,
             bad_rows,
         ]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.batches import BatchReader
+from pipeline.data.read.endless import EndOfInputError
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.agreement import StepAgreement
@@ -51,7 +52,10 @@ class InputWatch:
         return self._fail_safe.batches(source)
 
     def _note_failure(self) -> None:
-        self._agreement.input_failed = True
+        if isinstance(self._fail_safe.error, EndOfInputError):
+            self._agreement.input_ended = True
+        else:
+            self._agreement.input_failed = True
 
     def failure(self) -> Exception | None:
         """Collective after a failure: the error of the first rank whose reader failed; else None."""

@@ -325,6 +325,7 @@ def test_a_server_takes_what_a_training_that_follows_publishes(prepared_clicks: 
         run,
         "publishing.when=every_10_steps",
         "publishing.gate.max_rows=300",
+        "checkpoint.keep_last_n=9",
         "stream.idle_s=2",
     )
     process = WarmCommand("pipeline.retrain", words, output=(1, 2))
