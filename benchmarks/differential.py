@@ -1,7 +1,7 @@
 """Measure what differential checkpoints write beside whole ones, whether they bring back every bit, and what tracking rows costs:
 
     python -m benchmarks.differential [--rows 20000000] [--saves 8] [--rounds 5] [--folder DIR]
-    python -m benchmarks.differential --data datasets/quickstart [--saves 40]
+    python -m benchmarks.differential --data datasets/quickstart [--saves 40] [--most-bytes 0.5]
 
 One rank trains DLRM with 26 tables in Criteo's proportions, cut so that they have `--rows` rows together, on ids by a power law
 of 1.05; an epoch is as many samples as there are rows. It saves after every hundredth of an epoch. With `--data` the steps are
@@ -123,11 +123,11 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def written(run: Run, folder: str, saves: int, context: DistributedContext) -> None:
+def written(run: Run, folder: str, saves: int, most_bytes: float, context: DistributedContext) -> None:
     every = max(1, round(run.samples / 100 / BATCH))
     rows = TrackedRows(run.model, run.optimizer.replicated, [CHECKPOINT])
     checkpointer = Checkpointer(
-        folder, run.model, run.optimizer, context, saves + 1, differential=Differential(rows, 100)
+        folder, run.model, run.optimizer, context, saves + 1, differential=Differential(rows, 100, most_bytes)
     )
     seconds = {True: [], False: []}  # type: dict[bool, list[float]]
     for number in range(saves + 1):
@@ -192,13 +192,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000_000)
     parser.add_argument("--saves", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--most-bytes", type=float, default=0.5, help="of links, times the base's, before a base follows"
+    )
     parser.add_argument("--folder")
     options = parser.parse_args()
     context = init_distributed()
     run = Run(options.data, options.rows, context)
     run.steps(4)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        written(run, f"{folder}/checkpoints", options.saves, context)
+        written(run, f"{folder}/checkpoints", options.saves, options.most_bytes, context)
     if options.rounds:
         tracking(run, options.rounds)
 
