@@ -217,8 +217,10 @@ class Publisher:
         )
         total = sum(table.stored_rows for table in self._manifest.tables)
         progressive = source.manifest.get("progressive") or {}
+        event_time = (source.manifest.get("stream") or {}).get("event_time")
         return {
             **({PROGRESSIVE_NE: float(progressive["ne"])} if progressive.get("ne") is not None else {}),
+            **({"event_time": float(event_time)} if event_time is not None else {}),
             "rows": rows, "rows_fraction": rows / max(1, total), "norm_ratio": new / old if old else 1.0, "ne_before": self._ne,
         }  # fmt: skip
 

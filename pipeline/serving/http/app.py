@@ -110,8 +110,11 @@ class ScoringApp:
 
     async def metrics(self, request: Request) -> Response:
         self._count_tables()
-        fresh_at = getattr(self._slot.model.scorer, "fresh_at", None)
+        scorer = self._slot.model.scorer
+        fresh_at = getattr(scorer, "fresh_at", None)
         self._metrics.embedding_age.set(time.time() - fresh_at if fresh_at else 0.0)
+        event_at = getattr(scorer, "event_at", None)
+        self._metrics.event_age.set(time.time() - event_at if event_at else 0.0)
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     def _count_tables(self) -> None:

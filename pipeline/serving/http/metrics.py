@@ -46,6 +46,11 @@ class ServerMetrics:
         self.embedding_age = Gauge(
             f"{PREFIX}_embedding_age_seconds", "Since the step that serves was saved", registry=registry
         )
+        self.event_age = Gauge(
+            f"{PREFIX}_event_age_seconds",
+            "Since the newest event that the delta which serves was trained on; 0: not known",
+            registry=registry,
+        )
         self.delta_refusals = counter("delta_refusals", "Deltas that were not taken: what served before goes on")
         self.items = Gauge(f"{PREFIX}_items", "Items that /retrieve finds among", registry=registry)
         self.retrieved_items = counter("retrieved_items", "Items in the answers of /retrieve")

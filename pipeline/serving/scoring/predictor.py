@@ -126,6 +126,11 @@ class Predictor:
         return self._program
 
     @property
+    def event_at(self) -> float | None:
+        """When the newest event was that the delta which was applied last was trained on; None where that is not known."""
+        return self._applied.stats.get("event_time") if self._applied else None
+
+    @property
     def applied(self) -> Delta | None:
         """The delta that was applied last."""
         return self._applied
