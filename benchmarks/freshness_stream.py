@@ -89,7 +89,7 @@ def watch(url: str, load: Load, seconds: float) -> dict[int, float]:
     seen: dict[int, float] = {}
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        for version in list(load.versions):
+        for version in load.versions.copy():
             sequence = int(version.rpartition("+")[2]) if "+" in version else 0
             if sequence and sequence not in seen:
                 seen[sequence] = time.time()
@@ -118,7 +118,7 @@ def main() -> None:
             "experiment=quickstart", f"data.path={options.data}", f"run_dir={folder}/run", f"registry.path={folder}/registry", "hardware=cpu",
             f"source={source}", "follow=true", "stream.poll_s=0.1", f"trainer.global_batch_size={options.batch}", "trainer.log_every_steps=100",
             "trainer.evaluate_max_batches=5", "checkpoint.differential=true", "checkpoint.asynchronous=true", "checkpoint.save_every_minutes=null",
-            f"publishing.when={options.every}", "publishing.gate.max_rows=4000", *options.kept,
+            f"publishing.when={options.every}", "publishing.max_chain=null", "publishing.gate.max_rows=4000", *options.kept,
         ]  # fmt: skip
         writer = Writer(source, rows, options.rate)
         # The artifact is that of the first rows; then the training rests until the server does not.
