@@ -13,7 +13,7 @@ of 64 numbers with weights that nobody trained; 16 rows a request as JSON in the
    100 % of the rows cached and no bound, then 25, 10 and 5 % under it, and memory=ram under it, which is expected to die.
 
 3. Requests of one row, as JSON, and of 256 rows, as JSON and as Arrow: how many a second, and latency at half that rate, by int8 artifacts
-   with dense.pt2 and AOTInductor, and by a plain server of the same model (benchmarks/serving_plain.py: torch.jit, fp32, no batches).
+   with dense.pt2, of fp32 and of bf16, and AOTInductor, and by a plain server of the same model (benchmarks/serving_plain.py: torch.jit, fp32, no batches).
 
 CPU milliseconds are the server's own, of all its threads, for a request: they tell more than the clock on a machine that
 others use too. RSS is the server's at the end, and its part that is no page cache.
@@ -48,7 +48,12 @@ MEASURED = ("qps", "p50_ms", "p99_ms", "cpu_ms", "rss_mb", "anonymous_mb")
 NUM_BODIES, NUM_LARGE_BODIES = 200, 2000  # the second is more than a turn asks: its rows are not all in the page cache
 ROWS_A_BATCH = 256
 PLAIN = "torch.jit, plain"
-SERVERS = [("int8 .pt2", "pt2"), ("int8 AOTInductor", "compiled"), (PLAIN, "jit")]  # of the third part
+SERVERS = [  # of the third part: name, kind of server, precision of the layers
+    ("int8 .pt2", "pt2", "fp32"),
+    ("int8 .pt2, bf16", "pt2", "bf16"),
+    ("int8 AOTInductor", "compiled", "fp32"),
+    (PLAIN, "jit", "fp32"),
+]
 VARIANTS = [  # name, kind of server, artifact
     ("fp32 eager", "eager", "fp32"),
     ("fp32 eager, own rows", "dictionaries", "fp32"),
@@ -198,7 +203,10 @@ def precisions(folder: Path, rows: int, seconds: float) -> list[Figure]:
 
 def throughput(folder: Path, rows: int, seconds: float) -> list[Figure]:
     """Servers take turns, as in precisions(); a round has each load as fast as it goes, and at half of that server's own rate."""
-    artifact = write_artifact(folder / "throughput", Shape(rows), "int8", compiled=True, vocabularies=True)
+    artifacts = {
+        dense: write_artifact(folder / dense, Shape(rows), "int8", dense == "fp32", vocabularies=True, dense=dense)
+        for dense in ("fp32", "bf16")
+    }
     loads = {
         "1 row, JSON": (bodies_of(rows, 1, as_ids=False), JSON_TYPE, 8),
         f"{ROWS_A_BATCH} rows, JSON": (bodies_of(rows, ROWS_A_BATCH, as_ids=False), JSON_TYPE, 4),
@@ -206,7 +214,7 @@ def throughput(folder: Path, rows: int, seconds: float) -> list[Figure]:
     }
     found: dict[tuple[str, str], list[Figure]] = {}
     with contextlib.ExitStack() as stack:
-        servers = [(name, *stack.enter_context(server(kind, rows, artifact))) for name, kind in SERVERS]
+        servers = [(name, *stack.enter_context(server(kind, rows, artifacts[dense]))) for name, kind, dense in SERVERS]
         for _ in range(ROUNDS):
             for load, (bodies, kind, connections) in loads.items():
                 for name, pid, port in servers:

@@ -51,7 +51,7 @@ class Shape:
 
 
 def write_artifact(
-    folder: Path, shape: Shape, precision: str, compiled: bool = False, vocabularies: bool = False
+    folder: Path, shape: Shape, precision: str, compiled: bool = False, vocabularies: bool = False, dense: str = "fp32"
 ) -> Path:
     """`vocabularies`: of the numbers from 1 on, in decimal, each its own id; else ids are hashed, for large tables."""
     for name in ("tables", "vocabulary"):
@@ -61,7 +61,7 @@ def write_artifact(
         file = f"tables/{number:05d}.rows"
         files[file], stored = write_rows(str(folder / file), _blocks(shape.rows, number), precision)
         tables.append(TableFiles(name, shape.rows, stored, DIM, precision, "sum", file))
-    program = export_layers(layers_of(shape), "fp32", NUM_DENSE, NUM_FEATURES * DIM)
+    program = export_layers(layers_of(shape), dense, NUM_DENSE, NUM_FEATURES * DIM)
     files[DENSE_FILE] = write_bytes(str(folder / DENSE_FILE), program_bytes(program))
     if compiled:
         compile_layers(program, str(folder / "staged.pt2"))
@@ -82,7 +82,7 @@ def write_artifact(
     )
     manifest = Manifest(
         lineage={}, schema=schema, tables=tables, features=[(name, number) for number, name in enumerate(SPARSE)],
-        dense={"precision": "fp32", "compiled": compiled}, files=files, versions=library_versions(), vocabularies=listed,
+        dense={"precision": dense, "compiled": compiled}, files=files, versions=library_versions(), vocabularies=listed,
         lookups={name: zipf_lookups(shape.rows) for name in SPARSE},
     )  # fmt: skip
     (folder / "manifest.json").write_text(manifest.to_text())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-LARGEST_KEPT_BYTES = 64 << 20  # larger blocks are tables and checkpoints' buffers, whose memory goes back
+LARGEST_KEPT_BYTES = 256 << 20  # larger blocks are tables and checkpoints' buffers, whose memory goes back
 MOST_KEPT_BYTES = 512 << 20
 
 
