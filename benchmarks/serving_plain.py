@@ -19,7 +19,7 @@ from starlette.routing import Route
 from torch import nn
 
 from benchmarks.serving_artifacts import DENSE, SPARSE, DictEncoder, Shape, layers_of, rows_of_table
-from pipeline.serving.artifact.dense_export import Layers
+from pipeline.serving.artifact.dense_export import Layers, with_gathered_pairs
 from pipeline.serving.scoring.column_lists import ColumnLists
 
 
@@ -30,7 +30,7 @@ class PlainModel(nn.Module):
         super().__init__()
         tables = [rows_of_table(shape, number) for number in range(len(SPARSE))]
         self.tables = nn.ModuleList(nn.EmbeddingBag.from_pretrained(rows, mode="sum") for rows in tables)
-        self.layers = Layers(layers_of(shape))
+        self.layers = Layers(with_gathered_pairs(layers_of(shape)))  # the trainer's kernels cannot be traced
 
     def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         pooled = [table(ids[number].unsqueeze(1)) for number, table in enumerate(self.tables)]

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
+from prometheus_client import Counter
 
 from pipeline.config.server import BatchingConfig
 from pipeline.runtime.logs import get_logger
@@ -62,6 +63,7 @@ class Batcher:
         self._queued_rows = self._rows_under_way = 0
         self._rows_per_s = 0.0  # unknown before the first batch
         self._row_zero: dict[str, list[int]] = {}
+        self._of_features: dict[str, tuple[Counter, Counter]] = {}
         self._num_rows, self._look_at_rows = 0, FIRST_LOOK_ROWS
         self._last_batch, self._idle_since = 1, 0.0  # its requests, and when they were answered
         self._arrival = asyncio.Event()
@@ -216,8 +218,12 @@ class Batcher:
         """Ever more seldom a line of the log says so where values are unknown that used to be known."""
         add_counts(self._row_zero, row_zero)
         for name, (values, unknown) in row_zero.items():
-            self._metrics.values.labels(name).inc(values)
-            self._metrics.unknown_values.labels(name).inc(unknown)
+            if (counters := self._of_features.get(name)) is None:  # finding one by its label costs more than counting
+                labelled = self._metrics.values.labels(name), self._metrics.unknown_values.labels(name)
+                counters = self._of_features[name] = labelled
+            counters[0].inc(values)
+            if unknown:
+                counters[1].inc(unknown)
         self._num_rows += num_rows
         if self._num_rows >= self._look_at_rows:
             self._look_at_rows *= 10
