@@ -112,10 +112,11 @@ def stored_rows_of(
     """[n]: where in its table's file the row of each id lies. Raises ServingError for ids outside their table."""
     ids = values.long().contiguous().numpy()
     batch = (len(offsets) - 1) // max(1, len(features))
-    ends = offsets[::batch].tolist() if batch else [0] * (len(features) + 1)
+    bounds = offsets.numpy()[::batch] if batch else np.zeros(len(features) + 1, np.int64)
+    ends = bounds.tolist()
     rows = np.array([tables[feature.table].rows for feature in features], np.uint64)
     # As unsigned numbers, negative ids are past every table's end.
-    is_outside = ids.view(np.uint64) >= np.repeat(rows, np.diff(ends))
+    is_outside = ids.view(np.uint64) >= np.repeat(rows, bounds[1:] - bounds[:-1])
     if is_outside.any():
         position = int(np.argmax(is_outside))
         feature = features[int(np.searchsorted(ends, position, side="right")) - 1]
