@@ -81,7 +81,7 @@ class Verb(Generic[Job, Result]):
         job = parse_command_line(self.job, self.doc, overrides, self.validate)
         rank = int(os.environ.get("RANK", "0"))
         logs = getattr(job, "logger", None)
-        configure_logging(rank, isinstance(logs, LoggerConfig) and logs.format == "json")
+        configure_logging(rank, logs.format if isinstance(logs, LoggerConfig) else "text")
         if self.runs_on_ranks:
             trainer = getattr(job, "trainer", None)
             watchdog.start(rank, trainer.limits() if isinstance(trainer, TrainerConfig) else None)

@@ -28,7 +28,7 @@ DECAY_MODES = ("auto", "l2", "decoupled")
 UPDATE_ROWS = ("touched", "all", "auto")
 MOST_ROWS_OF_AUTO = 16_384
 BACKENDS = ("auto", "gloo", "nccl")
-LOG_FORMATS = ("text", "json")
+LOG_FORMATS = ("text", "full", "json")
 TRACKERS = ("none", "mlflow", "wandb")
 
 
@@ -288,13 +288,22 @@ class LoggerConfig:
 
     tensorboard: bool = True  # event files in <run_dir>/tensorboard
     report: bool = True  # <run_dir>/report.html at the end
-    format: str = "text"  # of the log on stderr; json: one object a line
+    format: str = (
+        "text"  # of the log on stderr; full: with date, zone, level, job, attempt and rank; json: one object a line
+    )
     tracker: str = "none"  # or mlflow, wandb: the same numbers there too
     tracker_uri: str | None = None  # of MLflow; None: as its own environment says
     project: str | None = None  # of the tracker; None: data.name
+    otlp_endpoint: str | None = None  # of an OpenTelemetry collector, http://host:4318; None: nothing is sent
+    otlp_every_s: float = 15.0
 
     def __post_init__(self) -> None:
         check_choice("logger.format", self.format, LOG_FORMATS)
+        check_above("logger.otlp_every_s", self.otlp_every_s, 0.0)
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"logger.otlp_endpoint={self.otlp_endpoint} is no address of a collector over HTTP: give http://HOST:4318"
+            )
         check_choice("logger.tracker", self.tracker, TRACKERS)
 
 

@@ -94,12 +94,21 @@ class _MaskedFormatter(logging.Formatter):
         return mask(super().format(record))
 
 
-def configure_logging(rank: int = 0, as_json: bool = False) -> None:
-    """Rank 0 logs from INFO, the others from WARNING with their rank; libraries only what asks for an action."""
+def _full_formatter(rank: int) -> logging.Formatter:
+    about = f"job={job_id() or '-'} attempt={attempt()} rank={rank}".replace("%", "%%")
+    return _MaskedFormatter(f"%(asctime)s %(levelname)s {about} %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z")
+
+
+def configure_logging(rank: int = 0, log_format: str = "text") -> None:
+    """Rank 0 logs from INFO, the others from WARNING with their rank; libraries only what asks for an action.
+
+    log_format: text, full (with date, zone, level, job, attempt and rank) or json.
+    """
     handler = _StderrHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
     text = _MaskedFormatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S")
-    handler.setFormatter(_JsonFormatter(rank) if as_json else text)
+    made: dict[str, logging.Formatter] = {"json": _JsonFormatter(rank), "full": _full_formatter(rank)}
+    handler.setFormatter(made.get(log_format, text))
     handler.addFilter(_DropNoise())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pipeline").setLevel(logging.INFO if rank == 0 else logging.WARNING)

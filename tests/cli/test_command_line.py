@@ -359,7 +359,7 @@ def test_only_rank_0_says_the_error(capsys: pytest.CaptureFixture[str], monkeypa
 
 @pytest.fixture
 def logging_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.cli.verb.configure_logging", lambda rank, as_json: None)
+    monkeypatch.setattr("pipeline.cli.verb.configure_logging", lambda rank, log_format: None)
 
 
 def _count_rows(job: PrepareJob) -> int:

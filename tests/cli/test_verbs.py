@@ -77,7 +77,7 @@ def test_every_verb_has_the_name_that_schedulers_know() -> None:
 def test_a_verb_of_ones_own_needs_no_other_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.cli.verb.configure_logging", lambda rank, as_json: None)
+    monkeypatch.setattr("pipeline.cli.verb.configure_logging", lambda rank, log_format: None)
     top.main(["echo", "text=ab", "times=2"])
     assert capsys.readouterr().out == "abab\n"
     with pytest.raises(SystemExit) as stop:

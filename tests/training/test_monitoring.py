@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import logging
 import re
@@ -9,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,12 +70,15 @@ def test_prometheus_gets_steps_metrics_restarts_and_the_age_of_the_checkpoint(mo
     monitor.on_train_start(_state(10))
     monitor.parts.writer.write("train", 20, {"ne": 0.75, "input_stall_percent": 2.5})
     monitor.parts.writer.write("validation", 20, {"ne": 0.8, "undefined": "why"})  # type: ignore[dict-item]
-    before = monitor.registry.get_sample_value("pipeline_training_last_checkpoint_timestamp_seconds", {"run": "clicks"})
+    before = monitor.served.registry.get_sample_value(
+        "pipeline_training_last_checkpoint_timestamp_seconds", {"run": "clicks"}
+    )
     state = _state(20, saved_step=20)
     state.of_ranks = [{"step_seconds": 0.5, "straggler_score": 1.0}, {"step_seconds": 0.5, "straggler_score": 1.75}]
     monitor.on_step_end(state)
-    port = monitor._server.server_port
+    port = monitor.served.server.server_port
     text = urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=10).read().decode()
+    assert abs(float(re.findall(r"heartbeat_timestamp_seconds\{.*?\} (\S+)", text)[0]) - time.time()) < 3600
     for line in (
         'pipeline_training_step{run="clicks"} 20.0', 'pipeline_training_steps{run="clicks"} 90.0',
         'pipeline_training_restarts{run="clicks"} 1.0', 'pipeline_training_metric{name="ne",run="clicks",split="train"} 0.75',
@@ -89,6 +94,65 @@ def test_prometheus_gets_steps_metrics_restarts_and_the_age_of_the_checkpoint(mo
         assert probe.connect_ex(("localhost", port)) != 0
 
 
+class Collector:
+    """Of OpenTelemetry: keeps what is sent, (gauge, labels) -> value."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self.resource: dict[str, str] = {}
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.read(self.path, self.rfile.read(int(self.headers["Content-Length"])), self.headers.get("X-Key"))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("localhost", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def read(self, path: str, body: bytes, key: str | None) -> None:
+        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+        assert (path, key) == ("/v1/metrics", "of the collector")
+        for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+            self.resource |= {each.key: each.value.string_value for each in resource.resource.attributes}
+            for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
+                for point in metric.gauge.data_points:
+                    labels = tuple(sorted((each.key, each.value.string_value) for each in point.attributes))
+                    self.values[metric.name, labels] = point.as_double or float(point.as_int)
+
+
+def test_a_collector_of_opentelemetry_gets_the_same_gauges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra `otlp` is not installed")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=of%20the%20collector")
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    collector = Collector()
+    endpoint = f"http://localhost:{collector.server.server_port}/"
+    monitor = Monitor(_job(tmp_path, otlp_endpoint=endpoint, otlp_every_s=3600.0), _parts(tmp_path))
+    monitor.on_train_start(_state(10))
+    monitor.parts.writer.write("train", 20, {"ne": 0.75, "undefined": "why"})  # type: ignore[dict-item]
+    state = _state(20, saved_step=20)
+    state.of_ranks = [{"straggler_score": 1.0}, {"straggler_score": 1.75}]
+    monitor.on_step_end(state)
+    monitor.close()  # sends what it has
+    collector.server.shutdown()
+    run = ("run", "clicks")
+    assert collector.values["pipeline_training_step", (run,)] == 20.0
+    assert collector.values["pipeline_training_metric", (("name", "ne"), run, ("split", "train"))] == 0.75
+    assert collector.values["pipeline_training_rank", (("name", "straggler_score"), ("rank", "1"), run)] == 1.75
+    assert collector.values["pipeline_training_heartbeat_timestamp_seconds", (run,)] > 1.7e9
+    assert (collector.resource["job.id"], collector.resource["service.instance.id"]) == ("13", "clicks")
+
+
+def test_an_address_that_no_collector_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=names("logger.otlp_endpoint=collector:4317 http://")):
+        LoggerConfig(otlp_endpoint="collector:4317")
+
+
 def test_a_port_that_is_taken_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
@@ -102,7 +166,7 @@ def test_a_port_that_is_taken_costs_a_warning(tmp_path: Path, caplog: pytest.Log
 
 def test_every_rule_has_a_condition_a_severity_and_words() -> None:
     (group,) = yaml.safe_load((MONITORING / "training_alerts.yml").read_text())["groups"]
-    assert len({rule["alert"] for rule in group["rules"]}) == 6
+    assert len({rule["alert"] for rule in group["rules"]}) == 7
     for rule in group["rules"]:
         assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"} and rule["expr"].strip()
         assert rule["labels"]["severity"] in ("page", "ticket") and "$labels.run" in rule["annotations"]["summary"]
@@ -116,7 +180,7 @@ def test_the_rank_that_others_wait_for_scores_highest() -> None:
 
 def test_rules_and_dashboard_name_metrics_that_there_are(monitor: Monitor) -> None:
     """The names are the registry's; promtool reads the rules where it is installed."""
-    known = {metric.name for metric in monitor.registry.collect()}
+    known = {metric.name for metric in monitor.served.registry.collect()}
     for file in ("training_alerts.yml", "training_dashboard.json"):
         assert set(re.findall(r"pipeline_training_[a-z_]+", (MONITORING / file).read_text())) <= known | {
             "pipeline_training"
@@ -126,7 +190,7 @@ def test_rules_and_dashboard_name_metrics_that_there_are(monitor: Monitor) -> No
         done = subprocess.run(
             ["promtool", "check", "rules", str(MONITORING / "training_alerts.yml")], capture_output=True, text=True
         )
-        assert done.returncode == 0 and "6 rules found" in done.stdout, done.stderr
+        assert done.returncode == 0 and "7 rules found" in done.stdout, done.stderr
 
 
 class Kept:
@@ -220,7 +284,7 @@ def test_a_log_of_json_has_an_object_a_line(capfd: pytest.CaptureFixture[str], m
     for name, value in {"SLURM_JOB_ID": "13", "SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     before = logging.getLogger().handlers[:]
-    configure_logging(0, as_json=True)
+    configure_logging(0, "json")
     said = 'a "quoted"\nline of %s'
     get_logger("pipeline.test").info(said, "s3://key:secret@bucket", extra=fields(event="resumed", step=9))
     try:
@@ -234,3 +298,17 @@ def test_a_log_of_json_has_an_object_a_line(capfd: pytest.CaptureFixture[str], m
     assert (first["level"], first["rank"], first["logger"]) == ("info", 0, "pipeline.test")
     assert 'a "quoted"\nline of' in first["message"] and "secret" not in first["message"]
     assert "ZeroDivisionError" in second["traceback"] and second["time"].endswith("+00:00")
+
+
+def test_a_full_line_says_when_how_bad_and_whose(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "13", "SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    before = logging.getLogger().handlers[:]
+    configure_logging(3, "full")
+    get_logger("pipeline.test").warning("disk of %s is full", "node1")
+    logging.getLogger().handlers[:] = before
+    (line,) = capfd.readouterr().err.splitlines()
+    pattern = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} WARNING job=13 attempt=2\.1 rank=3 disk of node1 is full"
+    assert re.fullmatch(pattern, line)

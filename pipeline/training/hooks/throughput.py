@@ -115,7 +115,7 @@ class StepLog(Hook):
             **self._learning_rates(),
             **state.hooks.log_values(state),
         }
-        if self.job.trainer.metrics_port is not None:
+        if self.job.trainer.metrics_port is not None or self.job.logger.otlp_endpoint is not None:
             state.of_ranks = of_ranks(self.parts.context, self._of_this_rank())
         self._logged, self._num_logged, self._tiers_logged = self._now(), self._num_steps, self._tiers.total
         quality = _quality(values)
