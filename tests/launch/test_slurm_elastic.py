@@ -64,6 +64,7 @@ def test_a_lost_node_is_done_without_and_taken_up_again_with_the_same_bits(launc
     launch.wait_for(f"{job_id}_{stays}", r"1 node\(s\) have met, of 2 before")
     launch.wait_for(f"{job_id}_{stays}", RESUMED.pattern.replace(r"(\d) rank", "2 rank"))
     from_two = int(RESUMED.findall(launch.output(f"{job_id}_{stays}"))[-1][0])
+    assert re.search(rf"step {from_two}  loaded from \S+ in \d+\.\d s", launch.output(f"{job_id}_{stays}"))
     alone = _until_saved(launch, run, from_two, 2)
     launch.cluster.start_node("node2")
     launch.wait_for(f"{job_id}_{stays}", "a node has come")
