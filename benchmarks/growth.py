@@ -85,8 +85,10 @@ def curves(points: list[Point]) -> list[tuple[Stage, list[Point]]]:
     return found
 
 
-def _show(number: float | None) -> str:
-    return "flat" if number is None else "-" if math.isnan(number) else f"{number:.2f}"
+def _show(number: float | None, most: float = math.inf) -> str:
+    """With (!) behind an exponent above `most`."""
+    text = "flat" if number is None else "-" if math.isnan(number) else f"{number:.2f}"
+    return f"{text} (!)" if number is not None and number > most else text
 
 
 def _exponents(own: list[Point]) -> tuple[float | None, float | None]:
@@ -98,13 +100,16 @@ def report(points: list[Point]) -> str:
     lines = ["| stage | sizes | CPU-seconds | exponent | peak MiB | exponent |", "|---|---|---|---|---|---|"]
     for stage, own in curves(points):
         by_time, by_memory = _exponents(own)
-        above = any(number is not None and number > stage.most for number in (by_time, by_memory))
         lines.append(
             f"| {stage.name} | {', '.join(f'{one.size:,}' for one in own)} {stage.unit} "
-            f"| {', '.join(f'{one.cpu_seconds:.3g}' for one in own)} | {_show(by_time)} "
-            f"| {', '.join(f'{one.peak_mib:,.0f}' for one in own)} | {_show(by_memory)}{' (!)' if above else ''} |"
+            f"| {', '.join(f'{one.cpu_seconds:.3g}' for one in own)} | {_show(by_time, stage.most)} "
+            f"| {', '.join(f'{one.peak_mib:,.0f}' for one in own)} | {_show(by_memory, stage.most)} |"
         )
     return "\n".join(lines)
+
+
+def _short(size: int) -> str:
+    return next((f"{size / unit:.3g}{name}" for unit, name in ((10**6, "M"), (1000, "k")) if size >= unit), str(size))
 
 
 def draw(points: list[Point], path: str) -> None:
@@ -126,6 +131,9 @@ def draw(points: list[Point], path: str) -> None:
         memory = axes.twinx()
         memory.loglog(sizes, [max(one.peak_mib, 1) for one in own], "s--", color="C1", markersize=3, linewidth=1)
         memory.set_ylim(max(min(one.peak_mib for one in own), 1) / 3, max(one.peak_mib for one in own) * 3)
+        axes.set_xticks(sizes, [_short(size) for size in sizes])
+        for each in (axes.xaxis, axes.yaxis, memory.yaxis):
+            each.set_minor_formatter("")
         axes.tick_params(axis="y", labelcolor="C0", labelsize=7)
         memory.tick_params(axis="y", labelcolor="C1", labelsize=7)
         axes.tick_params(axis="x", labelsize=7)

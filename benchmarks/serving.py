@@ -201,10 +201,10 @@ def precisions(folder: Path, rows: int, seconds: float) -> list[Figure]:
     return figures
 
 
-def throughput(folder: Path, rows: int, seconds: float) -> list[Figure]:
+def throughput(folder: Path, rows: int, seconds: float, compiled: bool, rounds: int) -> list[Figure]:
     """Servers take turns, as in precisions(); a round has each load as fast as it goes, and at half of that server's own rate."""
     artifacts = {
-        dense: write_artifact(folder / dense, Shape(rows), "int8", dense == "fp32", vocabularies=True, dense=dense)
+        dense: write_artifact(folder / dense, Shape(rows), "int8", compiled and dense == "fp32", True, dense)
         for dense in ("fp32", "bf16")
     }
     loads = {
@@ -220,21 +220,26 @@ def throughput(folder: Path, rows: int, seconds: float) -> list[Figure]:
                 for name, pid, port in servers:
                     if kind == ARROW_TYPE and name == PLAIN:
                         continue
-                    times = seconds / ROUNDS
+                    times = seconds / rounds
                     most = measure(name, pid, port, bodies, kind, times, 0.0, connections)
                     half = measure(name, pid, port, bodies, kind, times, most.qps / 2, connections)
-                    found.setdefault((name, load), []).append(replace(most, load=load))
-                    found.setdefault((name, f"{load}, half"), []).append(replace(half, load=f"{load}, half"))
+                    for figure in (replace(most, load=load), replace(half, load=f"{load}, half")):
+                        found.setdefault((name, figure.load), []).append(figure)
+                        _show_rows(figure, "  one turn: ")
     figures = [_median(turns) for turns in found.values()]
     for one in sorted(figures, key=lambda figure: figure.load):
-        rows_a_request = 1 if one.load.startswith("1 row") else ROWS_A_BATCH
-        print(
-            f"{one.load:22}{one.name:18}{one.qps:9.1f} requests/s {one.qps * rows_a_request:10,.0f} rows/s  "
-            f"p50 {one.p50_ms:6.2f} ms  p99 {one.p99_ms:6.2f} ms  {one.cpu_ms:6.2f} CPU-ms a request"
-            + (f"  {one.others} not 200" if one.others else ""),
-            flush=True,
-        )
+        _show_rows(one)
     return figures
+
+
+def _show_rows(one: Figure, before: str = "") -> None:
+    rows_a_request = 1 if one.load.startswith("1 row") else ROWS_A_BATCH
+    print(
+        f"{before}{one.load:22}{one.name:18}{one.qps:9.1f} requests/s {one.qps * rows_a_request:10,.0f} rows/s  "
+        f"p50 {one.p50_ms:6.2f} ms  p99 {one.p99_ms:6.2f} ms  {one.cpu_ms:6.2f} CPU-ms a request"
+        + (f"  {one.others} not 200" if one.others else ""),
+        flush=True,
+    )
 
 
 def _median(figures: list[Figure]) -> Figure:
@@ -303,7 +308,8 @@ def main() -> None:
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         if options.only in (None, "throughput"):
-            figures = throughput(Path(folder), 2_000 if options.quick else 50_000, seconds)
+            table_rows, rounds = (2_000, 2) if options.quick else (50_000, ROUNDS)
+            figures = throughput(Path(folder), table_rows, seconds, not options.quick, rounds)
             result["throughput"] = [asdict(one) for one in figures]
         if options.only in (None, "precisions"):
             figures = precisions(Path(folder), 2_000 if options.quick else 50_000, seconds)

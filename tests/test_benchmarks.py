@@ -96,5 +96,5 @@ def test_growth_names_curves_that_are_steeper_than_they_may_be() -> None:
         for size, seconds in ((1, 0.0), (10, 0.1), (100, 10.0))
     ]  # fmt: skip
     line = growth.report(points).splitlines()[-1]
-    assert line.startswith("| save | 1, 10, 100 rows") and line.endswith("| 10, 10, 10 | flat (!) |")
+    assert line.startswith("| save | 1, 10, 100 rows") and line.endswith("| 1.92 (!) | 10, 10, 10 | flat |")
     assert "(!)" not in growth.report([*points[:2], growth.Point("save", 100, 1.0, 10.0)])
