@@ -44,7 +44,7 @@ SETTINGS = [
 ]
 # Of a node: 8 drives of 3.84 TB (DGX H100 user guide), each with as many random reads and writes of 4 KiB a second as is usual
 SSD_BYTES, SSD_OPERATIONS = 8 * 3.84e12, 8 * 500_000
-FACTORS = (1, 4, 16, 64)
+FACTORS = (1, 4, 16)
 SKEW = 4.0  # the first x of a table's rows have x^(1/4) of its lookups
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 RANKS_A_NODE = 8
@@ -67,20 +67,32 @@ def plan(words: list[str], seconds: float, rows_factor: float = 1.0, skew: float
     """Raises UserError where nothing fits."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        job = load_config(PlanJob, [*words, f"planner.plan_file={folder}/plan.json", f"planner.timeout_s={seconds:g}"])
-        job = replace(job, planner=replace(job.planner, gap_tolerance=0.05))
-        tables = {
-            name: table if table.num_embeddings is None else replace(table, num_embeddings=_scaled(table.num_embeddings, rows_factor))
-            for name, table in job.tables.items()
-        }  # fmt: skip
-        resolved = resolve(replace(job, tables=tables))
-        if skew is not None:
-            skewed = [replace(table, frequencies=_frequencies(table, skew)) for table in resolved.tables]
-            resolved = replace(resolved, tables=skewed)
-        record = make_plan(job.planner, replace(build_request(resolved), suggests=False))
-    hardware = resolve_hardware(job.hardware, job.world_size)
+        words = [
+            *words,
+            f"planner.plan_file={folder}/plan.json",
+            f"planner.timeout_s={seconds:g}",
+            "planner.gap_tolerance=0.05",
+        ]
+        resolved = resolved_job(words, rows_factor, skew)
+        job = resolved.job
+        record = make_plan(job.planner, replace(build_request(resolved), suggests=False))  # type: ignore[arg-type]
+    hardware = resolve_hardware(job.hardware, resolved.world_size)
     layers = SheetLayers(step_request(resolved, record, hardware, 1))
     return Planned(resolved, record, layers, time.monotonic() - started)
+
+
+def resolved_job(words: list[str], rows_factor: float = 1.0, skew: float | None = None) -> ResolvedJob:
+    job = load_config(PlanJob, words)
+    tables = {
+        name: table if table.num_embeddings is None else replace(table, num_embeddings=_scaled(table.num_embeddings, rows_factor))
+        for name, table in job.tables.items()
+    }  # fmt: skip
+    resolved = resolve(replace(job, tables=tables))
+    if skew is None:
+        return resolved
+    return replace(
+        resolved, tables=[replace(table, frequencies=_frequencies(table, skew)) for table in resolved.tables]
+    )
 
 
 def _scaled(rows: int, factor: float) -> int:
@@ -126,7 +138,7 @@ def tiers(rate: float, seconds: float) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for factor in FACTORS:
         found = {kind: _nodes(kind, factor, rate, seconds) for kind in ("hbm", "host", "ssd")}
-        total, _ = _table_bytes(plan([*_words(128), IN_HBM], seconds, 1.0, SKEW).resolved, factor)
+        total, _ = _table_bytes(resolved_job(_words(1)), factor)
         shown = " | ".join(
             f"{nodes} ({samples / 1e6:.2f}M)" if nodes else "over 128" for nodes, samples in found.values()
         )
@@ -159,10 +171,10 @@ def _rate(kind: str, factor: float, nodes: int, seconds: float) -> float:
     if kind != "ssd":
         found = plan(words, seconds, factor, SKEW)
         return found.layers.step(found.record.ranks).samples_per_s
-    hardware = load_config(PlanJob, words).hardware
+    whole = resolved_job(_words(1))
+    hardware = whole.job.hardware
     assert hardware.ddr_cap_gb
     memory = 0.75 * RANKS_A_NODE * nodes * hardware.ddr_cap_gb * GIB
-    whole = plan([*_words(128), IN_HBM], seconds, 1.0, SKEW).resolved
     total, _ = _table_bytes(whole, factor)
     if total > nodes * SSD_BYTES + memory:
         raise UserError("the SSDs do not hold the tables")
