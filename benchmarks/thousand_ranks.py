@@ -168,14 +168,17 @@ def _nodes(kind: str, factor: float, rate: float, seconds: float) -> tuple[int, 
 def _rate(kind: str, factor: float, nodes: int, seconds: float) -> float:
     """Samples a second. With SSDs, what memory does not hold lies there, and its rows are fetched while a step computes."""
     words = [*_words(nodes), *([IN_HBM] if kind == "hbm" else [])]
+    whole = resolved_job(_words(1))
+    hardware, ranks = whole.job.hardware, RANKS_A_NODE * nodes
+    assert hardware.ddr_cap_gb and hardware.hbm_cap_gb
+    total, _ = _table_bytes(whole, factor)
     if kind != "ssd":
+        held = hardware.hbm_cap_gb + (hardware.ddr_cap_gb if kind == "host" else 0.0)
+        if total > ranks * held * GIB:
+            raise UserError("memory does not hold the tables")
         found = plan(words, seconds, factor, SKEW)
         return found.layers.step(found.record.ranks).samples_per_s
-    whole = resolved_job(_words(1))
-    hardware = whole.job.hardware
-    assert hardware.ddr_cap_gb
-    memory = 0.75 * RANKS_A_NODE * nodes * hardware.ddr_cap_gb * GIB
-    total, _ = _table_bytes(whole, factor)
+    memory = 0.75 * ranks * hardware.ddr_cap_gb * GIB
     if total > nodes * SSD_BYTES + memory:
         raise UserError("the SSDs do not hold the tables")
     found = plan(words, seconds, factor * min(1.0, memory / total), SKEW)
