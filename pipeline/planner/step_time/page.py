@@ -8,7 +8,7 @@ from html import escape
 from pipeline.planner.step_time.clocks import CLOCKS, COMMS, COMPUTE, HOST
 from pipeline.planner.step_time.outlook import Outlook, describe_outlook, where_it_stops
 from pipeline.runtime.pages.charts import Line, line_chart, rect, svg, text
-from pipeline.runtime.pages.html import figure, table
+from pipeline.runtime.pages.html import figure, legend, table
 
 LEFT, WIDTH, TOP, ROW, BOTTOM = 110, 760, 24, 30, 34
 COLOURS = {HOST: "host", COMPUTE: "compute", COMMS: "comms"}
@@ -17,21 +17,54 @@ LETTER = 6.2  # width of a small letter
 
 def step_sections(outlook: Outlook, scaling: Sequence[Outlook] = ()) -> Iterator[str]:
     yield "<h2>The step, predicted</h2>"
-    yield "<p>" + "<br>".join(escape(line) for line in describe_outlook(outlook)) + "</p>"
+    yield "<p>" + "<br>".join(_line(line) for line in describe_outlook(outlook)) + "</p>"
     yield figure("What each clock does in one step; pointed at, a bar says its milliseconds", gantt(outlook))
     rows = [[name, f"{ms:.4g}", f"{100 * ms / outlook.step_ms:.1f} %"] for name, ms in outlook.parts.items() if ms > 0]
     yield table(("part", "ms", "of the step"), rows, (1, 2), label="parts of the predicted step")
     if len(scaling) > 1:
         yield "<h2>More ranks</h2>"
         yield f"<p>{escape(where_it_stops(scaling))}.</p>"
-        yield figure("Predicted samples/s by ranks, and what as many times the first would be", scaling_chart(scaling))
+        title = "Predicted samples/s by ranks, and what as many times the first would be; both axes are logarithmic"
+        marks = legend([("compute", "predicted"), ("faint", "in proportion to the ranks")])
+        yield figure(title, marks + scaling_chart(scaling))
+        yield table(
+            ("ranks", "step, ms", "samples/s", "efficiency", "most of it"),
+            _sizes(scaling),
+            (0, 1, 2, 3),
+            label="more ranks",
+        )
+
+
+def _line(line: str) -> str:
+    """A line of the terminal with its first word apart."""
+    head, _, rest = line.partition("  ")
+    return f"<b>{escape(head)}</b> {escape(rest.strip())}" if rest else escape(line)
+
+
+def _sizes(scaling: Sequence[Outlook]) -> list[list[str]]:
+    first = scaling[0]
+    return [
+        [
+            f"{row.world_size:,}",
+            f"{row.step_ms:.4g}",
+            f"{row.samples_per_s:,.0f}",
+            f"{100 * row.samples_per_s / first.samples_per_s * first.world_size / row.world_size:.0f} %",
+            f"{row.limit} {100 * row.parts[row.limit] / row.step_ms:.0f} %",
+        ]
+        for row in scaling
+    ]
 
 
 def gantt(outlook: Outlook) -> str:
     """A row for each clock that has work."""
     used = [clock for clock in CLOCKS if any(span.clock == clock for span in outlook.spans)]
     scale = WIDTH / max(outlook.step_ms, 1e-9)
+    bottom = TOP + ROW * len(used)
     parts = []
+    for tick in range(5):
+        x = LEFT + WIDTH * tick / 4
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
+        parts.append(text(x, bottom + 16, f"{outlook.step_ms * tick / 4:.3g} ms", "middle", "faint"))
     for row, clock in enumerate(used):
         y = TOP + ROW * row
         parts.append(text(LEFT - 8, y + 18, clock, "end"))
@@ -41,18 +74,13 @@ def gantt(outlook: Outlook) -> str:
             parts.append(rect(x, y + 3, max(width - 1, 0.5), ROW - 6, COLOURS[clock], title))
             if width > LETTER * len(span.name) + 6:
                 parts.append(text(x + width / 2, y + 19, span.name, "middle", "on-bar"))
-    bottom = TOP + ROW * len(used)
-    for tick in range(5):
-        x = LEFT + WIDTH * tick / 4
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
-        parts.append(text(x, bottom + 16, f"{outlook.step_ms * tick / 4:.3g} ms", "middle", "faint"))
     label = f"timeline of one step: {', '.join(used)}"
     return svg(label, LEFT + WIDTH + 40, bottom + BOTTOM, parts)
 
 
 def scaling_chart(rows: Sequence[Outlook]) -> str:
     first = rows[0]
-    points = [(float(row.world_size), row.samples_per_s) for row in rows]
-    even = [(float(row.world_size), first.samples_per_s * row.world_size / first.world_size) for row in rows]
+    points = [(float(row.world_size), row.samples_per_s / 1e6) for row in rows]
+    even = [(float(row.world_size), first.samples_per_s / 1e6 * row.world_size / first.world_size) for row in rows]
     lines = [Line("predicted", "compute", points, marks=True), Line("in proportion", "faint", even)]
-    return line_chart("samples/s by ranks", "samples/s", lines, x_name="ranks", log=True, log_x=True)
+    return line_chart("samples/s by ranks", "million samples/s", lines, x_name="ranks", log=True, log_x=True)
