@@ -43,10 +43,6 @@ CHOICES_SHARE = 0.4  # of all seconds, from when on what was chosen is placed
 HOPE = 0.3  # of the gap: what an option may cost beside the cheapest for local search to try it
 WAYS = (Rule.EVERY_RANK, Rule.WHOLE_HOSTS, Rule.ONE_HOST, Rule.WITHIN_HOST, Rule.ANY_RANK)  # to lie, fewest first
 WELL_PLACED = 1.04  # of the bound: where nothing better is found, memory may stand in the way
-WIDE_GAP, BOUND_SHARE = (
-    0.02,
-    0.4,
-)  # above which the bound is worth more seconds, and of all seconds, those it gets at most
 NUM_CLIMBED = 3  # starts, the best, that are improved further
 
 
@@ -69,13 +65,12 @@ class SearchConfig:
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
     exact_variables: int = 8000  # a larger one is not tried
     exact_work: int = 1_500_000  # nodes times variables
-    bound_nodes: int = 20_000  # of the integer program that raises the bound in the end
 
 
 # Whether there is a plan at all, and little else.
 FIRST_PLAN = SearchConfig(
     objective="max_rank", proposal_placements=20_000, start_steps=0, local_steps=(), exact_variables=3000,
-    exact_work=100_000, bound_nodes=0,
+    exact_work=100_000,
 )  # fmt: skip
 
 
@@ -149,7 +144,6 @@ class _Search:
             self._improve(relaxation, starts)
             bar.advance(1)
             self._solve_exactly(config.exact_work)
-            self._raise_bound(program)
             bar.advance(1)
         if self.best is None:
             raise Infeasible(proven=False)
@@ -368,14 +362,6 @@ class _Search:
         return Assignment(
             [indices[choice] for indices, choice in zip(self.kept, small.choices, strict=True)], small.ranks
         )
-
-    def _raise_bound(self, program: LinearProgram) -> None:
-        """Where the gap is wide, the options are chosen whole once more, for the bound alone; no plan depends on it."""
-        if self.best is None or self.best_value <= self.bound * (1 + WIDE_GAP) or self.config.bound_nodes == 0:
-            return
-        seconds = min(self.clock.remaining_s, BOUND_SHARE * self.config.seconds)
-        if seconds > 0:
-            self.bound = max(self.bound, min(program.bound_whole(self.config.bound_nodes, seconds), self.best_value))
 
     def _solve_exactly(self, work: int) -> None:
         size = exact.count_variables(self.small)

@@ -120,36 +120,26 @@ class LinearProgram:
 
         `unevenness` [options]: milliseconds beside the cost, see lumps(). Without it the bound holds.
         """
-        found = self._solve_whole(allowed, nodes, seconds, without, unevenness)
-        if found.x is None:
-            return None
-        shares = np.split(found.x[: self.num_options], np.cumsum(self.sizes)[:-1])
-        choices = tuple(int(of_table.argmax()) for of_table in shares)
-        return Choice(choices, _dual_bound(found), self._maxima(found.x))
-
-    def bound_whole(self, nodes: int, seconds: float) -> float:
-        """What no plan is below, by as long a search as is given for options chosen whole."""
-        return _dual_bound(self._solve_whole(None, nodes, seconds, (), None))
-
-    def _solve_whole(  # type: ignore[no-untyped-def]
-        self, allowed: Mask | None, nodes: int, seconds: float, without: Collection[str], unevenness: Floats | None
-    ):
-        """scipy's OptimizeResult."""
         goal = self._goal()
         if unevenness is not None:
             goal[: self.num_options] += unevenness
         bounds = self._bounds(allowed, without, bool(without))
         whole = np.zeros(self.width)
         whole[: self.num_options] = 1
-        whole[self.width - len(self.late) :] = 1  # a kind is in use or not: to branch on it raises the bound at once
         constraints = [
             scipy.optimize.LinearConstraint(self.rows, -np.inf, self.limits),
             scipy.optimize.LinearConstraint(self.one_each, 1.0, 1.0),
         ]
-        return scipy.optimize.milp(
+        found = scipy.optimize.milp(
             goal, constraints=constraints, integrality=whole, bounds=scipy.optimize.Bounds(bounds[:, 0], bounds[:, 1]),
             options={"node_limit": nodes, "time_limit": max(0.1, seconds), "mip_rel_gap": GAP},
         )  # fmt: skip
+        if found.x is None:
+            return None
+        shares = np.split(found.x[: self.num_options], np.cumsum(self.sizes)[:-1])
+        choices = tuple(int(of_table.argmax()) for of_table in shares)
+        bound = 0.0 if found.mip_dual_bound is None else float(found.mip_dual_bound)
+        return Choice(choices, bound * (1 - SAFE), self._maxima(found.x))
 
     def _maxima(self, values: Floats) -> Floats:
         return values[self.num_options : self.num_options + self.num_maxima]
@@ -237,9 +227,3 @@ class LinearProgram:
             column = np.concatenate([np.arange(self.num_options), variables, variables + self.num_maxima])
             blocks.append(scipy.sparse.csr_matrix((data, (row, column)), shape=(count, self.width)))
         return scipy.sparse.vstack(blocks, format="csr")
-
-
-def _dual_bound(found: object) -> float:
-    """Of scipy's OptimizeResult of an integer program."""
-    bound = getattr(found, "mip_dual_bound", None)
-    return 0.0 if bound is None or not np.isfinite(bound) else float(bound) * (1 - SAFE)
