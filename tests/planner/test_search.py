@@ -144,6 +144,23 @@ def test_every_method_bounds_or_attains_the_optimum(latency: float, seed: int, o
     assert found.bound_ms == pytest.approx(optimum, rel=2e-4) and found.bound_ms <= optimum * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("seed", seeds(3, 8))
+def test_equal_tables_are_counted_and_dealt_out_to_the_same_optimum(seed: int, objective: str) -> None:
+    """Four tables of two kinds: the integer program has a variable for each kind, and the plan one option a table."""
+    drawn = draw_problem(seed, 2, 2, ranks_per_host=2 - seed % 2, tightness=6.0, num_phases=3, latency=seed % 2)
+    problem = replace(drawn, tables=[drawn.tables[0], drawn.tables[1], drawn.tables[0], drawn.tables[1]])
+    assert exact.equal_tables(problem) == [[0, 2], [1, 3]]
+    assert exact.count_variables(problem) == exact.count_variables(drawn)
+    optimum = best_by_brute_force(problem, objective)
+    found = exact.solve(problem, objective, bound=0.0, cutoff=None, max_nodes=10_000, seconds=60)
+    if optimum == np.inf:
+        assert found.finished and found.assignment is None
+        return
+    assert found.assignment is not None and not violations(problem, found.assignment)
+    assert score(problem, found.assignment).of(objective) == pytest.approx(optimum, rel=2e-4)
+
+
 def test_options_left_out_never_hold_the_optimum() -> None:
     for seed in range(6):
         problem = draw_problem(seed, 3, 2, 2, tightness=2.0, num_options=5, latency=seed % 3)

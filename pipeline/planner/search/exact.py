@@ -1,6 +1,6 @@
 """Find the best assignment there is, or prove that none is better than the given one, by integer programming (HiGHS).
 
-Variables: for every option its share of the table (0 or 1), and for every way to lay it, ranks, hosts or counts of
+Variables: for every option how many of a group of equal tables have it, and for every way to lay it, ranks, hosts or counts of
 shards a rank; for every kind with a latency, whether it is in use. Equal ranks may be renamed, so the first tables are kept to the first ranks and hosts.
 """
 
@@ -31,12 +31,16 @@ class ExactResult:
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """The shards that a variable lays, [S], or [alike blocks, S] of which it counts some, from rank `first_rank` on."""
+    """The shards that a variable lays, [S], or [alike blocks, S] of which it counts some, from rank `first_rank` on.
+
+    used: of a count, the variable that says how many tables these blocks are of; that variable's own way lays no shard.
+    """
 
     table: int
     choice: int
     first_rank: int
     shards: Ranks
+    used: int | None = None
 
 
 @dataclass
@@ -57,6 +61,20 @@ class _Matrix:
         return scipy.sparse.csr_matrix((self.values, (self.rows, self.columns)), shape=(num_rows, num_columns))
 
 
+def equal_tables(problem: SearchProblem) -> list[list[int]]:
+    """Tables in groups of those that have the same options: which of them is sharded how makes no difference."""
+    groups: dict[bytes, list[int]] = {}
+    for table, options in enumerate(problem.tables):
+        key = b"|".join(
+            f"{option.rule.name}{option.kind}{option.distinct_ranks}{option.num_shards}".encode()
+            + option.cost_ms.tobytes()
+            + option.memory.tobytes()
+            for option in options
+        )
+        groups.setdefault(key, []).append(table)
+    return list(groups.values())
+
+
 def count_variables(problem: SearchProblem) -> int:
     """How large the program would be: what decides whether it is worth trying."""
     per_rule = {
@@ -66,7 +84,8 @@ def count_variables(problem: SearchProblem) -> int:
         Rule.ANY_RANK: problem.world_size + 1,
         Rule.WITHIN_HOST: problem.world_size + problem.num_hosts,
     }
-    return sum(per_rule[option.rule] for options in problem.tables for option in options)
+    tables = [problem.tables[group[0]] for group in equal_tables(problem)]
+    return sum(per_rule[option.rule] for options in tables for option in options)
 
 
 def solve(
@@ -106,24 +125,30 @@ class _Program:
         self.symmetric = _ranks_are_alike(problem)
         self.late = problem.kind_ms
         self.in_use = {kind: self._new_variable(None, 1.0) for kind in self.late}
+        self.groups = {group[0]: group for group in equal_tables(problem)}
         before = 0
         for table in self._by_size():
-            self.first = before  # shards of tables before this one: so many ranks can be distinguished
-            self._add_table(table)
-            before += max(option.num_shards for option in problem.tables[table])
+            copies = len(self.groups[table])
+            shards = max(option.num_shards for option in problem.tables[table])
+            # Shards of tables before the last of these: so many ranks can be distinguished.
+            self.first = before + (copies - 1) * shards
+            self._add_tables(table, copies)
+            before += copies * shards
         self.first_maximum = len(self.upper)
 
     def _by_size(self) -> list[int]:
         """Tables that cost most first: keeping those to the first ranks prunes most."""
         least = [min(float(cost.sum()) for cost in costs) for costs in self.costs]
-        return sorted(range(len(least)), key=lambda table: (-least[table], table))
+        return sorted(self.groups, key=lambda table: (-least[table], table))
 
-    def _add_table(self, table: int) -> None:
+    def _add_tables(self, table: int, copies: int) -> None:
+        """`table` stands for so many that are equal."""
         problem, local = self.problem, self.problem.ranks_per_host
-        choose = self._new_row(1.0)
+        self.copies = float(copies)
+        choose = self._new_row(self.copies)
         self.kind_rows = {kind: self._new_limit(0.0) for kind in self.late}
         for kind, row in self.kind_rows.items():
-            self.at_most.add(row, self.in_use[kind], -1.0)
+            self.at_most.add(row, self.in_use[kind], -self.copies)
         for choice, option in enumerate(problem.tables[table]):
             whole = np.arange(option.num_shards)
             if option.rule is Rule.EVERY_RANK:
@@ -148,7 +173,7 @@ class _Program:
 
     def _add_counts(self, choose: int, table: int, choice: int, blocks: list[list[int]], first_ranks: range) -> None:
         """Blocks of shards (or single ones) that may lie apart: of those that are alike, how many from each rank on."""
-        used = self._new_variable(None, 1.0)
+        used = self._new_variable(_Way(table, choice, 0, np.empty(0, dtype=np.intp)), self.copies)
         self._choose(choose, used, table, choice)
         option, per_rank = self.problem.tables[table][choice], len(blocks)
         if option.rule is Rule.WHOLE_HOSTS:
@@ -156,13 +181,16 @@ class _Program:
         elif option.distinct_ranks:
             per_rank = 1
         alike = _alike(option, blocks)
-        limits = {rank: self._new_limit(float(per_rank)) for rank in first_ranks} if per_rank < len(blocks) else {}
+        limits = {rank: self._new_limit(0.0) for rank in first_ranks} if per_rank < len(blocks) else {}
+        for row in limits.values():
+            self.at_most.add(row, used, -float(per_rank))
         for group in alike:
             total = self._new_row(0.0)
             self.equal.add(total, used, -float(len(group)))
             for first_rank in first_ranks:
                 way = self._new_variable(
-                    _Way(table, choice, first_rank, np.array(group)), float(min(len(group), per_rank))
+                    _Way(table, choice, first_rank, np.array(group), used),
+                    self.copies * min(len(group), per_rank),
                 )
                 self.equal.add(total, way, 1.0)
                 self._lay(way, table, choice, first_rank, group[0])
@@ -171,7 +199,7 @@ class _Program:
 
     def _add_way(self, choose: int, way: _Way) -> None:
         """All shards at once, from rank `way.first_rank` on."""
-        variable = self._new_variable(way, 1.0)
+        variable = self._new_variable(way, self.copies)
         self._choose(choose, variable, way.table, way.choice)
         self._lay(variable, way.table, way.choice, way.first_rank, way.shards.tolist())
 
@@ -251,20 +279,39 @@ class _Program:
         return scipy.optimize.LinearConstraint(rows.build(caps.size, width), -np.inf, caps.ravel() / BYTES_SCALE)
 
     def read(self, values: Floats) -> Assignment:
+        """Tables of a group take their options and ranks in turn."""
         choices = [0] * len(self.problem.tables)
         placements: list[dict[int, int]] = [{} for _ in choices]  # per table: shard -> rank
-        for variable in np.flatnonzero(np.rint(values[: self.first_maximum])):
-            way = self.ways[variable]
+        left = {table: list(group) for table, group in self.groups.items()}
+        owners: dict[int, list[int]] = {}  # variable `used` -> tables
+        counted: dict[tuple[int, bytes], list[tuple[_Way, int]]] = {}
+        for variable in np.flatnonzero(np.rint(values[: self.first_maximum])).tolist():
+            way, count = self.ways[variable], round(float(values[variable]))
             if way is None:
                 continue
-            choices[way.table] = way.choice
-            found = placements[way.table]
-            blocks = way.shards.reshape(-1, way.shards.shape[-1])
-            unplaced = [block for block in blocks.tolist() if block[0] not in found]
-            for block in unplaced[: round(float(values[variable]))]:
-                found.update({shard: way.first_rank + index for index, shard in enumerate(block)})
+            if way.used is not None:
+                counted.setdefault((way.used, way.shards.tobytes()), []).append((way, count))
+                continue
+            tables, left[way.table] = left[way.table][:count], left[way.table][count:]
+            owners[variable] = tables
+            for table in tables:
+                choices[table] = way.choice
+                placements[table].update(
+                    {shard: way.first_rank + index for index, shard in enumerate(way.shards.tolist())}
+                )
+        for (used, _), ways in counted.items():
+            _deal(owners.get(used, []), ways, placements)
         ranks = [np.array([rank_of[shard] for shard in sorted(rank_of)], dtype=np.intp) for rank_of in placements]
         return Assignment(choices, ranks)
+
+
+def _deal(tables: list[int], ways: list[tuple[_Way, int]], placements: list[dict[int, int]]) -> None:
+    """Blocks that are alike to the tables in turn, rank by rank: so no table has more of them on a rank than it may."""
+    first_ranks = [way.first_rank for way, count in ways for _ in range(count)]
+    blocks = ways[0][0].shards.tolist()
+    for position, first_rank in enumerate(first_ranks[: len(tables) * len(blocks)]):
+        number, table = divmod(position, len(tables))
+        placements[tables[table]].update({shard: first_rank + index for index, shard in enumerate(blocks[number])})
 
 
 def _alike(option: Option, blocks: list[list[int]]) -> list[list[list[int]]]:

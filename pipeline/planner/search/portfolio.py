@@ -123,6 +123,7 @@ class _Search:
             raise Infeasible(proven=True)
         self.kept = self.worthwhile
         self.small = narrow(problem, self.kept)
+        self.twins = [group for group in exact.equal_tables(problem) if len(group) > 1]
 
     def run(self, warm_starts: Iterable[Assignment]) -> SearchResult:
         config = self.config
@@ -295,10 +296,15 @@ class _Search:
             indices[choice]
             for indices, choice in zip(self.worthwhile, self._within(self.worthwhile, using), strict=True)
         ]
-        return [
+        kept = [
             [index for index, extra in zip(indices, raises, strict=True) if extra <= ceiling or index == own]
             for indices, raises, own in zip(self.worthwhile, relaxation.raises_ms, used, strict=True)
         ]
+        for group in self.twins:  # equal tables keep the same options, so that they stay equal
+            union = sorted({index for table in group for index in kept[table]})
+            for table in group:
+                kept[table] = union
+        return kept
 
     def _narrow(self, relaxation: Relaxation) -> None:
         """Forget the options that no plan better than the best one can have."""
