@@ -6,6 +6,7 @@ shards a rank; for every kind with a latency, whether it is in use. Equal ranks 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -133,8 +134,39 @@ class _Program:
             # Shards of tables before the last of these: so many ranks can be distinguished.
             self.first = before + (copies - 1) * shards
             self._add_tables(table, copies)
+            if before == 0 and self.symmetric and self.first >= max(problem.ranks_per_host, problem.num_hosts) - 1:
+                self._order_ranks(table)  # the first shards may lie anywhere: nothing else tells equal ranks apart
             before += copies * shards
         self.first_maximum = len(self.upper)
+
+    def _order_ranks(self, table: int) -> None:
+        """A host's ranks by how many whole tables of these they hold, hosts by how many in all: others only rename ranks."""
+        local, options = self.problem.ranks_per_host, self.problem.tables[table]
+        held: list[list[int]] = [[] for _ in range(self.problem.world_size)]
+        for variable, way in enumerate(self.ways):
+            if (
+                way is not None
+                and way.used is None
+                and len(way.shards) == 1
+                and options[way.choice].rule is Rule.ANY_RANK
+            ):
+                held[way.first_rank].append(variable)
+        for rank in range(1, self.problem.world_size):
+            if rank % local:
+                self._no_more_than(held[rank], held[rank - 1])
+        hosts = [
+            list(itertools.chain.from_iterable(held[host * local : (host + 1) * local]))
+            for host in range(self.problem.num_hosts)
+        ]
+        for before, host in itertools.pairwise(hosts):
+            self._no_more_than(host, before)
+
+    def _no_more_than(self, fewer: list[int], more: list[int]) -> None:
+        row = self._new_limit(0.0)
+        for variable in fewer:
+            self.at_most.add(row, variable, 1.0)
+        for variable in more:
+            self.at_most.add(row, variable, -1.0)
 
     def _by_size(self) -> list[int]:
         """Tables that cost most first: keeping those to the first ranks prunes most."""
