@@ -38,7 +38,7 @@ SHARES = {
     "jobs": 0.36,
 }  # of a setup's seconds; the remainder goes to starting and storage
 START_S = 8.0  # imports, compiled kernels
-ENDS_AFTER = 6.0  # budgets: a rank that has hung
+ENDS_AFTER, GRACE_S = 6.0, 240.0  # budgets, and seconds on a machine that others use: then a rank has hung
 SEED = 16
 logger = get_logger(__name__)
 Work: TypeAlias = "Callable[[Bench, Setup, DistributedContext], None]"
@@ -147,7 +147,7 @@ def run_on_ranks(setup: Setup, work: Work) -> tuple[Found, float]:
 
 def _receive(pipe: Connection, setup: Setup) -> object:
     try:
-        if pipe.poll(ENDS_AFTER * (setup.seconds + START_S) + 60):
+        if pipe.poll(ENDS_AFTER * (setup.seconds + START_S) + GRACE_S):
             return pipe.recv()
     except EOFError as error:
         raise TrainingError(f"a rank of setup {setup.name} ended while it measured; its log is above") from error
