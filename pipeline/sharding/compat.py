@@ -194,10 +194,10 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call("torch.distributed.checkpoint.filesystem:FileSystemReader", "checkpoint/tensors.py checkpoint/metadata.py", "_slice_file",
           "self file sinfo"),
     *_names("torch.serialization", "checkpoint/metadata.py", "_get_layout"),
-    *_names("torch._subclasses.fake_tensor", "checkpoint/tensors.py planner/step_time/record.py", "FakeTensorMode"),
+    *_names("torch._subclasses.fake_tensor", "checkpoint/archives.py planner/step_time/record.py", "FakeTensorMode"),
     *_names("torch.utils._python_dispatch", "planner/step_time/record.py", "TorchDispatchMode"),
     *_names("torch.nn:Module", "planner/step_time/record.py", "_parameters", "_buffers"),
-    *_names("torch", "checkpoint/tensors.py", "_C"),
+    *_names("torch", "checkpoint/archives.py", "_C"),
     *_names("torch:Tensor", "checkpoint/stored_rows.py", "_make_wrapper_subclass"),
     # TorchRec's planner.
     *_names(f"{TORCHREC}.planner.planners:EmbeddingShardingPlanner", "planner/planner.py", "_best_plan"),

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Logs
 
 KEPT_STARTS, KEPT_DAYS = 100, 30
 DAY_S = 86400.0
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 
 def old_starts(log_dir: str, kept: int = KEPT_STARTS, days: float = KEPT_DAYS) -> list[str]:
@@ -66,9 +67,12 @@ class RankLogs(DefaultLogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """An attempt is a start of the ranks: torchelastic's own count stands still where nodes come and go, and it clears the folder."""
-        attempt = {"TORCHELASTIC_RESTART_COUNT": str(self._num_attempts)}
+        attempt = {RESTART_COUNT: str(self._num_attempts)}
         self._num_attempts += 1
-        destinations = super().reify({rank: {**env, **attempt} for rank, env in envs.items()})
+        counted = {rank: {**env, **attempt} for rank, env in envs.items()}
+        destinations = super().reify(counted)
+        for rank, env in envs.items():  # torchelastic names each rank's error file here
+            env.update({name: value for name, value in counted[rank].items() if name != RESTART_COUNT})
         for files, stream in ((destinations.stdouts, "stdout"), (destinations.stderrs, "stderr")):
             for local_rank, file in files.items():
                 if rank := envs[local_rank].get("RANK"):
