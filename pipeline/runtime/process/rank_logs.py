@@ -71,8 +71,8 @@ class RankLogs(DefaultLogsSpecs):
         self._num_attempts += 1
         counted = {rank: {**env, **attempt} for rank, env in envs.items()}
         destinations = super().reify(counted)
-        for rank, env in envs.items():  # torchelastic names each rank's error file here
-            env.update({name: value for name, value in counted[rank].items() if name != RESTART_COUNT})
+        for local_rank, env in envs.items():  # torchelastic names each rank's error file here
+            env.update({name: value for name, value in counted[local_rank].items() if name != RESTART_COUNT})
         for files, stream in ((destinations.stdouts, "stdout"), (destinations.stderrs, "stderr")):
             for local_rank, file in files.items():
                 if rank := envs[local_rank].get("RANK"):
