@@ -1,7 +1,10 @@
 """Prepare the same rows by the embedded engine on one thread, and by Ray with 1 and 2 workers:  python -m benchmarks.prepare_engines --source 'rows/*'
 
+`--only embedded,ray1,ray2,dask1,dask2` has a Dask job beside them (benchmarks/prepare_dask.py; rows in Criteo's format, after another way).
 Prints rows a second and core as ratios of the embedded engine, the largest worker's memory, and what the tasks left in the
-staging folder at most, in bytes a row. --fresh N generates N rows of a few features, one of which has a value of its own in every third row.
+staging folder at most, in bytes a row. --fresh N generates N rows of a few features, one of which has a value of its own in every third row,
+and one a value in half of the rows; --distinct adds a feature that is distinct in every row, --narrow leaves all but the first out. With
+--keep FOLDER, rows and what was prepared stay there, and the same command goes on after the tasks that have ended.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,23 +37,18 @@ class Run:
     staged: Counter[str] = field(default_factory=Counter)
 
 
-def run(words: list[str], workers: int, folder: Path, is_ray: bool) -> Run:
-    found, ended = Run(), threading.Event()
-    command = [sys.executable, "-m", "pipeline.prepare", *words]
-    if is_ray:
+def command_of(name: str, words: list[str], source: str, path: Path, workers: int) -> list[str]:
+    if name.startswith("dask"):
+        return [sys.executable, "-m", "benchmarks.prepare_dask", source, str(path), str(workers)]
+    if name.startswith("ray"):
         node = "pipeline.data.prepare.distributed.ray_node"
-        command = [
-            sys.executable,
-            "-m",
-            node,
-            "--address",
-            "127.0.0.1:0",
-            "--memory-mb",
-            "16000",
-            "--",
-            *words,
-            "engine=ray",
-        ]
+        node_words = ["--address", "127.0.0.1:0", "--memory-mb", "16000", "--"]
+        return [sys.executable, "-m", node, *node_words, *words, "engine=ray"]
+    return [sys.executable, "-m", "pipeline.prepare", *words]
+
+
+def run(command: list[str], workers: int, folder: Path) -> Run:
+    found, ended = Run(), threading.Event()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
     cores = sorted(os.sched_getaffinity(0))[:workers]
     process = subprocess.Popen(
@@ -87,29 +85,37 @@ def _watch(pid: int, folder: Path, found: Run, ended: threading.Event) -> None:
         found.staged |= sizes
 
 
-def generate(folder: Path, num_rows: int, num_files: int = 8) -> list[str]:
-    """Of a feature that is distinct in every third row, one with a value in half of the rows, and four small ones."""
+def generate(folder: Path, num_rows: int, columns: list[str], num_files: int = 8) -> None:
+    """`user` is distinct in every third row, `item` has a value in half of the rows, `session` is distinct; the others are small."""
     import numpy as np
+    import pyarrow as pa
+    import pyarrow.csv as csv
 
     each = num_rows // num_files
     for number in range(num_files):
         rng = np.random.default_rng(number)
-        first = np.where(
-            np.arange(each) % 3 == 0, number * each + np.arange(each), (2_000_000 * rng.random(each) ** 3).astype(int)
-        )
-        skewed = np.where(rng.random(each) < 0.5, 0, rng.integers(0, 100_000, each))
-        small = rng.integers(0, 1_000, (4, each))
-        label, price = (rng.random(each) < 0.3).astype(int), rng.integers(0, 500, each)
-        with open(folder / f"part_{number}.csv", "w") as file:
-            file.write("click,price,user,item,a,b,c,d\n")
-            columns = [label.tolist(), price.tolist(), first.tolist(), skewed.tolist(), *small.tolist()]
-            file.writelines(
-                f"{y},{p},{u:x},{i:x},{a},{b},{c},{d}\n" for y, p, u, i, a, b, c, d in zip(*columns, strict=True)
-            )
+        rows = number * each + np.arange(each)
+        made = {
+            "click": (rng.random(each) < 0.3).astype(int),
+            "user": np.where(np.arange(each) % 3 == 0, rows, (2_000_000 * rng.random(each) ** 3).astype(int)),
+            "price": rng.integers(0, 500, each),
+            "item": np.where(rng.random(each) < 0.5, 0, rng.integers(0, 100_000, each)),
+            "session": rows * 2_654_435_761 % (1 << 40),
+            **{name: rng.integers(0, 1_000, each) for name in "abcd"},
+        }
+        path = folder / f"part_{number}.csv"
+        csv.write_csv(pa.table({name: made[name] for name in columns}), f"{path}.partial")
+        os.replace(f"{path}.partial", path)
+
+
+def words_of(folder: Path, columns: list[str]) -> list[str]:
+    dense = [name for name in columns if name == "price"]
+    sparse = [name for name in columns if name not in ("click", "price")]
     return [
-        "data=open_bandit", "data.name=fresh", f"source={folder}", "data.columns.label=click", "data.columns.dense=[price]",
-        "data.columns.sparse=[user,item,a,b,c,d]", "data.columns.multi_hot=[]", "data.columns.timestamp=null",
-        "data.feature_ids={}", "data.ids.min_frequency=1", "data.split.kind=row_range",
+        "data=open_bandit", "data.name=fresh", f"source={folder}", "data.columns.label=click",
+        f"data.columns.dense=[{','.join(dense)}]", f"data.columns.sparse=[{','.join(sparse)}]", "data.columns.multi_hot=[]",
+        "data.columns.timestamp=null", "data.feature_ids={}", "data.ids.min_frequency=1", "data.split.kind=row_range",
+        "data.format=csv",
     ]  # fmt: skip
 
 
@@ -117,22 +123,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source")
     parser.add_argument("--fresh", type=int)
+    parser.add_argument("--narrow", action="store_true")
+    parser.add_argument("--distinct", action="store_true")
+    parser.add_argument("--keep")
     parser.add_argument("--only", default="embedded,ray1,ray2")
     parser.add_argument("words", nargs="*")
     typed = parser.parse_args()
-    with tempfile.TemporaryDirectory() as top:
+    with nullcontext(typed.keep) if typed.keep else tempfile.TemporaryDirectory() as top:
         folder = Path(top)
+        columns = ["click", "user"] if typed.narrow else ["click", "price", "user", "item", *"abcd"]
+        columns += ["session"] * typed.distinct
         if typed.fresh:
-            (folder / "raw").mkdir()
-            words = generate(folder / "raw", typed.fresh)
+            raw = folder / "raw"
+            if not (raw / "_done").exists():
+                raw.mkdir(parents=True, exist_ok=True)
+                generate(raw, typed.fresh, columns)
+                (raw / "_done").touch()
+            words = words_of(raw, columns)
         else:
             words = ["data=quickstart", f"source={typed.source}"]
-        base = 0.0
+        base, rows = 0.0, 0
         for name in typed.only.split(","):
-            workers, is_ray = (2 if name.endswith("2") else 1), name.startswith("ray")
-            path = folder / name
-            found = run([*words, f"data.path={path}", "threads=1", *typed.words], workers, folder, is_ray)
-            rows = load_dataset(str(path)).accepted_rows
+            workers, path = (2 if name.endswith("2") else 1), folder / name
+            own = [*words, f"data.path={path}", "threads=1", *typed.words]
+            found = run(command_of(name, own, typed.source, path, workers), workers, folder)
+            rows = rows if name.startswith("dask") else load_dataset(str(path)).accepted_rows
             rate = rows / found.seconds / workers
             base = base or rate
             staged = ", ".join(f"{kind} {size / rows:.1f}" for kind, size in sorted(found.staged.items()))

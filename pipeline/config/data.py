@@ -423,6 +423,9 @@ class ConversionsConfig:
         check_above("conversions.teacher_scale", self.teacher_scale, 0.0)
 
 
+SUCCESS_FILES = ("required", "reported", "ignored")
+
+
 @dataclass
 class DataConfig:
     """One data set: its raw format, how it is prepared into `path`, and how it is read from there."""
@@ -455,11 +458,13 @@ class DataConfig:
     conversions: ConversionsConfig | None = None
     transforms: dict[str, Any] = field(default_factory=dict)  # column that is made -> kind and settings of how
     histories: HistoriesConfig | None = None
+    success_file: str = "reported"  # where a folder of Spark's or Hive's holds no _SUCCESS: required, reported, ignored
     tags: TagsConfig | None = None
 
     def __post_init__(self) -> None:
         check_given("data.name", self.name)
         check_given("data.path", self.path)
+        check_choice("data.success_file", self.success_file, SUCCESS_FILES)
         fixed = find("format", self.format, "data.format").columns
         check_choice("data.dense_transform", self.dense_transform, DENSE_TRANSFORMS)
         check_at_least("data.rows_per_shard", self.rows_per_shard, 1)

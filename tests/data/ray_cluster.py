@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,11 +26,11 @@ ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY
 class RayCluster:
     """Two nodes: the head, on which the driver runs, and another."""
 
-    def __init__(self, folder: str, cpus: tuple[int, int]) -> None:
+    def __init__(self, folder: str, cpus: tuple[int, int], environment: Mapping[str, str]) -> None:
         self._folder, self._cpus = folder, cpus
         self._port = free_port()
         self.address = f"127.0.0.1:{self._port}"
-        self.environment = {**os.environ, **ENVIRONMENT, "RAY_ADDRESS": self.address}
+        self.environment = {**os.environ, **ENVIRONMENT, **environment, "RAY_ADDRESS": self.address}
         self._head: list[psutil.Process] = []
         self._other: list[psutil.Process] = []
 
@@ -114,10 +114,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def ray_cluster(cpus: tuple[int, int]) -> Iterator[RayCluster]:
+def ray_cluster(cpus: tuple[int, int], environment: Mapping[str, str] | None = None) -> Iterator[RayCluster]:
     # Paths of sockets may have 107 characters, and pytest's folders have more.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        cluster = RayCluster(folder, cpus)
+        cluster = RayCluster(folder, cpus, environment or {})
         try:
             cluster.start()
             yield cluster

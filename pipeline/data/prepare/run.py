@@ -34,10 +34,12 @@ def prepare(job: PrepareJob) -> PrepareSummary:
     from pipeline.data.prepare.identity import find_prepared
     from pipeline.data.prepare.prepare import prepare_dataset
     from pipeline.data.prepare.resources import Resources
+    from pipeline.data.raw.partitions import check_success
     from pipeline.data.raw.source import find_sources
 
     started = time.monotonic()
     sources = find_given(job.data.split) if job.source is None else find_sources(job.source)
+    check_success(sources, job.data.success_file)
     base = None if job.vocabularies is None else load_base(job.vocabularies)
     dataset = find_prepared(job.data, sources, base)
     if dataset is not None:

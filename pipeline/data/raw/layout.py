@@ -75,6 +75,7 @@ class Format:
     delimiter = "\t"
     quoted = False
     header_lines = 1
+    has_cells = False  # lines are cells with the delimiter between, and columns have names
     sql_copy = ""  # the options by which DuckDB's COPY writes this format; empty: it cannot
 
     def open(self, source: Source, layout: Layout, block_bytes: int) -> tuple[RowReader, tuple[str, ...]]:

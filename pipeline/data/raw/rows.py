@@ -23,6 +23,7 @@ from pipeline.data.raw.json_lists import JSON, is_json_list, json_lists
 from pipeline.data.raw.label_cells import is_text, label_number, wanted_text, with_labels
 from pipeline.data.raw.layout import Layout, check_columns, find_format
 from pipeline.data.raw.parquet_rows import not_text, with_text
+from pipeline.data.raw.partitions import with_partitions
 from pipeline.data.raw.sequences import cell_length, uneven, uneven_rows
 from pipeline.data.raw.source import MAX_LINE_BYTES, Block, RowReader, Source
 from pipeline.data.raw.suspects import broken_lines, read_texts, with_numbers, with_times
@@ -36,7 +37,9 @@ csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 
 def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[RowReader, tuple[str, ...]]:
     """A reader of the source's blocks, and the names of its columns. Raises DataError where a needed one is missing."""
-    reader, names = find_format(layout.format).open(source, layout, block_bytes)
+    form = find_format(layout.format)
+    opened, names = form.open(source, layout, block_bytes)
+    reader, names = with_partitions(layout, source, opened, names, has_cells=form.has_cells)
     check_columns(layout, names, source.path)
     return reader, names
 

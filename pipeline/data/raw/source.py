@@ -20,6 +20,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 import pyarrow as pa
 
+from pipeline.data.raw.partitions import FOLDER, Partitions, files_below, in_range, is_data, name_of, partitions_of
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
@@ -37,7 +38,8 @@ GLOB_SIGNS = "*?["
 class Source:
     """One raw file. `digest` covers 64 evenly spaced pieces of 64 KiB: all of a file up to 4 MiB.
 
-    `split` is that of its rows where the splits of a data set name their files.
+    `split` is that of its rows where the splits of a data set name their files. `partitions` are columns that the folders
+    above it give a value (data/raw/partitions.py).
     """
 
     path: str
@@ -45,6 +47,7 @@ class Source:
     size_bytes: int
     digest: str
     split: str | None = None
+    partitions: Partitions = ()
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,11 @@ def find_sources(source: str) -> list[Source]:
     """The files of `source`: a file, a folder's files, or those that a glob names; in natural order (day_2 before day_10).
 
     What is there by the very name is taken, whatever signs the name holds. `**` stands for folders below folders, on local
-    paths; of an object store only the last part of a path may be a pattern.
+    paths; of an object store only the last part of a path may be a pattern. A folder's files are also those of its partitions,
+    dt=2026-11-01/part-0.parquet, and dt={2026-11-01..2026-11-07} names a range of them.
 
     Raises:
-        DataError: no file is found.
+        DataError: no file is found, or one of a range is missing.
     """
     return named_apart([_describe(path) for path in _paths(source)])
 
@@ -99,35 +103,41 @@ def named_apart(sources: list[Source]) -> list[Source]:
 
 
 def _paths(source: str) -> list[str]:
+    if not storage.exists(source) and (each_of := in_range(source)) is not None:
+        return [path for each in each_of for path in _paths(each)]
     if storage.is_file(source):
         paths = [source]
     elif any(sign in source for sign in GLOB_SIGNS) and not (storage.is_local(source) and os.path.isdir(source)):
         paths = _matches(source)
     else:
-        paths = [storage.join(source, name) for name in _names(source, "*")]
+        paths = list(files_below(source))
     paths = [path for path in paths if storage.is_file(path) and not path.endswith((TEACHER_SUFFIX, ".partial"))]
     if not paths:
         siblings = storage.list_folder(storage.dirname(source))
         hint = did_you_mean(source.rpartition("/")[2], siblings)
         raise DataError(f"source={source!r} names no file{hint}; give a file, a folder or a quoted glob")
-    return sorted(paths, key=_natural)
+    return sorted(set(paths), key=_natural)
 
 
 def _matches(pattern: str) -> list[str]:
     if storage.is_local(pattern):
-        return glob.glob(pattern, recursive=True)
+        begin = next(at for at, part in enumerate(pattern.split("/")) if any(sign in part for sign in GLOB_SIGNS))
+        found = glob.glob(pattern, recursive=True)
+        paths = [path for path in found if all(map(is_data, path.split("/")[begin:]))]
+        return [file for path in paths for file in (files_below(path) if _is_partition(path) else [path])]
     folder, last = storage.dirname(pattern), pattern.rpartition("/")[2]
     if "**" in last or any(sign in folder for sign in GLOB_SIGNS):
         raise DataError(
             f"source={pattern!r}: of an object store only the last part of a path may be a pattern, of *, ? and [...]; "
             "give a folder, or a pattern in the last part alone"
         )
-    return [storage.join(folder, name) for name in _names(folder, last)]
+    names = filter(is_data, fnmatch.filter(storage.list_folder(folder), last))
+    paths = [storage.join(folder, name) for name in names]
+    return [file for path in paths for file in (files_below(path) if _is_partition(path) else [path])]
 
 
-def _names(folder: str, pattern: str) -> list[str]:
-    """Without hidden files, and those that Spark and Hive write beside the data (_SUCCESS)."""
-    return [name for name in fnmatch.filter(storage.list_folder(folder), pattern) if not name.startswith((".", "_"))]
+def _is_partition(path: str) -> bool:
+    return FOLDER.fullmatch(path.rpartition("/")[2]) is not None and not storage.is_file(path)
 
 
 def _natural(path: str) -> list[Any]:
@@ -141,7 +151,7 @@ def _describe(path: str) -> Source:
         for i in range(NUM_SAMPLES):
             file.seek(max(0, (size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1)))
             digest.update(file.read(SAMPLE_BYTES))
-    return Source(path, path.rpartition("/")[2], size, digest.hexdigest())
+    return Source(path, name_of(path), size, digest.hexdigest(), partitions=partitions_of(path))
 
 
 class TextReader:

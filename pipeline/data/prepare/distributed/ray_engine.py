@@ -7,6 +7,7 @@ and Ray runs its tasks again on those that are left. The driver is on the head n
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from pipeline.runtime.storage import storage
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 PROBE = "seen-by-all"  # a file of the staging folder that every worker must see
+CONNECT_S = 20.0
 TRANSIENT = [OSError]  # a store or a shared file system that did not answer
 logger = get_logger(__name__)
 
@@ -91,14 +93,12 @@ def connected(config: RayConfig) -> Iterator[None]:
     """Raises ConfigError where no cluster answers."""
     set_token_mode()
     address = config.address or os.environ.get("RAY_ADDRESS") or "auto"
+    if silent := _silent(address):
+        raise ConfigError(_no_cluster(address, silent))
     try:
         context = ray.init(address=address, logging_level="warning", log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"engine=ray: no Ray cluster at ray.address={address} ({text}); start one (ray start --head), let "
-            "torchx run pipeline.prepare -j NODESx1 do it, or leave engine out for one machine"
-        ) from error
+        raise ConfigError(_no_cluster(address, " ".join(str(error).split())[:300])) from error
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         dashboard = f", dashboard http://{context.dashboard_url}" if context.dashboard_url else ""
@@ -106,6 +106,25 @@ def connected(config: RayConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _silent(address: str) -> str:
+    """Why nothing answers at an address of a host and a port; empty where something does. Ray itself tries for minutes, then aborts."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdigit():
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _no_cluster(address: str, why: str) -> str:
+    return (
+        f"engine=ray: no Ray cluster at ray.address={address} ({why}); start one (ray start --head), let "
+        "torchx run pipeline.prepare -j NODESx1 do it, or leave engine out for one machine"
+    )
 
 
 def _total(nodes: list[dict[str, Any]], resource: str) -> float:

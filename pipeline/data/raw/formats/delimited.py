@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class DelimitedText(Format):
     """Lines of cells; the first line names the columns where the layout has no header."""
 
+    has_cells = True
+
     def open(self, source: Source, layout: Layout, block_bytes: int) -> tuple[TextReader, tuple[str, ...]]:
         from pipeline.data.raw.rows import split_cells
         from pipeline.data.raw.source import TextReader

@@ -1,0 +1,77 @@
+"""A preparation reads from an object store and writes to one, by either engine, with the bytes that it has on a disk."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.dataset import load_dataset
+from pipeline.data.prepare.distributed.engine import SerialEngine
+from pipeline.data.prepare.distributed.prepare import prepare_distributed
+from pipeline.data.prepare.distributed.recipe import make_recipe
+from pipeline.data.prepare.prepare import prepare_dataset
+from pipeline.data.prepare.resources import Resources
+from pipeline.data.raw.source import find_sources
+from pipeline.runtime.storage import storage
+from tests.data.criteo_rows import random_lines, run_prepare, write_lines
+from tests.data.ray_cluster import ray_cluster
+from tests.data.test_distributed import config_of, digests, small_pieces, write_rows
+from tests.data.test_ray import finish, start
+from tests.support.object_store import BUCKET, FaultyProxy, environment, store
+
+__all__ = ["small_pieces", "store"]
+ROOT = f"s3://{BUCKET}"
+
+
+def upload(folder: Path, to: str) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            storage.publish_bytes(f"{to}/{path.relative_to(folder)}", path.read_bytes())
+
+
+def digests_in_store(path: str) -> dict[str, str]:
+    dataset = load_dataset(path)
+    names = ["dataset.json", *(shard.path for split in dataset.splits.values() for shard in split.files)]
+    names += [feature.vocabulary for feature in dataset.sparse_features if feature.vocabulary]
+    found = {}
+    for name in names:
+        with storage.open_file(f"{path}/{name}", "rb") as file:
+            found[name] = hashlib.sha256(file.read()).hexdigest()
+    return found
+
+
+@pytest.mark.campaign
+@pytest.mark.usefixtures("store", "small_pieces")
+def test_both_engines_read_and_write_an_object_store(tmp_path: Path) -> None:
+    for number, (rows, bad) in enumerate([(150, 3), (90, 0)]):
+        write_rows(tmp_path / "raw" / "dt=1" / f"part_{number}.csv", rows, seed=number, bad=bad)
+    upload(tmp_path / "raw", f"{ROOT}/raw")
+    limits = Resources(1 << 30, 2, str(tmp_path / "staging"))
+    prepare_dataset(config_of(tmp_path / "local"), find_sources(str(tmp_path / "raw")), limits)
+    expected = digests(tmp_path / "local")
+    sources = find_sources(f"{ROOT}/raw")
+    assert [source.name for source in sources] == ["dt=1/part_0.csv", "dt=1/part_1.csv"]
+    prepare_dataset(config_of(f"{ROOT}/embedded"), sources, limits)
+    in_store = digests_in_store(f"{ROOT}/embedded")
+    assert in_store == {name: expected[name] for name in in_store} and len(in_store) > 4
+    resources = Resources(1 << 30, 1, f"{ROOT}/by-tasks.staging")
+    recipe = make_recipe(config_of(f"{ROOT}/by-tasks"), sources, resources)
+    prepare_distributed(recipe, sources, SerialEngine(recipe), 3)
+    assert digests_in_store(f"{ROOT}/by-tasks") == in_store
+    assert not storage.list_folder(f"{ROOT}/by-tasks.staging")
+
+
+@pytest.mark.campaign
+def test_ray_reads_and_writes_an_object_store(store: FaultyProxy, tmp_path: Path) -> None:
+    for day in range(3):
+        write_lines(tmp_path / "raw" / f"day_{day}", random_lines(1_000, seed=day, distinct=200))
+    run_prepare(
+        str(tmp_path / "raw"), tmp_path / "local", name="criteo_kaggle", rows_per_shard=1_500, rows_per_row_group=500
+    )
+    upload(tmp_path / "raw", f"{ROOT}/raw")
+    with ray_cluster((1, 1), environment(store.url)) as cluster:
+        finish(start(cluster, f"{ROOT}/raw", f"{ROOT}/by-ray"))
+    in_store, expected = digests_in_store(f"{ROOT}/by-ray"), digests(tmp_path / "local")
+    assert in_store == {name: expected[name] for name in in_store} and len(in_store) > 26
