@@ -1,6 +1,6 @@
 """Train tables in tiers beside tables in memory and tables that are plain files mapped into memory:
 
-    python -m benchmarks.tiers [--gib 5] [--limit-gib 1.25] [--slots 0.1] [--steps 150] [--ids zipf] [--ways memory,tiers,mapped]
+    python -m benchmarks.tiers [--gib 5] [--limit-gib 1.25] [--slots 0.1] [--head 0.5] [--steps 150] [--ids zipf] [--ways memory,tiers,mapped]
     python -m benchmarks.tiers --gib 100 --slots 0.004 --limit-gib 2 --sparse --ways tiers
 
 Eight tables with Adagrad's state make `--gib` GiB. Each way runs in a process of its own, under a cgroup of `--limit-gib` but for
@@ -53,7 +53,7 @@ def batches(kind: str, rows: int, batch: int, seed: int = 0) -> Iterator[tuple[t
         yield torch.from_numpy(ids), offsets
 
 
-def build(way: str, rows: int, slots: float, folder: str, sparse: bool) -> nn.Module:
+def build(way: str, rows: int, slots: float, folder: str, sparse: bool, head: float) -> nn.Module:
     """A lookup module whose rows are all stored, unless it is `sparse`."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -64,7 +64,8 @@ def build(way: str, rows: int, slots: float, folder: str, sparse: bool) -> nn.Mo
     from pipeline.sharding.torchrec.cpu_tables import TablesWithMoments, speed_up_cpu_tables, tables_with_moments
 
     names = [f"t{number}" for number in range(NUM_TABLES)]
-    settings = TierSettings(dict.fromkeys(names, slots), folder) if way == "tiers" else None
+    slots_of, heads = dict.fromkeys(names, slots), dict.fromkeys(names, head)
+    settings = TierSettings(slots_of, folder, heads=heads) if way == "tiers" else None
     more = {"preallocated_host_buffers": mapped(rows, folder)} if way == "mapped" else {}
     with tables_with_moments(torch.device("cpu"), settings):
         lookup = TablesWithMoments(
@@ -124,7 +125,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     """In a child: steps after WARM_UP."""
     torch.set_num_threads(1)
     rows = int(arguments.gib * GIB / ROW_BYTES / NUM_TABLES)
-    lookup = build(arguments.way, rows, arguments.slots, arguments.folder, arguments.sparse)
+    lookup = build(arguments.way, rows, arguments.slots, arguments.folder, arguments.sparse, arguments.head)
     forward: Any = lookup.forward
     torch.manual_seed(0)
     layers = nn.Sequential(
@@ -181,7 +182,7 @@ def child(arguments: argparse.Namespace, way: str, limit: float, folder: str) ->
     """Run a way in a process of its own, under a cgroup where there is a limit."""
     words = [
         f"--{name.replace('_', '-')}={getattr(arguments, name)}"
-        for name in ("gib", "slots", "steps", "batch", "ids", "warm_up")
+        for name in ("gib", "slots", "steps", "batch", "ids", "warm_up", "head")
     ]
     command = [sys.executable, "-m", "benchmarks.tiers", f"--way={way}", f"--folder={folder}", *words]
     command += ["--sparse"] * arguments.sparse
@@ -207,7 +208,7 @@ def predict(arguments: argparse.Namespace, steps_per_s: float) -> None:
     from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig
     from pipeline.embeddings.row_frequencies import RowFrequencies
     from pipeline.embeddings.table import Table
-    from pipeline.planner.tiers import forecast, stall_percent
+    from pipeline.planner.tiers import forecast, io_ms, stall_percent, tiered_step_ms
     from pipeline.sharding.tiers.probe import measure
 
     rows = int(arguments.gib * GIB / ROW_BYTES / NUM_TABLES)
@@ -216,16 +217,19 @@ def predict(arguments: argparse.Namespace, steps_per_s: float) -> None:
         points = np.unique(np.geomspace(1, rows, 200).astype(np.int64))
         shares = (1 - (points + 1.0) ** -0.05) / (1 - (rows + 1.0) ** -0.05)
         frequencies = RowFrequencies([0, *points.tolist()], [0.0, *np.minimum(shares, 1).tolist()])
-    tiers = TiersConfig(slots=arguments.slots)
+    tiers = TiersConfig(slots=arguments.slots, head=arguments.head)
     table = Table(
         "t", rows, DIM, ["f"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0], frequencies, tiers=tiers
     )
     expected, speed = forecast(table, arguments.batch), measure(arguments.folder, 2 * DIM)
     coming = NUM_TABLES * expected.rows_a_step
-    stall = stall_percent(coming, 1000 / steps_per_s, speed.loads_per_s, speed.stores_per_s)
+    moving_ms = io_ms(coming, speed.loads_per_s, speed.stores_per_s)
+    stall = stall_percent(1000 / steps_per_s, moving_ms, speed.slowdown)
+    rate = 1000 / tiered_step_ms(1000 / steps_per_s, moving_ms, speed.slowdown)
     print(
         f"predicted: hits {100 * expected.hit_rate:.1f} %, {coming:,.0f} rows a step; this SSD loads {speed.loads_per_s:,.0f} and "
-        f"stores {speed.stores_per_s:,.0f} rows a second: stall {stall:.1f} %"
+        f"stores {speed.stores_per_s:,.0f} rows a second, and a thread beside it takes {speed.slowdown:.2f} times as long: "
+        f"stall {stall:.1f} %, {rate:.1f} steps a second"
     )
 
 
@@ -234,6 +238,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=5.0)
     parser.add_argument("--limit-gib", type=float, default=1.25)
     parser.add_argument("--slots", type=float, default=0.1)
+    parser.add_argument("--head", type=float, default=0.0, help="share of the slots that the first rows keep")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--warm-up", type=int, default=WARM_UP)
     parser.add_argument("--batch", type=int, default=2048)

@@ -161,6 +161,7 @@ class ChainReader(TensorsOnlyReader):
         return self._metadata
 
     def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor) -> None:
+        self._readers[0].overlay(key, offsets, values)
         try:
             for changes in self._changes:
                 changes.overlay(key, offsets, values)

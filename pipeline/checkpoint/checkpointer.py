@@ -32,9 +32,16 @@ from pipeline.checkpoint.free_space import shortage
 from pipeline.checkpoint.links import link_state
 from pipeline.checkpoint.owners import Owner, check_random_state
 from pipeline.checkpoint.replicas import Replicas, describe_replicas, holds_own_tables, state_to_load, state_to_save
-from pipeline.checkpoint.reshard import check_fit, fill_row_states, fill_stored_rows, stored_keys, without
+from pipeline.checkpoint.reshard import (
+    begin_stored_rows,
+    check_fit,
+    fill_row_states,
+    fill_stored_rows,
+    stored_keys,
+    without,
+)
 from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.shards import HostCopy, ShardPlan, ShardPlanner
+from pipeline.checkpoint.shards import HostCopy, ShardPlanner, bytes_to_write
 from pipeline.checkpoint.step_writer import Save, StepWriter
 from pipeline.checkpoint.steps import (
     FORMAT_VERSION,
@@ -144,8 +151,8 @@ class Checkpointer:
             state = state_to_save(state, self._replicas)
         planner = self._planners[chain is not None]
         plan = planner.plan(state)
-        self._check_space(plan, 1, 0, f"step {step}")
         tensors = planner.tensors()
+        self._check_space(bytes_to_write(tensors), 1, 0, f"step {step}")
         owner = Owner(self._ranks.from_main(lambda: uuid.uuid4().hex), step, self._context.rank)
         manifest = self._describe(owner, values)
         if chain is not None:
@@ -207,13 +214,14 @@ class Checkpointer:
         """
         state = self._state()
         whole = state_to_save(state, self._replicas, average=False) if self._replicas else state
-        plan = self._planners[False].plan(whole)
+        self._planners[False].plan(whole)
+        num_bytes = bytes_to_write(self._planners[False].tensors())
         kept = self._retention.most_steps if num_saves is None else min(self._retention.most_steps, num_saves)
         kept += -(-kept // 2) if self._differential else 0  # a chain's links hold half as much as its base
         copies = kept + 1 if self._is_local else 1
         held = self._ranks.from_main(self._held_bytes)
         self._check_space(
-            plan, copies, held, f"room for {copies} checkpoints (those that are kept, and one being written)"
+            num_bytes, copies, held, f"room for {copies} checkpoints (those that are kept, and one being written)"
         )
 
     def newest(self) -> dict[str, Any] | None:
@@ -299,11 +307,11 @@ class Checkpointer:
         seconds = time.monotonic() - began
         logger.info("step %d  committed after %.1f s beside training", save.step, seconds)
 
-    def _check_space(self, plan: ShardPlan, copies: int, held_bytes: int, what: str) -> None:
-        """All ranks write to one folder; what an object store is staged in, the ranks of a host share."""
-        hosts = self._ranks.gather(platform.node())
-        here = hosts[self._context.rank]
-        sizes = [size for size, host in zip(plan.rank_bytes, hosts, strict=True) if self._is_local or host == here]
+    def _check_space(self, num_bytes: int, copies: int, held_bytes: int, what: str) -> None:
+        """num_bytes: of this rank. All ranks write to one folder; what an object store is staged in, the ranks of a host share."""
+        ranks = self._ranks.gather((platform.node(), num_bytes))
+        here, _ = ranks[self._context.rank]
+        sizes = [size for host, size in ranks if self._is_local or host == here]
         problem = shortage(self.folder if self._is_local else self._staging, copies * sum(sizes) - held_bytes, what)
         if found := next((text for text in self._ranks.gather(problem) if text), ""):
             raise CheckpointError(
@@ -396,6 +404,7 @@ class Checkpointer:
                 if isinstance(cause, OSError):
                     raise CheckpointError(f"checkpoint {path} cannot be read: {cause}") from None
             raise CheckpointError(_misfit(path, error)) from None
+        self._ranks.read(lambda: begin_stored_rows(tensors, flat, stored), self._is_local)
         self._ranks.read(lambda: fill_row_states(tensors, flat, recut, wanted), self._is_local)
         kept = [key for key in stored if key not in recut]
         self._ranks.read(lambda: fill_stored_rows(tensors, flat, kept), self._is_local)

@@ -12,6 +12,7 @@ import io
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from pipeline.checkpoint.archives import values_offset
+from pipeline.checkpoint.first_weights import Mask, SampledPiece
 from pipeline.checkpoint.owners import HEADER_BYTES, check_metadata, check_shard
 from pipeline.checkpoint.steps import METADATA, file_path, read_manifest
 from pipeline.runtime.errors import DamagedError
@@ -98,6 +100,7 @@ class TensorsOnlyReader(FileSystemReader):
         self.step_path, self.manifest = path, manifest or read_manifest(path)
         self.fs: FileSystem = _VerifiedFiles(path, self.manifest)
         self._metadata: Metadata | None = None
+        self._stored_groups: dict[SampledPiece, Mask] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
@@ -117,7 +120,35 @@ class TensorsOnlyReader(FileSystemReader):
         return self._metadata
 
     def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor) -> None:
-        """Bring `values`, the stored box of `key` that begins at `offsets`, up to the step; nothing to do in a whole step."""
+        """Bring `values`, the stored box of `key` that begins at `offsets`, up to the step: rows that it leaves out are sampled."""
+        for piece in self.sampled.get(key, ()):
+            piece.overlay(self.stored_groups(piece), offsets, values)
+
+    @cached_property
+    def sampled(self) -> dict[str, list[SampledPiece]]:
+        """By the keys of tensors of which the step leaves rows out."""
+        found: dict[str, list[SampledPiece]] = {}
+        try:
+            for entry in self.manifest.get("sampled", ()):
+                piece = SampledPiece.of(entry)
+                found.setdefault(piece.key, []).append(piece)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(
+                f"the manifest of {self.step_path} lists rows to be sampled that cannot be read: {error!r}"
+            ) from None
+        return found
+
+    def stored_groups(self, piece: SampledPiece) -> Mask:
+        """Raises DamagedError for bits that are not those of the piece."""
+        if piece not in self._stored_groups:
+            with self.fs.create_stream(piece.file, "rb") as file:
+                file.seek(piece.begin)
+                content = file.read(piece.num_bytes)
+            try:
+                self._stored_groups[piece] = piece.unpack(content)
+            except ValueError as error:
+                raise DamagedError(f"{self.step_path}: the bits of rows that {piece.key} leaves out: {error}") from None
+        return self._stored_groups[piece]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """In the order of the files, so that each block is read once, and with one stored shard in memory at a time."""

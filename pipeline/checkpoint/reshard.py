@@ -8,11 +8,14 @@ cut of the columns: each block's state is the running sum of its own columns' me
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from pipeline.checkpoint.first_weights import FirstWeights
 from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.checkpoint.tables import (
     TABLE_STATE,
@@ -190,15 +193,39 @@ def stored_keys(flat: Mapping[str, Any]) -> list[str]:
 
 
 @torch.no_grad()
-def fill_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str]) -> None:
-    """Local: fill this rank's parts of `keys`, by blocks. Raises CheckpointError where the step's files cannot be read."""
+def begin_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str]) -> None:
+    """Local: forget this rank's rows of `keys`; those that the step leaves out begin as they did in the run that saved it."""
     for key in keys:
         for part, offsets in local_chunks(flat[key]):
-            assert isinstance(part, StoredRows)
-            for first in range(0, len(part), part.rows_a_block):
-                count = min(part.rows_a_block, len(part) - first)
+            if isinstance(part, StoredRows) and part.column == 0:
+                first = tensors.first_weights(key) or FirstWeights()
+                row, column = offsets
+                part.source.begin(replace(first, row=first.row + row, column=first.column + column))
+
+
+@torch.no_grad()
+def fill_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str]) -> None:
+    """Local: fill this rank's parts of `keys`, by blocks, but for rows that are as they began.
+
+    begin_stored_rows comes before it. Raises CheckpointError where the step's files cannot be read.
+    """
+    parts = [
+        (key, part, offsets)
+        for key in keys
+        for part, offsets in local_chunks(flat[key])
+        if isinstance(part, StoredRows)
+    ]
+    weights = {id(part.source): (key, part, offsets) for key, part, offsets in parts if part.column == 0}
+    for key, part, offsets in parts:
+        weight_key, weight, at = weights[id(part.source)]
+        for first in range(0, len(part), part.rows_a_block):
+            count = min(part.rows_a_block, len(part) - first)
+            held = tensors.held_rows(weight_key, [at[0] + first, at[1]], [count, weight.shape[1]])
+            if held.any():
                 begin, sizes = [offsets[0] + first, *offsets[1:]], [count, *part.shape[1:]]
-                part.write(first, tensors.read(key, begin, sizes))
+                rows = torch.from_numpy(np.flatnonzero(held))
+                values = tensors.read(key, begin, sizes)
+                part.source.write_rows(part.column, part.first_row + first + rows, values[rows])
 
 
 def read_row_state(

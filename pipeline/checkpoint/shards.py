@@ -11,17 +11,20 @@ import mmap
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from pipeline.checkpoint.first_weights import SampledPiece, pack, rows_a_group
 from pipeline.checkpoint.owners import Owner, header_of_shard, shard_name, storage_meta
 from pipeline.checkpoint.steps import METADATA
 from pipeline.checkpoint.stored_rows import StoredRows
@@ -33,15 +36,15 @@ from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python names it from 3.12 on
 Tensors = list[torch.Tensor]  # in the order of ShardPlan.items
 Places = dict[MetadataIndex, _StorageInfo]
+Sampled = list[dict[str, Any]]  # entries of first_weights.SampledPiece
 
 
 @dataclass
 class ShardPlan:
-    """What this rank writes. `metadata` is there on rank 0; `rank_bytes` are the bytes of each rank's tensors."""
+    """What this rank writes. `metadata` is there on rank 0."""
 
     items: list[WriteItem]
     metadata: Metadata | None
-    rank_bytes: list[int]
 
 
 class ShardPlanner:
@@ -76,8 +79,9 @@ class ShardPlanner:
         if plans is not None:
             try:
                 made, metadata = self._planner.create_global_plan(plans)
-                sizes = [sum(_num_bytes(item) for item in plan.items) for plan in made]
-                answers = [ShardPlan(plan.items, None, sizes) for plan in made]
+                for item in (item for plan in made for item in plan.items):
+                    _check_is_tensor(item)
+                answers = [ShardPlan(plan.items, None) for plan in made]
                 answers[0].metadata = metadata
             except (ValueError, AssertionError) as error:
                 answers = [f"this state cannot be saved: {error}"] * world_size
@@ -88,12 +92,9 @@ class ShardPlanner:
         return cast(ShardPlan, answer[0])
 
 
-def _num_bytes(item: WriteItem) -> int:
+def _check_is_tensor(item: WriteItem) -> None:
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         raise CheckpointError(f"{item.index.fqn} is no tensor, and pickled values are not loaded again")
-    data = item.tensor_data
-    # A shard of a tensor has its own size in `chunk`; `size` is the whole tensor's.
-    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 @dataclass
@@ -120,16 +121,17 @@ class HostCopy:
 
 def write_shards(
     folder: str, owner: Owner, items: list[WriteItem], tensors: Tensors, read_back: bool
-) -> tuple[dict[str, FileEntry], Places]:
-    """Write this rank's file into a local folder: its entry by name, and where in it each shard lies.
+) -> tuple[dict[str, FileEntry], Places, Sampled]:
+    """Write this rank's file into a local folder: its entry by name, where in it each shard lies, and what it leaves out.
 
     Raises:
         OSError: the file cannot be written; it says where and how many bytes.
         DamagedError: with `read_back`, it does not read back.
     """
     if not items:
-        return {}, {}
-    name, places = shard_name(owner.rank), {}
+        return {}, {}, []
+    name, places = shard_name(owner.rank), Places()
+    left_out: list[tuple[SampledPiece, bytes]] = []
     writer = ChecksummedWriter(storage.join(folder, name), read_back)
     with writer, _without_zip_checksums():
         writer.write(header_of_shard(owner))
@@ -137,7 +139,9 @@ def write_shards(
             begin = writer.tell()
             try:
                 if isinstance(tensor, StoredRows):
-                    _save_stored(tensor, writer)
+                    held = _save_stored(tensor, writer)
+                    if tensor.column == 0 and not held.all():
+                        left_out.append((_sampled_piece(item, tensor, name), pack(held)))
                 else:
                     torch.save(_exact(tensor), writer)  # type: ignore[arg-type]
             except RuntimeError:
@@ -145,7 +149,31 @@ def write_shards(
                     raise writer.failure from None
                 raise
             places[item.index] = _StorageInfo(name, begin, writer.tell() - begin)
-    return {name: writer.entry()}, places
+        sampled = []
+        for piece, bits in left_out:
+            sampled.append(replace(piece, begin=writer.tell(), num_bytes=len(bits)).entry())
+            writer.write(bits)
+    return {name: writer.entry()}, places, sampled
+
+
+def _sampled_piece(item: WriteItem, rows: StoredRows, file: str) -> SampledPiece:
+    assert item.index.offset is not None
+    first = rows.source.first_weights()
+    row, column = item.index.offset
+    return SampledPiece(
+        item.index.fqn, (row, column), (rows.shape[0], rows.shape[1]), rows_a_group(rows.row_bytes),
+        replace(first, row=first.row + rows.first_row), file, 0, 0,
+    )  # fmt: skip
+
+
+def bytes_to_write(tensors: Tensors) -> int:
+    """What their file takes of a disk that has holes; of stored rows, those that have changed."""
+    return sum(
+        int(tensor.held_groups().sum()) * rows_a_group(tensor.row_bytes) * tensor.row_bytes
+        if isinstance(tensor, StoredRows)
+        else tensor.nbytes
+        for tensor in tensors
+    )
 
 
 @contextmanager
@@ -162,8 +190,10 @@ def _without_zip_checksums() -> Iterator[None]:
 class _RowsWriter(io.RawIOBase):
     """Hands on what torch.save writes; in place of the values of an empty tensor it writes the blocks of stored rows."""
 
-    def __init__(self, writer: ChecksummedWriter, rows: StoredRows, empty: torch.Tensor) -> None:
-        self._writer, self._rows = writer, rows
+    def __init__(
+        self, writer: ChecksummedWriter, rows: StoredRows, held: NDArray[np.bool_], empty: torch.Tensor
+    ) -> None:
+        self._writer, self._rows, self._held = writer, rows, held
         self._address, self._num_bytes = empty.data_ptr(), empty.nbytes
         self.is_done = not empty.nbytes
         self.failure: UserError | None = None
@@ -175,8 +205,7 @@ class _RowsWriter(io.RawIOBase):
         view = memoryview(data)
         if view.nbytes == self._num_bytes and np.frombuffer(view, np.uint8).ctypes.data == self._address:
             try:
-                for _, block in self._rows.blocks():
-                    self._writer.write(block.contiguous().numpy())
+                self._write_rows()
             except UserError as error:  # torch.save would replace it by an error of its own
                 self.failure = error
                 raise
@@ -184,14 +213,30 @@ class _RowsWriter(io.RawIOBase):
             return view.nbytes
         return self._writer.write(view)
 
+    def _write_rows(self) -> None:
+        rows, group = self._rows, rows_a_group(self._rows.row_bytes)
+        bounds = np.flatnonzero(np.diff(self._held, prepend=~self._held[:1], append=~self._held[-1:]))
+        for begin, end in pairwise(bounds.tolist()):
+            first, last = begin * group, min(end * group, len(rows))
+            if not self._held[begin]:
+                self._writer.write_zeros((last - first) * rows.row_bytes)
+                continue
+            for row in range(first, last, rows.rows_a_block):
+                block = rows.read(row, min(rows.rows_a_block, last - row))
+                self._writer.write(block.contiguous().numpy())
 
-def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> None:
-    """As torch.save would write them from memory, by blocks."""
+
+def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> NDArray[np.bool_]:
+    """As torch.save would write them from memory, by blocks, with a hole for each group of rows that have not changed.
+
+    Returns which groups are there.
+    """
+    held = rows.held_groups()
     num_bytes = rows.numel() * rows.element_size()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     addresses = mmap.mmap(-1, max(num_bytes, 1), flags=flags)  # never touched, so it takes no memory
     empty = torch.frombuffer(addresses, dtype=rows.dtype, count=rows.numel()).view(rows.shape)
-    target = _RowsWriter(writer, rows, empty)
+    target = _RowsWriter(writer, rows, held, empty)
     try:
         torch.save(empty, target)  # type: ignore[arg-type]
     except RuntimeError:
@@ -200,6 +245,7 @@ def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> None:
         raise
     if not target.is_done:
         raise RuntimeError("torch.save did not write the values of a tensor as one piece")
+    return held
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:

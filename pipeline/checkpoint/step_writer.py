@@ -11,8 +11,17 @@ from pipeline.checkpoint.chains import chain_of, open_reader, step_before
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.owners import Owner, check_file
 from pipeline.checkpoint.retention import LATER_VERIFIED, Retention, measured_metric
-from pipeline.checkpoint.shards import Places, ShardPlan, Tensors, write_bytes, write_metadata, write_shards
-from pipeline.checkpoint.steps import base_of, file_path, is_link, list_steps, read_manifest, step_name, step_path
+from pipeline.checkpoint.shards import Places, Sampled, ShardPlan, Tensors, write_bytes, write_metadata, write_shards
+from pipeline.checkpoint.steps import (
+    SAMPLED_VERSION,
+    base_of,
+    file_path,
+    is_link,
+    list_steps,
+    read_manifest,
+    step_name,
+    step_path,
+)
 from pipeline.runtime.errors import CheckpointError, DamagedError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
@@ -21,6 +30,9 @@ from pipeline.runtime.storage.checksums import FileEntry, damage, size_problem
 from pipeline.runtime.storage.manifest import seal_manifest
 
 logger = get_logger(__name__)
+Report = tuple[
+    dict[str, FileEntry], Places, Sampled, str
+]  # of a rank's files; the last is why they could not be written
 
 
 @dataclass(frozen=True)
@@ -51,12 +63,12 @@ class StepWriter:
 
     def write(self, save: Save) -> None:
         """Raises CheckpointError on every rank when one of them fails; nothing is committed then."""
-        failure, files, places = "", dict[str, FileEntry](), Places()
+        failure, files, places, sampled = "", dict[str, FileEntry](), Places(), Sampled()
         try:
-            files, places = self._write_files(save)
+            files, places, sampled = self._write_files(save)
         except (OSError, RuntimeError, DamagedError) as error:
             failure = f"rank {self._ranks.context.rank}: {error}"
-        reports = self._ranks.gather_to_main((files, places, failure))
+        reports = self._ranks.gather_to_main((files, places, sampled, failure))
         failures = self._ranks.from_main(lambda: self._finish(save, reports or []))
         if failures:
             raise CheckpointError(
@@ -66,13 +78,14 @@ class StepWriter:
         self._verified.add(save.step)
         self._purge(save.step)
 
-    def _write_files(self, save: Save) -> tuple[dict[str, FileEntry], Places]:
+    def _write_files(self, save: Save) -> tuple[dict[str, FileEntry], Places, Sampled]:
         attempt, rank = save.attempt, save.owner.rank
         os.makedirs(attempt.stage, exist_ok=True)
-        files, places = write_shards(attempt.stage, save.owner, save.plan.items, save.tensors, self._is_local)
+        stored = write_shards(attempt.stage, save.owner, save.plan.items, save.tensors, self._is_local)
+        files, places, sampled = stored
         files |= write_bytes(attempt.stage, random_state.file_name(rank), save.random, self._is_local)
         self._deliver(attempt, files)
-        return files, places
+        return files, places, sampled
 
     def _deliver(self, attempt: Attempt, files: dict[str, FileEntry]) -> None:
         """Raises DamagedError where a file has not the size that was written; on disks all bytes were read back meanwhile."""
@@ -81,9 +94,9 @@ class StepWriter:
             if problem := size_problem(storage.join(attempt.path, name), entry):
                 raise DamagedError(f"what was written does not read back: {problem}")
 
-    def _finish(self, save: Save, reports: list[tuple[dict[str, FileEntry], Places, str]]) -> list[str]:
+    def _finish(self, save: Save, reports: list[Report]) -> list[str]:
         """Rank 0: commit, or say what went wrong."""
-        failures = [text for _, _, text in reports if text]
+        failures = [text for *_, text in reports if text]
         if not failures:
             try:
                 self._commit(save, reports)
@@ -96,13 +109,15 @@ class StepWriter:
             logger.warning("the rest of a failed save could not be removed: %s", error)
         return failures
 
-    def _commit(self, save: Save, reports: list[tuple[dict[str, FileEntry], Places, str]]) -> None:
+    def _commit(self, save: Save, reports: list[Report]) -> None:
         assert save.plan.metadata is not None
-        places = [places for _, places, _ in reports]
+        places = [places for _, places, _, _ in reports]
         written = write_metadata(save.attempt.stage, save.owner, save.plan.metadata, places, self._is_local)
         self._deliver(save.attempt, written)
-        files = {name: entry for part, _, _ in reports for name, entry in part.items()} | written
-        manifest = {**save.manifest, "files": dict(sorted(files.items())), "attempt": save.attempt.below}
+        files = {name: entry for part, *_ in reports for name, entry in part.items()} | written
+        sampled = [entry for _, _, part, _ in reports for entry in part]
+        more = {"format_version": SAMPLED_VERSION, "sampled": sampled} if sampled else {}
+        manifest = {**save.manifest, **more, "files": dict(sorted(files.items())), "attempt": save.attempt.below}
         self._steps.commit(save.attempt, seal_manifest(manifest), self._fence)
 
     def verify(self, step: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pipeline.runtime.storage.manifest import MANIFEST, open_manifest
 METADATA = ".metadata"
 FORMAT_VERSION = 2
 LINK_VERSION = 3  # of a step that holds changed rows alone, which releases before it do not read
+SAMPLED_VERSION = 4  # of a step that leaves out rows that are as they began; likewise
 PREFIX = "step_"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
@@ -50,7 +51,7 @@ def read_manifest(path: str) -> dict[str, Any]:
     Raises:
         DamagedError: it is missing, not what was written, or of another release.
     """
-    manifest = open_manifest(f"{path}/{MANIFEST}", FORMAT_VERSION, LINK_VERSION)
+    manifest = open_manifest(f"{path}/{MANIFEST}", FORMAT_VERSION, LINK_VERSION, SAMPLED_VERSION)
     name = storage.join(path, "").rstrip("/").rsplit("/", 1)[-1]
     if STEP_FOLDER.fullmatch(name) and step_name(manifest["step"]) != name:
         raise DamagedError(f"{path}/{MANIFEST} is that of step {manifest['step']}")

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from pipeline.checkpoint.first_weights import FirstWeights, held_groups, rows_a_group
 
 BLOCK_BYTES = 8 << 20
 LARGEST_READ_BYTES = 256 << 20  # of an operation that knows nothing of stores
@@ -24,6 +28,15 @@ class RowSource(Protocol):
 
     def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Rows [n], ascending and distinct; values [n, width] or [n]."""
+
+    def first_weights(self) -> FirstWeights:
+        """What rows that have not changed have in column 0; in the others they have zeros."""
+
+    def changed_rows(self) -> NDArray[np.uint8]:
+        """Those that may be other than they began, and no others: a bit each, as numpy.packbits(bitorder="little") has them."""
+
+    def begin(self, first_weights: FirstWeights) -> None:
+        """Forget all that was trained or loaded; rows begin by `first_weights`."""
 
 
 class StoredRows(torch.Tensor):
@@ -61,6 +74,14 @@ class StoredRows(torch.Tensor):
         """(first row, rows), ascending."""
         for first in range(0, len(self), self.rows_a_block):
             yield first, self.read(first, min(self.rows_a_block, len(self) - first))
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * int(torch.Size(self.shape[1:]).numel())
+
+    def held_groups(self) -> NDArray[np.bool_]:
+        """Which groups of first_weights.rows_a_group rows hold one that has changed."""
+        return held_groups(self.source.changed_rows(), self.first_row, len(self), rows_a_group(self.row_bytes))
 
     def is_same(self, other: StoredRows) -> bool:
         mine, others = ((each.column, each.first_row, each.shape) for each in (self, other))

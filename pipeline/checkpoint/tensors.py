@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from pipeline.checkpoint.archives import values_offset
+from pipeline.checkpoint.first_weights import FirstWeights, Mask
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.runtime.errors import CheckpointError
 
@@ -87,6 +89,25 @@ class StepTensors:
         except OSError as error:
             raise CheckpointError(f"{self.path}: {key} cannot be read: {error}") from None
         return result
+
+    def first_weights(self, key: str) -> FirstWeights | None:
+        """Of the tensor's row 0 and column 0, where the step leaves out rows of it that are as they began."""
+        pieces = self._reader.sampled.get(key, [])
+        found = {piece.whole() for piece in pieces}
+        return found.pop() if len(found) == 1 else None
+
+    def held_rows(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Mask:
+        """[sizes[0]], of the box that begins at `offsets`: rows of which the step stores anything."""
+        held, columns = np.zeros(sizes[0], np.bool_), np.zeros(sizes[0], np.int64)
+        for piece in self._reader.sampled.get(key, ()):
+            low = max(offsets[0], piece.offsets[0])
+            high = min(offsets[0] + sizes[0], piece.offsets[0] + piece.sizes[0])
+            width = min(offsets[1] + sizes[1], piece.offsets[1] + piece.sizes[1]) - max(offsets[1], piece.offsets[1])
+            if low < high and width > 0:
+                rows = slice(low - offsets[0], high - offsets[0])
+                held[rows] |= piece.held(self._reader.stored_groups(piece), low, high - low)
+                columns[rows] += width
+        return held | (columns < sizes[1])
 
     def row_blocks(self, key: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, rows) of rows begin..end in blocks of about BLOCK_BYTES, ascending."""

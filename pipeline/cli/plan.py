@@ -44,6 +44,7 @@ from pipeline.training.preflight import check_resolved, load_or_describe
 if TYPE_CHECKING:
     from pipeline.planner.request import PlanRequest
     from pipeline.planner.step_time.outlook import Outlook
+    from pipeline.planner.tier_slots import SlotChoice
     from pipeline.training.plan_outlook import Planned
 
 STALE = 1  # exit code of check
@@ -207,9 +208,15 @@ def resolve(job: PlanJob) -> ResolvedJob:
         room = room_for_tables(job.planner, resolve_hardware(job.hardware, job.world_size))
         return choose_heads(job, tables, auto, dataset, job.world_size, room)
 
+    def choose_tiers(whole: ResolvedJob) -> SlotChoice:
+        from pipeline.planner.hardware import resolve_hardware
+        from pipeline.training.assembly import slots_for
+
+        return slots_for(whole, resolve_hardware(job.hardware, job.world_size))
+
     dataset = load_or_describe(job)
     check_multi_hot(dataset, job.data.synthetic_multi_hot)
-    resolved = resolve_job(job, dataset, job.world_size, choose)
+    resolved = resolve_job(job, dataset, job.world_size, choose, choose_tiers)
     check_resolved(resolved)
     return resolved
 

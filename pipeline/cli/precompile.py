@@ -54,7 +54,7 @@ def _tables() -> None:
 def _first_weights() -> None:
     import torch
 
-    from pipeline.sharding.kernels.philox import fill_normal, fill_uniform
+    from pipeline.runtime.kernels.philox import fill_normal, fill_uniform
 
     for fill in (fill_uniform, fill_normal):
         fill(torch.empty(1), 0, 0, 1.0)

@@ -16,7 +16,8 @@ class HardwareConfig:
     """One rank's share of a host. None = probed from the device at hand; a plan for absent hardware needs all of them.
 
     Capacities are per rank, in GiB (2**30 bytes); bandwidths in GB/s (1e9 bytes); latencies in microseconds: of
-    issuing a collective, and of a hop within a host and between hosts. The two values for SSD are 0: no table can train there.
+    issuing a collective, and of a hop within a host and between hosts. ssd_cap_gb is 0: no table of a GPU can train there.
+    ssd_gb_per_s and ssd_latency_us, of random reads, are for tables in tiers; without both of them plan measures this machine's SSD.
 
     Of the step's prediction: peaks of dense products in TFLOPS, microseconds that the host takes to issue an operation to a
     GPU (0: CUDA graphs), the price of a rank an hour, and the file of a calibration, which goes before the data sheet.
@@ -33,6 +34,7 @@ class HardwareConfig:
     inter_host_gb_per_s: float | None = None
     ssd_cap_gb: float = 0.0
     ssd_gb_per_s: float = 0.0
+    ssd_latency_us: float | None = None
     collective_launch_us: float | None = None
     intra_host_latency_us: float | None = None
     inter_host_latency_us: float | None = None

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.module_names import TAKEN
-from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, did_you_mean
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within, did_you_mean
 
 POOLINGS = ("sum", "mean")
 DATA_TYPES = ("fp32", "fp16")
@@ -82,21 +82,30 @@ class TiersConfig:
     """Keep some of a table's rows in memory and all that were trained on a local SSD (sharding.tier_folder).
 
     slots: below 1, the share of the rows that memory holds; above 1, how many; 1: all, as without tiers. A table of fewer than
-    min_rows rows stays in memory whole.
+    min_rows rows stays in memory whole. head: the share of a shard's slots that its first rows keep whatever is looked up; None:
+    half where the data's ids come by descending frequency, else 0.
     """
 
     slots: float = 1.0
     min_rows: int = 100_000
+    head: float | None = None
 
     def __post_init__(self) -> None:
         check_above("tiers.slots", self.slots, 0.0)
         check_at_least("tiers.min_rows", self.min_rows, 1)
+        if self.head is not None:
+            check_within("tiers.head", self.head, 0.0, 0.95)
 
 
 def num_slots(slots: float, shard_rows: int, table_rows: int) -> int:
     """Of a shard with some of the table's rows: its part of the table's slots (TiersConfig.slots), and one at least."""
     share = slots if slots <= 1 else slots / table_rows
     return min(shard_rows, max(1, math.ceil(share * shard_rows - 1e-9)))
+
+
+def head_rows(head: float, slots: int) -> int:
+    """How many rows of a shard with so many slots keep theirs (TiersConfig.head); other rows have two slots at least."""
+    return max(0, min(int(head * slots), slots - 2))
 
 
 DEFAULT = "default"

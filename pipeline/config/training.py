@@ -188,6 +188,9 @@ class CommsConfig:
         check_at_least("comms.timeout_s", self.timeout_s, 1)  # the process groups count whole seconds
 
 
+TIER_CHOICES = ("by_table", "auto")
+
+
 @dataclass
 class ShardingConfig:
     """How much of TorchRec and FBGEMM is replaced, and whether versions that this was not written for may run.
@@ -200,7 +203,11 @@ class ShardingConfig:
 
     fast_cpu: bool = True
     allow_untested_versions: bool = False  # of torch, torchrec and fbgemm: silent errors are then possible
-    tier_folder: str | None = None  # on a local SSD, for the rows of tables.*.tiers; None: run_dir/tiers
+    tiers: str = "by_table"  # which tables have tiers: as tables.*.tiers say, or auto: those that memory does not hold, by the planner
+    tier_folder: str | None = None  # on a local SSD, for the rows of tables in tiers; None: run_dir/tiers
+
+    def __post_init__(self) -> None:
+        check_choice("sharding.tiers", self.tiers, TIER_CHOICES)
 
 
 EMBEDDING_SYNCS = ("every_step", "every_<n>_steps", "never")

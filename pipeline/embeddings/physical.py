@@ -13,6 +13,7 @@ from pipeline.embeddings.positions import by_position
 from pipeline.embeddings.table import SHARD_WIDTH, Table
 from pipeline.runtime.errors import ConfigError
 
+HEAD_OF_SLOTS = 0.5  # of a table in tiers whose rows come by descending frequency
 # Settings that the sizes of the parts say already.
 SIZES = (
     "kind",
@@ -59,7 +60,12 @@ def _in_memory_or_tiers(table: Table) -> Table:
         return table
     slots = table.tiers.slots
     fits = slots == 1 or slots >= table.num_embeddings or table.num_embeddings < table.tiers.min_rows
-    return replace(table, tiers=None) if fits or is_replicated else table
+    if fits or is_replicated:
+        return replace(table, tiers=None)
+    if table.tiers.head is not None:
+        return table
+    in_order = table.frequencies is not None and table.frequencies.by_row
+    return replace(table, tiers=replace(table.tiers, head=HEAD_OF_SLOTS if in_order else 0.0))
 
 
 def num_numbers(table: Table) -> int:

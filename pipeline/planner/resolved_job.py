@@ -29,7 +29,12 @@ from pipeline.planner.head_rows import (
     with_notes,
     without_auto,
 )
+from pipeline.planner.tier_slots import AUTO, SlotChoice, describe, tiers_of, with_slots
+from pipeline.runtime.logs import get_logger
 
+logger = get_logger(__name__)
+# The job without tiers of sharding.tiers=auto -> which tables have them.
+TierChoice = Callable[["ResolvedJob"], SlotChoice]
 # Tables, and those of them whose head is `auto` -> rows of each of the latter.
 HeadChoice = Callable[[list[Table], list[Table]], dict[str, int]]
 
@@ -38,7 +43,7 @@ HeadChoice = Callable[[list[Table], list[Table]], dict[str, int]]
 class ResolvedJob:
     """What a job and its data set come to on `world_size` ranks.
 
-    job: as it was given, with a number for every `head_rows: auto`.
+    job: as it was given, with a number for every `head_rows: auto`, and the tiers that sharding.tiers=auto chooses.
     all_tables: one for every sparse feature of the data set, as the reader needs them; `tables` are those that the model
     uses, each with a note of what its head is expected to save. targets: the labels that it learns.
     """
@@ -57,8 +62,14 @@ class ResolvedJob:
         return physical_tables(self.tables)
 
 
-def resolve_job(job: TrainJob, dataset: Dataset, world_size: int, choose: HeadChoice | None = None) -> ResolvedJob:
-    """Local. `choose` is asked where a head is `auto`; None: as if memory had no limit.
+def resolve_job(
+    job: TrainJob,
+    dataset: Dataset,
+    world_size: int,
+    choose: HeadChoice | None = None,
+    choose_tiers: TierChoice | None = None,
+) -> ResolvedJob:
+    """Local. `choose` is asked where a head is `auto`, `choose_tiers` where tiers are; None: as if memory had no limit.
 
     Raises:
         ConfigError: tables, or compression, that do not fit the data set or the model.
@@ -81,7 +92,26 @@ def resolve_job(job: TrainJob, dataset: Dataset, world_size: int, choose: HeadCh
     used = used_tables(job.model, resolved)
     reports = head_reports(job, used, dataset, world_size)
     targets = targets_of(job.data.columns, dataset, job.model.learns_all)
-    return ResolvedJob(job, dataset, world_size, resolved, with_notes(used, reports), reports, targets)
+    whole = ResolvedJob(job, dataset, world_size, resolved, with_notes(used, reports), reports, targets)
+    return with_tiers(whole, choose_tiers(whole)) if choose_tiers and job.sharding.tiers == AUTO else whole
+
+
+def with_tiers(resolved: ResolvedJob, choice: SlotChoice) -> ResolvedJob:
+    """The job's own tables say the choice, as if the user had."""
+
+    def placed(table: Table) -> Table:
+        if table.name not in choice.slots:
+            return table
+        note = "; ".join(filter(None, [table.note, "slots by sharding.tiers=auto"]))
+        return replace(table, tiers=tiers_of(table, choice), note=note)
+
+    logger.info("%s", describe(choice))
+    return replace(
+        resolved,
+        job=replace(resolved.job, tables=with_slots(resolved.job.tables, resolved.tables, choice)),
+        all_tables=[placed(table) for table in resolved.all_tables],
+        tables=[placed(table) for table in resolved.tables],
+    )
 
 
 def _with_head(table: Table, rows: int) -> Table:

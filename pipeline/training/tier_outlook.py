@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 
 from pipeline.config.jobs import TrainJob
+from pipeline.config.planner import HardwareConfig
 from pipeline.planner.record import PlanDescription
-from pipeline.planner.tiers import stall_percent
+from pipeline.planner.tiers import BLOCK_BYTES, io_ms, stall_percent, tiered_step_ms
 from pipeline.runtime.errors import PlanError
 from pipeline.sharding.tiers.probe import SsdSpeed, measure
+from pipeline.sharding.tiers.settings import IO_THREADS
 from pipeline.training.tier_rates import tier_folder
 
 
 def tier_outlook(job: TrainJob, plan: PlanDescription, step_ms: float) -> list[str]:
-    """A line on the plan's tables in tiers; empty where there are none. Writes 128 MiB to the SSD for a second or two.
+    """A line on the plan's tables in tiers; empty where there are none.
+
+    Where no data sheet says how fast the SSD is, it writes 128 MiB there, for a second or two.
 
     Raises:
         PlanError: the stall is above planner.most_tier_stall_percent.
@@ -27,9 +31,9 @@ def tier_outlook(job: TrainJob, plan: PlanDescription, step_ms: float) -> list[s
         for rank in choice.ranks:
             rows[rank] += tiers.rows_a_step / len(choice.ranks)  # type: ignore[assignment]  # a share of them
     widest = max((choice.weight_bytes + choice.state_bytes) // (4 * choice.num_embeddings) for choice, _ in held)
-    speed = measure(tier_folder(job, held[0][0].name), max(widest, 1))
+    speed = data_sheet(job.hardware) or measure(tier_folder(job, held[0][0].name), max(widest, 1))
     most = max(rows.values())
-    stall = stall_percent(most, step_ms, speed.loads_per_s, speed.stores_per_s)
+    stall = stall_percent(step_ms, io_ms(most, speed.loads_per_s, speed.stores_per_s), speed.slowdown)
     line = describe(len(held), most, step_ms, speed, stall)
     if stall > job.planner.most_tier_stall_percent:
         raise PlanError(
@@ -39,11 +43,20 @@ def tier_outlook(job: TrainJob, plan: PlanDescription, step_ms: float) -> list[s
     return [line]
 
 
+def data_sheet(hardware: HardwareConfig) -> SsdSpeed | None:
+    """By hardware.ssd_gb_per_s and ssd_latency_us: a row is a block, and as many are read at once as a store has threads."""
+    if not hardware.ssd_gb_per_s or not hardware.ssd_latency_us:
+        return None
+    loads = min(IO_THREADS * 1e6 / hardware.ssd_latency_us, 1e9 * hardware.ssd_gb_per_s / BLOCK_BYTES)
+    return SsdSpeed(loads, loads / 2)  # a store reads the block that it changes, unless its records are whole sectors
+
+
 def describe(num_tables: int, rows: float, step_ms: float, speed: SsdSpeed, stall: float) -> str:
     """`rows`: that come in a step, on the rank that has most."""
-    io_ms = 1000 * rows * (1 / speed.loads_per_s + 1 / speed.stores_per_s)
+    moving_ms = io_ms(rows, speed.loads_per_s, speed.stores_per_s)
     return (
-        f"tiers       {num_tables} tables; {rows:,.0f} rows a step come and go, {io_ms:.3g} ms of this SSD "
+        f"tiers       {num_tables} tables; {rows:,.0f} rows a step come and go, {moving_ms:.3g} ms of the SSD "
         f"({speed.loads_per_s:,.0f} loads and {speed.stores_per_s:,.0f} stores a second) beside a step of {step_ms:.3g} ms: "
-        f"predicted tier stall {stall:.0f} %"
+        f"predicted tier stall {stall:.0f} %, "
+        f"and {tiered_step_ms(step_ms, moving_ms, speed.slowdown):.3g} ms in all"
     )

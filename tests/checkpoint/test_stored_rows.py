@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pipeline.checkpoint import stored_rows
+from pipeline.checkpoint.first_weights import FirstWeights
 from pipeline.checkpoint.shards import _save_stored, _without_zip_checksums
 from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.runtime.errors import TierError
@@ -20,6 +23,8 @@ class Source:
 
     def __init__(self, *columns: torch.Tensor) -> None:
         self.columns, self.most = columns, 0
+        self.first = FirstWeights()
+        self.changed = np.ones(len(columns[0]), np.bool_)
 
     def read_rows(self, column: int, first: int, count: int) -> torch.Tensor:
         self.most = max(self.most, count)
@@ -27,6 +32,20 @@ class Source:
 
     def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
         self.columns[column][rows] = values
+        self.changed[rows.numpy()] = True
+
+    def first_weights(self) -> FirstWeights:
+        return self.first
+
+    def changed_rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return np.packbits(self.changed, bitorder="little")
+
+    def begin(self, first_weights: FirstWeights) -> None:
+        rows = np.arange(len(self.changed))
+        self.first, self.changed[:] = first_weights, False
+        first_weights.sample(rows, rows, self.columns[0].numpy())
+        for column in self.columns[1:]:
+            column.zero_()
 
 
 class Failing(Source):

@@ -7,19 +7,19 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig, num_slots
+from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig, head_rows, num_slots
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
-from pipeline.planner.tiers import MAP_BYTES_A_SLOT, forecast, memory_bytes, stall_percent
+from pipeline.planner.tiers import MAP_BYTES_A_SLOT, forecast, io_ms, memory_bytes, stall_percent, tiered_step_ms
 from pipeline.sharding.kernels import slot_map_kernels
 
 ROWS, BATCH = 4000, 256
 
 
-def table(slots: float, frequencies: RowFrequencies | None = None) -> Table:
+def table(slots: float, frequencies: RowFrequencies | None = None, head: float = 0.0) -> Table:
     return Table(
         "t", ROWS, 16, ["f"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0], frequencies,
-        tiers=TiersConfig(slots=slots),
+        tiers=TiersConfig(slots=slots, head=head),
     )  # fmt: skip
 
 
@@ -30,22 +30,25 @@ def zipf() -> tuple[RowFrequencies, np.ndarray]:
     return RowFrequencies(points, [float(shares[point]) for point in points]), weights / weights.sum()
 
 
-def simulate(slots: int, shares: np.ndarray) -> tuple[float, float]:
+def simulate(slots: int, shares: np.ndarray, head: int) -> tuple[float, float]:
     """Hits of lookups and missing rows a step, of the map itself over random batches, once it is full."""
     rng = np.random.default_rng(0)
     buckets, row_of = np.full(1 << 14, -1, np.int32), np.full(slots, -1, np.int64)
     visits, dirty, pins = np.zeros(slots, np.uint8), np.zeros(slots, np.uint8), np.zeros(slots, np.int32)
     seen, hand = np.zeros(slots, np.int64), np.zeros(1, np.int64)
+    row_of[:head] = np.arange(head)
     hits, missed, steps = 0, 0, 120
     for step in range(1, 60 + steps):
         ids = rng.choice(ROWS, BATCH, p=shares)
         found, pinned, missing = (np.empty(BATCH, np.int64) for _ in range(3))
         num_pinned, num_missing = slot_map_kernels.resolve(
-            ids, buckets, row_of, visits, pins, seen, step, found, pinned, missing
+            ids, buckets, row_of, visits, pins, seen, step, head, found, pinned, missing
         )
         rows = np.unique(missing[:num_missing])
         own, victims, victim_slots = (np.empty(len(rows), np.int64) for _ in range(3))
-        count, _ = slot_map_kernels.admit(rows, buckets, row_of, visits, pins, dirty, hand, own, victims, victim_slots)
+        count, _ = slot_map_kernels.admit(
+            rows, buckets, row_of, visits, pins, dirty, hand, head, own, victims, victim_slots
+        )
         assert count == len(rows)
         pins[pinned[:num_pinned]] -= 1
         pins[own] -= 1
@@ -56,11 +59,12 @@ def simulate(slots: int, shares: np.ndarray) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
-@pytest.mark.parametrize("kind", ["zipf", "even"])
+@pytest.mark.parametrize("kind", ["zipf", "even", "head"])
 def test_hits_and_rows_a_step_are_about_what_the_map_does(kind: str, share: float) -> None:
-    frequencies, shares = zipf() if kind == "zipf" else (None, np.full(ROWS, 1 / ROWS))
-    expected = forecast(table(share, frequencies), BATCH)
-    hit_rate, rows = simulate(int(share * ROWS), shares)
+    frequencies, shares = zipf() if kind != "even" else (None, np.full(ROWS, 1 / ROWS))
+    head = 0.5 if kind == "head" else 0.0
+    expected = forecast(table(share, frequencies, head), BATCH)
+    hit_rate, rows = simulate(int(share * ROWS), shares, head_rows(head, int(share * ROWS)))
     assert expected.hit_rate == pytest.approx(hit_rate, abs=0.04)
     assert expected.rows_a_step == pytest.approx(rows, rel=0.2)
 
@@ -72,11 +76,20 @@ def test_more_slots_serve_more_and_all_slots_serve_all() -> None:
     assert found[-1].hit_rate == pytest.approx(1, abs=0.01)
 
 
+def test_a_head_of_hot_rows_serves_more() -> None:
+    frequencies, _ = zipf()
+    without, half, most = (forecast(table(0.1, frequencies, head), BATCH) for head in (0.0, 0.5, 0.95))
+    assert without.hit_rate < half.hit_rate < most.hit_rate and without.rows_a_step > half.rows_a_step
+
+
 def test_memory_is_that_of_slots_their_map_and_a_bit_a_row() -> None:
     assert memory_bytes(table(0.25), ROWS // 2, 128.0) == 500 * (128 + MAP_BYTES_A_SLOT) + ROWS // 16
     assert num_slots(1000, ROWS // 4, ROWS) == 250 and num_slots(0.1, 7, ROWS) == 1 and num_slots(1e9, 7, ROWS) == 7
 
 
 def test_a_step_waits_only_where_reads_and_writes_take_longer_than_it() -> None:
-    assert stall_percent(1000, step_ms=60, loads_per_s=50_000, stores_per_s=40_000) == 0
-    assert stall_percent(1000, step_ms=15, loads_per_s=50_000, stores_per_s=50_000) == pytest.approx(62.5)
+    assert io_ms(1000, loads_per_s=50_000, stores_per_s=40_000) == pytest.approx(45)
+    assert stall_percent(60, 45) == 0 and stall_percent(15, 40) == pytest.approx(62.5)
+    assert stall_percent(15, 40, slowdown=2) == pytest.approx(25)
+    assert tiered_step_ms(60, 45) == 60 and tiered_step_ms(15, 40, 2) == 40
+    assert tiered_step_ms(60, 40, slowdown=2) == 80  # 40 at half of the speed, and 40 alone

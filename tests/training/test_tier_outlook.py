@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from pipeline.config.jobs import TrainJob
-from pipeline.config.planner import PlannerConfig
+from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.config.training import ShardingConfig
 from pipeline.planner.tiers import TierForecast
 from pipeline.runtime.errors import PlanError, TrainingError
 from pipeline.sharding.tiers.probe import SsdSpeed
 from pipeline.sharding.tiers.stats import TierStats
 from pipeline.training import tier_outlook as module
-from pipeline.training.tier_outlook import tier_outlook
+from pipeline.training.tier_outlook import data_sheet, tier_outlook
 from pipeline.training.tier_rates import describe_tiers, tier_folder, tier_rates
 from tests.planner.plans import drawn_plan
 
@@ -33,11 +33,27 @@ def test_the_stall_is_of_the_rank_with_most_rows_and_a_long_one_is_refused(monke
     tiered = replace(first, tiers=TierForecast(10, 0.9, 1000.0 * len(first.ranks)))
     plan = replace(plan, tables=[tiered, *others])
     (line,) = tier_outlook(_job(), plan, step_ms=15.0)
-    assert "1,000 rows a step come and go, 60 ms of this SSD" in line and "predicted tier stall 75 %" in line
+    assert "1,000 rows a step come and go, 60 ms of the SSD" in line and "predicted tier stall 75 %" in line
     (line,) = tier_outlook(_job(), plan, step_ms=80.0)
     assert "predicted tier stall 0 %" in line
     with pytest.raises(PlanError, match=r"stall 75 %; planner.most_tier_stall_percent=50 allows less: raise tables"):
         tier_outlook(_job(most_tier_stall_percent=50.0), plan, step_ms=15.0)
+
+
+def test_a_data_sheet_goes_before_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "measure", lambda folder, record: SPEED)
+    assert (
+        data_sheet(HardwareConfig(ssd_gb_per_s=3.0)) is None and data_sheet(HardwareConfig(ssd_latency_us=80)) is None
+    )
+    by_latency = data_sheet(HardwareConfig(ssd_gb_per_s=3.0, ssd_latency_us=80))
+    assert by_latency == SsdSpeed(200_000.0, 100_000.0)
+    by_bandwidth = data_sheet(HardwareConfig(ssd_gb_per_s=0.4096, ssd_latency_us=80))
+    assert by_bandwidth == SsdSpeed(100_000.0, 50_000.0)
+    plan, _ = drawn_plan(4, 2)
+    first, *others = plan.tables
+    plan = replace(plan, tables=[replace(first, tiers=TierForecast(10, 0.9, 1000.0 * len(first.ranks))), *others])
+    job = replace(_job(), hardware=HardwareConfig(ssd_gb_per_s=0.4096, ssd_latency_us=80))
+    assert "30 ms of the SSD (100,000 loads and 50,000 stores" in tier_outlook(job, plan, 60.0)[0]
 
 
 def test_rows_do_not_lie_in_an_object_store() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,13 +12,18 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.checkpoint.tensors import StepTensors
+from pipeline.cli.checkpoints import export_checkpoint
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.config.jobs import CheckpointsJob, EvaluateJob, ExportJob, TrainJob
+from pipeline.config.saved_jobs import load_saved_job
 from pipeline.runtime.errors import ShardingError
+from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
 from pipeline.training.run import TrainSummary, train
 from tests.support.ranks import RankPool
@@ -73,6 +79,51 @@ def test_tiers_and_memory_give_the_same_checkpoint_and_take_turns(
 
 
 @pytest.mark.campaign
+def test_the_planner_chooses_tiers_by_itself_where_memory_does_not_hold_the_tables(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    auto = ["sharding.tiers=auto", "+tables.default.tiers.min_rows=700", "trainer.global_batch_size=64"]
+    small = [*auto, "hardware.ddr_cap_gb=0.7511"]  # 1.1 MiB beside the process, for tables and layers
+    expected = run(ranks, 1, prepared_clicks, tmp_path / "memory", 8, auto)
+    assert "tier_row_hit_percent" not in expected.throughput
+    found = run(ranks, 1, prepared_clicks, tmp_path / "tiers", 4, small)
+    assert found.throughput["tier_row_hit_percent"] < 100
+    tables = load_saved_job(TrainJob, f"{tmp_path}/tiers/config.yaml").tables
+    assert [config for config in tables.values() if config.tiers and config.tiers.slots < 1]
+    measured = ranks.run(1, _evaluate, [f"run={tmp_path / 'tiers'}", "split=test"])[0]
+    assert measured.metrics
+    found = run(ranks, 1, prepared_clicks, tmp_path / "tiers", 8, small)  # resumes, and chooses as before
+    assert values(found.checkpoint) == values(expected.checkpoint)
+    with pytest.raises(RuntimeError, match=r"sharding.tiers=auto: tables take 0.0. GiB .*hardware.ddr_cap_gb"):
+        run(ranks, 1, prepared_clicks, tmp_path / "none", 4, [*auto, "hardware.ddr_cap_gb=0.7501"])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)], ids=["1_to_2", "2_to_1"])
+def test_a_step_holds_the_rows_that_were_trained_and_every_way_to_go_on_knows_the_others(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path, first: int, then: int
+) -> None:
+    data = [
+        "trainer.global_batch_size=32", "+tables.default.sharding.sharding_types=[row_wise]",
+        "+tables.cat_2.num_embeddings=200000",
+    ]  # fmt: skip
+    expected = run(ranks, first, prepared_clicks, tmp_path / "memory", 4, data)
+    saved = run(ranks, first, prepared_clicks, tmp_path / "tiers", 4, [*data, *TIERS])
+    manifest = json.loads((Path(saved.checkpoint) / "manifest.json").read_text())
+    assert manifest["format_version"] == 4 and len(manifest["sampled"]) >= first
+    taken, whole = (
+        sum(path.stat().st_blocks * 512 for path in Path(each.checkpoint).iterdir()) for each in (saved, expected)
+    )
+    assert taken < whole / 3
+    assert values(saved.checkpoint) == values(expected.checkpoint)
+    ends = [run(ranks, then, prepared_clicks, tmp_path / "memory", 8, data)]
+    shutil.copytree(tmp_path / "tiers", tmp_path / "to_memory")
+    for name, more in {"tiers": TIERS, "to_memory": []}.items():
+        ends.append(run(ranks, then, prepared_clicks, tmp_path / name, 8, [*data, *more]))
+    assert values(ends[0].checkpoint) == values(ends[1].checkpoint) == values(ends[2].checkpoint)
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
 def test_two_ranks_train_to_the_same_checkpoint_and_one_goes_on(
@@ -108,6 +159,25 @@ def test_an_evaluation_and_a_warm_start_of_tiers_are_those_of_memory(
     warm = [f"warm_start.run={tmp_path / 'memory'}", "+warm_start=from_run"]
     ends = [run(ranks, 1, prepared_clicks, tmp_path / f"{name}_warm", 4, [*more, *warm]) for name, more in runs.items()]
     assert values(ends[0].checkpoint) == values(ends[1].checkpoint)
+
+
+@pytest.mark.campaign
+def test_artifacts_and_exported_tables_of_tiers_are_those_of_memory(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    for name, more in {"memory": [], "tiers": TIERS}.items():
+        run(ranks, 1, prepared_clicks, tmp_path / name, 8, more)
+    memory, tiers = (ranks.run(1, _export, str(tmp_path / name))[0] for name in ("memory", "tiers"))
+    assert memory == tiers
+
+
+def _export(rank: int, run_dir: str) -> tuple[str, dict[str, list[object]]]:
+    """The artifact's version, which is a hash of all that scores depend on; and a table with its optimizer's state."""
+    summary = export(ExportJob(run=run_dir, output=f"{run_dir}_artifact"))
+    table = max(read_manifest(summary.artifact).tables, key=lambda each: each.rows).name
+    output = f"{run_dir}.parquet"
+    export_checkpoint(CheckpointsJob(run=run_dir, command="export", table=table, output=output, optimizer_state=True))
+    return summary.version, pq.read_table(output).to_pydict()
 
 
 @pytest.mark.campaign

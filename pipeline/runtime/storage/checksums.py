@@ -7,6 +7,7 @@ block; docs/adr/0009 says why not SHA-256.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import zlib
@@ -24,6 +25,9 @@ PIECE_BYTES = 64 << 20  # checksummed and written side by side
 AHEAD_BLOCKS = 8  # that are written and not yet read back
 READING_THREADS = 4  # of one file on a disk: more than cores, for some wait for it
 CACHED_BLOCKS = 2  # torch.load reads the end of an item, then its beginning
+
+ZEROS = bytes(1 << 20)
+ZERO_BLOCK = f"{zlib.crc32(bytes(BLOCK_BYTES)):08x}"
 
 FileEntry = dict[str, Any]  # what a manifest says of a file: size_bytes, block_bytes, crc32 (a list of 8 hex digits)
 
@@ -69,6 +73,23 @@ class ChecksummedWriter(io.RawIOBase):
             if self._read_back is not None:
                 self._read_back.check(self._full)
         return len(view)
+
+    def write_zeros(self, num_bytes: int) -> None:
+        """A hole, where the file system has them: it takes no space, and reads as zeros."""
+        left = num_bytes
+        while left:
+            part = min(left, BLOCK_BYTES - self._filled)
+            if part == BLOCK_BYTES:
+                if self._read_back is not None:
+                    self._read_back.holes.add(len(self._full))
+                self._full.append(ZERO_BLOCK)
+            else:
+                for begin in range(0, part, len(ZEROS)):
+                    self._add(memoryview(ZEROS)[: min(len(ZEROS), part - begin)])
+            left -= part
+        self.size_bytes += num_bytes
+        os.ftruncate(self._file.fileno(), self.size_bytes)
+        self._file.seek(self.size_bytes)
 
     def _write(self, piece: memoryview, wanted: int) -> None:
         while len(piece):
@@ -130,11 +151,16 @@ class _ReadBack:
         self._checks: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1)
         self._block = bytearray()
+        self.holes: set[int] = set()  # blocks of which no byte was written
 
     def check(self, checksums: list[str]) -> None:
         """Of all of the file's blocks so far; those that are new among them are read. Waits while many are not yet."""
         for index in range(len(self._checks), len(checksums)):
-            self._checks.append(self._thread.submit(self._check, index, checksums[index]))
+            if index in self.holes:
+                self._checks.append(Future())
+                self._checks[-1].set_result(None)
+            else:
+                self._checks.append(self._thread.submit(self._check, index, checksums[index]))
         if len(self._checks) > AHEAD_BLOCKS:
             self._checks[-AHEAD_BLOCKS].exception()
 
@@ -210,8 +236,11 @@ class VerifiedFile(PositionedReader):
                 for _ in threads.map(self._read_local_block, range(first, first + len(blocks)), blocks):
                     pass
             return len(target)
-        self._file.seek(first * self._block_bytes)
         for index, block in enumerate(blocks, first):
+            if self._is_hole(index):
+                _fill_with_zeros(block)
+                continue
+            self._file.seek(index * self._block_bytes)
             filled = 0
             while filled < len(block):
                 filled += self._more(self._file.readinto(block[filled:]))  # type: ignore[attr-defined]
@@ -219,7 +248,10 @@ class VerifiedFile(PositionedReader):
         return len(target)
 
     def _read_local_block(self, index: int, block: memoryview) -> None:
-        """On a thread: it takes no part in the file's position."""
+        """On a thread: the file's position does not matter to it."""
+        if self._is_hole(index):
+            _fill_with_zeros(block)
+            return
         if hasattr(os, "posix_fadvise"):
             ahead = (index + READING_THREADS) * self._block_bytes
             os.posix_fadvise(self._file.fileno(), ahead, self._block_bytes, os.POSIX_FADV_WILLNEED)
@@ -228,6 +260,30 @@ class VerifiedFile(PositionedReader):
             place = index * self._block_bytes + filled
             filled += self._more(os.preadv(self._file.fileno(), [block[filled:]], place))
         self._verify(index, block)
+
+    def verify(self) -> None:
+        """Read all of it, but for holes. Raises DamagedError."""
+        size, most = self._block_bytes, READING_THREADS
+        buffer = memoryview(bytearray(min(most * size, max(self._size, 1))))
+        index, last = 0, len(self._entry["crc32"])
+        while index < last:
+            if self._is_hole(index):
+                index += 1
+                continue
+            end = min(index + most, last)
+            self._read_blocks(index, buffer[: min(end * size, self._size) - index * size])
+            index = end
+
+    def _is_hole(self, index: int) -> bool:
+        """Whether a whole block is to be zeros, and the file system says that it was never written."""
+        begin = index * BLOCK_BYTES
+        is_zero = self._entry["crc32"][index] == ZERO_BLOCK and begin + BLOCK_BYTES <= self._size
+        if not (self._is_local and is_zero and self._block_bytes == BLOCK_BYTES):
+            return False
+        try:
+            return os.lseek(self._file.fileno(), begin, os.SEEK_DATA) >= begin + BLOCK_BYTES
+        except OSError as error:  # ENXIO: nothing was written from here to the end
+            return error.errno == errno.ENXIO
 
     def _more(self, count: int) -> int:
         if not count:
@@ -245,6 +301,11 @@ class VerifiedFile(PositionedReader):
                 self._file.close()
             self._blocks.clear()
             super().close()
+
+
+def _fill_with_zeros(block: memoryview) -> None:
+    for begin in range(0, len(block), len(ZEROS)):
+        block[begin : begin + len(ZEROS)] = ZEROS[: len(block) - begin]
 
 
 def checksums_of(path: str) -> FileEntry:
@@ -280,9 +341,7 @@ def damage(path: str, entry: FileEntry) -> str:
     """Empty for a file of the size and checksums that its entry gives, else what is wrong. Reads all of it."""
     try:
         with VerifiedFile(path, entry) as file:
-            buffer = bytearray(max(1, min(READING_THREADS * BLOCK_BYTES, int(entry["size_bytes"]))))
-            while file.readinto(buffer):
-                pass
+            file.verify()
     except (DamagedError, OSError, KeyError, TypeError, ValueError) as error:
         return str(error) or repr(error)
     return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pipeline.sharding.kernels.llvm_intrinsics import LANES, add_1, add_16, copy_1, copy_16, prefetch_to_read
+from pipeline.runtime.kernels.llvm_intrinsics import LANES, add_1, add_16, copy_1, copy_16, prefetch_to_read
 
 U = np.uint64
 AHEAD = 8  # samples

@@ -1,7 +1,7 @@
 """Read and write records of a file between its blocks and the slots of a table, by kernels that Numba compiles.
 
 A record is a row's weights and its optimizer's states, float32. Records lie in units of whole blocks, as many as fit, and none
-lies in two units. Each thread has a buffer of its own, aligned as O_DIRECT asks; a run of neighbouring units is one read or write.
+lies in two units; where they are whole sectors of the device, one is written without its block being read first. Each thread has a buffer of its own, aligned as O_DIRECT asks; a run of neighbouring units is one read or write.
 Kernels return the errno of the first call that failed, SHORT for a file that ended, and 0.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit, types
-
-from pipeline.sharding.kernels.philox_kernels import GROUP, fill
 
 U, int64 = np.uint64, np.int64
 SHORT = -1
@@ -70,9 +68,10 @@ def _end_of_run(rows, first, end, rows_a_unit, most_units):  # type: ignore[no-u
 def load(fd, rows, slots, begin, end, layout, buffer, weights, states, squares, counts):  # type: ignore[no-untyped-def]
     """Fill the slots of rows[begin:end], ascending, from their records. counts: reads and bytes are added.
 
-    layout: rows a unit, numbers a unit, and numbers a record. weights, states, squares: [slots, numbers a row].
+    layout: rows a unit; and numbers a unit, a record, from one record to the next, and a sector. weights, states, squares:
+    [slots, numbers a row].
     """
-    rows_a_unit, unit, record = layout
+    rows_a_unit, unit, record, stride, _ = layout
     most_units = len(buffer) // unit
     dim, second = weights.shape[1], weights.shape[1] + states.shape[1]
     first = begin
@@ -87,7 +86,7 @@ def load(fd, rows, slots, begin, end, layout, buffer, weights, states, squares, 
         counts[1] += num_bytes
         for position in range(first, after):
             row, slot = rows[position], slots[position]
-            at = (row // rows_a_unit - first_unit) * unit + row % rows_a_unit * record
+            at = (row // rows_a_unit - first_unit) * unit + row % rows_a_unit * stride
             weights[slot] = buffer[at : at + dim]
             states[slot] = buffer[at + dim : at + second]
             squares[slot] = buffer[at + second : at + record]
@@ -137,19 +136,52 @@ def _keeps_others(rows, first, after, rows_a_unit, written, num_rows):  # type: 
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _store_records(fd, rows, records, begin, end, layout, buffer, counts):  # type: ignore[no-untyped-def]
+    """Write records[begin:end] and no byte of others; neighbours in a unit at once."""
+    rows_a_unit, unit, record, stride, _ = layout
+    first = begin
+    while first < end:
+        row = rows[first]
+        after = first + 1
+        while after < end and rows[after] == rows[after - 1] + 1 and rows[after] // rows_a_unit == row // rows_a_unit:
+            after += 1
+        for position in range(first, after):
+            at = (position - first) * stride
+            buffer[at : at + record] = records[position]
+            buffer[at + record : at + stride] = 0
+        num_bytes = (after - first) * stride * 4
+        error = _write(fd, buffer, num_bytes, (row // rows_a_unit * unit + row % rows_a_unit * stride) * 4)
+        if error != 0:
+            return error
+        counts[2] += 1
+        counts[3] += num_bytes
+        counts[4] += after - first
+        first = after
+    return int64(0)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def store(fd, rows, records, begin, end, layout, buffer, written, num_rows, counts):  # type: ignore[no-untyped-def]
     """Write records[begin:end] of rows[begin:end], ascending. Their units are this call's alone.
 
-    counts: reads, bytes read, writes, bytes and rows written are added; a unit that keeps other records is read first.
+    counts: reads, bytes read, writes, bytes and rows written are added; a unit that keeps other records is read first, unless
+    its records are whole sectors.
     """
-    rows_a_unit, unit, record = layout
+    rows_a_unit, unit, record, stride, sector = layout
     most_units = len(buffer) // unit
     first = begin
     while first < end:
         after = _end_of_run(rows, first, end, rows_a_unit, most_units)
         first_unit = rows[first] // rows_a_unit
         num_bytes = (rows[after - 1] // rows_a_unit + 1 - first_unit) * unit * 4
-        if _keeps_others(rows, first, after, rows_a_unit, written, num_rows):
+        keeps_others = _keeps_others(rows, first, after, rows_a_unit, written, num_rows)
+        if keeps_others and stride % sector == 0:
+            error = _store_records(fd, rows, records, first, after, layout, buffer, counts)
+            if error != 0:
+                return error
+            first = after
+            continue
+        if keeps_others:
             error = _read(fd, buffer, num_bytes, first_unit * unit * 4)
             if error != 0:
                 return error
@@ -158,7 +190,7 @@ def store(fd, rows, records, begin, end, layout, buffer, written, num_rows, coun
         else:
             buffer[: num_bytes // 4] = 0
         for position in range(first, after):
-            at = (rows[position] // rows_a_unit - first_unit) * unit + rows[position] % rows_a_unit * record
+            at = (rows[position] // rows_a_unit - first_unit) * unit + rows[position] % rows_a_unit * stride
             buffer[at : at + record] = records[position]
         error = _write(fd, buffer, num_bytes, first_unit * unit * 4)
         if error != 0:
@@ -173,7 +205,7 @@ def store(fd, rows, records, begin, end, layout, buffer, written, num_rows, coun
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def read_range(fd, first_row, num_rows, layout, begin, end, written, buffer, values):  # type: ignore[no-untyped-def]
     """values [num_rows, end - begin]: numbers begin..end of the records of the written rows among first_row and on."""
-    rows_a_unit, unit, record = layout
+    rows_a_unit, unit, _, stride, _ = layout
     most_units = len(buffer) // unit
     row, last = first_row, first_row + num_rows
     while row < last:
@@ -191,18 +223,7 @@ def read_range(fd, first_row, num_rows, layout, begin, end, written, buffer, val
                 return error
             for each in range(row, after):
                 if is_set(written, each):
-                    at = (each // rows_a_unit - first_unit) * unit + each % rows_a_unit * record
+                    at = (each // rows_a_unit - first_unit) * unit + each % rows_a_unit * stride
                     values[each - first_row] = buffer[at + begin : at + end]
         row = after
     return int64(0)
-
-
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def sample(rows, slots, first_row, first_column, width, key0, key1, is_normal, unit, values):  # type: ignore[no-untyped-def]
-    """values[slots[i]] = the first weights of row first_row + rows[i] of a table with `width` columns, from first_column on."""
-    numbers = np.empty(width, np.float32)
-    for position in range(len(rows)):
-        first = U(first_row + rows[position]) * U(width)
-        groups = (first + U(width) + U(GROUP - 1)) // U(GROUP) - first // U(GROUP)
-        fill(numbers, first, key0, key1, is_normal, unit, U(0), groups)
-        values[slots[position]] = numbers[first_column : first_column + values.shape[1]]

@@ -3,6 +3,8 @@
 A map is a hash table of slots: buckets [2^k] hold a slot or -1, row_of [slots] the row that a slot holds or -1. Collisions go to
 the next bucket, and a row that leaves closes the gap behind it, so there are no tombstones. Victims are found by CLOCK: a hand goes
 round the slots, takes one off each count that it passes, and stops where the count is 0 and no batch in flight needs the row.
+
+Rows [0, head) have the slots of their own numbers, which are in no bucket and which the hand does not reach: they never leave.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ MOST = np.uint8(3)  # a row that recent batches had three times survives three r
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def find(row, buckets, row_of):  # type: ignore[no-untyped-def]
+def find(row, buckets, row_of, head):  # type: ignore[no-untyped-def]
     """The slot of a row; -1: it has none."""
+    if row < head:
+        return int64(row)
     mask = U(len(buckets) - 1)
     bucket = ((U(row) * HASH) >> U(24)) & mask
     while True:
@@ -60,12 +64,12 @@ def _remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _victim(hand, row_of, visits, pins):  # type: ignore[no-untyped-def]
+def _victim(hand, row_of, visits, pins, head):  # type: ignore[no-untyped-def]
     """A slot that may be filled, free or not; -1: batches in flight need them all."""
     count = len(row_of)
-    for _ in range((int64(MOST) + 2) * count):
-        slot = hand[0]
-        hand[0] = slot + 1 if slot + 1 < count else 0
+    for _ in range((int64(MOST) + 2) * (count - head)):
+        slot = max(hand[0], head)
+        hand[0] = slot + 1 if slot + 1 < count else head
         if row_of[slot] < 0:
             return int64(slot)
         if pins[slot] == 0:
@@ -76,7 +80,7 @@ def _victim(hand, row_of, visits, pins):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def resolve(ids, buckets, row_of, visits, pins, seen, now, slots, pinned, missing):  # type: ignore[no-untyped-def]
+def resolve(ids, buckets, row_of, visits, pins, seen, now, head, slots, pinned, missing):  # type: ignore[no-untyped-def]
     """Pin what `ids` [n] has in slots, once a row, and fill slots [n]: -1 for a row that has none.
 
     seen [slots]: the call that last saw a slot; `now` is this one's. pinned [n]: the slots that were pinned. missing [n]: the
@@ -84,7 +88,7 @@ def resolve(ids, buckets, row_of, visits, pins, seen, now, slots, pinned, missin
     """
     num_pinned, num_missing = 0, 0
     for position in range(len(ids)):
-        slot = find(ids[position], buckets, row_of)
+        slot = find(ids[position], buckets, row_of, head)
         slots[position] = slot
         if slot < 0:
             missing[num_missing] = ids[position]
@@ -99,7 +103,7 @@ def resolve(ids, buckets, row_of, visits, pins, seen, now, slots, pinned, missin
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def admit(rows, buckets, row_of, visits, pins, dirty, hand, slots, victims, victim_slots):  # type: ignore[no-untyped-def]
+def admit(rows, buckets, row_of, visits, pins, dirty, hand, head, slots, victims, victim_slots):  # type: ignore[no-untyped-def]
     """Give each of `rows` [n], which have none, a pinned slot: slots [n]. Its weights and state are yet to be filled in.
 
     victims [n], victim_slots [n]: the rows that left and had changed, whose weights and state their slots still hold. Returns
@@ -107,7 +111,7 @@ def admit(rows, buckets, row_of, visits, pins, dirty, hand, slots, victims, vict
     """
     num_victims = 0
     for position in range(len(rows)):
-        slot = _victim(hand, row_of, visits, pins)
+        slot = _victim(hand, row_of, visits, pins, head)
         if slot < 0:
             return position, num_victims
         if row_of[slot] >= 0:
@@ -122,11 +126,11 @@ def admit(rows, buckets, row_of, visits, pins, dirty, hand, slots, victims, vict
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def fill_in(ids, buckets, row_of, slots):  # type: ignore[no-untyped-def]
+def fill_in(ids, buckets, row_of, head, slots):  # type: ignore[no-untyped-def]
     """slots [n], where it is -1: of rows that have one now."""
     for position in range(len(ids)):
         if slots[position] < 0:
-            slots[position] = find(ids[position], buckets, row_of)
+            slots[position] = find(ids[position], buckets, row_of, head)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -139,7 +143,14 @@ def out_of_range(ids, num_rows):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def find_rows(first, buckets, row_of, slots):  # type: ignore[no-untyped-def]
+def find_rows(first, buckets, row_of, head, slots):  # type: ignore[no-untyped-def]
     """slots [n]: of rows `first` and on; -1: none."""
     for position in range(len(slots)):
-        slots[position] = find(first + position, buckets, row_of)
+        slots[position] = find(first + position, buckets, row_of, head)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def release_head(head, buckets, row_of):  # type: ignore[no-untyped-def]
+    """Rows [0, head), which are in their slots, become rows like others: they may leave."""
+    for row in range(head):
+        _insert(row, row, buckets, row_of)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pipeline.sharding.kernels.llvm_intrinsics import (
+from pipeline.runtime.kernels.llvm_intrinsics import (
     LANES,
     adam_1,
     adam_16,

@@ -26,6 +26,8 @@ from pipeline.sharding.kernels import record_kernels
 
 BLOCK_BYTES = 4096
 BUFFER_BYTES = 1 << 19  # of a thread: the longest read or write
+SECTOR_BYTES = 512  # the least that most devices write
+MOST_PADDED = 1.34  # times its size, for a record to be whole sectors
 LEAST_ROWS = 8  # of a thread's share
 READS, READ_BYTES, WRITES, WRITTEN_BYTES, WRITTEN_ROWS = range(5)
 logger = get_logger(__name__)
@@ -46,20 +48,27 @@ class RowStore:
         self.folder, self.name, self.num_rows = folder, name, num_rows
         self._widths, self._threads = list(widths), num_threads
         self.record = sum(widths)
-        record_bytes = 4 * self.record
-        self.rows_a_unit = max(1, BLOCK_BYTES // record_bytes)
-        unit_bytes = -(-record_bytes // BLOCK_BYTES) * BLOCK_BYTES if self.rows_a_unit == 1 else BLOCK_BYTES
-        self._layout = (self.rows_a_unit, unit_bytes // 4, self.record)
+        self._fd, self.is_direct, sector_bytes = _open(folder, name)
+        stride_bytes = 4 * self.record
+        padded = -(-stride_bytes // sector_bytes) * sector_bytes
+        if padded <= MOST_PADDED * stride_bytes:
+            stride_bytes = padded
+        self.rows_a_unit = max(1, BLOCK_BYTES // stride_bytes)
+        unit_bytes = -(-stride_bytes // BLOCK_BYTES) * BLOCK_BYTES if self.rows_a_unit == 1 else BLOCK_BYTES
+        self._layout = (self.rows_a_unit, unit_bytes // 4, self.record, stride_bytes // 4, sector_bytes // 4)
         self._buffer_bytes = max(BUFFER_BYTES, unit_bytes)
         self.size_bytes = -(-num_rows // self.rows_a_unit) * unit_bytes
         self._written = np.zeros(num_rows // 8 + 1, np.uint8)
         self.counts = np.zeros(5, np.int64)
         self._local = threading.local()
-        self._fd, self.is_direct = _open(folder, name)
 
     def forget(self) -> None:
         """As if no record had been written."""
         self._written[:] = 0
+
+    def written_bits(self) -> Array:
+        """A copy: a bit for each row, as numpy.packbits(bitorder="little") has them."""
+        return self._written.copy()
 
     def are_written(self, rows: Array) -> Array:
         """[n] bool."""
@@ -149,8 +158,8 @@ class RowStore:
             )
 
 
-def _open(folder: str, name: str) -> tuple[int, bool]:
-    """A file without a name in `folder`, and whether it passes by the page cache."""
+def _open(folder: str, name: str) -> tuple[int, bool, int]:
+    """A file without a name in `folder`, whether it passes by the page cache, and the least bytes that can be written."""
     try:
         os.makedirs(folder, exist_ok=True)
         for flags in (os.O_DIRECT, 0):
@@ -163,7 +172,7 @@ def _open(folder: str, name: str) -> tuple[int, bool]:
             if not flags or _is_usable(fd):
                 if not flags:
                     logger.warning("%s has no O_DIRECT: rows of table %r go through the page cache", folder, name)
-                return fd, bool(flags)
+                return fd, bool(flags), (_sector_bytes(fd) if flags else 4)
             os.close(fd)
     except OSError as error:
         raise TierError(
@@ -183,6 +192,19 @@ def _open_unnamed(folder: str, flags: int) -> int:
             return os.open(path, os.O_RDWR | flags)
         finally:
             os.unlink(path)
+
+
+def _sector_bytes(fd: int) -> int:
+    """Of the device, by a write of a part of a block."""
+    try:
+        with mmap.mmap(-1, BLOCK_BYTES) as page, memoryview(page) as whole, whole[:SECTOR_BYTES] as part:
+            os.pwritev(fd, [whole], 0)
+            os.pwritev(fd, [part], SECTOR_BYTES)
+    except OSError:
+        return BLOCK_BYTES
+    finally:
+        os.ftruncate(fd, 0)
+    return SECTOR_BYTES
 
 
 def _is_usable(fd: int) -> bool:

@@ -18,13 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.checkpoint.first_weights import FirstWeights
 from pipeline.runtime.errors import TierError
+from pipeline.runtime.logs import get_logger
 from pipeline.sharding.tiers.row_store import READ_BYTES, READS, WRITES, WRITTEN_BYTES, WRITTEN_ROWS
 from pipeline.sharding.tiers.stats import TierStats
-from pipeline.sharding.tiers.tiered_table import Admission, FirstWeights, TieredTable
+from pipeline.sharding.tiers.tiered_table import Admission, TieredTable
 
 Array = np.ndarray[Any, Any]
 MOST_AHEAD = 2
+logger = get_logger(__name__)
 
 
 @cache
@@ -170,6 +173,9 @@ class TieredLookup:
         with self._lock:
             pins.release()
             pins, slots = self._pin(by_table, training)
+            if _has_gap(slots) and self._release_heads(slots):
+                pins.release()
+                pins, slots = self._pin(by_table, training)
             if _has_gap(slots):
                 raise self._too_few(by_table, slots)
             return pins, slots
@@ -178,6 +184,9 @@ class TieredLookup:
         """Pins, and each table's slots by id; -1 where batches in flight need all."""
         self._check_failure()
         self._unpin_released()
+        with self.failing():
+            for table in self.tables:
+                table.bring_head()
         pins, all_slots, wanted = Pins(self, [], self._epoch), [], []
         for table, ids in zip(self.tables, by_table, strict=True):
             slots = np.empty(len(ids), np.int64)
@@ -195,6 +204,18 @@ class TieredLookup:
                 self._stats.missed_lookups += int(missed - np.count_nonzero(all_slots[at] < 0))
                 self._stats.missed_rows += len(admission.rows)
         return pins, all_slots
+
+    def _release_heads(self, slots: list[Array]) -> bool:
+        """Let the heads of tables go that have too few slots beside them; False where no table had one."""
+        short = [table for table, found in zip(self.tables, slots, strict=True) if table.head and _has_gap([found])]
+        for table in short:
+            logger.warning(
+                "table %r keeps its first %d rows in slots no longer: beside them %d slots are too few for the batches in "
+                "flight; raise tables.%s.tiers.slots, or lower tiers.head",
+                table.name, table.head, table.num_slots - table.head, table.name,
+            )  # fmt: skip
+            table.release_head()
+        return bool(short)
 
     def _admit(self, wanted: list[Array]) -> list[Admission]:
         with self.failing():
@@ -255,6 +276,14 @@ class ShardRows:
         with self._lookup.quiet(), self._lookup.failing():
             self._lookup.void_pins()
             self.table.write_rows(column, rows, values)
+
+    def first_weights(self) -> FirstWeights:
+        return self.table.first_weights
+
+    def changed_rows(self) -> Array:
+        with self._lookup.quiet(), self._lookup.failing():
+            self.table.finish_write_back()
+            return self.table.changed_rows()
 
     def begin(self, first_weights: FirstWeights) -> None:
         """Forget all that was trained or loaded; rows begin by `first_weights`."""

@@ -15,34 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.checkpoint.first_weights import FirstWeights
 from pipeline.sharding.kernels import record_kernels, slot_map_kernels
 from pipeline.sharding.tiers.row_store import RowStore
 
 Array = np.ndarray[Any, Any]
-NORMAL, UNIFORM = "normal", "uniform"
-LOW = 0xFFFFFFFF
-
-
-@dataclass(frozen=True)
-class FirstWeights:
-    """What table_init would fill a shard with that begins at (row, column) of a table with `width` columns; "": zeros."""
-
-    kind: str = ""
-    key: int = 0
-    unit: float = 0.0  # as philox.py's: the std of normal numbers, 2^-23 of the bound of uniform ones
-    width: int = 0
-    row: int = 0
-    column: int = 0
-
-    def sample(self, rows: Array, slots: Array, weights: Array) -> None:
-        """weights[slots] are filled with those of the shard's `rows`."""
-        if not self.kind:
-            weights[slots] = 0
-            return
-        record_kernels.sample(
-            rows, slots, self.row, self.column, self.width, np.uint64(self.key & LOW), np.uint64(self.key >> 32),
-            self.kind == NORMAL, np.float32(self.unit), weights,
-        )  # fmt: skip
+AT_ONCE = 1 << 14  # rows
 
 
 @dataclass
@@ -59,14 +37,19 @@ class Admission:
 class TieredTable:
     """`columns` are the slots' weights and two states, [slots, numbers a row]; a state that is missing is 0 wide.
 
-    vectors: which columns a checkpoint holds as [rows, width]; the others have one number a row, [rows]. Not for several
-    threads at once: TieredLookup takes turns.
+    vectors: which columns a checkpoint holds as [rows, width]; the others have one number a row, [rows]. head: rows [0, head)
+    come into slots before the first lookup and never leave. Not for several threads at once: TieredLookup takes turns.
     """
 
-    def __init__(self, name: str, columns: Sequence[Array], vectors: Sequence[bool], store: RowStore) -> None:
+    def __init__(
+        self, name: str, columns: Sequence[Array], vectors: Sequence[bool], store: RowStore, head: int = 0
+    ) -> None:
         self.name, self.columns, self.store = name, list(columns), store
         self._vectors = list(vectors)
         self.num_rows, self.num_slots = store.num_rows, len(columns[0])
+        assert head < self.num_slots or not head
+        self.head = head
+        self._head_here = 0  # all of the head, or 0 while its slots are empty
         self.first_weights = FirstWeights()
         num_buckets = 1 << max(4, (2 * self.num_slots - 1).bit_length())
         self._buckets = np.full(num_buckets, -1, np.int32)
@@ -88,9 +71,26 @@ class TieredTable:
         """Fill slots [n], -1 for a row that has none. Returns the distinct slots, now pinned, and the distinct missing rows."""
         pinned, missing = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
         num_pinned, num_missing = slot_map_kernels.resolve(
-            ids, self._buckets, self._row_of, self._visits, self._pins, self._seen, next(self._calls), slots, pinned, missing,
+            ids, self._buckets, self._row_of, self._visits, self._pins, self._seen, next(self._calls), self._head_here, slots,
+            pinned, missing,
         )  # fmt: skip
         return pinned[:num_pinned].copy(), np.unique(missing[:num_missing])
+
+    def bring_head(self) -> None:
+        """Fill the head's slots, where they are empty: before the first lookup, and after a load. Raises TierError."""
+        if self._head_here == self.head:
+            return
+        self.finish_write_back()
+        for first in range(0, self.head, AT_ONCE):
+            rows = np.arange(first, min(first + AT_ONCE, self.head))
+            self.store.finish(self._begin_fill(rows, rows))
+        self._row_of[: self.head] = np.arange(self.head)
+        self._head_here, self._is_empty = self.head, False
+
+    def release_head(self) -> None:
+        """Rows of the head may leave from now on."""
+        slot_map_kernels.release_head(self._head_here, self._buckets, self._row_of)
+        self.head = self._head_here = 0
 
     def unpin(self, slots: Array) -> None:
         """Distinct ones."""
@@ -110,6 +110,7 @@ class TieredTable:
             self._pins,
             self._dirty,
             self._hand,
+            self._head_here,
             slots,
             victims,
             victim_slots,
@@ -123,7 +124,9 @@ class TieredTable:
 
     def begin_fill(self, admission: Admission) -> list[Future[Array]]:
         """Fill the admitted slots: from the store, which the futures are of, or as rows begin. Earlier writes are over."""
-        rows, slots = admission.rows, admission.slots
+        return self._begin_fill(admission.rows, admission.slots)
+
+    def _begin_fill(self, rows: Array, slots: Array) -> list[Future[Array]]:
         written = self.store.are_written(rows)
         futures = self.store.begin_load(rows[written], slots[written], self.columns) if written.any() else []
         if not written.all():
@@ -147,7 +150,7 @@ class TieredTable:
 
     def fill_in(self, ids: Array, slots: Array) -> None:
         """The slots of rows that were admitted since pin()."""
-        slot_map_kernels.fill_in(ids, self._buckets, self._row_of, slots)
+        slot_map_kernels.fill_in(ids, self._buckets, self._row_of, self._head_here, slots)
 
     def mark_dirty(self, slots: Array) -> None:
         self._dirty[slots] = 1
@@ -165,8 +168,8 @@ class TieredTable:
         slots = np.flatnonzero((self._row_of >= 0) & (self._dirty != 0))
         slots = slots[np.argsort(self._row_of[slots])]
         weights, states, squares = self.columns
-        for begin in range(0, len(slots), 1 << 14):
-            part = slots[begin : begin + (1 << 14)]
+        for begin in range(0, len(slots), AT_ONCE):
+            part = slots[begin : begin + (AT_ONCE)]
             records = np.empty((len(part), self.store.record), np.float32)
             record_kernels.gather(part, weights, states, squares, records)
             self._store_now(self._row_of[part], records)
@@ -182,10 +185,16 @@ class TieredTable:
         else:
             values[rows] = 0
         slots = np.empty(count, np.int64)
-        slot_map_kernels.find_rows(first, self._buckets, self._row_of, slots)
+        slot_map_kernels.find_rows(first, self._buckets, self._row_of, self._head_here, slots)
         here = np.flatnonzero(slots >= 0)
         values[here] = self.columns[column][slots[here]]
         return torch.from_numpy(values if self._vectors[column] else values[:, 0])
+
+    def changed_rows(self) -> Array:
+        """As RowSource says."""
+        bits = self.store.written_bits()
+        record_kernels.set_bits(bits, self._row_of[(self._row_of >= 0) & (self._dirty != 0)])
+        return bits
 
     def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
         """As RowSource says."""
@@ -228,4 +237,4 @@ class TieredTable:
         self._row_of[:] = -1
         for each in (self._visits, self._dirty, self._pins):
             each[:] = 0
-        self._is_empty = True
+        self._head_here, self._is_empty = 0, True

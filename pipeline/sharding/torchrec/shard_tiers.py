@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.checkpoint.stored_rows import StoredRows
-from pipeline.config.tables import num_slots
+from pipeline.config.tables import head_rows, num_slots
 from pipeline.sharding.tiers.settings import TierSettings
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class _Shard:
     name: str
     num_rows: int
     num_slots: int
+    head: int
 
 
 class ShardTiers:
@@ -49,7 +50,8 @@ class ShardTiers:
         shards = []
         for name, spec, rows in zip(names, keywords["embedding_specs"], whole_rows, strict=True):
             slots = num_slots(settings.slots[name], spec[0], rows) if name in settings.slots else 0
-            shards.append(_Shard(name, spec[0], slots) if slots and spec[0] else None)
+            head = head_rows(settings.heads.get(name, 0.0), slots)
+            shards.append(_Shard(name, spec[0], slots, head) if slots and spec[0] else None)
         return cls(settings, shards)
 
     def slot_specs(self, specs: Specs) -> list[tuple[Any, ...]]:
@@ -77,7 +79,8 @@ class ShardTiers:
             columns += [np.empty((shard.num_slots, 0), np.float32)] * (3 - len(columns))
             widths = [column.shape[1] for column in columns]
             store = RowStore(settings.folder, shard.name, shard.num_rows, widths, settings.io_threads)
-            tables.append(TieredTable(shard.name, columns, [column.dim() > 1 for column in own], store))
+            vectors = [column.dim() > 1 for column in own]
+            tables.append(TieredTable(shard.name, columns, vectors, store, shard.head))
         self.lookup = TieredLookup(tables, begins)
         self._sources = [ShardRows(self.lookup, table) if table is not None else None for table in tables]
 

@@ -114,8 +114,11 @@ def shard_model(
 
 
 def _tier_settings(tables: list[Table], folder: str | None) -> TierSettings | None:
-    slots = {table.name: table.tiers.slots for table in tables if table.tiers is not None}
-    return TierSettings(slots, folder) if slots and folder is not None else None
+    in_tiers = {table.name: table.tiers for table in tables if table.tiers is not None}
+    if not in_tiers or folder is None:
+        return None
+    heads = {name: tiers.head or 0.0 for name, tiers in in_tiers.items()}
+    return TierSettings({name: tiers.slots for name, tiers in in_tiers.items()}, folder, heads=heads)
 
 
 class _AverageOverRanks(DefaultDataParallelWrapper):

@@ -19,9 +19,10 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from pipeline.checkpoint.first_weights import NORMAL, UNIFORM, FirstWeights
 from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.embeddings.collection import Managed, Normal, RowsOf, Uniform, Zeros
-from pipeline.sharding.kernels.philox import fill_normal, fill_uniform
+from pipeline.runtime.kernels.philox import fill_normal, fill_uniform
 
 BLOCK_ROWS = 4096  # of another init_fn; changing it changes the models that a given seed initializes by it
 AT_ONCE = 1 << 22  # numbers, of what cannot be sampled where it lies: columns of a table, and fp16
@@ -94,7 +95,6 @@ def _begin_stored(
 ) -> None:
     """Rows of a store are sampled when they are first asked for; those of an init_fn of other code are written."""
     from pipeline.sharding.tiers.tiered_lookup import ShardRows
-    from pipeline.sharding.tiers.tiered_table import NORMAL, UNIFORM, FirstWeights
 
     assert isinstance(part.values, StoredRows) and isinstance(part.values.source, ShardRows)
     first = FirstWeights()

@@ -12,9 +12,9 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 
+from pipeline.checkpoint.first_weights import UNIFORM, FirstWeights
 from pipeline.sharding.tiers.settings import TierSettings
 from pipeline.sharding.tiers.tiered_lookup import ShardRows
-from pipeline.sharding.tiers.tiered_table import UNIFORM, FirstWeights
 from pipeline.sharding.torchrec.cpu_tables import (
     FastLookup,
     TablesWithMoments,
@@ -41,10 +41,12 @@ class Shape:
     dims: tuple[int, ...] = (8, 20, 4)
 
 
-def build(optimizer: str, shape: Shape, slots: Mapping[str, float], folder: Any) -> TablesWithMoments:
+def build(
+    optimizer: str, shape: Shape, slots: Mapping[str, float], folder: Any, heads: Mapping[str, float] | None = None
+) -> TablesWithMoments:
     """By `slots` in tiers, or in memory where there are none; first weights are the same."""
     names = ["a", "b", "c"]
-    settings = TierSettings(slots, str(folder), io_threads=3) if slots else None
+    settings = TierSettings(slots, str(folder), io_threads=3, heads=heads or {}) if slots else None
     specs = [
         (rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, dim in zip(shape.rows, shape.dims, strict=True)
     ]

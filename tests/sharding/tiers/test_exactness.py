@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,10 +23,17 @@ KINDS = ("uniform", "zipf", "scan")
 
 
 def check(
-    optimizer: str, kind: str, slots: dict[str, float], folder: Path, *, seed: int = 0, ahead: bool = True
+    optimizer: str,
+    kind: str,
+    slots: dict[str, float],
+    folder: Path,
+    *,
+    heads: dict[str, float] | None = None,
+    seed: int = 0,
+    ahead: bool = True,
 ) -> TierStats:
     memory = build(optimizer, SHAPE, {}, folder)
-    tiers = build(optimizer, SHAPE, slots, folder)
+    tiers = build(optimizer, SHAPE, slots, folder, heads)
     expected = train(memory, kind, SHAPE, STEPS, seed=seed)
     found = train(tiers, kind, SHAPE, STEPS, seed=seed, ahead=ahead)
     for one, other in zip(expected, found, strict=True):
@@ -48,6 +56,37 @@ def test_weights_states_and_pooled_rows_are_those_of_training_in_memory(
     assert stats.written_bytes and stats.read_bytes
 
 
+def test_the_head_is_in_its_slots_before_the_first_lookup_and_never_leaves(tmp_path: Path) -> None:
+    tiers = build("adagrad", SHAPE, {"a": 0.5, "b": 0.5}, tmp_path, {"a": 0.5, "b": 0.3})
+    forward = tiers.forward
+    assert isinstance(forward, FastLookup) and forward.tiered is not None
+    heads = [table.head for table in forward.tiered.tables]
+    assert heads == [100, 105]
+    for _ in range(2):  # before and after a load
+        for table, ids in zip(forward.tiered.tables, (0, 1), strict=True):
+            table.bring_head()
+            slots = np.empty(table.head, np.int64)
+            _, missing = table.pin(np.arange(table.head), slots)
+            assert not len(missing) and slots.tolist() == list(range(table.head)), ids
+            table.unpin(slots)
+        train(tiers, "scan", SHAPE, 20)
+        for number, table in enumerate(forward.tiered.tables):
+            assert table._row_of[: table.head].tolist() == list(range(heads[number]))
+        weights = tiers.split_embedding_weights()
+        for each in weights[:2]:
+            each.write(5, each.read(5, 3))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["zipf", "scan"])
+def test_a_head_changes_no_bit_and_goes_where_slots_beside_it_are_too_few(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check("adam", kind, {"a": 0.4, "b": 0.4}, tmp_path, heads={"a": 0.5, "b": 0.3})
+    assert "no longer" not in caplog.text
+    check("adagrad", kind, {"a": 0.16, "b": 0.2}, tmp_path, heads={"a": 0.9, "b": 0.9})
+    assert "'b' keeps its first 126 rows in slots no longer" in caplog.text
+
+
 @pytest.mark.campaign
 @settings(examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -55,15 +94,23 @@ def test_weights_states_and_pooled_rows_are_those_of_training_in_memory(
     kind=st.sampled_from(KINDS),
     slots=st.tuples(*[st.floats(0.15, 1.0)] * 3),
     chosen=st.sets(st.sampled_from("abc"), min_size=1),
+    head=st.sampled_from([0.0, 0.2, 0.5, 0.95]),
     seed=st.integers(0, 1 << 20),
     ahead=st.booleans(),
 )
 def test_any_optimizer_ids_and_slots_train_to_the_same_bits(
-    tmp_path: Path, optimizer: str, kind: str, slots: tuple[float, ...], chosen: set[str], seed: int, ahead: bool
+    tmp_path: Path,
+    optimizer: str,
+    kind: str,
+    slots: tuple[float, ...],
+    chosen: set[str],
+    head: float,
+    seed: int,
+    ahead: bool,
 ) -> None:
     least = {"a": 0.13, "b": 0.14, "c": 0.8}  # a batch has up to 48 and 96 distinct rows
     shares = {name: max(share, least[name]) for name, share in zip("abc", slots, strict=True) if name in chosen}
-    check(optimizer, kind, shares, tmp_path, seed=seed, ahead=ahead)
+    check(optimizer, kind, shares, tmp_path, heads=dict.fromkeys(chosen, head), seed=seed, ahead=ahead)
 
 
 @pytest.mark.campaign

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from pipeline.runtime.errors import TierError
-from pipeline.sharding.tiers.row_store import RowStore, _open
+from pipeline.sharding.tiers.row_store import READS, SECTOR_BYTES, WRITES, RowStore, _open
 
 
 def _columns(num_slots: int, widths: tuple[int, int, int]) -> list[np.ndarray]:
     return [np.zeros((num_slots, width), np.float32) for width in widths]
 
 
-@pytest.mark.parametrize("widths", [(4, 0, 0), (64, 64, 0), (128, 1, 0), (700, 700, 700)], ids=str)
+@pytest.mark.parametrize("widths", [(4, 0, 0), (64, 32, 0), (64, 64, 0), (128, 1, 0), (700, 700, 700)], ids=str)
 def test_records_come_back_as_they_were_written(tmp_path: Path, widths: tuple[int, int, int]) -> None:
     num_rows, rng = 500, np.random.default_rng(0)
     store = RowStore(str(tmp_path), "t", num_rows, widths, num_threads=3)
@@ -43,6 +43,18 @@ def test_a_sparse_store_takes_no_space_for_rows_that_were_never_written(tmp_path
     rows = np.array([5, (1 << 22) - 1])
     store.finish(store.begin_store(rows, np.ones((2, 128), np.float32)))
     assert store.size_bytes == (1 << 22) * 512 and os.fstat(store._fd).st_blocks * 512 <= 1 << 16
+
+
+def test_records_of_whole_sectors_are_written_without_a_read(tmp_path: Path) -> None:
+    for widths, reads in {(64, 64, 0): 0, (64, 32, 0): 0, (64, 0, 0): 1}.items():
+        store = RowStore(str(tmp_path), "t", 1000, widths, num_threads=1)
+        if store.is_direct and store._layout[-1] * 4 != SECTOR_BYTES:
+            pytest.skip("a device whose sectors are blocks")
+        for rows in (np.arange(40), np.array([17])):
+            store.finish(store.begin_store(rows, np.ones((len(rows), sum(widths)), np.float32)))
+            store.mark_written(rows)
+        if store.is_direct:
+            assert store.counts[READS] == reads and store.counts[WRITES] == 2
 
 
 def test_a_full_ssd_is_an_error_that_names_the_folder_and_the_way_out(tmp_path: Path) -> None:

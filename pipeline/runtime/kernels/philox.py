@@ -47,7 +47,7 @@ def _fill(out: torch.Tensor, key: int, first: int, *, is_normal: bool, unit: flo
     assert out.dtype == torch.float32 and out.dim() == 1 and out.is_contiguous()
     begin, end = first // GROUP, -(-(first + len(out)) // GROUP)
     if out.device.type == "cpu" and find_spec("numba") is not None:
-        from pipeline.sharding.kernels.philox_kernels import fill
+        from pipeline.runtime.kernels.philox_kernels import fill
 
         arguments = (
             out.detach().numpy(), np.uint64(first), np.uint64(key & LOW), np.uint64(key >> 32), is_normal, np.float32(unit),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pipeline.sharding.kernels.llvm_intrinsics import bits, from_bits
-from pipeline.sharding.kernels.philox import (
+from pipeline.runtime.kernels.llvm_intrinsics import bits, from_bits
+from pipeline.runtime.kernels.philox import (
     COSINE,
     GROUP,
     KEY_STEPS,
@@ -107,3 +107,14 @@ def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[n
         if not is_whole:
             for k in range(low, high):
                 out[k - offset] = group_out[k - group * G]
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def sample_rows(rows, slots, first_row, first_column, width, key0, key1, is_normal, unit, values):  # type: ignore[no-untyped-def]
+    """values[slots[i]] = the first weights of row first_row + rows[i] of a table with `width` columns, from first_column on."""
+    numbers = np.empty(width, np.float32)
+    for position in range(len(rows)):
+        first = U(first_row + rows[position]) * U(width)
+        groups = (first + U(width) + U(GROUP - 1)) // U(GROUP) - first // U(GROUP)
+        fill(numbers, first, key0, key1, is_normal, unit, U(0), groups)
+        values[slots[position]] = numbers[first_column : first_column + values.shape[1]]

@@ -1,0 +1,248 @@
+"""Choose which tables have tiers, and how many slots: as few rows a step from the SSD as memory allows (sharding.tiers=auto).
+
+A table may have any share of its rows in slots, from what the batches in flight need to all; a table that is whole needs no map, so
+its last rows come cheap. Bytes of memory go where they save most rows a step, along the lower convex hull of each table's curve of
+rows a step by bytes, or, where tables are few, by dynamic programming over bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from pipeline.config.jobs import TrainJob
+from pipeline.config.optimizers import find_optimizer
+from pipeline.config.tables import TableConfig, TiersConfig
+from pipeline.embeddings.physical import leaves
+from pipeline.embeddings.table import Table
+from pipeline.planner.tiers import distinct_rows, forecast, memory_bytes
+from pipeline.runtime.errors import PlanError
+
+AUTO = "auto"
+BATCHES_IN_FLIGHT = 4  # one that trains, two that are looked ahead at, and one of room
+POINTS = 40  # shares that are tried of a table
+FEW_TABLES, BUCKETS = 100, 4000  # of bytes, to one of which a table's are rounded up
+PROCESS_BYTES = 768 << 20  # of a rank beside tables and layers: libraries, batches, kernels (docs/tiers.md)
+SPREAD = 0.9  # of the memory of several ranks, for tables do not fill them evenly
+BYTES_A_NUMBER = {"fp32": 4, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class SlotChoice:
+    """Shares of tables' rows that have a slot, by table; what all tables take of all ranks' memory so, and would take whole."""
+
+    slots: Mapping[str, float]
+    memory_bytes: float
+    whole_bytes: float
+    room_bytes: float
+    rows_a_step: float
+
+
+@dataclass(frozen=True)
+class _Point:
+    share: float
+    memory: float
+    rows_a_step: float
+
+
+def room_for_tiers(capacity_bytes: float, reserved_fraction: float, dense_bytes: float, world_size: int) -> float:
+    """What the tables of all ranks may take; `capacity_bytes` and `dense_bytes` are of one."""
+    room = capacity_bytes - max(reserved_fraction * capacity_bytes, PROCESS_BYTES) - dense_bytes
+    return world_size * room * (1.0 if world_size == 1 else SPREAD)
+
+
+def choose_slots(job: TrainJob, tables: Sequence[Table], room_bytes: float, world_size: int) -> SlotChoice:
+    """`room_bytes`: of all ranks together.
+
+    Raises:
+        PlanError: not even the slots that batches need fit beside the tables that lie in memory whole.
+    """
+    cost = _cost_of(job, world_size)
+    batch_size = job.trainer.micro_batch_size
+    open_tables = [table for table in tables if is_open(table)]
+    others = sum(cost(table)[0] for table in tables if not is_open(table))
+    points = {table.name: list(_points(table, batch_size, cost)) for table in open_tables}
+    curves = {name: _hull(own) for name, own in points.items()}
+    whole = others + sum(cost(replace(table, tiers=None))[0] for table in open_tables)
+    if whole <= room_bytes:
+        return SlotChoice({}, whole, whole, room_bytes, 0.0)
+    least = others + sum(curve[0].memory for curve in curves.values())
+    if least > room_bytes:
+        raise PlanError(_too_small(others, least, whole, room_bytes, world_size, len(curves)))
+    ways = [_spend(curves, room_bytes - others)]
+    if len(points) <= FEW_TABLES:
+        ways += _spend_by_buckets(points, room_bytes - others)
+    ways = [_spend_rest(points, way, room_bytes - others) for way in ways]
+    chosen = min(ways, key=lambda way: sum(point.rows_a_step for point in way.values()))
+    return SlotChoice(
+        {name: point.share for name, point in chosen.items() if point.share < 1},
+        others + sum(point.memory for point in chosen.values()),
+        whole,
+        room_bytes,
+        sum(point.rows_a_step for point in chosen.values()),
+    )
+
+
+def is_open(table: Table) -> bool:
+    """Whether `auto` may choose the table's slots: it names none, and tiers would train it exactly."""
+    named = table.tiers is not None and table.tiers.slots != 1
+    managed = table.compression is not None and table.compression.kind == "managed_collision"
+    least = (table.tiers or TiersConfig()).min_rows
+    return (
+        not named
+        and not managed
+        and table.data_type == "fp32"
+        and table.sharding.sharding_types != ["data_parallel"]
+        and any(leaf.num_embeddings >= least for leaf in leaves(replace(table, tiers=None)))
+    )
+
+
+def with_slots(
+    configs: Mapping[str, TableConfig], tables: Sequence[Table], choice: SlotChoice
+) -> dict[str, TableConfig]:
+    """`configs` with an entry for each table of the choice, so that a run keeps it in its config.yaml."""
+    resolved = dict(configs)
+    for table in tables:
+        if table.name in choice.slots:
+            config = resolved.get(table.config_name, TableConfig())
+            resolved[table.config_name] = replace(config, tiers=tiers_of(table, choice))
+    return resolved
+
+
+def tiers_of(table: Table, choice: SlotChoice) -> TiersConfig:
+    return replace(table.tiers or TiersConfig(), slots=choice.slots[table.name])
+
+
+def describe(choice: SlotChoice) -> str:
+    return (
+        f"tiers       sharding.tiers=auto: {len(choice.slots)} tables in tiers; all tables take {_gib(choice.memory_bytes)} of the "
+        f"{_gib(choice.room_bytes)} of memory that there are for them, {_gib(choice.whole_bytes)} whole; about "
+        f"{choice.rows_a_step:,.0f} rows a step come and go"
+    )
+
+
+Cost = Callable[[Table], tuple[float, float]]
+
+
+def _cost_of(job: TrainJob, world_size: int) -> Cost:
+    """(bytes of memory, rows a step from the SSD) of a table, with its optimizer's state and by its tiers."""
+    optimizer = find_optimizer(job.optimizer.sparse.name)
+
+    def cost(table: Table) -> tuple[float, float]:
+        memory, rows = 0.0, 0.0
+        for leaf in leaves(table):
+            state = optimizer.state_per_element * leaf.embedding_dim + optimizer.state_per_row
+            row_bytes = leaf.embedding_dim * BYTES_A_NUMBER.get(leaf.data_type, 4) + 4 * state
+            if leaf.tiers is not None:
+                memory += memory_bytes(leaf, leaf.num_embeddings, row_bytes)
+                rows += forecast(leaf, job.trainer.micro_batch_size * sum(leaf.pooling_factors)).rows_a_step
+                continue
+            copies = world_size if leaf.sharding.sharding_types == ["data_parallel"] else 1
+            memory += copies * leaf.num_embeddings * row_bytes
+        return memory, rows
+
+    return cost
+
+
+def _points(table: Table, batch_size: int, cost: Cost) -> Iterator[_Point]:
+    tiers = table.tiers or TiersConfig()
+    least = max(
+        (
+            BATCHES_IN_FLIGHT * distinct_rows(leaf, batch_size * sum(leaf.pooling_factors)) / leaf.num_embeddings
+            for leaf in leaves(replace(table, tiers=None))
+            if leaf.num_embeddings >= tiers.min_rows
+        ),
+        default=1.0,
+    )
+    if least < 1:
+        for number in range(POINTS - 1):
+            share = math.ceil(1e6 * max(least, 1e-6) ** (1 - number / (POINTS - 1))) / 1e6
+            if share < 1:
+                yield _Point(share, *cost(replace(table, tiers=replace(tiers, slots=share))))
+    yield _Point(1.0, *cost(replace(table, tiers=None)))
+
+
+def _hull(points: Sequence[_Point]) -> list[_Point]:
+    """Those that no mixture of others beats, ascending by memory: each byte more saves fewer rows than the one before."""
+    hull: list[_Point] = []
+    for point in sorted(points, key=lambda each: (each.memory, each.rows_a_step)):
+        if hull and point.rows_a_step >= hull[-1].rows_a_step:
+            continue
+        while len(hull) >= 2 and _saved(hull[-2], hull[-1]) <= _saved(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _saved(less: _Point, more: _Point) -> float:
+    """Rows a step for each byte."""
+    return (less.rows_a_step - more.rows_a_step) / max(more.memory - less.memory, 1e-9)
+
+
+def _spend(curves: Mapping[str, list[_Point]], room_bytes: float) -> dict[str, _Point]:
+    chosen = {name: curve[0] for name, curve in curves.items()}
+    left = room_bytes - sum(point.memory for point in chosen.values())
+    steps = [(_saved(less, more), name, less, more) for name, curve in curves.items() for less, more in pairwise(curve)]
+    for _, name, less, more in sorted(steps, key=lambda step: (-step[0], step[1])):
+        if chosen[name] is less and more.memory - less.memory <= left:
+            left -= more.memory - less.memory
+            chosen[name] = more
+    return chosen
+
+
+def _spend_by_buckets(points: Mapping[str, list[_Point]], room_bytes: float) -> list[dict[str, _Point]]:
+    """The best choice of a point for each table, bytes rounded up; empty where they then do not fit."""
+    import numpy as np
+
+    best = np.zeros(BUCKETS + 1)  # rows a step of the tables so far, by the buckets that are left to the others
+    taken = []
+    for own in points.values():
+        sizes = [math.ceil(point.memory / room_bytes * BUCKETS) for point in own]
+        totals = np.full((len(own), BUCKETS + 1), np.inf)
+        for number, (point, size) in enumerate(zip(own, sizes, strict=True)):
+            if size <= BUCKETS:
+                totals[number, size:] = best[: BUCKETS + 1 - size] + point.rows_a_step
+        taken.append((totals.argmin(axis=0), sizes))
+        best = totals.min(axis=0)
+    if not np.isfinite(best[BUCKETS]):
+        return []
+    found, bucket = {}, BUCKETS
+    for (name, own), (choices, sizes) in reversed([*zip(points.items(), taken, strict=True)]):
+        number = int(choices[bucket])
+        found[name] = own[number]
+        bucket -= sizes[number]
+    return [found]
+
+
+def _spend_rest(
+    points: Mapping[str, list[_Point]], chosen: Mapping[str, _Point], room_bytes: float
+) -> dict[str, _Point]:
+    """Steps of the hull that are too large for what is left give way to points between."""
+    found = dict(chosen)
+    while True:
+        left = room_bytes - sum(point.memory for point in found.values())
+        moves = [
+            (found[name].rows_a_step - point.rows_a_step, name, point)
+            for name, own in points.items()
+            for point in own
+            if point.memory - found[name].memory <= left and point.rows_a_step < found[name].rows_a_step
+        ]
+        if not moves:
+            return found
+        _, name, best = max(moves, key=lambda move: (move[0], move[1]))
+        found[name] = best
+
+
+def _too_small(others: float, least: float, whole: float, room: float, world_size: int, num_open: int) -> str:
+    return (
+        f"sharding.tiers=auto: tables take {_gib(whole)} with their optimizer's state, and {_gib(least)} at least in tiers "
+        f"({_gib(others)} of tables that stay in memory whole, {_gib(least - others)} of slots that {BATCHES_IN_FLIGHT} batches need "
+        f"in {num_open} others), where {world_size} rank(s) have {_gib(max(room, 0.0))} for them; lower trainer.global_batch_size "
+        "or embedding_dim, add ranks, compress tables, or raise hardware.ddr_cap_gb"
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
