@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ways", default="tiers")
-    parser.add_argument("--folder", default=".")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the SSD")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as top:
         folder, rows = Path(top), int(arguments.gib * GIB / ROW_BYTES / len(LARGE))

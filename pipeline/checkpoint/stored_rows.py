@@ -79,6 +79,10 @@ class StoredRows(torch.Tensor):
     def row_bytes(self) -> int:
         return 4 * int(torch.Size(self.shape[1:]).numel())
 
+    def changed_rows(self) -> NDArray[np.bool_]:
+        """[rows]: those that may be other than they began."""
+        return held_groups(self.source.changed_rows(), self.first_row, len(self), 1)
+
     def held_groups(self) -> NDArray[np.bool_]:
         """Which groups of first_weights.rows_a_group rows hold one that has changed."""
         return held_groups(self.source.changed_rows(), self.first_row, len(self), rows_a_group(self.row_bytes))

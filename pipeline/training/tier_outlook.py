@@ -57,6 +57,6 @@ def describe(num_tables: int, rows: float, step_ms: float, speed: SsdSpeed, stal
     return (
         f"tiers       {num_tables} tables; {rows:,.0f} rows a step come and go, {moving_ms:.3g} ms of the SSD "
         f"({speed.loads_per_s:,.0f} loads and {speed.stores_per_s:,.0f} stores a second) beside a step of {step_ms:.3g} ms: "
-        f"predicted tier stall {stall:.0f} %, "
-        f"and {tiered_step_ms(step_ms, moving_ms, speed.slowdown):.3g} ms in all"
+        f""
+        f"{tiered_step_ms(step_ms, moving_ms, speed.slowdown):.3g} ms in all, predicted tier stall {stall:.0f} %"
     )

@@ -84,7 +84,10 @@ def _sums(weights: torch.Tensor, state: torch.Tensor | None, dim: int) -> Sums:
     """Of a part of a table [rows, columns]; its state is [rows] or as the weights."""
     share, squares, updated = weights.shape[1] / dim, 0.0, 0.0
     rows_at_once = weights.rows_a_block if isinstance(weights, StoredRows) else ROWS_AT_ONCE
+    changed = weights.changed_rows() if isinstance(weights, StoredRows) and state is not None else None
     for begin in range(0, len(weights), rows_at_once):
+        if changed is not None and not changed[begin : begin + rows_at_once].any():
+            continue  # their state is 0
         part = weights[begin : begin + rows_at_once].detach().float().square().sum(dim=1)
         if state is not None:
             mask = state[begin : begin + rows_at_once].detach() != 0
