@@ -38,13 +38,7 @@ Columns = Sequence[Array]  # weights, states, squares: [slots, numbers a row], 0
 @cache
 def io_pool(num_threads: int) -> ThreadPoolExecutor:
     """Its threads wait for the SSD most of the time: more of them than cores."""
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="tier-io", initializer=_do_not_preempt)
-
-
-def _do_not_preempt() -> None:
-    """A thread whose read has ended waits for a core; Linux would have it interrupt the one that trains."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="tier-io")
 
 
 class RowStore:
