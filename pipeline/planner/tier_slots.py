@@ -23,7 +23,7 @@ from pipeline.runtime.errors import PlanError
 AUTO = "auto"
 BATCHES_IN_FLIGHT = 4  # one that trains, two that are looked ahead at, and one of room
 POINTS = 40  # shares that are tried of a table
-FEW_TABLES, BUCKETS = 100, 4000  # of bytes, to one of which a table's are rounded up
+FEW_TABLES, BUCKETS = 40, 1000  # of bytes, to one of which a table's are rounded up
 PROCESS_BYTES = 768 << 20  # of a rank beside tables and layers: libraries, batches, kernels (docs/tiers.md)
 SPREAD = 0.9  # of the memory of several ranks, for tables do not fill them evenly
 BYTES_A_NUMBER = {"fp32": 4, "fp16": 2}
@@ -194,25 +194,23 @@ def _spend(curves: Mapping[str, list[_Point]], room_bytes: float) -> dict[str, _
 
 def _spend_by_buckets(points: Mapping[str, list[_Point]], room_bytes: float) -> list[dict[str, _Point]]:
     """The best choice of a point for each table, bytes rounded up; empty where they then do not fit."""
-    import numpy as np
-
-    best = np.zeros(BUCKETS + 1)  # rows a step of the tables so far, by the buckets that are left to the others
-    taken = []
+    best = [0.0] * (BUCKETS + 1)  # rows a step of the tables so far, by the buckets that are left to the others
+    taken: list[tuple[list[int], list[int]]] = []
     for own in points.values():
         sizes = [math.ceil(point.memory / room_bytes * BUCKETS) for point in own]
-        totals = np.full((len(own), BUCKETS + 1), np.inf)
+        totals, choices = [math.inf] * (BUCKETS + 1), [0] * (BUCKETS + 1)
         for number, (point, size) in enumerate(zip(own, sizes, strict=True)):
-            if size <= BUCKETS:
-                totals[number, size:] = best[: BUCKETS + 1 - size] + point.rows_a_step
-        taken.append((totals.argmin(axis=0), sizes))
-        best = totals.min(axis=0)
-    if not np.isfinite(best[BUCKETS]):
+            for bucket in range(size, BUCKETS + 1):
+                if (total := best[bucket - size] + point.rows_a_step) < totals[bucket]:
+                    totals[bucket], choices[bucket] = total, number
+        taken.append((choices, sizes))
+        best = totals
+    if math.isinf(best[BUCKETS]):
         return []
     found, bucket = {}, BUCKETS
     for (name, own), (choices, sizes) in reversed([*zip(points.items(), taken, strict=True)]):
-        number = int(choices[bucket])
-        found[name] = own[number]
-        bucket -= sizes[number]
+        found[name] = own[choices[bucket]]
+        bucket -= sizes[choices[bucket]]
     return [found]
 
 
