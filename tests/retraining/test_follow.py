@@ -311,6 +311,49 @@ def _wait(done: Any, process: WarmCommand, seconds: float = 120.0) -> None:
 
 
 @pytest.mark.campaign
+def test_a_topic_is_trained_on_once_though_the_training_is_killed(prepared_clicks: str, tmp_path: Path) -> None:
+    """Three partitions, by librdkafka's own mock brokers; rows come while it trains."""
+    kafka = pytest.importorskip("confluent_kafka")
+    client = kafka.Producer({"bootstrap.servers": "none", "test.mock.num.brokers": 1})
+    address = ",".join(f"{each.host}:{each.port}" for each in client.list_topics(timeout=10).brokers.values())
+    lines = (Path(prepared_clicks).parent / "clicks.tsv").read_bytes().splitlines()
+
+    def send(first: int, last: int) -> None:
+        for number in range(first, last):
+            client.produce("clicks", lines[number], partition=number % 3)
+        assert client.flush(30) == 0
+
+    def command(run: Path, *more: str) -> WarmCommand:
+        options = f"stream.options={{bootstrap.servers: '{address}'}}"
+        words = _words(prepared_clicks, Path("clicks"), run, "stream.kind=kafka", options, *more)
+        return WarmCommand("pipeline.retrain", words, output=(1, 2))
+
+    run, whole = tmp_path / "killed", tmp_path / "whole"
+    send(0, 1600)
+    process = command(run)
+    try:
+        _wait(lambda: _newest(run) >= 14, process)
+        send(1600, 3030)
+        _wait(lambda: _newest(run) >= 21, process)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+    finally:
+        process.kill()
+    assert command(run, "stream.idle_s=3").wait(120) == 0
+    journal = [json.loads(line) for line in (run / "follow/stream/journal.jsonl").read_text().splitlines()]
+    assert [entry["batch"] for entry in journal] == list(range(30)) and _newest(run) == 30
+    for partition in ("0", "1", "2"):
+        own = [(begin, end) for entry in journal for name, begin, end in entry["ranges"] if name == partition]
+        assert own[0][0] == 0 and all(one[1] == two[0] for one, two in zip(own, own[1:], strict=False)), own
+    assert sum(end - begin for entry in journal for _, begin, end in entry["ranges"]) == 3000
+    (whole / "follow/stream").mkdir(parents=True)
+    (whole / "follow/stream/journal.jsonl").write_text((run / "follow/stream/journal.jsonl").read_text())
+    assert command(whole, "stream.idle_s=3").wait(120) == 0
+    ours, theirs = (_values(each, 30) for each in (run, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.campaign
 def test_a_server_takes_what_a_training_that_follows_publishes(prepared_clicks: str, tmp_path: Path) -> None:
     from pipeline.serving.scoring.patching import catch_up
     from pipeline.serving.scoring.predictor import Predictor
