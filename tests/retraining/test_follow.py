@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import time
@@ -344,7 +345,7 @@ def test_a_topic_is_trained_on_once_though_the_training_is_killed(prepared_click
     assert [entry["batch"] for entry in journal] == list(range(30)) and _newest(run) == 30
     for partition in ("0", "1", "2"):
         own = [(begin, end) for entry in journal for name, begin, end in entry["ranges"] if name == partition]
-        assert own[0][0] == 0 and all(one[1] == two[0] for one, two in zip(own, own[1:], strict=False)), own
+        assert own[0][0] == 0 and all(one[1] == two[0] for one, two in itertools.pairwise(own)), own
     assert sum(end - begin for entry in journal for _, begin, end in entry["ranges"]) == 3000
     (whole / "follow/stream").mkdir(parents=True)
     (whole / "follow/stream/journal.jsonl").write_text((run / "follow/stream/journal.jsonl").read_text())
