@@ -19,7 +19,7 @@ from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, train_steps
 
 PARTS = 4
-FIRST, LAST, LINKS = 3, 8, 2  # 1 is a base with links 2 and 3, so are 4 and 7; the first chain goes
+FIRST, LAST, LINKS = 5, 7, 2  # 1 is a base with links 2 and 3; 4 another with 5 and 6; with 7 the first chain goes
 
 
 def _go_on(rank: int, folder: str) -> dict[int, str]:
@@ -55,7 +55,7 @@ def test_a_kill_before_any_change_of_files_of_a_chain_leaves_an_exact_step(
 ) -> None:
     """Each part kills before every fourth change, all of them together before each."""
     clean = tmp_path / "clean" / "checkpoints"
-    ranks.run(1, save_steps, str(clean), [1, 2, 3], {"keep_last_n": 2}, LINKS)
+    ranks.run(1, save_steps, str(clean), list(range(1, FIRST + 1)), {"keep_last_n": 2}, LINKS)
     whole = tmp_path / "whole" / "checkpoints"
     shutil.copytree(clean, whole)
     digests = ranks.run(1, _go_on, str(whole))[0]
