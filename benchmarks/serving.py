@@ -214,8 +214,9 @@ def throughput(folder: Path, rows: int, seconds: float, compiled: bool, rounds: 
     }
     found: dict[tuple[str, str], list[Figure]] = {}
     with contextlib.ExitStack() as stack:
-        servers = [(name, *stack.enter_context(server(kind, rows, artifacts[dense]))) for name, kind, dense in SERVERS]
-        for _ in range(ROUNDS):
+        chosen = [one for one in SERVERS if compiled or one[1] != "compiled"]
+        servers = [(name, *stack.enter_context(server(kind, rows, artifacts[dense]))) for name, kind, dense in chosen]
+        for _ in range(rounds):
             for load, (bodies, kind, connections) in loads.items():
                 for name, pid, port in servers:
                     if kind == ARROW_TYPE and name == PLAIN:
