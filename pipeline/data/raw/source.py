@@ -20,7 +20,16 @@ from typing import IO, Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from pipeline.data.raw.partitions import FOLDER, Partitions, files_below, in_range, is_data, name_of, partitions_of
+from pipeline.data.raw.partitions import (
+    FOLDER,
+    RANGE,
+    Partitions,
+    files_below,
+    in_range,
+    is_data,
+    name_of,
+    partitions_of,
+)
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
@@ -103,7 +112,7 @@ def named_apart(sources: list[Source]) -> list[Source]:
 
 
 def _paths(source: str) -> list[str]:
-    if not storage.exists(source) and (each_of := in_range(source)) is not None:
+    if RANGE.search(source) and not storage.exists(source) and (each_of := in_range(source)) is not None:
         return [path for each in each_of for path in _paths(each)]
     if storage.is_file(source):
         paths = [source]
