@@ -170,6 +170,9 @@ def report(
     print(
         f"training   {statistics.median(speeds):,.0f} rows/s at the median of its log lines, {behind[-1]:,.0f} bytes behind at the end, most {max(behind):,.0f}"
     )
+    if not found:
+        print(f"effect     not known: {len(seen)} deltas answered, and the first says nothing; take more --seconds")
+        return
     print(
         f"effect     median {statistics.median(found):.1f} s, most {max(found):.1f} s from a row's writing to an answer; {len(seen)} deltas answered"
     )
