@@ -22,12 +22,14 @@ def thread_pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="kernels")
 
 
-def on_all_threads(kernel: Callable[..., Any], arguments: Sequence[Any], num_samples: int) -> list[Any]:
+def on_all_threads(
+    kernel: Callable[..., Any], arguments: Sequence[Any], num_samples: int, least_share: int = LEAST_SHARE
+) -> list[Any]:
     """What kernel(*arguments, begin, end) returns on shares of the samples, on as many threads as torch has.
 
     Each sample is to be computed by itself; their number then changes no result.
     """
-    shares = min(torch.get_num_threads(), max(num_samples // LEAST_SHARE, 1))
+    shares = min(torch.get_num_threads(), max(num_samples // least_share, 1))
     bounds = [np.uint64(num_samples * share // shares) for share in range(shares + 1)]
     later = [thread_pool(shares).submit(kernel, *arguments, *bound) for bound in pairwise(bounds[1:])]
     return [kernel(*arguments, bounds[0], bounds[1]), *(result.result() for result in later)]
