@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.reader import cpu_name
 from benchmarks.step_models import NUM_DENSE, PRESETS, Preset, draw
+from pipeline.models.layers.linear_products import gradient_of_inputs
 
 STATE_BYTES = 4  # row-wise Adagrad, a row
 FLOAT_BYTES = 4
@@ -32,7 +33,8 @@ FLOAT_BYTES = 4
 
 @dataclass
 class Machine:
-    fp32_gflops: float
+    fp32_gflops: float  # as our layers multiply
+    torch_fp32_gflops: float  # as torch does by itself
     bf16_gflops: float
     copy_gb_per_s: float  # read and written bytes together
     gather_gb_per_s: dict[int, float]  # by embedding dimension
@@ -64,7 +66,9 @@ def measure_machine(dims: list[int]) -> Machine:
     gflops = {}
     for dtype in (torch.float32, torch.bfloat16):
         left, right = torch.randn(2048, 512).to(dtype), torch.randn(512, 512).to(dtype)
-        gflops[dtype] = 2 * 2048 * 512 * 512 / best_seconds(lambda a=left, b=right: a @ b) / 1e9
+        gflops[dtype] = 2 * 2048 * 512 * 512 / best_seconds(lambda a=left, b=right: gradient_of_inputs(a, b)) / 1e9
+    left, right = torch.randn(2048, 512), torch.randn(512, 512)
+    by_torch = 2 * 2048 * 512 * 512 / best_seconds(lambda: left @ right) / 1e9
     source = torch.ones(64 << 20)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), 5) / 1e9
@@ -75,7 +79,7 @@ def measure_machine(dims: list[int]) -> Machine:
         gathered[dim] = (
             ids.numel() * dim * FLOAT_BYTES / best_seconds(lambda t=table, i=ids: t.index_select(0, i)) / 1e9
         )
-    return Machine(gflops[torch.float32], gflops[torch.bfloat16], copied, gathered)
+    return Machine(gflops[torch.float32], by_torch, gflops[torch.bfloat16], copied, gathered)
 
 
 def dense_flop(preset: Preset) -> float:
@@ -123,7 +127,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     machine = measure_machine(sorted({PRESETS[name].dim for name in options.presets}))
     print(f"{cpu_name()}, {options.threads} thread(s), torch {torch.__version__}")
-    print(f"matrix products  {machine.fp32_gflops:,.0f} GFLOP/s fp32, {machine.bf16_gflops:,.0f} bf16")
+    print(
+        f"matrix products  {machine.fp32_gflops:,.0f} GFLOP/s fp32 (torch's own {machine.torch_fp32_gflops:,.0f}), "
+        f"{machine.bf16_gflops:,.0f} bf16"
+    )
     gathers = ", ".join(f"{rate:.1f} GB/s at dim {dim}" for dim, rate in machine.gather_gb_per_s.items())
     print(f"memory           copy {machine.copy_gb_per_s:.1f} GB/s, rows at random {gathers}")
     limits = [limit_of(name, machine) for name in options.presets]

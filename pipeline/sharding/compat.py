@@ -207,6 +207,8 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(ENUMERATOR, ESTIMATOR, "populate_estimates", "self sharding_options"),
     _call(f"{TORCHREC}.planner.utils", ESTIMATOR, "build_sharder_data_map", "sharder_map"),
     # Layers.
-    *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py", "_activation_fn"),
+    *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py models/layers/linear_products.py", "_activation_fn"),
+    *_names("torchrec.modules.mlp:Perceptron", "models/layers/linear_products.py", "_linear"),
+    *_names("torch.ops:mkldnn", "models/layers/linear_products.py", "_linear_pointwise"),
     *_names("torchrec.modules.mlp:MLP", "models/layers/dlrm.py", "_mlp"),
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.models.layers.dlrm import join_lookups_to_products, use_torchrec_layers
+from pipeline.models.layers.linear_products import FastLinear, speed_up_linear_layers
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import dense_part_bytes
@@ -127,6 +128,8 @@ def build_task(resolved: ResolvedJob, device_type: str) -> TaskModel:
     model = build_model(job.model, resolved.tables, num_dense, seed=trainer.seed, targets=resolved.targets)
     if not job.sharding.fast_cpu:
         use_torchrec_layers(model)
+    elif device_type == "cpu" and trainer.precision == "fp32":
+        speed_up_linear_layers(model)
     task = make_task(
         job.model,
         model,
@@ -155,6 +158,8 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
     batch_size = job.trainer.micro_batch_size // context.world_size
     check_batch_fits_comms(job.comms, batch_size, plain)
     task = build_task(resolved, context.device.type)
+    if any(isinstance(module.forward, FastLinear) for module in task.modules()):
+        logger.info("layers      fp32 products by oneDNN, for MKL multiplies at half of this CPU's rate")
     sharders = make_sharders(job.comms, job.trainer.seed)
     sparse = job.optimizer.sparse
     record = load_or_search_plan(

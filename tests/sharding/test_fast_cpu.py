@@ -18,6 +18,7 @@ from torchrec.modules.mlp import Perceptron
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import TrainJob
 from pipeline.models.layers.interaction import DotInteraction
+from pipeline.models.layers.linear_products import FastLinear, onednn_multiplies_faster
 from pipeline.sharding.collectives import host_exchange
 from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost, keep_ids
 from pipeline.sharding.torchrec.cpu_tables import FastLookup
@@ -30,6 +31,8 @@ from tests.support.ranks import RankPool
 NUM_STEPS = 20
 BOUND = 1e-6  # relative
 ON_EVERY_NUMBER = {"allocator", "lookups and updates", "dot products", "activations", "replicated tables' update"}
+if onednn_multiplies_faster():
+    ON_EVERY_NUMBER |= {"linear layers"}
 EXPECTED = {
     1: ON_EVERY_NUMBER | {"id exchange of one rank"},
     2: ON_EVERY_NUMBER | {"shared memory", "ids through memory", "embeddings through memory", "gradient average",
@@ -56,6 +59,7 @@ def _replaced(model: nn.Module, optimizers: list[ReplicatedTablesOptimizer], num
         "order of features": tables._order is not None,
         "replicated tables' update": any(optimizer._flat is not None for optimizer in optimizers),
         "dot products": any(isinstance(each, DotInteraction) for each in modules),
+        "linear layers": any(isinstance(each.forward, FastLinear) for each in modules),
         "activations": any(isinstance(each, Perceptron) and each._activation_fn is torch.relu_ for each in modules),
     }
     return {name for name, is_ours in checks.items() if is_ours}

@@ -11,6 +11,7 @@ from torch import nn
 from pipeline.config.model import LayerSettings
 from pipeline.models.layers.batch_norm import BatchNorm
 from pipeline.models.layers.dice import Dice
+from pipeline.models.layers.linear_products import relu_of
 
 # In place where backward needs the output alone, or nothing: a linear layer's or norm's own output is nobody else's.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -77,12 +78,16 @@ class Layer(nn.Module):
             self.norm = nn.LayerNorm(out_features)
         self._activation_fn = Activation(settings.activation, out_features)
         self.dropout = nn.Dropout(settings.dropout) if settings.dropout else None
+        self._is_relu_alone = self.norm is None and settings.activation == "relu"
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        values = self._linear(features)
-        if self.norm is not None:
-            values = self.norm(values)
-        values = self._activation_fn(values)
+        if self._is_relu_alone:
+            values = relu_of(self._linear, features)
+        else:
+            values = self._linear(features)
+            if self.norm is not None:
+                values = self.norm(values)
+            values = self._activation_fn(values)
         return values if self.dropout is None else self.dropout(values)  # type: ignore[no-any-return]
 
 

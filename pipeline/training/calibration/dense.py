@@ -10,6 +10,7 @@ import torch
 
 from pipeline.config.optimizers import all_optimizers, find_optimizer
 from pipeline.config.training import DenseOptimizerConfig
+from pipeline.models.layers.linear_products import gradient_of_inputs, gradient_of_weight, outputs
 from pipeline.planner.step_time.measurements import Number
 from pipeline.training.calibration.clock import Bench
 
@@ -64,11 +65,17 @@ def _time_linear(bench: Bench, batch: int, out: int, into: int, dtype: str) -> N
     bench.time(
         "gemm",
         {**shape, "layout": "nt", "m": batch, "n": out, "k": into},
-        lambda: torch.addmm(bias, inputs, weights.t()),
+        lambda: outputs(inputs, weights, bias),
     )
-    bench.time("gemm", {**shape, "layout": "nn", "m": batch, "n": into, "k": out}, lambda: torch.mm(gradient, weights))
     bench.time(
-        "gemm", {**shape, "layout": "tn", "m": out, "n": into, "k": batch}, lambda: torch.mm(gradient.t(), inputs)
+        "gemm",
+        {**shape, "layout": "nn", "m": batch, "n": into, "k": out},
+        lambda: gradient_of_inputs(gradient, weights),
+    )
+    bench.time(
+        "gemm",
+        {**shape, "layout": "tn", "m": out, "n": into, "k": batch},
+        lambda: gradient_of_weight(gradient, inputs),
     )
 
 
