@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.registry import register
 from pipeline.models.checks import check_layer_sizes
 from pipeline.models.towers import TowersConfig
-from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,14 +23,21 @@ class ESMMConfig(TowersConfig):
 
     The towers share the tables. The score of the conversion is its probability after a click; times the click's it is that of
     a click that converts, which the loss is of. hidden_layer_sizes: of each tower, under tower_layer_sizes.
+
+    inverse_propensity adds as much times the conversion's own loss over clicks, each divided by the click's predicted probability
+    (ESCM2-IPS: Wang et al., SIGIR 2022, section 3.2), at least propensity_floor: clicks then stand for all impressions.
     """
 
     kind: str = "esmm"
     hidden_layer_sizes: list[int] = field(default_factory=lambda: [256, 128])
+    inverse_propensity: float = 0.0
+    propensity_floor: float = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer_sizes("model.hidden_layer_sizes", self.hidden_layer_sizes)
+        check_at_least("model.inverse_propensity", self.inverse_propensity, 0.0)
+        check_above("model.propensity_floor", self.propensity_floor, 0.0)
 
     @property
     def task(self) -> str:

@@ -106,6 +106,24 @@ def test_the_loss_of_esmm_is_that_of_the_product_of_probabilities() -> None:
     assert loss.item() == pytest.approx((60 + 60 + 60 + 120) / 2, rel=0.02) and extreme.grad.isfinite().all()  # type: ignore[union-attr]
 
 
+def test_clicks_of_esmm_stand_for_all_impressions_by_their_inverse_propensity() -> None:
+    outputs = torch.tensor([[-6.0, 0.5], [-1.0, 2.0], [-1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    labels, weights = torch.tensor([[1.0, 1], [1, 0], [0, 0]]), torch.tensor([[1.0, 1], [2, 2], [1, 0]])
+    batch = Batch(outputs, None, labels, weights)  # type: ignore[arg-type]
+    losses = []
+    for setting in (0.0, 0.25):
+        config = replace(small("esmm"), inverse_propensity=setting, propensity_floor=0.02)  # type: ignore[call-arg]
+        losses.append(make_task(config, torch.nn.Identity(), [], [CLICK, ORDER]).task(outputs, batch)[0])
+    own = F.binary_cross_entropy_with_logits(outputs[:, 1], labels[:, 1].double(), reduction="none")
+    chance = torch.sigmoid(outputs[1, 0])
+    difference = losses[1] - losses[0]
+    assert difference.item() == pytest.approx(0.25 * (own[0] / 0.02 + 2 * own[1] / chance).item() / 3, rel=1e-5)
+    (at_outputs,) = torch.autograd.grad(difference, outputs)
+    assert (
+        not at_outputs[:, 0].any() and at_outputs[:2, 1].all() and not at_outputs[2, 1]
+    )  # propensities learn nothing of it
+
+
 def test_logits_of_a_sampled_label_are_shifted_while_they_train() -> None:
     sampled = replace(CLICK, train_offset=1.5)
     rows = Batch(torch.zeros(4, 1), None, torch.tensor([1.0, 0, 1, 0]), torch.ones(4))  # type: ignore[arg-type]

@@ -88,7 +88,9 @@ def test_esmm_predicts_conversions_of_all_impressions_where_training_on_clicks_o
     rate = 0.001 if dim == 8 else 0.003
     esmm = _outputs(ESMMConfig(hidden_layer_sizes=[32]), rows, held_out, BOTH, lr=rate, **settings)[:, 1]
     found = {}
-    for name, logits in (("plain", plain), ("esmm", esmm)):
+    weighed = ESMMConfig(hidden_layer_sizes=[32], inverse_propensity=0.1)
+    by_propensity = _outputs(weighed, rows, held_out, BOTH, lr=rate, **settings)[:, 1]
+    for name, logits in (("plain", plain), ("esmm", esmm), ("by propensity", by_propensity)):
         chances = 1 / (1 + np.exp(-logits))
         clicked = held_out.labels[:, 0] == 1
         found[name] = chances.mean() / truth.mean() - 1
@@ -96,3 +98,4 @@ def test_esmm_predicts_conversions_of_all_impressions_where_training_on_clicks_o
         print(f"dim {dim}, {name}: {found[name]:+.3f} over all impressions, {on_clicks:+.3f} over clicks")
         assert abs(on_clicks) < 0.06  # there both are right
     assert abs(found["esmm"]) < of_esmm and found["plain"] > of_plain
+    assert dim == 1 or abs(found["by propensity"]) < 0.04

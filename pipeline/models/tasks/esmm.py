@@ -16,13 +16,16 @@ from pipeline.models.tasks.labels import LabelsTask
 class ESMMTask(LabelsTask):
     """Cross-entropy of click, and of click * conversion by the product of both probabilities.
 
-    Both count on all rows: the mask of the conversion says only on which its metrics are measured.
+    Both count on all rows: the mask of the conversion says only on which its metrics are measured. A config may have
+    `inverse_propensity` and `propensity_floor` (models/esmm.py).
     """
 
     def __init__(self, config: ModelConfig, tables: list[Table], targets: list[Target]) -> None:
         super().__init__(config, tables, targets)
         self._conversion = next(number for number, target in enumerate(targets) if target.mask)
         self._click = 1 - self._conversion
+        self._inverse_propensity = getattr(config, "inverse_propensity", 0.0)
+        self._propensity_floor = getattr(config, "propensity_floor", 0.0)
 
     def losses_of_targets(
         self, outputs: list[torch.Tensor], labels: torch.Tensor, weights: torch.Tensor
@@ -36,4 +39,8 @@ class ESMMTask(LabelsTask):
             self._click: F.binary_cross_entropy_with_logits(click, clicked, reduction="none"),
             self._conversion: -(converted * both + (1.0 - converted) * neither),
         }
+        if self._inverse_propensity:
+            chance = torch.sigmoid(click.detach()).clamp(min=self._propensity_floor)
+            own = F.binary_cross_entropy_with_logits(conversion, converted, reduction="none")
+            losses[self._conversion] += self._inverse_propensity * clicked / chance * own
         return [self.targets[number].weight * rows * losses[number] for number in range(2)]
