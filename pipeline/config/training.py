@@ -303,10 +303,18 @@ class LoggerConfig:
     project: str | None = None  # of the tracker; None: data.name
     otlp_endpoint: str | None = None  # of an OpenTelemetry collector, http://host:4318; None: nothing is sent
     otlp_every_s: float = 15.0
+    heartbeat_url: str | None = None  # gets a POST as long as the training gets on; None: nothing is sent
+    heartbeat_every_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_choice("logger.format", self.format, LOG_FORMATS)
         check_above("logger.otlp_every_s", self.otlp_every_s, 0.0)
+        check_above("logger.heartbeat_every_s", self.heartbeat_every_s, 0.0)
+        if self.heartbeat_url is not None and not self.heartbeat_url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"logger.heartbeat_url={self.heartbeat_url} is no address over HTTP: give https://HOST/PATH of a monitor "
+                "that raises an alarm when nothing comes"
+            )
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(
                 f"logger.otlp_endpoint={self.otlp_endpoint} is no address of a collector over HTTP: give http://HOST:4318"

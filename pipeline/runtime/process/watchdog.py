@@ -98,6 +98,10 @@ class Watchdog:
         self._phase = phase or self._phase
         self._progress_at = time.monotonic()
 
+    @property
+    def progress_at(self) -> float:
+        return self._progress_at
+
     @contextmanager
     def phase(self, name: str, budget_s: float) -> Iterator[None]:
         before = (self._phase, self._budget_s)
@@ -269,6 +273,11 @@ def end() -> None:
 
 def is_running() -> bool:
     return _current is not None
+
+
+def progress_at() -> float:
+    """When this rank last got on, by time.monotonic(); 0 where no watchdog runs."""
+    return _current.progress_at if _current is not None else 0.0
 
 
 def use(limits: Limits) -> None:

@@ -23,7 +23,7 @@ BEFORE = (
     "progressive",
 )
 # A checkpoint holds what all hooks have counted up to its step, and a rollback waits for a save in flight.
-AFTER = ("saving", "publishing", "rollback", "monitor", "tracker", "table_facts")
+AFTER = ("saving", "publishing", "rollback", "monitor", "heartbeat", "tracker", "table_facts")
 
 
 def hook_names(job: TrainJob) -> list[str]:
