@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ import yaml
 Manifest = dict[str, Any]
 TOKEN = "test-only"
 START_WITHIN_S = 120
-PLURALS = {"Job": "jobs", "CronJob": "cronjobs", "Pod": "pods", "Service": "services", "JobSet": "jobsets"}
+# What a server of before 1.25, which drops unknown fields without a word, may not know yet.
+SINCE_1_27 = ("completionMode", "podFailurePolicy", "suspend", "ttlSecondsAfterFinished", "timeZone")
 
 
 def binaries() -> tuple[str, str] | None:
@@ -38,6 +39,9 @@ def binaries() -> tuple[str, str] | None:
 class ApiServer:
     port: int
     minor: int = 0
+    _plurals: dict[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # of what is served: (apiVersion, kind) -> resource
 
     def ask(self, method: str, path: str, body: Manifest | None = None) -> tuple[int, Manifest]:
         """HTTP status and answer."""
@@ -65,20 +69,43 @@ class ApiServer:
 
     def try_out(self, manifest: Manifest) -> tuple[int, Manifest]:
         """Create it by dryRun=All: all of the server's own validation, and nothing is kept."""
-        version = manifest["apiVersion"]
-        group = f"/apis/{version}" if "/" in version else f"/api/{version}"
-        plural = PLURALS[manifest["kind"]]
+        namespace = manifest["metadata"].get("namespace", "default")
         # Servers from 1.25 on refuse unknown fields; older ones leave them out, which `left_out` finds.
-        return self.ask("POST", f"{group}/namespaces/default/{plural}?dryRun=All&fieldValidation=Strict", manifest)
+        query = "dryRun=All&fieldValidation=Strict"
+        return self.ask("POST", f"{_group(manifest)}/namespaces/{namespace}/{self._plural(manifest)}?{query}", manifest)
+
+    def serves(self, manifest: Manifest) -> bool:
+        return self._plural(manifest) != ""
+
+    def _plural(self, manifest: Manifest) -> str:
+        """Under which name the server has such objects; empty where it has none."""
+        key = (manifest["apiVersion"], manifest["kind"])
+        if key not in self._plurals:
+            resources = self.ask("GET", _group(manifest))[1].get("resources", [])
+            names = (each["name"] for each in resources if each["kind"] == manifest["kind"] and "/" not in each["name"])
+            self._plurals[key] = next(names, "")
+        return self._plurals[key]
+
+    def create(self, manifest: Manifest, path: str) -> None:
+        """For good, unless it is there."""
+        status, answer = self.ask("POST", path, manifest)
+        assert status in (201, 409), answer
 
     def install(self, crd_file: Path) -> None:
         """A CustomResourceDefinition, and wait until its kind is served."""
-        crd = _with_texts_as_defaults(yaml.safe_load(crd_file.read_text()))
+        crd = yaml.load(crd_file.read_text(), yaml.CSafeLoader)
+        if self.minor < 25:
+            crd = _with_texts_as_defaults(crd)
         status, answer = self.ask("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
         assert status == 201, answer["message"][:2000]
         group, version = crd["spec"]["group"], crd["spec"]["versions"][0]["name"]
         path = f"/apis/{group}/{version}/namespaces/default/{crd['spec']['names']['plural']}"
         _wait(lambda: self.ask("GET", path)[0] == 200, f"{path} is not served")
+
+
+def _group(manifest: Manifest) -> str:
+    version = manifest["apiVersion"]
+    return f"/apis/{version}" if "/" in version else f"/api/{version}"
 
 
 def _with_texts_as_defaults(value: Any) -> Any:
@@ -108,6 +135,20 @@ def left_out(sent: Any, kept: Any, path: str = "") -> list[str]:
         # The server may add entries, a toleration for instance, and does so at the end.
         return [found for value, other in zip(sent, kept) for found in left_out(value, other, f"{path}[]")]  # noqa: B905
     return []
+
+
+def accepted(api: ApiServer, manifest: Manifest) -> Manifest:
+    """What the server made of it. An old one gets a CronJob as batch/v1beta1, which is all that it has."""
+    if manifest["kind"] == "CronJob" and api.minor < 21:
+        manifest = {**manifest, "apiVersion": "batch/v1beta1"}
+    status, answer = api.try_out(manifest)
+    assert status == 201, f"{manifest['kind']}: {answer['message'][:2000]}"
+    unknown = {path.rpartition(".")[2] for path in left_out(manifest, answer)}
+    allowed = set(SINCE_1_27) if api.minor < 25 else set()
+    assert unknown <= allowed, f"{manifest['kind']}: the server does not know {sorted(unknown - allowed)}"
+    left = f", without {', '.join(sorted(unknown))}" if unknown else ""
+    print(f"1.{api.minor} takes {manifest['apiVersion']} {manifest['kind']}{left}")
+    return answer
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,11 @@ from launch.kubernetes import render_job
 from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
 from launch.kubernetes_options import KubernetesOptions
 from launch.workload import Where, Workload, make_workload
-from tests.launch.api_server import ApiServer, api_server, binaries, left_out
+from tests.launch.api_server import ApiServer, accepted, left_out
 from tests.launch.manifests import as_pod, pod_templates, read
 
 pytestmark = pytest.mark.campaign
 
-# What a server of before 1.25, which drops unknown fields without a word, may not know yet.
-SINCE_1_27 = ("completionMode", "podFailurePolicy", "suspend", "ttlSecondsAfterFinished", "timeZone")
 ALL_OPTIONS: dict[str, Any] = {
     "namespace": "default", "queue": "team-a", "secret": "s3-keys,mlflow", "secret_mount": {"gcs": "/var/secrets/gcs"},
     "pull_secret": "registry", "service_account": "trainer", "node_selector": {"gpu": "h100"},
@@ -38,46 +35,12 @@ ALL_OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    if binaries() is None:
-        pytest.skip("no server: KUBE_APISERVER must name kube-apiserver, and ETCD etcd where it is not in the PATH")
-    with api_server(tmp_path_factory.mktemp("kubernetes")) as server:
-        print(f"kube-apiserver 1.{server.minor}")
-        yield server
-
-
-@pytest.fixture(scope="module")
-def published(api: ApiServer) -> ApiServer:
-    """The server, with the definitions of JobSet and Volcano's Job."""
-    folder = os.environ.get("KUBE_CRDS")
-    if not folder:
-        pytest.skip("KUBE_CRDS names no folder with the definitions of JobSet and Volcano")
-    for file in sorted(Path(folder).glob("*.yaml")):
-        api.install(file)
-    return api
-
-
 def _workload(j: str) -> Workload:
     mounts = "type=volume,src=claim,dst=/workspace,type=bind,src=/scratch,dst=/scratch,readonly"
     where = Where(
         j=j, image="ours:1", cpu=8, gpu=8, memMB=16000, env={"NCCL_DEBUG": "WARN"}, mount=mounts, max_retries=3
     )
     return make_workload("train", None, ["experiment=mlperf_dlrmv2", "data.path=/data"], where, check_data=False)
-
-
-def _accepted(api: ApiServer, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the server made of it. An old one gets a CronJob as batch/v1beta1, which is all that it has."""
-    if manifest["kind"] == "CronJob" and api.minor < 21:
-        manifest = {**manifest, "apiVersion": "batch/v1beta1"}
-    status, answer = api.try_out(manifest)
-    assert status == 201, f"{manifest['kind']}: {answer['message'][:2000]}"
-    unknown = {path.rpartition(".")[2] for path in left_out(manifest, answer)}
-    allowed = set(SINCE_1_27) if api.minor < 25 else set()
-    assert unknown <= allowed, f"{manifest['kind']}: the server does not know {sorted(unknown - allowed)}"
-    left = f", without {', '.join(sorted(unknown))}" if unknown else ""
-    print(f"1.{api.minor} takes {manifest['apiVersion']} {manifest['kind']}{left}")
-    return answer
 
 
 @pytest.mark.parametrize("j", ["1x8", "2x8"])
@@ -90,9 +53,9 @@ def test_the_server_takes_jobs_cronjobs_and_their_pods(api: ApiServer, j: str, o
         *read(render_cronjob(workload, "*/15 0-6 1,15 * 1-5", CronJobOptions(**options, **cron))),
     ]
     for manifest in manifests:
-        _accepted(api, manifest)
+        accepted(api, manifest)
         for template in pod_templates(manifest):
-            _accepted(api, as_pod(template))  # a template is checked less than a pod
+            accepted(api, as_pod(template))  # a template is checked less than a pod
 
 
 @pytest.mark.parametrize("kind", ["jobset", "volcano"])
@@ -107,7 +70,7 @@ def test_the_server_takes_kinds_of_others_by_their_published_definitions(
         for template in pod_templates(job):
             container = template["spec"]["containers"][0]
             container["command"] = [word or "-" for word in container["command"]]
-    _accepted(published, job)
+    accepted(published, job)
     pod_templates(job)[0]["spec"]["contaners"] = ["sh"]
     status, answer = published.try_out(job)
     assert status != 201 or left_out(job, answer)  # an old server drops what it does not know
@@ -161,7 +124,7 @@ def test_the_server_refuses_what_it_should(api: ApiServer, path: str, value: Any
     for key in walk:
         inner = inner[key]
     inner[last] = value
-    _accepted(api, cronjob)
+    accepted(api, cronjob)
     if api.minor < 21:
         changed["apiVersion"] = "batch/v1beta1"
     assert api.try_out(changed)[0] in (400, 422)

@@ -134,8 +134,9 @@ def test_for_a_node_that_comes_the_ranks_save_and_all_start_again(tmp_path: Path
 
 
 @pytest.mark.campaign
-def test_a_lost_node_costs_no_restart_and_comes_back(tmp_path: Path) -> None:
-    first, second = Node(tmp_path, "first", "1:2", "--max-restarts", "1"), Node(tmp_path, "second")
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_lost_node_costs_no_restart_and_comes_back(tmp_path: Path, restarts: str) -> None:
+    first, second = Node(tmp_path, "first", "1:2", "--max-restarts", restarts), Node(tmp_path, "second")
     first.wait_for("of 2 at ")
     second.wait_for("of 2 at ")
     for _ in range(2):

@@ -85,6 +85,10 @@ class Agent(LocalElasticAgent):
         listen()  # start_processes has put torchelastic's handlers there, which a second signal would break
         return pids
 
+    def _lost_a_node(self, worker_group: Any) -> bool:
+        found = meeting.FolderMeeting.newest
+        return found is not None and found.lost_one_of(worker_group.group_world_size)
+
     def _exit_codes(self) -> dict[int, int]:
         polled = {rank: each.proc.poll() for rank, each in self._processes.subprocess_handlers.items()}
         return {rank: code for rank, code in polled.items() if code is not None}
@@ -112,7 +116,10 @@ class Agent(LocalElasticAgent):
             failure = result.failures.get(worker.global_rank)
             if failure and code != DONE and code not in FINAL:
                 logger.warning("%s", describe_failure(worker.global_rank, failure))
-        if self._remaining_restarts > 0:
+        if not codes and self._remaining_restarts == 0 and self._lost_a_node(worker_group):
+            self._remaining_restarts = 1
+            logger.warning("a node was lost: those that are left start all ranks again")
+        elif self._remaining_restarts > 0:
             most = worker_group.spec.max_restarts
             logger.warning("starting all ranks again, %d of %d times", most - self._remaining_restarts + 1, most)
         return result

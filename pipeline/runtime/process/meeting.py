@@ -14,6 +14,7 @@ import contextlib
 import io
 import os
 import pickle
+import time
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -127,6 +128,18 @@ class FolderMeeting(DynamicRendezvousHandler):
     @property
     def round(self) -> int:
         return int(self._state_holder.state.round)
+
+    def lost_one_of(self, num_nodes: int) -> bool:
+        """Whether fewer nodes are left than the `num_nodes` of this round; waits as long as a lost one may go unnoticed."""
+        until = time.monotonic() + HEARTBEAT_S * (LOST_AFTER + 1)
+        while True:
+            with self._heartbeat_lock:
+                self._state_holder.sync()
+                if len(self._state_holder.state.participants) < num_nodes:
+                    return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(1.0)
 
     def shutdown(self) -> bool:
         """The launcher's at its end, whatever the reason: others may still go on."""
