@@ -1,11 +1,13 @@
 """Measure how long a row of a stream takes from being written to its effect on an answer, under load:
 
-    python -m benchmarks.freshness_stream --data datasets/quickstart --rows datasets/raw/quickstart.tsv [--rate 50000] [--seconds 90]
-        [--every every_10_seconds] [--batch 2048] [--folder DIR] [--kept WORD ...]
+    python -m pipeline.generate data=quickstart data.synthetic.num_rows=8000000 output=stream.tsv
+    python -m benchmarks.freshness_stream --data datasets/quickstart --rows stream.tsv [--rate 50000] [--seconds 90]
+        [--every every_10_seconds] [--batch 8192] [--nice 5] [--folder DIR] [--kept WORD ...]
 
 `retrain follow=true` reads files to which rows are appended at a rate, and publishes deltas; a server follows them, and takes requests of
-16 rows from 4 connections, first alone (at rest). For each delta that an answer names, the oldest row that it brings is known:
-by the journal of the stream and the time at which it was written. The largest of these times is the most that any row took.
+16 rows from 4 connections: first alone (at rest), and then beside the training, from its first delta on. For each delta that an answer
+names, the oldest row that it brings is known: by the journal of the stream and the time at which it was written. The largest of these
+times is the most that any row took. No row is written twice, for a model that has seen its rows before is not what a stream trains.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import argparse
 import bisect
 import itertools
 import json
+import os
 import signal
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.freshness import Load, done, metric, pipeline
@@ -31,10 +36,10 @@ TICK_S, FILE_S = 0.1, 10.0  # between two appends; for one file
 class Writer(threading.Thread):
     """Appends rows to files of a folder, in the order of their names, at `rate` rows a second."""
 
-    def __init__(self, folder: Path, rows: list[bytes], rate: int) -> None:
+    def __init__(self, folder: Path, rows: Iterable[bytes], rate: int) -> None:
         super().__init__(daemon=True)
-        self._folder, self._rows, self._rate = folder, itertools.cycle(rows), rate
-        self.stopped = threading.Event()
+        self._folder, self._rows, self._rate = folder, iter(rows), rate
+        self.stopped, self.ran_out = threading.Event(), False
         self.written: list[tuple[float, str, int]] = []  # when, file, its bytes then
         self.num_rows = 0
 
@@ -44,10 +49,14 @@ class Writer(threading.Thread):
             now = time.time()
             name = f"part-{int((now - began) / FILE_S):06d}.tsv"
             count = int((now - began) * self._rate) - self.num_rows
+            rows = list(itertools.islice(self._rows, count))
             with open(self._folder / name, "ab") as file:
-                file.write(b"".join(itertools.islice(self._rows, count)))
+                file.write(b"".join(rows))
                 self.written.append((time.time(), name, file.tell()))
-            self.num_rows += count
+            self.num_rows += len(rows)
+            self.ran_out = len(rows) < count
+            if self.ran_out:
+                return
 
     def first_after(self, name: str, offset: int) -> float:
         """When the first row behind that offset was written."""
@@ -97,51 +106,56 @@ def watch(url: str, load: Load, seconds: float) -> dict[int, float]:
     return seen
 
 
-def main() -> None:
+def words_of(options: argparse.Namespace, folder: str) -> list[str]:
+    return [
+        "experiment=quickstart", f"data.path={options.data}", f"run_dir={folder}/run", f"registry.path={folder}/registry", "hardware=cpu",
+        f"source={folder}/stream", "follow=true", "stream.poll_s=0.1", f"trainer.global_batch_size={options.batch}", "trainer.log_every_steps=50",
+        "trainer.evaluate_max_batches=5", "checkpoint.differential=true", "checkpoint.asynchronous=true", "checkpoint.save_every_minutes=null",
+        f"publishing.when={options.every}", "publishing.max_chain=null", "publishing.gate.max_rows=4000", *options.kept,
+    ]  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--rows", required=True)
     parser.add_argument("--rate", type=int, default=50_000)
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--every", default="every_10_seconds")
-    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=8192)
+    parser.add_argument(
+        "--nice", type=int, default=0, help="of the training and its publisher, which share cores with the server"
+    )
     parser.add_argument("--folder")
     parser.add_argument("--kept", nargs="*", default=[], help="further words of retrain")
-    options = parser.parse_args()
-    with open(options.rows, "rb") as file:
-        rows = list(itertools.islice(file, 400_000))
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    with open(options.rows, "rb") as rows, tempfile.TemporaryDirectory(dir=options.folder) as folder:
         source, run = Path(folder, "stream"), Path(folder, "run", "follow")
         source.mkdir()
-        artifact = run / "artifacts/published"
-        words = [
-            "experiment=quickstart", f"data.path={options.data}", f"run_dir={folder}/run", f"registry.path={folder}/registry", "hardware=cpu",
-            f"source={source}", "follow=true", "stream.poll_s=0.1", f"trainer.global_batch_size={options.batch}", "trainer.log_every_steps=100",
-            "trainer.evaluate_max_batches=5", "checkpoint.differential=true", "checkpoint.asynchronous=true", "checkpoint.save_every_minutes=null",
-            f"publishing.when={options.every}", "publishing.max_chain=null", "publishing.gate.max_rows=4000", *options.kept,
-        ]  # fmt: skip
-        writer = Writer(source, rows, options.rate)
+        words = words_of(options, folder)
         # The artifact is that of the first rows; then the training rests until the server does not.
-        (source / "a.tsv").write_bytes(b"".join(rows[: 60 * options.batch]))
+        (source / "a.tsv").write_bytes(b"".join(itertools.islice(rows, 60 * options.batch)))
         done(pipeline("retrain", *words, "stream.idle_s=2"))
+        artifact = run / "artifacts/published"
         server = pipeline("serve", f"artifact={artifact}", "server.port=0", "server.watch_s=0.5", "threads=1")
         assert server.stdout is not None
         url = next(line for line in server.stdout if "http://" in line).split(" on ")[1].split(",")[0]
         threading.Thread(target=server.stdout.read, daemon=True).start()
         with Load(url) as rest:
             time.sleep(options.seconds / 3)
-        training = pipeline("retrain", *words)
-        threading.Thread(target=training.stdout.read, daemon=True).start()  # type: ignore[union-attr]
-        begun = len((run / "metrics.jsonl").read_text().splitlines())
-        while (
-            len((run / "metrics.jsonl").read_text().splitlines()) <= begun
-            and training.poll() is None
-            and not writer.is_alive()
-        ):
-            writer.start()
+        writer = Writer(source, rows, options.rate)
+        training = pipeline("retrain", *words, preexec_fn=lambda: os.nice(options.nice))
         try:
+            writer.start()
+            await_first_delta(training, url)
+            used = cpu_seconds(training, server)
             with Load(url) as beside:
                 seen = watch(url, beside, options.seconds)
+                used = {name: seconds - used[name] for name, seconds in cpu_seconds(training, server).items()}
                 refused = metric(url, "delta_refusals_total")
         finally:
             writer.stopped.set()
@@ -150,6 +164,32 @@ def main() -> None:
             for process in (training, server):
                 process.wait()
         report(rest, beside, writer, seen, published_steps(artifact), run, refused)
+        print(
+            "CPU       ",
+            ", ".join(f"{name} {seconds / options.seconds:.2f} of a core" for name, seconds in used.items()),
+        )
+
+
+def await_first_delta(training: subprocess.Popen[str], url: str) -> None:
+    """Until the training, its publisher and the server are at work, with nothing of their start left."""
+    assert training.stdout is not None
+    lines = deque(maxlen=20)  # type: deque[str]
+    threading.Thread(target=lambda: lines.extend(training.stdout or ()), daemon=True).start()
+    while not metric(url, "delta_sequence"):
+        if training.poll() is not None:
+            raise SystemExit("the training has ended:\n" + "".join(lines))
+        time.sleep(0.2)
+
+
+def cpu_seconds(training: subprocess.Popen[str], server: subprocess.Popen[str]) -> dict[str, float]:
+    publishers = Path(f"/proc/{training.pid}/task/{training.pid}/children").read_text().split()
+    processes = {"training": [str(training.pid)], "publisher": publishers, "server": [str(server.pid)]}
+    return {name: sum(_cpu_seconds(pid) for pid in pids) for name, pids in processes.items()}
+
+
+def _cpu_seconds(pid: str) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def report(
@@ -170,6 +210,10 @@ def report(
     print(
         f"training   {statistics.median(speeds):,.0f} rows/s at the median of its log lines, {behind[-1]:,.0f} bytes behind at the end, most {max(behind):,.0f}"
     )
+    if writer.ran_out:
+        print("rows       ended too soon: generate more of them")
+    for path in run.glob("artifacts/*/deltas/pin.json"):
+        print(f"stopped    {json.loads(path.read_text()).get('reason', '')}")
     if not found:
         print(f"effect     not known: {len(seen)} deltas answered, and the first says nothing; take more --seconds")
         return

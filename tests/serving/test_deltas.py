@@ -214,7 +214,8 @@ def test_200_deltas_score_as_whole_exports_do(
         ]  # fmt: skip
     ranks.run(2, _train, overrides)
     artifact = export_step(run, 1, tmp_path / "artifact", "precision=int4")
-    publisher = Publisher(job_of(artifact, "delta_gate.max_ne_increase=9"), artifact)
+    limits = ["delta_gate.max_ne_increase=9", "delta_gate.max_progressive_ne_rise=null"]  # steps of 64 rows scatter
+    publisher = Publisher(job_of(artifact, *limits), artifact)
     servers = [Predictor.load(artifact), Predictor.load(artifact, memory="ssd", cache_bytes=100_000)]
     for step in range(2, last + 1):
         delta = publisher.publish_step(step)
@@ -228,6 +229,7 @@ def test_200_deltas_score_as_whole_exports_do(
                 for number, table in enumerate(whole.manifest.tables):
                     ids = torch.arange(table.stored_rows)
                     assert torch.equal(server.lookup.stored(number, ids), whole.lookup.stored(number, ids))
+    assert publisher.layers.num_traces == 1
 
 
 @pytest.mark.campaign

@@ -11,7 +11,14 @@ from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.dense_export import Layers, export_layers, program_bytes, take_collection
+from pipeline.serving.artifact.dense_export import (
+    Layers,
+    by_name,
+    export_layers,
+    program_bytes,
+    take_collection,
+    trace_layers,
+)
 from pipeline.serving.scoring.dense_program import load_program
 from tests.support.messages import names
 
@@ -61,6 +68,28 @@ def test_a_program_gives_the_models_logits(kind: str, precision: str) -> None:
         assert (found - wanted).norm() <= LARGEST[precision] * wanted.norm()
         if precision == "int8":
             assert not torch.equal(found, wanted), "nothing was quantized"
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [("dlrm", "int8"), *(pytest.param(*case, marks=pytest.mark.campaign) for case in [("dlrm_dcn", "bf16"), ("dlrm_dcn", "int8"),
+     *((kind, "fp32") for kind in SCORING)])],
+)  # fmt: skip
+def test_tensors_of_a_later_step_are_found_by_their_names(kind: str, precision: str) -> None:
+    model, columns = _built(kind)
+    program, int8 = trace_layers(model, precision, 5, columns, None)
+    names_of = load_program(program_bytes(program), "dense.pt2").sources
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.add_(torch.rand(value.shape).to(value.dtype))
+    later, _ = trace_layers(model, precision, 5, columns, None)
+    traced = load_program(program_bytes(later), "dense.pt2").constants
+    found = by_name(model, precision, None, names_of, int8)
+    for name, one, other in zip(names_of, found, traced, strict=True):
+        assert one is None or (one.dtype == other.dtype and torch.equal(one, other)), name
+    assert any(one is not None for one in found), "nothing has a name"
+    assert bool(int8) == (precision == "int8")
 
 
 @pytest.mark.campaign

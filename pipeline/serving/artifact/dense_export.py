@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from pipeline.runtime.errors import ServingError
 
 EXAMPLE_ROWS = 16
 MAX_BATCH = 1 << 20
+Int8Names = dict[str, tuple[str, str | None]]  # module -> the weight and the bias that it was made of
 LEAST_INT8_OUTPUTS = 8  # the layer of the logit stays what it is: int8 saves nothing there, and costs the most
 
 
@@ -114,12 +116,38 @@ def export_layers(
     model: nn.Module, precision: str, num_dense: int, pooled_dim: int, width: int | None = None
 ) -> torch.export.ExportedProgram:
     """`model` with its collection taken, in fp32, on the CPU; it is left as it is. `width`: of the outputs; None: [batch]."""
+    return trace_layers(model, precision, num_dense, pooled_dim, width)[0]
+
+
+def trace_layers(
+    model: nn.Module, precision: str, num_dense: int, pooled_dim: int, width: int | None
+) -> tuple[torch.export.ExportedProgram, Int8Names]:
+    """As export_layers, and which layers it has made int8."""
+    program = _export(_layers(model, precision, width), num_dense, pooled_dim)
+    if precision != "int8":
+        return program, {}
+    module, names = with_int8_linears(program.module())
+    return _export(module, num_dense, pooled_dim), names
+
+
+def by_name(
+    model: nn.Module, precision: str, width: int | None, names: Sequence[str], int8: Int8Names
+) -> list[torch.Tensor | None]:
+    """What a program of trace_layers has under each of `names`, from the model itself; None for what it holds under no name."""
+    state = _layers(model, precision, width).state_dict()
+    quantized = {
+        name: Int8Linear(state[weight], None if bias is None else state[bias])
+        for name, (weight, bias) in int8.items()
+        if weight in state and (bias is None or bias in state)
+    }
+    found = [quantized[name].state_dict().get(part) if name in quantized else state.get(whole)
+             for whole in names for name, _, part in [whole.partition(".")]]  # fmt: skip
+    return [None if value is None else value.detach() for value in found]
+
+
+def _layers(model: nn.Module, precision: str, width: int | None) -> Layers:
     copied = with_gathered_pairs(copy.deepcopy(model))
-    layers = Layers(copied, torch.bfloat16 if precision == "bf16" else torch.float32, width).eval()
-    program = _export(layers, num_dense, pooled_dim)
-    if precision == "int8":
-        program = _export(with_int8_linears(program.module()), num_dense, pooled_dim)
-    return program
+    return Layers(copied, torch.bfloat16 if precision == "bf16" else torch.float32, width).eval()
 
 
 def program_bytes(program: torch.export.ExportedProgram) -> bytes:
@@ -166,8 +194,9 @@ class Int8Linear(nn.Module):
         return (product if self.bias is None else product + self.bias).reshape(*x.shape[:-1], len(self.scale))
 
 
-def with_int8_linears(graph_module: Any) -> nn.Module:
+def with_int8_linears(graph_module: Any) -> tuple[nn.Module, Int8Names]:
     """Every product with a constant matrix in int8, whatever module it came from; all else as it was."""
+    names: Int8Names = {}
     for number, node in enumerate(list(graph_module.graph.nodes)):
         if node.op != "call_function" or node.target is not torch.ops.aten.linear.default:
             continue
@@ -178,6 +207,7 @@ def with_int8_linears(graph_module: Any) -> nn.Module:
         if len(values) < LEAST_INT8_OUTPUTS:
             continue
         name = f"int8_{number}"
+        names[name] = (weight.target, bias and bias.target)
         graph_module.add_submodule(name, Int8Linear(values, bias and _attribute(graph_module, bias.target)))
         with graph_module.graph.inserting_before(node):
             node.replace_all_uses_with(graph_module.graph.call_module(name, (x,)))
@@ -185,8 +215,7 @@ def with_int8_linears(graph_module: Any) -> nn.Module:
     graph_module.graph.eliminate_dead_code()
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
-    result: nn.Module = graph_module
-    return result
+    return graph_module, names
 
 
 def _attribute(module: Any, path: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -42,19 +43,35 @@ from pipeline.serving.artifact.deltas import (
     tensors_to_bytes,
     why_pinned,
 )
-from pipeline.serving.artifact.dense_export import export_layers, program_bytes
-from pipeline.serving.artifact.manifest import COMPOSED_FILE, DENSE_FILE, Manifest, TableFiles
+from pipeline.serving.artifact.layer_tensors import LayerTensors
+from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest, TableFiles
 from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows
-from pipeline.serving.artifact.served_tasks import width_of
 from pipeline.serving.artifact.source import Source, open_source
 from pipeline.serving.artifact.table_files import block_rows, write_bytes
 from pipeline.serving.artifact.task_quality import quality
-from pipeline.serving.scoring.dense_program import DenseProgram, load_program
 from pipeline.serving.scoring.patching import Patch, StagedDelta, catch_up
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.run_state import folder_of
 
 BATCH_ROWS = 2048
+
+
+class Stages:
+    """How long the parts of one delta took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+    def __str__(self) -> str:
+        return ", ".join(f"{seconds:.2f} s {name}" for name, seconds in self.seconds.items())
 
 
 class Publisher:
@@ -73,9 +90,11 @@ class Publisher:
             raise ServingError(
                 f"{self._folder} holds a delta that cannot be used: pin={self._predictor.sequence}, and export anew"
             )
+        self.layers = LayerTensors(self._manifest.dense["precision"], artifact)
         self._batches: list[Batch] | None = None
         self._ne = math.nan
         self._not_finite = 0  # rows of the delta in progress
+        self.stages = Stages()  # of the newest delta
         deltas = [
             read_delta(self._folder, artifact, self._manifest, sequence)
             for sequence in range(1, self._predictor.sequence + 1)
@@ -110,8 +129,10 @@ class Publisher:
             )
         if step <= self._step:
             return None
-        source = open_source(ExportJob(run=self._run, step=step, data_path=self._job.data_path))
-        self._check_source(source)
+        self.stages = Stages()
+        with self.stages("opening"):
+            source = open_source(ExportJob(run=self._run, step=step, data_path=self._job.data_path))
+            self._check_source(source)
         return self._publish(source)
 
     def _check_source(self, source: Source) -> None:
@@ -131,22 +152,27 @@ class Publisher:
     def _publish(self, source: Source) -> Delta:
         path = step_path(folder_of(self._run), source.step)
         saved_at = os.path.getmtime(storage.join(path, MANIFEST)) if storage.is_local(path) else time.time()
-        patches = list(self._patches(source, path))
-        constants = self._constants(source)
+        with self.stages("rows"):
+            patches = list(self._patches(source, path))
+        with self.stages("layers"):
+            constants = self.layers.at(source, self._predictor.program)
         composed = source.trained.composed
-        stats = self._stats_before(patches, source)
+        with self.stages("gate"):
+            stats = self._stats_before(patches, source)
         stats["not_finite"] = self._not_finite + sum(int(not each.isfinite().all()) for each in constants)
         draft = Delta(
             self._folder, self._predictor.sequence + 1, source.step, saved_at, str(source.manifest.get("save_id", "")),
             [], {}, stats, "",
         )  # fmt: skip
-        self._predictor.apply(StagedDelta(draft, patches, constants, composed))
-        stats["ne"] = self._normalized_entropy(source)
-        self._check_gate(draft)
+        with self.stages("gate"):
+            self._predictor.apply(StagedDelta(draft, patches, constants, composed))
+            stats["ne"] = self._normalized_entropy(source)
+            self._check_gate(draft)
         contents = {LAYERS_FILE: tensors_to_bytes(constants)}
         if composed is not None:
             contents[COMPOSED_FILE] = composed.to_bytes()
-        delta = self._commit(draft, patches, contents)
+        with self.stages("writing"):
+            delta = self._commit(draft, patches, contents)
         self._ne = stats["ne"]
         self.history.append(stats)
         self._chain_bytes += delta.size_bytes
@@ -187,21 +213,6 @@ class Publisher:
             differs = (new != self._predictor.lookup.stored(number, ids)).any(dim=1)
             if differs.any():
                 yield ids[differs], new[differs]
-
-    def _constants(self, source: Source) -> list[torch.Tensor]:
-        """The tensors of the layers' program, which has to be the artifact's but for them."""
-        trained = source.trained
-        program = export_layers(
-            trained.model,
-            self._manifest.dense["precision"],
-            trained.num_dense,
-            sum(trained.model_dims),
-            width_of(trained.tasks),
-        )
-        made, served = load_program(program_bytes(program), DENSE_FILE), self._predictor.program
-        if not isinstance(served, DenseProgram) or made.code != served.code:
-            raise ServingError(f"the layers' program is another than that of {self._artifact}: export a whole artifact")
-        return made.constants
 
     def _stats_before(self, patches: list[Patch], source: Source) -> dict[str, float]:
         """What is known of a delta before it is applied; and what its NE will be held against."""

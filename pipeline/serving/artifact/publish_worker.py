@@ -62,11 +62,24 @@ class Worker:
         self._history: list[Stats] = []  # of the chains before
         self.stopped = ""  # why nothing more is published
 
+    def prepare(self) -> None:
+        """Load what deltas follow, before the first step is there. What is wrong with it is said of that step."""
+        try:
+            if self._has_artifact():
+                self._open()
+        except (UserError, OSError) as error:
+            logger.warning("%s cannot be followed yet: %s", self._order.artifact, error)
+
+    def _has_artifact(self) -> bool:
+        return storage.is_file(storage.join(self._order.artifact, MANIFEST))
+
     def publish(self, step: int) -> dict[str, Any]:
         """What the answer says besides the step. A step that is gone by now costs nothing but itself."""
+        began, cpu = time.monotonic(), time.process_time()
         try:
             self._await_commit(step)
-            if not storage.is_file(storage.join(self._order.artifact, MANIFEST)):
+            waited = time.monotonic() - began
+            if not self._has_artifact():
                 return {"sequence": 0, "artifact": self._begin(step)}
             delta = self._open().publish_step(step)
         except DeltaRefusedError as error:
@@ -80,6 +93,10 @@ class Worker:
             return {"failed": str(error)}
         if delta is None:
             return {"sequence": None}
+        logger.info(
+            "delta %d of step %d: %.2f s for its commit, %s; %.2f s of CPU in all",
+            delta.sequence, step, waited, self._open().stages, time.process_time() - cpu,
+        )  # fmt: skip
         return {
             **self._begin_anew(step),
             "sequence": delta.sequence, "rows": int(delta.stats["rows"]), "bytes": delta.size_bytes, "ne": delta.stats["ne"],
@@ -158,6 +175,7 @@ def serve(lines: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> Non
     order = PublishOrder(**json.loads(next(lines)))
     with signing(order.sign_key), requiring(order.require_signature):
         worker = Worker(order)
+        worker.prepare()
         for line in lines:
             step = int(json.loads(line)["step"])
             if worker.stopped:

@@ -28,8 +28,10 @@ PLAIN = ("/archive_format", "/archive_version", "/byteorder", "/.data/version", 
 class DenseProgram:
     """The operations of an exported program; `constants` are its weights and other tensors, in the order of `code`."""
 
-    def __init__(self, module: torch.fx.GraphModule, num_constants: int) -> None:
-        self._module, self._names = module, [f"constant_{number}" for number in range(num_constants)]
+    def __init__(self, module: torch.fx.GraphModule, sources: list[str]) -> None:
+        """sources: the names of the constants in the module that was exported."""
+        self._module, self._names = module, [f"constant_{number}" for number in range(len(sources))]
+        self.sources = sources
         self._forward = module.forward
 
     def __call__(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
@@ -77,13 +79,14 @@ def without_checks(program: torch.export.ExportedProgram) -> DenseProgram:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     constants = graph.find_nodes(op="get_attr")
+    sources = [str(node.target) for node in constants]
     for number, node in enumerate(constants):
         value = operator.attrgetter(node.target)(module)
         node.target = f"constant_{number}"
         vars(module)[node.target] = value.detach()  # no parameter: nn.Module looks those up by a method of its own
     graph.set_codegen(CodeGen())  # in the place of pytree's, which takes inputs and outputs apart
     module.recompile()
-    return DenseProgram(module, len(constants))
+    return DenseProgram(module, sources)
 
 
 def _changes_nothing(node: torch.fx.Node) -> bool:

@@ -1,0 +1,62 @@
+"""Give the tensors of the layers' program at each step of a run: traced at first, and taken from the model by name after that.
+
+A trace takes most of the time that a delta takes. Its result is the program's code, which is the same for all steps of a run, and
+tensors: weights under their names, quantized ones, and what the model has worked out by itself. By name they are taken once a trace
+has shown that this gives the same numbers, and that what has no name is what it was at the step of the artifact.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.runtime.errors import ServingError
+from pipeline.serving.artifact.dense_export import by_name, program_bytes, trace_layers
+from pipeline.serving.artifact.manifest import DENSE_FILE
+from pipeline.serving.artifact.served_tasks import width_of
+from pipeline.serving.artifact.source import Source
+from pipeline.serving.scoring.dense_program import DenseProgram, load_program
+
+
+class LayerTensors:
+    """Of the program that an artifact serves; `num_traces` counts how often it was traced."""
+
+    def __init__(self, precision: str, artifact: str) -> None:
+        self._precision, self._artifact = precision, artifact
+        self._traced: DenseProgram | None = None
+        self._int8: dict[str, tuple[str, str | None]] = {}
+        self._of: object = None  # the model's config by which names were found to do
+        self.num_traces = 0
+
+    def at(self, source: Source, served: object) -> list[torch.Tensor]:
+        """In the order of the program. Raises ServingError where the program is another than `served`."""
+        if self._traced is not None and self._of == source.job.model:
+            return [
+                kept if named is None else named
+                for named, kept in zip(self._named(source, self._traced), self._traced.constants, strict=True)
+            ]
+        trained = source.trained
+        program, self._int8 = trace_layers(
+            trained.model, self._precision, trained.num_dense, sum(trained.model_dims), width_of(trained.tasks)
+        )
+        self.num_traces += 1
+        made = load_program(program_bytes(program), DENSE_FILE)
+        if not isinstance(served, DenseProgram) or made.code != served.code:
+            raise ServingError(f"the layers' program is another than that of {self._artifact}: export a whole artifact")
+        if self._names_do(source, made, served):
+            self._traced, self._of = made, source.job.model
+        return made.constants
+
+    def _named(self, source: Source, program: DenseProgram) -> list[torch.Tensor | None]:
+        width = width_of(source.trained.tasks)
+        return by_name(source.trained.model, self._precision, width, program.sources, self._int8)
+
+    def _names_do(self, source: Source, made: DenseProgram, served: DenseProgram) -> bool:
+        if len(made.constants) != len(served.constants):
+            return False
+        found = self._named(source, made)
+        wanted = (before if named is None else named for named, before in zip(found, served.constants, strict=True))
+        return all(_same(one, other) for one, other in zip(wanted, made.constants, strict=True))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
