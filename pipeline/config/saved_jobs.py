@@ -41,7 +41,7 @@ def job_from_yaml(job_type: type[Job], text: str) -> Job:
     if "model" in values:
         model = find("model", str(values["model"].get("kind")), "saved model.kind")
     try:
-        return copy.deepcopy(_read_job(job_type, model, text))
+        return copy.deepcopy(_read_job(job_type, model, text))  # type: ignore[arg-type, return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(f"saved job: {error.full_key}: {str(error).splitlines()[0]}{near_field(error)}") from None
 
@@ -61,7 +61,7 @@ def _values_of(text: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4)
-def _read_job(job_type: type[Job], model: type | None, text: str) -> Job:
+def _read_job(job_type: type, model: type | None, text: str) -> object:
     """A publisher reads the same job with each step of its run, which takes OmegaConf 40 ms."""
     return instantiate(OmegaConf.merge(_schema(job_type, model), _values_of(text)), job_type)  # type: ignore[arg-type]
 
