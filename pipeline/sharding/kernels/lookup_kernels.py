@@ -10,13 +10,14 @@ import numpy as np
 from numba import njit
 
 from pipeline.runtime.kernels.llvm_intrinsics import LANES, add_1, add_16, copy_1, copy_16, prefetch_to_read
+from pipeline.runtime.kernels.parts import part
 
 U = np.uint64
 AHEAD = 8  # samples
 BLOCK = 32  # samples whose pooled rows stay in the second cache until the last feature's are there
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@part()  # type: ignore[untyped-decorator]
 def _copy(table, at, into, position, dim):  # type: ignore[no-untyped-def]
     whole = dim // U(LANES) * U(LANES)
     for k in range(U(0), whole, U(LANES)):
@@ -25,7 +26,7 @@ def _copy(table, at, into, position, dim):  # type: ignore[no-untyped-def]
         copy_1(table, at + k, into, position + k)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@part()  # type: ignore[untyped-decorator]
 def _sum(table, begin, indices, factors, first, last, scale, dim, row, sums):  # type: ignore[no-untyped-def]
     """sums[:dim] = scale * the rows of indices[first:last], each times its factor where there are some; `row` is a buffer."""
     sums[:dim] = np.float32(0)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from pipeline.runtime.kernels.parts import part
+
 U, int64 = np.uint64, np.int64
 HASH = U(0x9E3779B97F4A7C15)
 MOST = np.uint8(3)  # a row that recent batches had three times survives three rounds of the hand
@@ -33,7 +35,7 @@ def find(row, buckets, row_of, head):  # type: ignore[no-untyped-def]
         bucket = (bucket + U(1)) & mask
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@part()  # type: ignore[untyped-decorator]
 def _insert(row, slot, buckets, row_of):  # type: ignore[no-untyped-def]
     mask = U(len(buckets) - 1)
     bucket = ((U(row) * HASH) >> U(24)) & mask
@@ -43,7 +45,7 @@ def _insert(row, slot, buckets, row_of):  # type: ignore[no-untyped-def]
     row_of[slot] = row
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@part()  # type: ignore[untyped-decorator]
 def _remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
     mask = U(len(buckets) - 1)
     hole = ((U(row) * HASH) >> U(24)) & mask
@@ -63,7 +65,7 @@ def _remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
     buckets[hole] = -1
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@part()  # type: ignore[untyped-decorator]
 def _victim(hand, row_of, visits, pins, head):  # type: ignore[no-untyped-def]
     """A slot that may be filled, free or not; -1: batches in flight need them all."""
     count = len(row_of)
