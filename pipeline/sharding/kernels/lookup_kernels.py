@@ -17,7 +17,7 @@ AHEAD = 8  # samples
 BLOCK = 32  # samples whose pooled rows stay in the second cache until the last feature's are there
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _copy(table, at, into, position, dim):  # type: ignore[no-untyped-def]
     whole = dim // U(LANES) * U(LANES)
     for k in range(U(0), whole, U(LANES)):
@@ -26,7 +26,7 @@ def _copy(table, at, into, position, dim):  # type: ignore[no-untyped-def]
         copy_1(table, at + k, into, position + k)
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _sum(table, begin, indices, factors, first, last, scale, dim, row, sums):  # type: ignore[no-untyped-def]
     """sums[:dim] = scale * the rows of indices[first:last], each times its factor where there are some; `row` is a buffer."""
     sums[:dim] = np.float32(0)

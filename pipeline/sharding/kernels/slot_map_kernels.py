@@ -35,7 +35,7 @@ def find(row, buckets, row_of, head):  # type: ignore[no-untyped-def]
         bucket = (bucket + U(1)) & mask
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _insert(row, slot, buckets, row_of):  # type: ignore[no-untyped-def]
     mask = U(len(buckets) - 1)
     bucket = ((U(row) * HASH) >> U(24)) & mask
@@ -45,7 +45,7 @@ def _insert(row, slot, buckets, row_of):  # type: ignore[no-untyped-def]
     row_of[slot] = row
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
     mask = U(len(buckets) - 1)
     hole = ((U(row) * HASH) >> U(24)) & mask
@@ -65,7 +65,7 @@ def _remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
     buckets[hole] = -1
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _victim(hand, row_of, visits, pins, head):  # type: ignore[no-untyped-def]
     """A slot that may be filled, free or not; -1: batches in flight need them all."""
     count = len(row_of)

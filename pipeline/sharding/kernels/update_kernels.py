@@ -47,7 +47,7 @@ HASH = U(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: multiplicative hashing (Kn
 AHEAD = 8  # rows
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _add(into, gradients, begin, scale, dim):  # type: ignore[no-untyped-def]
     whole = dim // U(LANES) * U(LANES)
     for k in range(U(0), whole, U(LANES)):
@@ -56,7 +56,7 @@ def _add(into, gradients, begin, scale, dim):  # type: ignore[no-untyped-def]
         add_1(into, k, gradients, begin + k, scale)
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _subtract(into, at, gradient, scale, keep, dim):  # type: ignore[no-untyped-def]
     if keep != np.float32(1):
         for k in range(dim):
@@ -65,7 +65,7 @@ def _subtract(into, at, gradient, scale, keep, dim):  # type: ignore[no-untyped-
         into[at + k] -= scale * gradient[k]
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _rounded(value, key):  # type: ignore[no-untyped-def]
     """fp32 -> fp16 as uint16: to a neighbour, chosen by `key` with the probability that makes the mean `value`."""
     key ^= key >> U(33)  # the finaliser of MurmurHash3
@@ -77,7 +77,7 @@ def _rounded(value, key):  # type: ignore[no-untyped-def]
     return narrow(min(max(value + offset * step, np.float32(-65504)), np.float32(65504)))
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _subtract_half(into, at, gradient, scale, keep, dim, key):  # type: ignore[no-untyped-def]
     for k in range(dim):
         weight = widen(into[at + k])
@@ -86,7 +86,7 @@ def _subtract_half(into, at, gradient, scale, keep, dim, key):  # type: ignore[n
         into[at + k] = _rounded(weight - scale * gradient[k], key + U(k))
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _mean_square(gradient, dim):  # type: ignore[no-untyped-def]
     total = np.float32(0)
     for k in range(dim):
@@ -94,7 +94,7 @@ def _mean_square(gradient, dim):  # type: ignore[no-untyped-def]
     return total / np.float32(dim)
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _adagrad(states, at, gradient, lr, eps, dim):  # type: ignore[no-untyped-def]
     for k in range(dim):
         square = states[at + k] + gradient[k] * gradient[k]
@@ -102,7 +102,7 @@ def _adagrad(states, at, gradient, lr, eps, dim):  # type: ignore[no-untyped-def
         gradient[k] = lr * gradient[k] / (np.sqrt(square) + eps)
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _adam(states, squares, at, square_at, gradient, begin, numbers, dim):  # type: ignore[no-untyped-def]
     """The gradient becomes the direction of the update, but for the first moment's bias correction."""
     decay, share, scale = numbers[SQUARE_DECAY], numbers[SQUARE_SHARE], numbers[SQUARE_SCALE]
@@ -140,7 +140,7 @@ def _adam(states, squares, at, square_at, gradient, begin, numbers, dim):  # typ
         )
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _moment(states, at, gradient, begin, numbers, dim):  # type: ignore[no-untyped-def]
     whole = dim // U(LANES) * U(LANES)
     for k in range(U(0), whole, U(LANES)):
@@ -149,7 +149,7 @@ def _moment(states, at, gradient, begin, numbers, dim):  # type: ignore[no-untyp
         moment_1(states, at + k, gradient, begin + k, numbers[DECAY], numbers[SHARE])
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _chain(indices, begin, end, slots, rows, heads, tails, following):  # type: ignore[no-untyped-def]
     """Distinct ids of indices[begin:end] into `rows`, and for each the chain of its positions; the number of ids."""
     mask = U(len(slots) - 1)
@@ -173,7 +173,7 @@ def _chain(indices, begin, end, slots, rows, heads, tails, following):  # type: 
     return count
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _bags(offsets, factors, first_bag, last_bag, begin, is_mean, sources, scales):  # type: ignore[no-untyped-def]
     """For each position in a table's ids: its bag, and the factor of its gradient."""
     for bag in range(first_bag, last_bag):
@@ -186,7 +186,7 @@ def _bags(offsets, factors, first_bag, last_bag, begin, is_mean, sources, scales
             scales[position - begin] = scale * factors[position] if len(factors) else scale
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _buffer_sizes(tables, feature_begins, offsets, num_samples):  # type: ignore[no-untyped-def]
     """The ids of the table that has most, and slots for a hash table of them: a power of two."""
     longest = U(0)
@@ -199,7 +199,7 @@ def _buffer_sizes(tables, feature_begins, offsets, num_samples):  # type: ignore
     return longest, size
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _largest(values, begin, end):  # type: ignore[no-untyped-def]
     largest = np.float32(0)
     for k in range(begin, end):
@@ -209,7 +209,7 @@ def _largest(values, begin, end):  # type: ignore[no-untyped-def]
     return largest
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _squares(gradient, begin, end):  # type: ignore[no-untyped-def]
     total = np.float32(0)
     for k in range(begin, end):
@@ -217,7 +217,7 @@ def _squares(gradient, begin, end):  # type: ignore[no-untyped-def]
     return total
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _clip(gradient, begin, end, most, norm):  # type: ignore[no-untyped-def]
     """Numbers to [-most, most], then the row to a norm of at most `norm`; 0: no limit."""
     if most > np.float32(0):
@@ -230,7 +230,7 @@ def _clip(gradient, begin, end, most, norm):  # type: ignore[no-untyped-def]
                 gradient[k] *= norm / length
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _to_direction(gradient, states, squares, state, square, kind, numbers, dim):  # type: ignore[no-untyped-def]
     """Update the row's state; its gradient becomes the direction, which the weights go by the factor returned."""
     scale = numbers[LR]
@@ -251,7 +251,7 @@ def _to_direction(gradient, states, squares, state, square, kind, numbers, dim):
     return scale
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _add_penalty(gradient, weights, halves, is_half, at, l2, dim):  # type: ignore[no-untyped-def]
     if l2 == np.float32(0):
         return
@@ -263,13 +263,13 @@ def _add_penalty(gradient, weights, halves, is_half, at, l2, dim):  # type: igno
             gradient[k] += l2 * weights[at + k]
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _prefetch(values, at, count, line):  # type: ignore[no-untyped-def]
     for k in range(U(0), count, line):
         prefetch_to_write(values, at + k)
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _gather(  # type: ignore[no-untyped-def]
     gradient, gradients, position, following, sources, scales, num_samples, width, columns, dim
 ):  # fmt: skip
@@ -282,7 +282,7 @@ def _gather(  # type: ignore[no-untyped-def]
         position = following[U(position)]
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _prefetch_row(row, weights, halves, is_half, states, squares, kind, begins, sizes):  # type: ignore[no-untyped-def]
     at = begins[0] + row * sizes[0]
     _prefetch(halves, at, sizes[0] if is_half else U(0), U(32))
@@ -293,7 +293,7 @@ def _prefetch_row(row, weights, halves, is_half, states, squares, kind, begins, 
         _prefetch(squares, begins[2] + row * sizes[2], sizes[2], U(16))
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _update_row(  # type: ignore[no-untyped-def]
     row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
 ):  # fmt: skip
@@ -312,7 +312,7 @@ def _update_row(  # type: ignore[no-untyped-def]
         _subtract(weights, at, gradient, scale, numbers[KEEP], dim)
 
 
-@part(fastmath=True)  # type: ignore[untyped-decorator]
+@part(fastmath=True)
 def _update_others(  # type: ignore[no-untyped-def]
     touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
 ):  # fmt: skip
@@ -325,7 +325,7 @@ def _update_others(  # type: ignore[no-untyped-def]
             )
 
 
-@part()  # type: ignore[untyped-decorator]
+@part()
 def _mark(marks, begin, row):  # type: ignore[no-untyped-def]
     """Set the bit of a row in its table's bitmap, which begins at byte `begin`."""
     marks[begin + (row >> U(3))] |= np.uint8(U(1) << (row & U(7)))
