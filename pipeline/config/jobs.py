@@ -324,10 +324,6 @@ class RetrainJob(TrainJob):
 
     def _check_follow(self) -> None:
         self.stream.check_kind()
-        if self.world_size > 1:
-            raise ConfigError(
-                f"follow=true reads a stream in one process, and world_size={self.world_size}: several ranks retrain by windows (follow=false)"
-            )
         for name in ("gradient_accumulation_steps", "overfit_batches"):
             if (value := getattr(self.trainer, name)) > (name == "gradient_accumulation_steps"):
                 raise ConfigError(

@@ -18,6 +18,7 @@ from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.agreement import StepAgreement
 
 Made = TypeVar("Made")
+PORTABLE: tuple[type[Exception], ...] = (UserError, OSError, EndOfInputError)
 FIRST_ROWS = 100_000  # the share of bad rows is taken of these at least: a bad row group comes all at once
 
 
@@ -87,14 +88,14 @@ def agreed_failure(error: Exception | None, context: DistributedContext) -> Exce
     if rank == context.rank:
         return error
     kind, args = failures[rank] or ("", ())
-    return {"UserError": UserError, "OSError": OSError}.get(kind, RuntimeError)(*args)
+    return {each.__name__: each for each in PORTABLE}.get(kind, RuntimeError)(*args)
 
 
 def _portable(error: Exception) -> tuple[str, tuple[object, ...]]:
     """Its kind and arguments, such as any rank can build again."""
     if isinstance(error, OSError) and error.errno is not None:
         return "OSError", (error.errno, error.strerror, error.filename)
-    kind = next((kind.__name__ for kind in (UserError, OSError) if isinstance(error, kind)), "")
+    kind = next((kind.__name__ for kind in PORTABLE if isinstance(error, kind)), "")
     return kind, (str(error) or repr(error),)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipeline.checkpoint.steps import list_steps, step_path
 from pipeline.cli.command_line import load_config
@@ -29,11 +30,14 @@ from pipeline.data.stream.source import Lines, Range
 from pipeline.data.stream.sources.folder import FolderSource
 from pipeline.data.targets import Target
 from pipeline.retraining.follow.encode import LineEncoder
+from pipeline.retraining.follow.ranks import StreamRanks
 from pipeline.retraining.follow.reader import StreamReader
 from pipeline.runtime.errors import ConfigError, DataError, RetrainingError
+from pipeline.runtime.process.distributed import own_store
 from pipeline.runtime.process.exit_codes import REQUEUE
 from tests.support.forks import WarmCommand
 from tests.support.messages import names
+from tests.support.ranks import RankPool
 
 FAST = StreamConfig(poll_s=0.001, idle_s=0.01)
 CRITEO = DataConfig(name="clicks", format="criteo_tsv")
@@ -84,7 +88,6 @@ def test_what_no_stream_can_be_is_refused(tmp_path: Path) -> None:
         FolderSource(str(tmp_path), FAST, replace(CRITEO, format="parquet"))
     words = ["experiment=quickstart", f"source={tmp_path}"]
     for wrong, named in [
-        (["follow=true", "world_size=2"], "world_size"),
         (["follow=true", "trainer.gradient_accumulation_steps=2"], "gradient_accumulation_steps"),
         (["follow=true", "stream.kind=kafka"], "bootstrap.servers"),
         (["follow=true", "stream.kind=kinesis"], "stream.kind"),
@@ -210,6 +213,46 @@ def test_a_reader_that_begins_again_gives_the_batches_that_it_had_given(
         other.go_to(2, place)
 
 
+def _read_on_ranks(rank: int, prepared: str, folder: str, run: str, place: Any) -> tuple[list[list[bytes]], Any, int]:
+    """This rank's rows of each batch of 48 rows, where batch 2 begins, and how many more come after a rollback to it."""
+    data, world_size = replace(CRITEO, path=prepared), dist.get_world_size()
+    encoder = LineEncoder(data, load_dataset(data.path), FAST, [Target("label")], lambda features: features)
+    reader = StreamReader(
+        FolderSource(folder, FAST, CRITEO), encoder, Journal(f"{run}/journal.jsonl") if rank == 0 else None, name="clicks",
+        batch_size=48 // world_size, stream=FAST, config=ReaderConfig(), quarantine=Quarantine(),
+        ranks=StreamRanks(own_store("stream"), rank, world_size) if world_size > 1 else None,
+    )  # fmt: skip
+    if place is not None:
+        reader.go_to(2, place)
+        return _until_the_end(reader.batches(0, 2)), None, 0
+    dropped = reader.batches(0)
+    next(dropped)
+    dropped.close()  # a rollback: what was read ahead counts nothing
+    found = _until_the_end(reader.batches(0))
+    place = reader.place(2)
+    return found, place, len(_until_the_end(reader.batches(0, 2)))
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.campaign)])
+def test_ranks_train_on_the_batches_that_one_rank_would(
+    ranks: RankPool, prepared_clicks: str, clicks: tuple[DataConfig, list[bytes]], tmp_path: Path, world_size: int
+) -> None:
+    _, lines = clicks
+    folder, run = tmp_path / "clicks", tmp_path / "run"
+    folder.mkdir()
+    (folder / "a.tsv").write_bytes(b"".join(line + b"\n" for line in lines[:130]))
+    (folder / "b.tsv").write_bytes(b"".join(line + b"\n" for line in lines[130:300]))
+    whole, _, _ = ranks.run(1, _read_on_ranks, prepared_clicks, str(folder), str(tmp_path / "alone"), None)[0]
+    found = ranks.run(world_size, _read_on_ranks, prepared_clicks, str(folder), str(run), None)
+    assert len(whole) == 6 and all(len(own) == 6 and left == 4 for own, _, left in found)
+    shares = zip(*(own for own, _, _ in found), strict=True)
+    assert [list(itertools.chain(*each)) for each in shares] == whole
+    place = json.loads(json.dumps(found[0][1]))
+    (folder / "a0.tsv").write_bytes(b"".join(line + b"\n" for line in lines[300:400]))
+    alone = ranks.run(1, _read_on_ranks, prepared_clicks, str(folder), str(run), place)[0][0]
+    assert alone[:4] == whole[2:] and len(alone) == 6, "and one rank goes on from what several have read"
+
+
 def test_events_have_an_age(clicks: tuple[DataConfig, list[bytes]], tmp_path: Path) -> None:
     data, lines = clicks
     header = ("label", *[f"int_{i}" for i in range(13)], *[f"cat_{i}" for i in range(26)], "at")
@@ -309,6 +352,51 @@ def _wait(done: Any, process: WarmCommand, seconds: float = 120.0) -> None:
     while not done():
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.05)
+
+
+@pytest.mark.campaign
+def test_two_ranks_that_were_stopped_go_on_to_the_bits_of_two_that_were_not(
+    prepared_clicks: str, tmp_path: Path
+) -> None:
+    """Ended once by SIGTERM while rows come, and once while there are none; one rank trains on the same rows, to rounding."""
+    lines = (Path(prepared_clicks).parent / "clicks.tsv").read_bytes().splitlines(keepends=True)
+    source, run = tmp_path / "source", tmp_path / "stopped"
+    source.mkdir()
+
+    def command(run: Path, num_ranks: int, *more: str) -> WarmCommand:
+        words = ["--nproc-per-node", str(num_ranks), "-m", "pipeline.retrain"]
+        return WarmCommand("pipeline.agent", [*words, *_words(prepared_clicks, source, run, *more)], output=(1, 2))
+
+    (source / "a.tsv").write_bytes(b"".join(lines[:2530]))
+    for wanted, more in [(7, lines[2530:4010]), (36, [])]:
+        process = command(run, 2)
+        try:
+            _wait(lambda wanted=wanted: _newest(run) >= wanted or _batches(run) > wanted + 3, process)  # type: ignore[misc]
+            (source / f"{wanted}.tsv").write_bytes(b"".join(more))
+            time.sleep(1.0)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == REQUEUE
+        finally:
+            process.kill()
+    (source / "z.tsv").write_bytes(b"".join(lines[4010:5020]))
+    assert command(run, 2, "stream.idle_s=1").wait(200) == 0
+    assert _newest(run) == 50
+    for name, num_ranks in [("whole", 2), ("alone", 1)]:
+        (tmp_path / name / "follow/stream").mkdir(parents=True)
+        journal = (run / "follow/stream/journal.jsonl").read_text()
+        (tmp_path / name / "follow/stream/journal.jsonl").write_text(journal)
+        assert command(tmp_path / name, num_ranks, "stream.idle_s=1").wait(200) == 0
+    ours, whole, alone = (_values(each, 50) for each in (run, tmp_path / "whole", tmp_path / "alone"))
+    assert ours.keys() == whole.keys() and all(torch.equal(ours[key], whole[key]) for key in ours)
+    tables = [key for key in ours if key in alone and key.endswith(".weight")]
+    assert tables
+    for key in tables:
+        torch.testing.assert_close(ours[key], alone[key], rtol=1e-3, atol=1e-4)
+
+
+def _batches(run: Path) -> int:
+    journal = run / "follow/stream/journal.jsonl"
+    return len(journal.read_bytes().splitlines()) if journal.exists() else 0
 
 
 @pytest.mark.campaign

@@ -16,8 +16,8 @@ JOIN_TIMEOUT_S = 30.0
 class _Buffer(Generic[Item]):
     """What consumer and thread share. Holds no reference to the Prefetcher, so that dropping that ends the thread."""
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
+    def __init__(self, depth: int, on_stop: Callable[[], None]) -> None:
+        self.depth, self.on_stop = depth, on_stop
         self.items: deque[Item] = deque()
         self.error: BaseException | None = None
         self.ended = False
@@ -47,6 +47,7 @@ class _Buffer(Generic[Item]):
             self.stopped = True
             self.items.clear()
             self.changed.notify_all()
+        self.on_stop()
         if thread is not threading.current_thread():  # the garbage collector may run anywhere
             thread.join(JOIN_TIMEOUT_S)
 
@@ -55,13 +56,19 @@ class Prefetcher(Iterator[Item]):
     """Items of `source`, in order; an exception of the thread is raised after the items before it, and from then on.
 
     The thread ends with the source, at close(), when this object is garbage collected, and at interpreter exit.
-    waited: called with the seconds that a next() had to wait.
+    waited: called with the seconds that a next() had to wait. on_stop: called once nothing more is wanted of the source, which
+    may be waiting for something.
     """
 
     def __init__(
-        self, source: Generator[Item, None, None], depth: int, name: str, waited: Callable[[float], None]
+        self,
+        source: Generator[Item, None, None],
+        depth: int,
+        name: str,
+        waited: Callable[[float], None],
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        self._buffer: _Buffer[Item] = _Buffer(depth)
+        self._buffer: _Buffer[Item] = _Buffer(depth, on_stop)
         self._waited = waited
         thread = threading.Thread(target=self._buffer.fill, args=(source,), name=name, daemon=True)
         thread.start()

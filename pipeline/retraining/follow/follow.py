@@ -75,14 +75,20 @@ def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedCont
     from pipeline.data.stream.journal import Journal
     from pipeline.embeddings.id_splitter import IdSplitter
     from pipeline.retraining.follow.encode import LineEncoder
+    from pipeline.retraining.follow.ranks import StreamRanks
     from pipeline.retraining.follow.reader import StreamReader
+    from pipeline.runtime.process.distributed import own_store
 
     run_dir, data = resolved.job.run_dir, resolved.job.data
     source: StreamSource = find("stream", job.stream.kind, "stream.kind")(job.source, job.stream, data)
     split_ids = IdSplitter(resolved.all_tables, skip_empty_bags=False)
     encoder = LineEncoder(data, resolved.dataset, job.stream, resolved.targets, split_ids)
+    rank, world_size, ranks = context.rank, context.world_size, None
+    if world_size > 1:
+        ranks = StreamRanks(own_store("stream"), rank, world_size)
+    rows = Quarantine(os.path.join(run_dir, "quarantine", f"stream.rank{rank}.jsonl" if rank else "stream.jsonl"))
     return StreamReader(
-        source, encoder, Journal(os.path.join(run_dir, JOURNAL)),
-        name=f"{job.stream.kind}:{job.source}", batch_size=resolved.job.trainer.micro_batch_size, stream=job.stream,
-        config=data.reader, quarantine=Quarantine(os.path.join(run_dir, "quarantine", "stream.jsonl")),
+        source, encoder, Journal(os.path.join(run_dir, JOURNAL)) if context.is_main else None,
+        name=f"{job.stream.kind}:{job.source}", batch_size=resolved.job.trainer.micro_batch_size // world_size,
+        stream=job.stream, config=data.reader, quarantine=rows, ranks=ranks,
     )  # fmt: skip

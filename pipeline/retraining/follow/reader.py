@@ -2,10 +2,14 @@
 
 A batch is a number of lines, never of seconds, and a journal holds which lines, so that a run which was killed
 goes on from its checkpoint with the batches that it had had. The queue of batches is bounded: a training that falls behind reads no more.
+Of several ranks rank 0 reads the stream and keeps the journal. Rank r trains on the r-th part of each batch's rows, so a journal is
+good for any number of ranks.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -21,6 +25,7 @@ from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.stream.journal import Journal
 from pipeline.data.stream.source import Lines, Offsets, Range, StreamSource
 from pipeline.retraining.follow.encode import LineEncoder
+from pipeline.retraining.follow.ranks import StreamRanks
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
@@ -38,7 +43,7 @@ class _Taken:
 
 
 class StreamReader:
-    """Stands where a ShardReader of the training split would. For one process.
+    """Stands where a ShardReader of the training split would.
 
     Not thread-safe but for what its own prefetch thread does: place() and progress() are the trainer's.
     """
@@ -48,18 +53,21 @@ class StreamReader:
         self,
         source: StreamSource,
         encoder: LineEncoder,
-        journal: Journal,
+        journal: Journal | None,
         *,
         name: str,
         batch_size: int,
         stream: StreamConfig,
         config: ReaderConfig,
         quarantine: Quarantine,
+        ranks: StreamRanks | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """name: of the stream; a run does not go on with another."""
-        self.config, self.batch_size = config, batch_size
-        self.num_rows, self.steps_per_epoch = ENDLESS_STEPS * batch_size, ENDLESS_STEPS
+        """name: of the stream; a run does not go on with another. batch_size: of this rank. journal: rank 0's. ranks: None for one."""
+        self.config, self.batch_size, self._ranks = config, batch_size, ranks
+        self._all_rows = batch_size * (ranks.world_size if ranks else 1)  # of a batch
+        self._first_row = batch_size * ranks.rank if ranks else 0
+        self.num_rows, self.steps_per_epoch = ENDLESS_STEPS * self._all_rows, ENDLESS_STEPS
         self.stall_seconds = 0.0
         self._source, self._encoder, self._journal, self._quarantine = source, encoder, journal, quarantine
         self._name, self._stream, self._clock = name, stream, clock
@@ -69,32 +77,74 @@ class StreamReader:
         self._behind, self._looked_at = 0.0, 0.0
 
     def batches(self, epoch: int, start_step: int = 0) -> Prefetcher[Batch]:
-        """From batch `start_step` on; EndOfInputError is raised behind the last."""
-        return Prefetcher(self._read(start_step), self.config.prefetch_batches, "stream", self._add_stall)
+        """From batch `start_step` on; EndOfInputError is raised behind the last. Every rank calls it as often."""
+        stopped = threading.Event()
+        round_ = self._ranks.begin() if self._ranks else 0
+        read = self._read_own if self._ranks and self._ranks.rank else self._read
+        source = read(start_step, round_, stopped)
+        return Prefetcher(source, self.config.prefetch_batches, "stream", self._add_stall, stopped.set)
 
     def _add_stall(self, seconds: float) -> None:
         self.stall_seconds += seconds
 
-    def _read(self, start: int) -> Generator[Batch, None, None]:
+    def _read(self, start: int, round_: int, stopped: threading.Event) -> Generator[Batch, None, None]:
+        number = start
+        try:
+            for parts in self._parts(start, stopped):
+                ranges = [part.range for part in parts]
+                if self._ranks is not None:
+                    shares = list(_split(parts, self.batch_size))
+                    self._ranks.tell(round_, number, ranges, [[part.range for part in share] for share in shares])
+                    parts = shares[0]
+                number += 1
+                yield self._batch(parts, ranges)
+        except Exception as error:
+            if self._ranks is not None:
+                self._ranks.end(round_, number, error)
+            raise
+
+    def _read_own(self, start: int, round_: int, stopped: threading.Event) -> Generator[Batch, None, None]:
+        """On other ranks than 0, which know of offsets what they need to count batches."""
+        assert self._ranks is not None
+        self._offsets = self._offsets or {}
+        while len(self._taken) > max(0, start - self._first):
+            self._taken.pop()
+        self._taken.extend(_Taken([], None) for _ in range(start - self._first - len(self._taken)))
+        for number in itertools.count(start):
+            share = self._ranks.share(round_, number, lambda: self._idle(stopped))
+            yield self._batch([self._source.reread(each) for each in share.own], share.ranges)
+
+    def _idle(self, stopped: threading.Event) -> None:
+        """On other ranks than 0, while there is no batch."""
+        assert self._ranks is not None
+        watchdog.beat(phase=watchdog.WAITING_FOR_INPUT)
+        if stopped.is_set():
+            raise EndOfInputError("nobody reads these batches any more")
+        if preemption.wanted():
+            self._ranks.ask_to_stop()
+
+    def _parts(self, start: int, stopped: threading.Event) -> Generator[list[Lines], None, None]:
+        """Of each batch its lines: of those that the journal has, and then of new ones, which go into the journal."""
+        assert self._journal is not None, "rank 0 reads the stream"
         offsets = self._begin(start)
         known = self._journal.after(start)
         if known:
             logger.info("batches %d to %d are read once more, as the journal has them", start, start + len(known) - 1)
         number = start
         for ranges in known:
-            if any(begin != offsets.get(name, begin) for name, begin, _ in ranges):
-                raise RetrainingError(
-                    f"the journal of the stream does not follow on batch {number}: choose another run_dir"
-                )
-            yield self._batch([self._source.reread(each) for each in ranges], ranges)
-            offsets |= {name: end for name, _, end in ranges}
+            for name, begin, end in ranges:  # of one partition there may be several, one behind the other
+                if begin != offsets.get(name, begin):
+                    raise RetrainingError(
+                        f"the journal of the stream does not follow on batch {number}: choose another run_dir"
+                    )
+                offsets[name] = end
+            yield [self._source.reread(each) for each in ranges]
             number += 1
         left: Lines | None = None
         while True:
-            parts, left = self._collect(offsets, left)
-            ranges = [part.range for part in parts]
-            self._journal.append(number, ranges)
-            yield self._batch(parts, ranges)
+            parts, left = self._collect(offsets, left, stopped)
+            self._journal.append(number, [part.range for part in parts])
+            yield parts
             number += 1
 
     def _begin(self, start: int) -> Offsets:
@@ -105,6 +155,7 @@ class StreamReader:
         while len(self._taken) > max(0, count):  # read ahead, and not trained on
             self._taken.pop()
         if len(self._taken) < count:  # a rollback leaves them out
+            assert self._journal is not None
             known = self._journal.after(self._first + len(self._taken))
             self._taken.extend(_Taken(ranges, None) for ranges in known[: count - len(self._taken)])
         if len(self._taken) != count:
@@ -114,15 +165,17 @@ class StreamReader:
             offsets |= {name: end for name, _, end in taken.ranges}
         return offsets
 
-    def _collect(self, offsets: Offsets, left: Lines | None) -> tuple[list[Lines], Lines | None]:
+    def _collect(
+        self, offsets: Offsets, left: Lines | None, stopped: threading.Event
+    ) -> tuple[list[Lines], Lines | None]:
         """Lines of one batch, and those of the last read that are more; moves `offsets` behind what was read."""
         parts: list[Lines] = []
-        missing, since = self.batch_size, time.monotonic()
+        missing, since = self._all_rows, time.monotonic()
         while missing:
             if left is None:
-                left = self._source.read(offsets, max(missing, self.batch_size))
+                left = self._source.read(offsets, max(missing, self._all_rows))
                 if left is None:
-                    self._wait(since)
+                    self._wait(since, stopped)
                     continue
                 offsets[left.partition] = left.range.end
                 since = time.monotonic()
@@ -132,10 +185,10 @@ class StreamReader:
             left = rest if rest.lines else None
         return parts, left
 
-    def _wait(self, since: float) -> None:
+    def _wait(self, since: float, stopped: threading.Event) -> None:
         """There are no rows now."""
         watchdog.beat(phase=watchdog.WAITING_FOR_INPUT)
-        if preemption.wanted():
+        if stopped.is_set() or preemption.wanted() or (self._ranks is not None and self._ranks.is_asked_to_stop()):
             raise EndOfInputError("the run was asked to stop while it waited for rows")
         if self._stream.idle_s is not None and time.monotonic() - since > self._stream.idle_s:
             raise EndOfInputError(f"no row has come for stream.idle_s={self._stream.idle_s:g}")
@@ -143,7 +196,8 @@ class StreamReader:
     def _batch(self, parts: list[Lines], ranges: list[Range]) -> Batch:
         made = self._encoder.encode(parts)
         if made.bad_rows:
-            self._quarantine.add(_text(ranges), {row.line - 1: row.reason for row in made.bad_rows})
+            reasons = {self._first_row + row.line - 1: row.reason for row in made.bad_rows}
+            self._quarantine.add(_text(ranges), reasons)
         self._taken.append(_Taken(ranges, made.event_time))
         return made.batch
 
@@ -183,7 +237,7 @@ class StreamReader:
     def progress(self, batch: int) -> dict[str, float]:
         self._forget_before(batch)
         now = time.monotonic()
-        if now - self._looked_at > LOOK_BEHIND_S and self._offsets is not None:
+        if now - self._looked_at > LOOK_BEHIND_S and self._offsets is not None and self._journal is not None:
             self._behind, self._looked_at = float(self._source.behind(self._offsets)), now
         age = {} if self._event_time is None else {"stream_event_age_seconds": self._clock() - self._event_time}
         return {
@@ -196,7 +250,7 @@ class StreamReader:
         """(partition and range, row of the batch) for an error's message."""
         at = step - self._first
         ranges = self._taken[at].ranges if 0 <= at < len(self._taken) else []
-        return [(_text(ranges), row) for row in rows]
+        return [(_text(ranges), self._first_row + row) for row in rows]
 
     def empty_batch(self) -> Batch:
         """In which no row counts."""
@@ -204,7 +258,23 @@ class StreamReader:
 
     def close(self) -> None:
         self._source.close()
-        self._journal.close()
+        if self._journal is not None:
+            self._journal.close()
+
+
+def _split(parts: list[Lines], size: int) -> Generator[list[Lines], None, None]:
+    """The lines of `parts` in shares of `size`."""
+    share: list[Lines] = []
+    missing = size
+    for part in parts:
+        left = part
+        while left.lines:
+            own, left = left.split(min(missing, len(left.lines)))
+            share.append(own)
+            missing -= len(own.lines)
+            if not missing:
+                yield share
+                share, missing = [], size
 
 
 def _text(ranges: list[Range]) -> str:

@@ -112,6 +112,12 @@ def _connect(timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
+def own_store(name: str) -> dist.Store:
+    """The process group's store below `name`, over a connection of its own: a thread that waits there holds up nobody else."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return store.clone()  # type: ignore[attr-defined, no-any-return]
+
+
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

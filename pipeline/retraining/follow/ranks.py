@@ -1,0 +1,76 @@
+"""Say to each rank which rows of a stream's batch are its own. Rank 0 reads the stream; the others read their rows once more.
+
+Under a batch's number and a rank the store of the process group has the ranges of all rows and those of the rank's, or why there is no
+such batch, until the rank has read it. A reader that begins again, after a rollback, is another round, so nothing that was read ahead before is taken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipeline.data.read.endless import EndOfInputError
+from pipeline.data.stream.source import Range
+from pipeline.runtime.errors import RetrainingError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+LOOK_S = 0.005
+STOP = "stop"
+
+
+class Share(NamedTuple):
+    """Of one batch: the ranges of all its rows, and of those that are this rank's."""
+
+    ranges: list[Range]
+    own: list[Range]
+
+
+class StreamRanks:
+    """Local but for the store: nothing here is collective."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store, self.rank, self.world_size = store, rank, world_size
+        self._round = 0
+
+    def begin(self) -> int:
+        """A new round, of which every rank has as many. For tell(), end() and share()."""
+        self._round += 1
+        return self._round
+
+    def tell(self, round_: int, number: int, ranges: list[Range], shares: list[list[Range]]) -> None:
+        """Rank 0: what batch `number` takes, and what of it each rank."""
+        for rank in range(1, self.world_size):
+            self._set(round_, number, rank, {"ranges": ranges, "own": shares[rank]})
+
+    def end(self, round_: int, number: int, error: Exception) -> None:
+        """Rank 0: there is no batch `number`."""
+        for rank in range(1, self.world_size):
+            self._set(round_, number, rank, {"end" if isinstance(error, EndOfInputError) else "failure": str(error)})
+
+    def _set(self, round_: int, number: int, rank: int, values: dict[str, Any]) -> None:
+        self._store.set(f"{round_}/{number}/{rank}", json.dumps(values))
+
+    def share(self, round_: int, number: int, idle: Callable[[], None]) -> Share:
+        """Of batch `number`, once rank 0 has it; `idle` is called while it has not. Raises what has ended rank 0's reader."""
+        key = f"{round_}/{number}/{self.rank}"
+        while not self._store.check([key]):
+            idle()
+            time.sleep(LOOK_S)
+        values = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        if "end" in values:
+            raise EndOfInputError(values["end"])
+        if "failure" in values:
+            raise RetrainingError(values["failure"])
+        return Share([Range(*each) for each in values["ranges"]], [Range(*each) for each in values["own"]])
+
+    def ask_to_stop(self) -> None:
+        """This rank was; while there are no rows, no step tells rank 0 of it."""
+        self._store.set(STOP, "1")
+
+    def is_asked_to_stop(self) -> bool:
+        return bool(self._store.check([STOP]))
