@@ -76,6 +76,25 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("has_dense", [True, False], ids=["dense", "tables_alone"])
+@pytest.mark.parametrize(("num_rows", "dim"), [(26, 16), (16, 16), (33, 10), (2, 4), (26, 64)])
+def test_bf16_rows_are_multiplied_to_bf16s_precision(num_rows: int, dim: int, has_dense: bool) -> None:
+    """By the kernel where rows are narrow, by oneDNN where they are wide; in float64 otherwise."""
+    torch.manual_seed(0)
+    first, rows = torch.randn(21, dim).bfloat16(), torch.randn(21, num_rows, dim).bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        own = [value.to(dtype, copy=True).requires_grad_() for value in (first, rows)]
+        module = DotInteraction(num_rows, has_dense)
+        module.uses_kernel = dtype == torch.bfloat16
+        out = module(own[0] if has_dense else None, own[1])
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).bfloat16().to(dtype))
+        results.append([out.detach(), *(value.grad for value in own if value.grad is not None)])
+    for ours, exact in zip(*results, strict=True):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.double(), exact, rtol=2**-6, atol=0.05)
+
+
 def test_it_is_exported_for_any_batch_size() -> None:
     torch.manual_seed(0)
     module, batch = DotInteraction(5), torch.export.Dim("batch", min=2, max=4096)

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from pipeline.runtime.process.kernel_pool import is_recorded, on_all_threads, record
 
 AS_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}  # what the kernel moves
+WIDEST_BF16 = 16  # columns of rows whose products in bf16 a kernel computes, in fp32
 NOWHERE = np.empty(0, np.uint64)
 
 
@@ -85,10 +86,13 @@ class _Dots(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.dtypes = None if dense is None else dense.dtype, rows.dtype
         ctx.take = _kernel() if uses_kernel and _fits_kernel(rows, dtype) else None
+        ctx.by_kernel = ctx.take is not None and not is_recorded() and _suits_kernel(rows, dtype)
         combined = _in_place(dense, rows, dtype) if dense is not None and rows_have_room else None
         if combined is None:
             combined = _combined(dense, rows, dtype)
         ctx.save_for_backward(combined)
+        if ctx.by_kernel:
+            return _dots(combined, 0 if dense is None else combined.shape[2])
         products = torch.bmm(combined, combined.transpose(1, 2))
         num_rows, dim = combined.shape[1:]
         first = [] if dense is None else [combined[:, 0]]
@@ -109,6 +113,9 @@ class _Dots(torch.autograd.Function):
         num_rows, dim = combined.shape[1:]
         to_dense, to_rows_type = ctx.dtypes
         lead = 0 if to_dense is None else dim
+        if ctx.by_kernel:
+            both = _dots_backward(gradient, combined, lead)
+            return _split(both, None if to_dense is None else both[:, 0], to_dense, to_rows_type)
         if ctx.take is None:
             products = symmetric(gradient[:, lead:], combined)
         else:
@@ -116,11 +123,18 @@ class _Dots(torch.autograd.Function):
             positions, diagonal = _pairs_both_ways(num_rows, lead)
             _take(ctx.take, gradient.contiguous(), positions, products.flatten(1), 0, diagonal)
         both = torch.bmm(products, combined)
-        first = None if to_dense is None else (both[:, 0] + gradient[:, :dim]).to(to_dense)
-        to_rows = both if to_dense is None else both[:, 1:]
-        if to_rows.dtype != to_rows_type:
-            to_rows = to_rows.to(to_rows_type, memory_format=torch.contiguous_format)
-        return first, to_rows, None, None, None
+        first = None if to_dense is None else both[:, 0] + gradient[:, :dim]
+        return _split(both, first, to_dense, to_rows_type)
+
+
+def _split(
+    both: torch.Tensor, first: torch.Tensor | None, to_dense: torch.dtype | None, to_rows_type: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
+    """The gradients of dense and of rows, where `both` [B, F + 1, D] has that of dense, which is `first`, ahead of the others."""
+    to_rows = both if first is None else both[:, 1:]
+    if to_rows.dtype != to_rows_type:
+        to_rows = to_rows.to(to_rows_type, memory_format=torch.contiguous_format)
+    return None if first is None else first.to(to_dense), to_rows, None, None, None
 
 
 def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -170,6 +184,37 @@ def _pairs_both_ways(num_rows: int, lead: int) -> tuple[np.ndarray[Any, Any], np
     above = np.triu_indices(num_rows, 1)
     positions[above] = positions.T[above] = lead + np.arange(len(above[0]))
     return positions.reshape(-1), np.arange(0, num_rows**2, num_rows + 1, dtype=np.uint64)
+
+
+def _suits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel that multiplies is faster than torch: wide rows in bf16 are oneDNN's."""
+    return dtype == torch.float32 or rows.shape[2] <= WIDEST_BF16
+
+
+def _dots(combined: torch.Tensor, lead: int) -> torch.Tensor:
+    """combined [B, n, D] -> the first `lead` numbers of a sample, then its pairs: [B, lead + n (n - 1) / 2]."""
+    from pipeline.models.layers.dots_kernels import dots
+
+    batch, num_rows, dim = combined.shape
+    out = combined.new_empty(batch, lead + num_rows * (num_rows - 1) // 2)
+    on_all_threads(dots, (_flat(combined), *map(np.uint64, (num_rows, dim, lead)), _flat(out)), batch)
+    return out
+
+
+def _dots_backward(gradient: torch.Tensor, combined: torch.Tensor, lead: int) -> torch.Tensor:
+    """The gradient of combined [B, n, D], in its type."""
+    from pipeline.models.layers.dots_kernels import dots_backward
+
+    batch, num_rows, dim = combined.shape
+    out = torch.empty_like(combined)
+    sizes = map(np.uint64, (num_rows, dim, lead))
+    on_all_threads(dots_backward, (_flat(gradient.contiguous()), _flat(combined), *sizes, _flat(out)), batch)
+    return out
+
+
+def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:
+    """All numbers of a contiguous tensor in one row; bf16 as uint16."""
+    return (values if values.dtype == torch.float32 else values.view(torch.uint16)).numpy().reshape(-1)
 
 
 def _fits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
@@ -58,11 +59,11 @@ def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes:
     builder.store(builder.trunc(chosen, _across(INT16, lanes)), _pointer(builder, data, index, INT16, lanes), align=2)
 
 
-def _make_copy(lanes: int) -> Any:
+def _make_copy(lanes: int, is_table: bool = True) -> Any:
     def typed(_: Any, table: Any, at: Any, into: Any, position: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             source, target = (_data(context, builder, signature, arguments, position) for position in (0, 2))
-            numbers = _load(builder, source, arguments[1], table.dtype, True, lanes)
+            numbers = _load(builder, source, arguments[1], table.dtype, is_table, lanes)
             _store(builder, numbers, target, arguments[3], into.dtype, lanes)
             return context.get_dummy_value()
 
@@ -154,6 +155,73 @@ def _make_adam(lanes: int) -> Any:
     return typed
 
 
+def _make_multiply(rows: int, vectors: int) -> Any:
+    """`rows` times `vectors` sums stay in registers while both factors go by."""
+
+    def typed(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width: Any, count: Any, c: Any, into: Any, stride: Any) -> tuple[Signature, Any]:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            left, right, out = (_data(context, builder, signature, arguments, position) for position in (0, 3, 7))
+            _, at, step, _, begin, width, count, _, into, stride = arguments
+            kind = _across(FLOAT, LANES)
+            sums = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
+            for each in (each for row in sums for each in row):
+                builder.store(ir.Constant(kind, [0.0] * LANES), each)
+            begins = [builder.gep(left, [builder.add(at, builder.mul(step, _offset(row)))]) for row in range(rows)]
+            with cgutils.for_range(builder, count) as loop:
+                first = builder.add(begin, builder.mul(loop.index, width))
+                factors = [
+                    _load(builder, right, builder.add(first, _offset(LANES * vector)), types.float32, False, LANES)
+                    for vector in range(vectors)
+                ]
+                for row_begin, totals in zip(begins, sums, strict=True):
+                    number = _splat(builder, _load(builder, row_begin, loop.index, types.float32, False, 1), LANES)
+                    for total, factor in zip(totals, factors, strict=True):
+                        product = builder.fmul(number, factor, flags=("contract",))
+                        builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+            for row in range(rows):
+                place = builder.add(into, builder.mul(stride, _offset(row)))
+                for vector, total in enumerate(sums[row]):
+                    target = builder.add(place, _offset(LANES * vector))
+                    _store(builder, builder.load(total), out, target, types.float32, LANES)
+            return context.get_dummy_value()
+
+        place = types.uint64
+        return types.void(a, place, place, b, place, place, place, c, place, place), generate
+
+    return typed
+
+
+def _transpose_16(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width: Any) -> tuple[Signature, Any]:
+    """Pairs of rows exchange halves, quarters and so on: 64 shuffles."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, target = (_data(context, builder, signature, arguments, position) for position in (0, 3))
+        _, at, step, _, begin, width = arguments
+        rows = []
+        for row in range(LANES):
+            place = builder.add(at, builder.mul(step, _offset(row)))
+            rows.append(_load(builder, source, place, types.float32, False, LANES))
+        for size in (1, 2, 4, 8):
+            upper = [lane if not lane & size else LANES + lane - size for lane in range(LANES)]
+            lower = [lane + size if not lane & size else LANES + lane for lane in range(LANES)]
+            kind = ir.VectorType(INT32, LANES)
+            for first in (row for row in range(LANES) if not row & size):
+                pair = rows[first], rows[first + size]
+                rows[first] = builder.shuffle_vector(*pair, ir.Constant(kind, upper))
+                rows[first + size] = builder.shuffle_vector(*pair, ir.Constant(kind, lower))
+        for row, numbers in enumerate(rows):
+            place = builder.add(begin, builder.mul(width, _offset(row)))
+            _store(builder, numbers, target, place, types.float32, LANES)
+        return context.get_dummy_value()
+
+    place = types.uint64
+    return types.void(a, place, place, b, place, place), generate
+
+
+def _offset(value: int) -> Any:
+    return ir.Constant(ir.IntType(64), value)
+
+
 def _named(name: str, typed: Any) -> Any:
     typed.__name__ = typed.__qualname__ = name
     return intrinsic(typed)
@@ -161,6 +229,14 @@ def _named(name: str, typed: Any) -> Any:
 
 # copy(table, at, into, position): into[position:][:lanes] = table[at:][:lanes], rounded to bf16 where `into` holds that.
 copy_16, copy_1 = _named("copy_16", _make_copy(LANES)), _named("copy_1", _make_copy(1))
+# move(source, at, into, position): into[position:][:lanes] = source[at:][:lanes], where uint16 is bf16 on either side.
+move_16, move_1 = _named("move_16", _make_copy(LANES, False)), _named("move_1", _make_copy(1, False))
+# multiply_RxV(a, at, step, b, begin, width, count, c, into, stride): c[into + r stride:][:16 V] = the sum over k < count of
+# a[at + r step + k] b[begin + k width:][:16 V], for R rows r; all fp32, in the order of k.
+multiply_8x1, multiply_8x2 = _named("multiply_8x1", _make_multiply(8, 1)), _named("multiply_8x2", _make_multiply(8, 2))
+multiply_4x1, multiply_4x2 = _named("multiply_4x1", _make_multiply(4, 1)), _named("multiply_4x2", _make_multiply(4, 2))
+# transpose_16(a, at, step, b, begin, width): b[begin + k width + r] = a[at + r step + k], for 16 rows r and columns k; fp32.
+transpose_16 = _named("transpose_16", _transpose_16)
 # add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes], `sums` in fp32.
 add_16, add_1 = _named("add_16", _make_add(LANES)), _named("add_1", _make_add(1))
 # moment(moments, at, gradient, k, decay, share): moments[at:][:lanes] and then gradient[k:][:lanes] become
