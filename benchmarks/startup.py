@@ -1,12 +1,16 @@
 """Measure the seconds from launch to the end of the first training step of experiment=quickstart, and where they go:
 
-    python -m benchmarks.startup [--ranks 1 2] [--rounds 3] [--cold] [--output startup.json]
+    python -m benchmarks.startup [--ranks 1 2] [--rounds 3] [--cold] [--resume] [--runc RUNC] [--output startup.json]
 
 One rank is `python -m pipeline.train`, more are what the launcher starts: the agent and its ranks. Each rank runs the
 verb itself, with a clock around its stages (benchmarks/startup_rank.py); a stage counts from the end of the one before.
 Shown is the rank that came last. `cpu` is CPU-seconds of that rank: it tells more than the clock on a machine that others
 use too. A cold launch finds no compiled kernels (Numba's cache) and no page of the environment's files in memory, as far
 as the system lets go of them; it is one launch, for the next is warm. `agent` is from the launch to the rank's first line.
+
+--resume: each launch goes on with the same run, by its checkpoint and its plan. --runc: each launch is a container that this
+OCI runtime starts (as root; bookworm's package `runc`), whose root is this machine's own files, and what a pod's container
+would run: the agent, with one rank too.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.container import as_container
 from benchmarks.startup_rank import STAGES
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
@@ -56,22 +61,39 @@ def make_data(folder: Path, num_rows: int = ROWS) -> str:
     return prepare(load_config(PrepareJob, words)).path
 
 
-def launch(data: str, folder: Path, ranks: int, kind: str) -> Launch:
-    """One training of one step, each stage of which has been timed."""
+@dataclass
+class Way:
+    """How a training is launched."""
+
+    runc: str | None = None  # the OCI runtime of a container; None: a process of this machine
+    resume: bool = False  # goes on with the run of the launch before
+
+
+def launch(data: str, folder: Path, ranks: int, kind: str, way: Way, step: int = 1) -> Launch:
+    """One training up to `step`, each stage of which has been timed up to the end of the first step that it trains."""
     environ = dict(os.environ, OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // ranks)))
     if kind == "cold":
         environ["NUMBA_CACHE_DIR"] = str(folder / "numba")
         forget_pages(Path(sysconfig.get_path("purelib")))
+    elif way.runc:
+        environ["NUMBA_CACHE_DIR"] = str(
+            folder.parent / "numba"
+        )  # the image has one of its own, filled when it is built
     command = [sys.executable]
-    if ranks > 1:
+    if ranks > 1 or way.runc:
         command += ["-m", "pipeline.agent", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", "localhost:0"]
     command += ["-m", "benchmarks.startup_rank", str(folder / "marks"), "experiment=quickstart", f"data.path={data}"]
-    command += [f"run_dir={folder / 'run'}", "hardware=cpu", "trainer.max_steps=1", "trainer.evaluate_max_batches=1"]
+    run = folder.parent / f"run-{ranks}" if way.resume else folder / "run"
+    command += [f"run_dir={run}", "hardware=cpu", f"trainer.max_steps={step}", "trainer.evaluate_max_batches=1"]
+    if way.runc:
+        command = as_container(way.runc, command, environ, folder, folder.parent)
     started = time.time()
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(f"the launch ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    if way.resume and step > 1 and "still holds: no search" not in done.stderr:
+        raise RuntimeError(f"the run did not go on by its own plan:\n{done.stderr[-3000:]}")
     marks = [json.loads((folder / f"marks.{rank}").read_text()) for rank in range(ranks)]
     return timed(max(marks, key=lambda rank: rank[-1][1]), started, ranks, kind)
 
@@ -113,8 +135,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="a cold launch of each, too")
+    parser.add_argument("--resume", action="store_true", help="each launch goes on with the same run")
+    parser.add_argument("--runc", help="an OCI runtime: each launch is a container of it")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    way = Way(options.runc, options.resume)
     found: list[Launch] = []
     with tempfile.TemporaryDirectory() as name:
         data = make_data(Path(name))
@@ -123,7 +148,7 @@ def main() -> None:
             for ranks in options.ranks:
                 folder = Path(name) / f"{round_number}-{ranks}"
                 folder.mkdir()
-                one = launch(data, folder, ranks, kind)
+                one = launch(data, folder, ranks, kind, way, round_number + 1 if way.resume else 1)
                 if kind == "cold" or round_number > options.cold:  # the first warm one warms
                     found.append(one)
     for kind in ("cold", "warm"):

@@ -23,9 +23,9 @@ STAGES = (
 )  # fmt: skip
 # What train() imports once its config is known.
 IMPORTED = (
-    "assembly", "checkpoint.checkpointer", "checkpoint.random_state", "data.dataset", "distributed", "logs",
-    "planner.explain", "planner.plan_codec", "run_folder", "training.allocator", "training.input_watch", "training.memory",
-    "training.optimizer", "training.step_profile", "training.trainer",
+    "checkpoint.random_state", "data.dataset", "runtime.logs", "runtime.process.distributed", "runtime.storage.run_folder",
+    "sharding.torchrec.embedding_sync", "training.allocator", "training.assembly", "training.compiled", "training.hooks.base",
+    "training.hooks.build", "training.hooks.memory", "training.input_watch", "training.optimizer", "training.trainer",
 )  # fmt: skip
 marks: list[tuple[str, float, float]] = []
 

@@ -12,7 +12,7 @@ from benchmarks import growth, quality
 from benchmarks.comms import promised
 from benchmarks.compression import Row, report
 from benchmarks.startup import show, timed
-from benchmarks.startup_rank import STAGES
+from benchmarks.startup_rank import IMPORTED, STAGES
 
 
 def test_a_stage_counts_from_the_end_of_the_one_before() -> None:
@@ -22,6 +22,11 @@ def test_a_stage_counts_from_the_end_of_the_one_before() -> None:
     assert set(found.cpu.values()) == {0.5}
     assert found.total == pytest.approx(2.0 * len(STAGES))
     assert f"{found.total:.2f} s" in show([found]).splitlines()[-1]
+
+
+def test_a_launch_is_timed_over_what_a_training_imports() -> None:
+    source = Path("pipeline/training/run.py").read_text()
+    assert [name for name in IMPORTED if f"        from pipeline.{name} import" not in source] == []
 
 
 def test_what_a_precision_promises_depends_on_the_collective() -> None:

@@ -99,6 +99,19 @@ def test_a_searched_plan_is_the_same_again_and_replays_from_its_file(tmp_path: P
     assert replayed == record and replayed.objective.gap == record.objective.gap is not None
 
 
+def test_a_job_of_sixteen_ranks_that_goes_on_takes_its_plan_without_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks wait for as long as reading and comparing take: nothing is enumerated or tried."""
+    asked = request(make_tables([200_000] * 8, 64), on("h100_80gb", 16), "rowwise_adagrad", batch_size=1024)
+    record = make_plan(TORCHREC, asked)
+    write_plan(path := str(tmp_path / "plan.json"), record)
+    monkeypatch.setattr("pipeline.planner.planner.search_plan", lambda *arguments: pytest.fail("it searched"))
+    assert make_plan(TORCHREC, asked, path) == record
+    with pytest.raises(pytest.fail.Exception, match="it searched"):
+        make_plan(TORCHREC, replace(asked, batch_size=2048), path)
+
+
 @pytest.mark.usefixtures("little_work")
 def test_columns_are_cut_in_several_widths_where_the_optimizer_allows_it() -> None:
     """128 columns are one shard to TorchRec; halves and quarters spread few large tables better."""
