@@ -179,6 +179,14 @@ def test_the_rank_that_others_wait_for_scores_highest() -> None:
     assert straggler_scores([0.0, 0.0]) == [0.0, 0.0]
 
 
+def test_restarts_without_a_checkpoint_count_too(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_RESTART_COUNT": "4", "TORCHELASTIC_RESTART_COUNT": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monitor.on_train_start(_state())
+    assert monitor.served is not None
+    assert monitor.served.registry.get_sample_value("pipeline_training_restarts", {"run": "clicks"}) == 7
+
+
 def test_rules_and_dashboard_name_metrics_that_there_are(monitor: Monitor) -> None:
     """The names are the registry's; promtool reads the rules where it is installed."""
     known = {metric.name for metric in monitor.served.registry.collect()}
@@ -313,3 +321,23 @@ def test_a_full_line_says_when_how_bad_and_whose(
     (line,) = capfd.readouterr().err.splitlines()
     pattern = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} WARNING job=13 attempt=2\.1 rank=3 disk of node1 is full"
     assert re.fullmatch(pattern, line)
+
+
+def test_at_the_end_a_prometheus_that_has_asked_twice_is_answered_once_more(monitor: Monitor) -> None:
+    """Else its last values are of a training that was about to finish, and look like those of one that is gone."""
+    state = _state(90)
+    state.preempted = False
+    monitor.on_train_start(state)
+    monitor.on_fit_end(state)  # nobody asked: it waits for nobody
+    monitor._set("finished", 0)
+    assert monitor.served.scrapes is not None
+    url = f"http://localhost:{monitor.served.server.server_port}/metrics"
+    for _ in range(2):
+        urllib.request.urlopen(url, timeout=10).read()
+    monitor.served.scrapes._times = [time.monotonic() - 60.0, time.monotonic()]  # it comes once a minute
+    heard: list[str] = []
+    third = threading.Timer(0.05, lambda: heard.append(urllib.request.urlopen(url, timeout=10).read().decode()))
+    third.start()
+    monitor.on_fit_end(state)
+    third.join()
+    assert 'pipeline_training_finished{run="clicks"} 1.0' in heard[0]

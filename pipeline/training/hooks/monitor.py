@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from pipeline.config.jobs import TrainJob
 from pipeline.config.registry import register
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.logs import get_logger
+from pipeline.runtime.logs import attempt, get_logger
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 from pipeline.training.hooks.otlp import OtlpGauges
 from pipeline.training.runs.folder import Run
@@ -17,9 +19,10 @@ PREFIX = "pipeline_training"
 ABOUT = {
     "step": "The last whole step", "steps": "Steps of the whole training", "restarts": "Starts of the run after the first",
     "last_checkpoint_timestamp_seconds": "When the last checkpoint was saved; the start before the first",
-    "heartbeat_timestamp_seconds": "When the last step ended",
+    "heartbeat_timestamp_seconds": "When the last step ended", "finished": "1 once the training has ended as it should",
 }  # fmt: skip
 LABELS = {"metric": ("A number of metrics.jsonl", ["split", "name"]), "rank": ("Of one rank at the last log line", ["rank", "name"])}  # fmt: skip
+MOST_WAIT_S = 60.0  # at the end, for a last answer to a Prometheus that has asked before
 logger = get_logger("pipeline.train")
 
 
@@ -29,6 +32,31 @@ class Gauges(Protocol):
     def set(self, name: str, value: float, /, **labels: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Scrapes:
+    """Notes when Prometheus has been answered, so that a training can wait until it has heard the end."""
+
+    def __init__(self, app: Callable[..., Any]) -> None:
+        self._app, self._answered = app, threading.Condition()
+        self._times: list[float] = []  # when the two last ones began
+
+    def __call__(self, environ: Any, start_response: Any) -> Iterator[bytes]:
+        began = time.monotonic()
+        yield from self._app(environ, start_response)
+        with self._answered:  # the server asks for more once it has written what there was
+            self._times = [*self._times[-1:], began]
+            self._answered.notify_all()
+
+    def wait_for_next(self, most_s: float) -> None:
+        """At most as long as the two last ones were apart, and a second; not at all where two have not come."""
+        now = time.monotonic()  # one that began before does not have the newest values
+        with self._answered:
+            if len(self._times) < 2:
+                return
+            before, last = self._times
+            apart = min(last - before + 1.0, most_s)
+            self._answered.wait_for(lambda: self._times[-1] > now, max(0.0, last + apart - now))
 
 
 class ServedGauges:
@@ -43,6 +71,7 @@ class ServedGauges:
             ) from error
         self.registry = CollectorRegistry()
         self.server: Any = None
+        self.scrapes: Scrapes | None = None
         known: dict[str, tuple[str, list[str]]] = {**{name: (text, []) for name, text in ABOUT.items()}, **LABELS}
         self._gauges: dict[str, Any] = {
             f"{PREFIX}_{name}": Gauge(f"{PREFIX}_{name}", text, ["run", *labels], registry=self.registry)
@@ -58,6 +87,8 @@ class ServedGauges:
         except OSError as error:
             logger.warning("no metrics are served: trainer.metrics_port=%d: %s", port, error)
         else:
+            self.scrapes = Scrapes(self.server.get_app())
+            self.server.set_app(self.scrapes)
             logger.info("metrics     http://%s:%d/metrics", self.server.server_name, self.server.server_port)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
@@ -74,7 +105,8 @@ class ServedGauges:
 class Monitor(Hook):
     """Gauges: what ABOUT names, pipeline_training_metric{run,split,name} for all that a line of metrics.jsonl holds, and
     pipeline_training_rank{run,rank,name} of every rank at the last log line: step_seconds, input_stall_seconds, comms_seconds,
-    peak_memory_bytes and straggler_score. They end with the training.
+    peak_memory_bytes and straggler_score. They end with the training; a Prometheus that asked at least twice is answered once more,
+    so that it can tell a training that has finished from one that is gone.
     """
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
@@ -91,9 +123,12 @@ class Monitor(Hook):
             return
         self._set("steps", state.total_steps)
         self._set("step", state.step)
-        self._set("restarts", max(0, len(Run(self.job.run_dir).starts) - 1))
+        # A start that had nothing to resume from begins the run's own count again; the scheduler and the agent count it too.
+        counted = sum(int(number) for number in attempt().split("."))
+        self._set("restarts", max(counted, len(Run(self.job.run_dir).starts) - 1))
         self._set("last_checkpoint_timestamp_seconds", time.time())
         self._set("heartbeat_timestamp_seconds", time.time())
+        self._set("finished", 0)
         self._saved_step = state.saved_step
         self.parts.writer.mirrors.append(self)
         if self.served and self.job.trainer.metrics_port is not None:
@@ -117,6 +152,14 @@ class Monitor(Hook):
         if state.saved_step != self._saved_step:
             self._saved_step = state.saved_step
             self._set("last_checkpoint_timestamp_seconds", time.time())
+
+    def on_fit_end(self, state: TrainingState) -> None:
+        if not self._gauges or self.parts.writer is None or state.preempted:
+            return
+        self._set("finished", 1)
+        if self.served is not None and self.served.scrapes is not None:
+            patience_s = self.job.trainer.hang_timeout_s / 4  # of the other ranks, which are through
+            self.served.scrapes.wait_for_next(min(MOST_WAIT_S, patience_s or MOST_WAIT_S))
 
     def _set(self, gauge: str, value: float, **labels: str) -> None:
         for each in self._gauges:
