@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from pipeline.planner.search import exact
 from pipeline.planner.search.clock import WorkClock
 from pipeline.planner.search.local_search import PROVEN, improve
+from pipeline.planner.search.neighbourhoods import improve_by_programs
 from pipeline.planner.search.problem import (
     Assignment,
     Floats,
@@ -43,7 +45,11 @@ CHOICES_SHARE = 0.4  # of all seconds, from when on what was chosen is placed
 HOPE = 0.3  # of the gap: what an option may cost beside the cheapest for local search to try it
 WAYS = (Rule.EVERY_RANK, Rule.WHOLE_HOSTS, Rule.ONE_HOST, Rule.WITHIN_HOST, Rule.ANY_RANK)  # to lie, fewest first
 WELL_PLACED = 1.04  # of the bound: where nothing better is found, memory may stand in the way
+EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole problem before other methods had their turn
 NUM_CLIMBED = 3  # starts, the best, that are improved further
+WORTH_PROGRAMS = 0.02  # a gap from which on programs over a few ranks are tried
+PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, each by another seed, until one fits
+ANYHOW_SHARE = 0.6  # of the seconds that are left, for those
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class SearchConfig:
     kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
     start_steps: int = 200  # of local search from each start
     local_steps: tuple[int, ...] = (3000, 4000, 6000)
+    program_rounds: int = 250  # of integer programs over a few ranks, from each start
     choice_nodes: int = 300  # of the integer program that chooses options
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
     exact_variables: int = 8000  # a larger one is not tried
@@ -69,8 +76,8 @@ class SearchConfig:
 
 # Whether there is a plan at all, and little else.
 FIRST_PLAN = SearchConfig(
-    objective="max_rank", proposal_placements=20_000, start_steps=0, local_steps=(), exact_variables=3000,
-    exact_work=100_000,
+    objective="max_rank", proposal_placements=20_000, start_steps=0, local_steps=(), program_rounds=0,
+    exact_variables=3000, exact_work=100_000,
 )  # fmt: skip
 
 
@@ -114,7 +121,7 @@ class _Search:
         self.winner = ""
         self.values: dict[str, float] = {}
         self.bound = 0.0
-        self.tried: set[tuple[int, int]] = (
+        self.tried: set[tuple[int, int, float]] = (
             set()
         )  # sizes and work of integer programs: the same again would end the same
         self.late = problem.kind_ms
@@ -127,7 +134,7 @@ class _Search:
 
     def run(self, warm_starts: Iterable[Assignment]) -> SearchResult:
         config = self.config
-        with progress("searching a plan", 4) as bar:
+        with progress("searching a plan", 5) as bar:
             program = LinearProgram(self.small, config.objective)
             relaxation = program.solve()
             if relaxation.bound_ms is None:
@@ -140,9 +147,11 @@ class _Search:
                 self._offer("torchrec", torchrec.best)
             bar.advance(1)
             choices = self._choose(program, relaxation, self._by_kinds(program, relaxation))
-            starts = self._place_choices(choices)
+            anyhow, starts = self._place_anyhow(choices), self._place_choices(choices)
             bar.advance(1)
             self._improve(relaxation, starts)
+            bar.advance(1)
+            self._improve_by_programs(anyhow)
             bar.advance(1)
             self._solve_exactly(config.exact_work)
             bar.advance(1)
@@ -326,7 +335,7 @@ class _Search:
         climbed = sorted(climbed, key=self._value)[:NUM_CLIMBED]
         for number, steps in enumerate(config.local_steps):
             if exact.count_variables(self.small) <= config.easy_variables:
-                self._solve_exactly(config.exact_work)
+                self._solve_exactly(config.exact_work, EASY_SHARE)
             if self.best is not None and not any(self._value(start) <= self.best_value for start in climbed):
                 climbed = [self.best, *climbed[:-1]]
             each = steps // max(1, len(climbed))
@@ -355,6 +364,50 @@ class _Search:
         self._offer("local search", improved)
         return improved
 
+    def _improve_by_programs(self, anyhow: Assignment | None) -> None:
+        """From the cheapest choice, even if it overfills ranks, then from the best plan: what exchanges of two shards cannot do.
+
+        Where the gap is small the programs are left out, for they take seconds.
+        """
+        if not self.config.program_rounds or self.best_value <= self.bound * (1 + WORTH_PROGRAMS):
+            return
+        reserved = (1 - ANYHOW_SHARE) * self.clock.remaining_s
+        overfull = anyhow is not None and bool(violations(self.problem, anyhow))
+        for attempt in range(PROGRAMS_ANYHOW if overfull else 0):
+            if anyhow is None or self._done() or self._run_programs(anyhow, attempt, reserved):
+                break
+        if self.best is not None and not self._done():
+            self._run_programs(self.best, PROGRAMS_ANYHOW, 0.0)
+
+    def _run_programs(self, start: Assignment, attempt: int, reserved_s: float) -> bool:
+        """Whether they found a plan that fits."""
+        config, small = self.config, narrow(self.problem, self.worthwhile)
+        found = improve_by_programs(
+            RankState(small, config.objective, min(self.best_value, 2 * self.bound)),
+            Assignment(self._within(self.worthwhile, start), start.ranks),
+            rounds=config.program_rounds,
+            seed=config.seed + attempt,
+            enough=self.bound * (1 + max(PROVEN, config.gap_tolerance)),
+            remaining_s=partial(self._remaining_beyond, reserved_s),
+        )
+        if found is not None:
+            choices = [indices[choice] for indices, choice in zip(self.worthwhile, found.choices, strict=True)]
+            self._offer("programs", Assignment(choices, found.ranks))
+        return found is not None
+
+    def _remaining_beyond(self, reserved_s: float) -> float:
+        return 0.0 if self._out_of_time() else self.clock.remaining_s - reserved_s
+
+    def _place_anyhow(self, choices: list[Choice]) -> Assignment | None:
+        """The choice of the lowest cost, its loads even, whatever that overfills."""
+        if not choices:
+            return None
+        choice = min(choices, key=lambda choice: sum(choice.maxima_ms))
+        endless = replace(self.small, capacity=np.full_like(self.small.capacity, np.inf), host_memory=None)
+        state = RankState(endless, self.config.objective, self.bound, targets=choice.maxima_ms)
+        fill(state, list(choice.choices), self._orders(choice.choices)[0])
+        return self._whole(state.assignment())
+
     def _within(self, kept: list[list[int]], whole: Assignment) -> list[int]:
         """The choices among options `kept`: one that was left out gives way to one as good."""
         choices = []
@@ -369,12 +422,13 @@ class _Search:
             [indices[choice] for indices, choice in zip(self.kept, small.choices, strict=True)], small.ranks
         )
 
-    def _solve_exactly(self, work: int) -> None:
+    def _solve_exactly(self, work: int, share: float = 1.0) -> None:
+        """`share` of all seconds at most: then the same program may be tried once more, with all that are left."""
         size = exact.count_variables(self.small)
-        if self._done() or size > self.config.exact_variables or (size, work) in self.tried:
+        if self._done() or size > self.config.exact_variables or (size, work, share) in self.tried:
             return
-        self.tried.add((size, work))
-        remaining = self.clock.remaining_s
+        self.tried.add((size, work, share))
+        remaining = min(self.clock.remaining_s, share * self.config.seconds * self.clock.busy)
         found = exact.solve(
             self.small, self.config.objective, bound=self.bound, max_nodes=1 + work // size, seconds=remaining,
             tolerance=self.config.gap_tolerance, cutoff=None if self.best is None else self.best_value,
