@@ -28,7 +28,12 @@ def problem_of(tables: list[list[Option]], ranks: int, room: float, local: int =
 def run(problem: SearchProblem, start: Assignment, rounds: int = 12, seed: int = 0) -> Assignment | None:
     scale = score(problem, start).critical_path_ms
     return improve_by_programs(
-        RankState(problem, "critical_path", scale), start, rounds=rounds, seed=seed, enough=0.0, remaining_s=lambda: 60.0
+        RankState(problem, "critical_path", scale),
+        start,
+        rounds=rounds,
+        seed=seed,
+        enough=0.0,
+        remaining_s=lambda: 60.0,
     )
 
 

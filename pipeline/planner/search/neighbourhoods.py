@@ -32,7 +32,7 @@ MEAN = 0.1  # what the mean of all ranks counts beside the maxima
 OVERFULL = 0.4  # of the value: what a whole rank's memory too much counts at first,
 PATIENCE = 40  # and twice as much after so many programs in a row that led to nothing better
 SAVED = 0.1  # of that: what any memory counts meanwhile
-GIVE_UP = 80  # programs in a row that led to nothing better
+GIVE_UP = 60  # programs in a row that led to nothing better
 LEAST_GAIN = 1e-9  # of the potential, and of memory: less is rounding
 
 
