@@ -15,18 +15,24 @@ from torchrec.modules.mlp import Perceptron
 
 from pipeline.config.model import LayerSettings
 from pipeline.models.layers import linear_products
-from pipeline.models.layers.linear_products import LEAST_WIDTH, FastLinear, _Linear, linear, speed_up_linear_layers
+from pipeline.models.layers.linear_products import FastLinear, _Linear, linear, speed_up_linear_layers
 from pipeline.models.layers.mlp import MLP
+from pipeline.runtime.kernels import products
+from pipeline.runtime.kernels.products import LEAST_WIDTH
 
 SHAPES = [(300, 13, 512), (257, 367, 64), (64, 16, 1), (40, 5, 24), (1, 32, 32), (2048, 64, 32)]
-ASKED = linear_products.onednn_multiplies_faster
+ASKED = products.onednn_multiplies_faster
 TOLERANCE = 3e-5  # sums of up to 2,048 products of normal numbers, beside the largest of them
 
 
 @pytest.fixture(autouse=True)
 def _by_onednn() -> Iterator[None]:
     """As on the CPUs where it is faster: oneDNN computes on any."""
-    with patch.object(linear_products, "onednn_multiplies_faster", lambda: True):
+    with (
+        patch.object(linear_products, "onednn_multiplies_faster", lambda: True),
+        patch.object(products, "onednn_multiplies_faster", lambda: True),
+        patch.object(products, "LEAST_PRODUCTS", 0),
+    ):
         yield
 
 

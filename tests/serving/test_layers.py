@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.runtime.errors import ServingError
+from pipeline.runtime.kernels import products
 from pipeline.serving.artifact.dense_export import (
     Layers,
     by_name,
@@ -19,6 +22,7 @@ from pipeline.serving.artifact.dense_export import (
     take_collection,
     trace_layers,
 )
+from pipeline.serving.scoring import dense_program
 from pipeline.serving.scoring.dense_program import load_program
 from tests.support.messages import names
 
@@ -125,3 +129,21 @@ def test_a_model_without_one_logit_a_row_is_refused() -> None:
     columns = sum(take_collection(model, ["f0", "f1"]))
     with pytest.raises(ServingError):
         export_layers(model, "fp32", 5, columns)
+
+
+def test_layers_are_multiplied_by_onednn_with_their_relu_where_that_is_faster() -> None:
+    model, columns = _built("dlrm")
+    content = program_bytes(export_layers(model, "fp32", 5, columns))
+    inputs = torch.randn(9, 5), torch.randn(9, columns)
+    found = []
+    for is_faster in (False, True):
+        with (
+            patch.object(dense_program, "onednn_multiplies_faster", lambda is_faster=is_faster: is_faster),
+            patch.object(products, "onednn_multiplies_faster", lambda: True),
+            patch.object(products, "LEAST_PRODUCTS", 0),
+        ):
+            program = load_program(content, "dense.pt2")
+            found.append((program(*inputs), program.code.count("relu"), program.code.count("linear.default")))
+    (plain, relus, linears), (fast, *none) = found
+    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)
+    assert relus and linears and none == [0, 0]

@@ -1,14 +1,7 @@
-"""Multiply fp32 linear layers by oneDNN on CPUs where torch's own BLAS uses half of their width.
-
-torch multiplies fp32 matrices by MKL, which runs AVX2 code on AMD's CPUs though they have AVX-512. oneDNN, which torch brings along for
-bf16, does not look at the vendor: 1.8 to 2.4 times as fast there (docs/performance.md). On Intel's CPUs MKL stays. oneDNN's
-products have the same bits on any number of threads.
-"""
+"""Train fp32 linear layers by oneDNN on CPUs where that is faster than torch's own products (runtime.kernels.products)."""
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,57 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.modules.mlp import Perceptron
 
-LEAST_WIDTH = 8  # columns: narrower products are bound by memory, where oneDNN is no faster
-
-
-@cache
-def onednn_multiplies_faster() -> bool:
-    """By the CPU's vendor and width alone, not by a measurement: a job that goes on computes the same numbers."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
-        return False
-    info = Path("/proc/cpuinfo")
-    return info.is_file() and "AuthenticAMD" in info.read_text(errors="replace")
-
-
-def outputs(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_relu: bool = False
-) -> torch.Tensor:
-    """inputs [B, I] times weight [O, I] transposed, plus bias [O]: [B, O]."""
-    if _is_for_onednn(inputs, weight):
-        return _multiply(inputs, weight, bias, is_relu)
-    values = F.linear(inputs, weight, bias)
-    return values.relu_() if is_relu else values
-
-
-def gradient_of_inputs(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[B, O] times [O, I]: [B, I]."""
-    return _multiply(gradient, weight.t()) if _is_for_onednn(gradient, weight) else gradient @ weight
-
-
-def gradient_of_weight(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """[B, O] transposed times [B, I]: [O, I]. The narrower one is transposed in memory, by oneDNN's wrapper."""
-    if not _is_for_onednn(gradient, inputs):
-        return gradient.t() @ inputs
-    if 2 * inputs.shape[1] < gradient.shape[1]:
-        return _multiply(inputs.t(), gradient.t()).t()
-    return _multiply(gradient.t(), inputs.t())
-
-
-def _is_for_onednn(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return (
-        first.dtype == second.dtype == torch.float32
-        and min(*first.shape, *second.shape) >= LEAST_WIDTH
-        and onednn_multiplies_faster()
-    )
-
-
-def _multiply(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_relu: bool = False
-) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
-        inputs, weight, bias, "relu" if is_relu else "none", [], ""
-    )
-    return product
+from pipeline.runtime.kernels.products import gradient_of_inputs, gradient_of_weight, onednn_multiplies_faster, outputs
 
 
 class _Linear(torch.autograd.Function):

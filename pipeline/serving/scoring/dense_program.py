@@ -17,9 +17,11 @@ import torch.fx
 from torch.fx.graph import CodeGen
 
 from pipeline.runtime.errors import DamagedError, ServingError
+from pipeline.runtime.kernels.products import onednn_multiplies_faster, outputs
 
 Program = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GUARDS = "_guards_fn"  # what ExportedProgram.module() calls its checks, where it has them
+RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
 RAW = ("/data/weights/weight_", "/data/constants/tensor_")  # the tensors themselves
 JSON = ("_config.json", "/models/model.json")
 PLAIN = ("/archive_format", "/archive_version", "/byteorder", "/.data/version", "/.data/serialization_id", "/version", "/.format_version")  # fmt: skip
@@ -78,6 +80,8 @@ def without_checks(program: torch.export.ExportedProgram) -> DenseProgram:
         elif _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+    if onednn_multiplies_faster():
+        _multiply_by_onednn(graph)
     constants = graph.find_nodes(op="get_attr")
     sources = [str(node.target) for node in constants]
     for number, node in enumerate(constants):
@@ -87,6 +91,19 @@ def without_checks(program: torch.export.ExportedProgram) -> DenseProgram:
     graph.set_codegen(CodeGen())  # in the place of pytree's, which takes inputs and outputs apart
     module.recompile()
     return DenseProgram(module, sources)
+
+
+def _multiply_by_onednn(graph: torch.fx.Graph) -> None:
+    """Linear layers in fp32, each with the relu behind it in one pass; in bf16 they stay torch's."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+        users = list(node.users)
+        is_relu = len(users) == 1 and users[0].target in RELU
+        node.target = outputs
+        inputs, weight, bias = (*node.args, None)[:3]
+        node.args = (inputs, weight, bias, is_relu)
+        if is_relu:
+            users[0].replace_all_uses_with(node)
+            graph.erase_node(users[0])
 
 
 def _changes_nothing(node: torch.fx.Node) -> bool:

@@ -10,8 +10,8 @@ import torch
 
 from pipeline.config.optimizers import all_optimizers, find_optimizer
 from pipeline.config.training import DenseOptimizerConfig
-from pipeline.models.layers.linear_products import gradient_of_inputs, gradient_of_weight, outputs
 from pipeline.planner.step_time.measurements import Number
+from pipeline.runtime.kernels.products import gradient_of_inputs, gradient_of_weight, outputs
 from pipeline.training.calibration.clock import Bench
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
