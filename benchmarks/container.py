@@ -23,7 +23,9 @@ SEEN = (
 )  # of the host's root, read-only
 
 
-def as_container(runtime: str, command: list[str], environ: dict[str, str], folder: Path, *writable: Path) -> list[str]:
+def as_container(
+    runtime: str, command: list[str], environ: dict[str, str], folder: Path, *writable: Path, memory_bytes: int = 0
+) -> list[str]:
     """The command that runs `command` in a container of its own. `folder` takes the runtime's files and is in the container,
     as are this folder, read-only, and the `writable` ones. Nothing is mounted but in the container's own namespace.
     """
@@ -38,10 +40,13 @@ def as_container(runtime: str, command: list[str], environ: dict[str, str], fold
     spec["process"].pop("rlimits", None)
     spec["root"] = {"path": "rootfs", "readonly": False}
     spec["hostname"] = "localhost"  # a name that resolves, as a kubelet sees to for a pod
-    # No view of cgroups: how it is mounted depends on the host.
+    # The host's view of cgroups: of which version it is depends on the host.
     spec["mounts"] = [each for each in spec["mounts"] if each["destination"] != "/sys/fs/cgroup"]
     spec["mounts"] += [_bind(f"/{name}", "ro") for name in SEEN if os.path.isdir(f"/{name}")]
     spec["mounts"] += [{"destination": "/tmp", "type": "tmpfs", "source": "tmpfs"}, _bind(str(Path.cwd()), "ro")]
+    spec["mounts"].append(_bind("/sys/fs/cgroup", "ro"))
+    if memory_bytes:
+        spec["linux"].setdefault("resources", {})["memory"] = {"limit": memory_bytes}
     spec["mounts"] += [_bind(str(each), "rw") for each in (folder, *writable)]
     path.write_text(json.dumps(spec))
     name = f"{folder.parent.name}-{folder.name}"

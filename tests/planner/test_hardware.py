@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.container import as_container
 from pipeline.config.planner import HardwareConfig
 from pipeline.planner import hardware
 from pipeline.planner.hardware import GIB, build_topology, host_memory_bytes, resolve_hardware
@@ -71,6 +76,19 @@ def test_a_limit_of_memory_below_the_hosts_counts(
     file.write_text(f"{GIB}\n")
     assert host_memory_bytes() == GIB
     assert on("cpu", 4).ddr_cap_bytes == GIB // 4
+
+
+@pytest.mark.campaign
+def test_the_limit_of_a_real_container_counts(tmp_path: Path) -> None:
+    """RUNC=/usr/sbin/runc pytest -m campaign tests/planner/test_hardware.py, as root."""
+    runc = os.environ.get("RUNC") or shutil.which("runc")
+    if not runc or os.geteuid():
+        pytest.skip("no container can be started: RUNC names no runc and the PATH has none, or this is not root")
+    code = "from pipeline.planner.hardware import host_memory_bytes; print(host_memory_bytes())"
+    command = as_container(runc, [sys.executable, "-c", code], dict(os.environ), tmp_path, memory_bytes=2 * GIB)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.stdout.split() == [str(2 * GIB)], done.stderr
+    assert host_memory_bytes() > 2 * GIB
 
 
 @pytest.mark.parametrize(
