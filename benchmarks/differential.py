@@ -15,19 +15,25 @@ import argparse
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.step_models import KAGGLE, NUM_DENSE
+from pipeline.checkpoint.chains import open_tensors
 from pipeline.checkpoint.changes import CHECKPOINT, Differential
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.steps import list_steps
+from pipeline.checkpoint.links import is_change
+from pipeline.checkpoint.metadata import TensorsOnlyReader
+from pipeline.checkpoint.steps import is_link, list_steps, read_manifest, step_path
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import flatten, inventory_of_state
+from pipeline.checkpoint.tensors import StepTensors
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split, load_dataset
@@ -39,6 +45,7 @@ from pipeline.sharding.torchrec.cpu_tables import fast_lookups
 from pipeline.training.assembly import assemble, open_reader
 from pipeline.training.optimizer import build_optimizer
 
+Words = NDArray[np.uint32]
 BATCH, DIM, EXPONENT = 2048, 16, 1.05
 LAYERS = ["model.dense_arch_layer_sizes=[64,32,16]", "model.over_arch_layer_sizes=[64,32,1]"]
 
@@ -151,7 +158,57 @@ def written(run: Run, folder: str, saves: int, most_bytes: float, context: Distr
     print(
         f"all {len(sizes):3} saves   {sum(sizes):,} bytes, {len(sizes) * whole / sum(sizes):.1f} x less than {len(sizes)} whole steps, bases included"
     )
+    count_kinds(folder)
     compare(run, folder)
+
+
+def count_kinds(folder: str) -> None:
+    """What the bytes of the newest link are, and what would be left of them if each byte plane of the differences were compressed."""
+    links = [
+        (path, manifest)
+        for path in (step_path(folder, step) for step in list_steps(folder))
+        if is_link(manifest := read_manifest(path))
+    ]
+    if not links:
+        return
+    path, manifest = links[-1]
+    tensors = StepTensors(path, TensorsOnlyReader(path, manifest))
+    before = open_tensors(step_path(folder, int(manifest["chain"]["previous"])))
+    kinds: dict[str, list[int]] = {}
+    for key in tensors.entries:
+        kind, values, earlier = of_link(key, tensors, before)
+        count = kinds.setdefault(kind, [0, 0])
+        count[0] += values.nbytes
+        count[1] += min(packed(values), packed(values ^ earlier) if earlier is not None else values.nbytes)
+    size = folder_bytes(Path(path))
+    left = size - sum(count for count, _ in kinds.values())
+    print(f"of a link       {size:,} bytes: " + ", ".join(f"{kind} {a:,} (packed {b:,})" for kind, (a, b) in kinds.items())
+          + f", archives and manifest {left:,}; packed without the latter {sum(b for _, b in kinds.values()):,}")  # fmt: skip
+
+
+def of_link(key: str, tensors: StepTensors, before: StepTensors) -> tuple[str, Words, Words | None]:
+    """(kind, values, the values of the step before) of one tensor, as words of 32 bits where it has such."""
+    values = words(tensors.read(key, [0] * len(tensors.shape(key)), tensors.shape(key)))
+    if not is_change(key):
+        same = key in before.entries and before.shape(key) == tensors.shape(key)
+        earlier = words(before.read(key, [0] * len(before.shape(key)), before.shape(key))) if same else None
+        return "layers and their state", values, earlier
+    parts = key.split("/", 5)
+    rows = tensors.read(f"changed/{parts[1]}/rows", [0], tensors.shape(f"changed/{parts[1]}/rows")).long()
+    if parts[2] == "rows":
+        return "row numbers", words(rows.diff(prepend=rows[:1] * 0).int()), None
+    whole = before.read(parts[5], [0] * len(before.shape(parts[5])), before.shape(parts[5]))
+    return "rows of tables and their state", values, words(whole[rows + int(parts[3])])
+
+
+def words(values: torch.Tensor) -> Words:
+    numbers = values.contiguous().numpy().reshape(-1)
+    return numbers.view(np.uint32) if numbers.dtype.itemsize % 4 == 0 else numbers.view(np.uint8).astype(np.uint32)
+
+
+def packed(values: Words) -> int:
+    planes = values.view(np.uint8).reshape(-1, 4).T
+    return sum(min(len(zlib.compress(plane.tobytes(), 6)), plane.size) for plane in planes)
 
 
 def compare(run: Run, folder: str) -> None:
