@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pipeline.runtime.storage.checksums import ChecksummedWriter
@@ -35,6 +39,42 @@ def killed_at(number: int, arm: Callable[[Callable[[], None]], None], work: Call
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
+
+
+def copied_before_each(
+    arm: Callable[[Callable[[], None]], None],
+    work: Callable[[], None],
+    folder: Path,
+    copies: Path,
+    part: int,
+    parts: int,
+) -> None:
+    """A child process does the work, and right before operation n it copies `folder` to copies/<n>: what a kill there would leave.
+
+    A killed process leaves what its calls to the kernel have done, and so does one that waits. Of every `parts` operations one is copied.
+    """
+    child = os.fork()
+    if child == 0:
+        own, lock, numbers = threading.local(), threading.Lock(), itertools.count(1)
+
+        def operation() -> None:
+            if getattr(own, "copies", False):  # these are operations too
+                return
+            own.copies = True
+            with lock:
+                if (number := next(numbers)) % parts == part:
+                    shutil.copytree(folder, copies / str(number))
+            own.copies = False
+
+        try:
+            arm(operation)
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
 
 
 def before_each_change_of_files(operation: Callable[[], None]) -> None:
