@@ -31,6 +31,7 @@ from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED
 from pipeline.runtime.process.failures import masked_traceback, write_error_file
+from pipeline.runtime.process.kernel_cache import find_kernel_cache
 from pipeline.runtime.process.openmp import wait_briefly
 from pipeline.runtime.process.processes import die_with_parent
 
@@ -104,6 +105,7 @@ class Verb(Generic[Job, Result]):
     def _prepare_process(self) -> None:
         if self.runs_kernels:
             wait_briefly()
+            find_kernel_cache()
         if self.handles_sigterm:
             preemption.listen()
         # A rank does not outlive its agent, unless the agent is ending it already.
