@@ -399,10 +399,10 @@ class _Search:
         return 0.0 if self._out_of_time() else self.clock.remaining_s - reserved_s
 
     def _place_anyhow(self, choices: list[Choice]) -> Assignment | None:
-        """The choice of the lowest cost, its loads even, whatever that overfills; None where a rule cannot be kept."""
+        """The first choice, the cheapest, its loads even, whatever that overfills; None where a rule cannot be kept."""
         if not choices:
             return None
-        choice = min(choices, key=lambda choice: sum(choice.maxima_ms))
+        choice = choices[0]
         endless = replace(self.small, capacity=np.full_like(self.small.capacity, np.inf), host_memory=None)
         state = RankState(endless, self.config.objective, self.bound, targets=choice.maxima_ms)
         filled = fill(state, list(choice.choices), self._orders(choice.choices)[0])

@@ -1,7 +1,7 @@
 """Predict what one operation takes, by a machine's measurements, or by its data sheet where there are none.
 
 Products: a roofline fitted to the measurements, and a correction of its logarithm that shapes alike share. Operations that move
-bytes: a line through the measured sizes, in logarithms. Tables: a sum of rates (ids, rows, bytes, misses of the cache).
+bytes: a line through the measured sizes, in logarithms. Tables: a sum of rates (ids, rows, bytes, misses of the cache), with a correction that amounts alike share.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ LIKE = {
 MOST_CORRECTION = 1.2  # natural logarithm
 # How far likeness of products reaches: doublings of a size, a size that fits no block, another layout or precision, another setup
 REACH, ODD, APART, SETUPS = 2.0, 3.0, 1.5, 2.0
+AMOUNTS = 3.0  # the same for tables: doublings of an amount
 NOISE = 0.2  # beside the roofline's error, of 1
 ProductGroup: TypeAlias = tuple[str, str, str, str]  # kind, layout, precision, setup
 LEAST_US = 0.3
@@ -325,6 +326,8 @@ class Rates:
     us_each: Floats
     cache_mib: int
     error: float  # mean of the relative errors' absolute values
+    places: Floats  # of the measurements: their amounts' doublings, in units of how far likeness reaches
+    weights: Floats  # of their likeness, in the correction of the logarithm
 
     @staticmethod
     def fit(rows: Sequence[Mapping[str, float]], microseconds: Sequence[float]) -> Rates:
@@ -339,11 +342,25 @@ class Rates:
             rates = solved / scale
             error = float(np.abs(terms @ rates - 1).mean())
             if best is None or error < best.error:
-                best = Rates(names, rates, size, error)
+                best = Rates(names, rates, size, error, *_correction(names, rows, np.log(terms @ rates)))
         assert best is not None
         return best
 
     def us(self, amounts: Mapping[str, float]) -> float:
-        return float(
-            self.us_each[0] + sum(rate * amounts[name] for rate, name in zip(self.us_each[1:], self.names, strict=True))
+        base = self.us_each[0] + sum(
+            rate * amounts[name] for rate, name in zip(self.us_each[1:], self.names, strict=True)
         )
+        correction = float((_likeness(_doublings(self.names, [amounts]), self.places) @ self.weights)[0])
+        return float(base) * math.exp(max(-MOST_CORRECTION, min(MOST_CORRECTION, correction)))
+
+
+def _doublings(names: Sequence[str], rows: Sequence[Mapping[str, float]]) -> Floats:
+    return np.log2(1.0 + np.array([[row[name] for name in names] for row in rows])) / AMOUNTS
+
+
+def _correction(names: Sequence[str], rows: Sequence[Mapping[str, float]], log_ratio: Floats) -> tuple[Floats, Floats]:
+    """Places and weights of a Gaussian process over amounts, as products have one over shapes. `log_ratio`: fitted by measured."""
+    places = _doublings(names, rows)
+    likeness = _likeness(places, places) + NOISE**2 * np.eye(len(rows))
+    weights: Floats = np.linalg.solve(likeness, -log_ratio)
+    return places, weights
