@@ -362,5 +362,4 @@ def _correction(names: Sequence[str], rows: Sequence[Mapping[str, float]], log_r
     """Places and weights of a Gaussian process over amounts, as products have one over shapes. `log_ratio`: fitted by measured."""
     places = _doublings(names, rows)
     likeness = _likeness(places, places) + NOISE**2 * np.eye(len(rows))
-    weights: Floats = np.linalg.solve(likeness, -log_ratio)
-    return places, weights
+    return places, np.asarray(np.linalg.solve(likeness, -log_ratio), dtype=np.float64)
