@@ -1,13 +1,13 @@
 """Train tables in tiers beside tables in memory and tables that are plain files mapped into memory:
 
-    python -m benchmarks.tiers [--gib 5] [--limit-gib 1.25] [--slots 0.1] [--head 0.5] [--steps 150] [--ids zipf] [--ways memory,tiers,mapped]
+    python -m benchmarks.tiers [--gib 5] [--limit-gib 1.25] [--slots 0.1] [--head 0.5] [--steps 150] [--ids zipf] [--layers 256,128] [--ways memory,tiers,mapped]
     python -m benchmarks.tiers --gib 100 --slots 0.004 --limit-gib 2 --sparse --ways tiers
 
 Eight tables with Adagrad's state make `--gib` GiB. Each way runs in a process of its own, under a cgroup of `--limit-gib` but for
 "memory", which is also run under it, to be killed (0: no limit). All rows are stored before the first step, and
 slots hold the most frequent ones, so that a miss is a read and a write. The
 mapped way is FBGEMM's preallocated_host_buffers over files with MADV_RANDOM, by our kernels. A step is a lookup of `--batch` samples, a
-small MLP, and the update. Bytes are the store's own for tiers, and what /proc/self/io says for mapped files.
+MLP of --layers, and the update. Bytes are the store's own for tiers, and what /proc/self/io says for mapped files.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,9 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     lookup = build(arguments.way, rows, arguments.slots, arguments.folder, arguments.sparse, arguments.head)
     forward: Any = lookup.forward
     torch.manual_seed(0)
-    layers = nn.Sequential(
-        nn.Linear(NUM_TABLES * DIM, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 1)
-    )
+    widths = [NUM_TABLES * DIM, *map(int, arguments.layers.split(","))]
+    hidden = [module for pair in pairwise(widths) for module in (nn.Linear(*pair), nn.ReLU())]
+    layers = nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
     optimizer = torch.optim.Adagrad(layers.parameters(), lr=0.01)
     if forward.tiered and not arguments.sparse:
         fill_slots(forward.tiered, arguments.batch)
@@ -182,7 +183,7 @@ def child(arguments: argparse.Namespace, way: str, limit: float, folder: str) ->
     """Run a way in a process of its own, under a cgroup where there is a limit."""
     words = [
         f"--{name.replace('_', '-')}={getattr(arguments, name)}"
-        for name in ("gib", "slots", "steps", "batch", "ids", "warm_up", "head")
+        for name in ("gib", "slots", "steps", "batch", "ids", "warm_up", "head", "layers")
     ]
     command = [sys.executable, "-m", "benchmarks.tiers", f"--way={way}", f"--folder={folder}", *words]
     command += ["--sparse"] * arguments.sparse
@@ -242,6 +243,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--warm-up", type=int, default=WARM_UP)
     parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument(
+        "--layers", default="256,128", help="widths of the MLP over all rows: what a step does besides lookups"
+    )
     parser.add_argument("--ids", choices=["zipf", "uniform"], default="zipf")
     parser.add_argument("--ways", default="memory,tiers,mapped")
     parser.add_argument("--sparse", action="store_true", help="no row is stored before it is trained; for tiers alone")
