@@ -166,7 +166,7 @@ def compare(sharding: str, pairs: list[str], rounds: int, steps: int) -> list[Fi
 def train_on(rank: int, words: list[str], store: str, out: Any) -> None:
     join(rank, store)
     from pipeline.cli.command_line import load_config
-    from pipeline.config.jobs import TrainJob
+    from pipeline.config.jobs.train import TrainJob
     from pipeline.training.run import train
 
     summary = train(load_config(TrainJob, [*words, f"world_size={RANKS}"]))

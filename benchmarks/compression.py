@@ -25,7 +25,8 @@ from typing import Any
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import GenerateJob, PrepareJob, TrainJob
+from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.embeddings.physical import num_numbers

@@ -35,7 +35,7 @@ from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import flatten, inventory_of_state
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split, load_dataset
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.planner.resolved_job import resolve_job

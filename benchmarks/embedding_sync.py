@@ -121,7 +121,8 @@ def run_all(rank: int, data: str, folder: str, seeds: int, out: Any) -> None:
 
 def run_one(rank: int, way: str, seed: int, data: str, run_dir: str) -> Figure:
     from pipeline.cli.command_line import load_config
-    from pipeline.config.jobs import EvaluateJob, TrainJob
+    from pipeline.config.jobs.evaluate import EvaluateJob
+    from pipeline.config.jobs.train import TrainJob
     from pipeline.training.evaluate_run import evaluate
     from pipeline.training.run import train
 

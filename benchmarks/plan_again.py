@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import build_request, resolve
-from pipeline.config.jobs import PlanJob
+from pipeline.config.jobs.train import PlanJob
 from pipeline.planner.plan_codec import write_plan
 from pipeline.planner.planner import make_plan
 from pipeline.planner.record import PlanRecord

@@ -21,7 +21,7 @@ import yaml
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import build_request, resolve
-from pipeline.config.jobs import PlanJob
+from pipeline.config.jobs.train import PlanJob
 from pipeline.config.tables import TableConfig
 from pipeline.planner.planner import make_plan
 from pipeline.planner.step_time.outlook import Outlook

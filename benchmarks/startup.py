@@ -33,7 +33,7 @@ from benchmarks.container import as_container
 from benchmarks.startup_rank import STAGES
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import GenerateJob, PrepareJob
+from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
 
 ROWS = 40_000  # enough for the first steps; more would take as long to start

@@ -95,7 +95,7 @@ def main() -> None:
     path = sys.argv.pop(1)
     from pipeline.cli.command_line import validate_train
     from pipeline.cli.verb import Verb
-    from pipeline.config.jobs import TrainJob
+    from pipeline.config.jobs.train import TrainJob
 
     mark("interpreter")
     Verb(

@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import build_request, resolve
-from pipeline.config.jobs import PlanJob
+from pipeline.config.jobs.train import PlanJob
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.planner.hardware import GIB, resolve_hardware

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pipeline.__main__ import verbs
 from pipeline.cli.reference import Key, keys_of, model_keys
-from pipeline.config.jobs import CONFIG_NAMES, PlanJob, TrainJob
+from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.registry import components
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,17 +24,12 @@ from pipeline.cli.command_line import (
     validate_train,
     validate_world_sizes,
 )
-from pipeline.config.jobs import (
-    CheckNodesJob,
-    EvaluateJob,
-    ExportJob,
-    PlanJob,
-    PredictJob,
-    PrepareJob,
-    RetrainJob,
-    ServeJob,
-    TrainJob,
-)
+from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
+from pipeline.config.jobs.machine import CheckNodesJob
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.config.jobs.serve import ServeJob
+from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import TrainerConfig
 from pipeline.runtime.errors import LaunchError, TrainingError

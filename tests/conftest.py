@@ -11,7 +11,8 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import ExportJob, GenerateJob, PrepareJob
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
 from pipeline.serving.artifact.export_run import ExportSummary, export
 from tests.support import (

@@ -99,7 +99,7 @@ def test_the_wheel_holds_every_module_config_and_plan_of_the_tree(wheel: Path) -
 def test_an_installed_wheel_composes_and_validates_a_job_from_an_empty_folder(python: Path, elsewhere: Path) -> None:
     code = (
         "import sys, pipeline\n"
-        "from pipeline.cli.command_line import load_config\nfrom pipeline.config.jobs import TrainJob\nfrom pipeline.training.preflight import validate_job\n"
+        "from pipeline.cli.command_line import load_config\nfrom pipeline.config.jobs.train import TrainJob\nfrom pipeline.training.preflight import validate_job\n"
         "job = load_config(TrainJob, ['experiment=quickstart', 'data.path=../data'])\n"
         "tables = validate_job(job, 2)\n"
         "assert 'torch' not in sys.modules\n"

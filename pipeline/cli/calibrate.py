@@ -7,7 +7,7 @@ then:  python -m pipeline.plan experiment=quickstart hardware=my_machine
 from __future__ import annotations
 
 from pipeline.cli.verb import verb
-from pipeline.config.jobs import CalibrateJob
+from pipeline.config.jobs.machine import CalibrateJob
 from pipeline.runtime.storage import storage
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.cli.verb import verb
-from pipeline.config.jobs import CheckNodesJob
+from pipeline.config.jobs.machine import CheckNodesJob
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.nodes.check import Limits, NodesReport, check_nodes, describe

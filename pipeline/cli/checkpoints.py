@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command
-from pipeline.config.jobs import CHECKPOINT_COMMANDS, CheckpointsJob
+from pipeline.config.jobs.checkpoints import CHECKPOINT_COMMANDS, CheckpointsJob
 from pipeline.config.tables import table_name
 from pipeline.config.training import CheckpointConfig
 from pipeline.runtime.errors import ConfigError, did_you_mean

@@ -25,10 +25,8 @@ from pipeline.cli.compose import (
     load_plugins_of,
     with_registered_models,
 )
-from pipeline.config.jobs import (
-    CONFIG_NAMES,
-    TrainJob,
-)
+from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_to_yaml
 from pipeline.data.dataset import FILE_NAME
 from pipeline.runtime.errors import ConfigError, UserError, did_you_mean

@@ -20,7 +20,7 @@ from pipeline.__main__ import verbs
 from pipeline.cli.command_line import print_user_errors, split_flags
 from pipeline.cli.compose import config_folders, group_options, with_registered_models
 from pipeline.cli.reference import NAME, keys_of, model_keys
-from pipeline.config.jobs import CONFIG_NAMES
+from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import components
 from pipeline.runtime.errors import ConfigError, did_you_mean
 

@@ -23,7 +23,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.config.jobs import CHOSEN_STEPS, CONFIG_NAMES, TrainJob
+from pipeline.config.jobs.evaluate import CHOSEN_STEPS
+from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import components, load_plugins, missing_plugins
 from pipeline.config.saved_jobs import first_line, instantiate, near_field
 from pipeline.runtime.errors import ConfigError, did_you_mean

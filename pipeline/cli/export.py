@@ -10,7 +10,7 @@ and the like nothing is written. A two-tower becomes a user's program, an item's
 from __future__ import annotations
 
 from pipeline.cli.verb import verb
-from pipeline.config.jobs import ExportJob
+from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.serving.artifact.export_run import describe, export
 
 main = verb("export", ExportJob, describe=describe, handles_sigterm=True, runs_kernels=True)(export)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from pipeline.cli.verb import verb
-from pipeline.config.jobs import GenerateJob
+from pipeline.config.jobs.prepare import GenerateJob
 
 
 @dataclass(frozen=True)

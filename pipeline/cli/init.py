@@ -21,7 +21,8 @@ import yaml
 from pipeline.cli.command_line import load_config, print_user_errors
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, quoted, read_words
-from pipeline.config.jobs import InitJob, InspectJob
+from pipeline.config.jobs.machine import InitJob
+from pipeline.config.jobs.prepare import InspectJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.exit_codes import INTERRUPTED
 

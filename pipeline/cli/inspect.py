@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from pipeline.cli.verb import verb
-from pipeline.config.jobs import InspectJob
+from pipeline.config.jobs.prepare import InspectJob
 from pipeline.runtime.storage import storage
 
 

@@ -29,7 +29,7 @@ from pipeline.cli.command_line import parse_command_line, validate_train
 from pipeline.cli.compose import config_folders
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, Words
-from pipeline.config.jobs import PlanJob
+from pipeline.config.jobs.train import PlanJob
 from pipeline.config.planner import HardwareConfig
 from pipeline.data.dataset import check_multi_hot
 from pipeline.embeddings.table import Table

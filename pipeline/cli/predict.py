@@ -7,7 +7,7 @@ A killed run goes on where it was when the same command is given again.
 from __future__ import annotations
 
 from pipeline.cli.verb import goes_on, verb
-from pipeline.config.jobs import PredictJob
+from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.scoring.predict import PredictSummary, describe, predict

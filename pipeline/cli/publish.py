@@ -10,7 +10,7 @@ training and publishes every step that is saved; with checkpoint.differential=tr
 from __future__ import annotations
 
 from pipeline.cli.verb import goes_on, verb
-from pipeline.config.jobs import PublishJob
+from pipeline.config.jobs.serve import PublishJob
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.serving.artifact.publish_run import publish
 

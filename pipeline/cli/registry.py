@@ -16,7 +16,7 @@ import sys
 
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command
-from pipeline.config.jobs import RegistryJob
+from pipeline.config.jobs.retrain import RegistryJob
 from pipeline.config.retraining import REGISTRY_COMMANDS
 from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, describe_record
 from pipeline.retraining.promotion import add_run

@@ -7,7 +7,7 @@ Training writes it at the end of each run (logger.report). Several runs: python 
 from __future__ import annotations
 
 from pipeline.cli.verb import verb
-from pipeline.config.jobs import ReportJob
+from pipeline.config.jobs.runs import ReportJob
 
 
 def report(job: ReportJob) -> str:

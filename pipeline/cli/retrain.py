@@ -11,7 +11,7 @@ deltas of an artifact by publishing.when=every_5_minutes.
 from __future__ import annotations
 
 from pipeline.cli.verb import goes_on, verb
-from pipeline.config.jobs import RetrainJob
+from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.retraining.tick import describe, retrain_strictly
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command
-from pipeline.config.jobs import RunsJob
+from pipeline.config.jobs.runs import RunsJob
 from pipeline.runtime.storage import storage
 
 

@@ -7,7 +7,7 @@ same link, or a registry's new champion, is taken up between two requests.
 from __future__ import annotations
 
 from pipeline.cli.verb import verb
-from pipeline.config.jobs import ServeJob
+from pipeline.config.jobs.serve import ServeJob
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.http.serve import serve

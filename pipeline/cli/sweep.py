@@ -12,7 +12,7 @@ import sys
 
 from pipeline.cli.command_line import load_config, split_flags, validate_train
 from pipeline.cli.verb import verb
-from pipeline.config.jobs import SweepJob, TrainJob
+from pipeline.config.jobs.train import SweepJob, TrainJob
 from pipeline.runtime.storage import storage
 
 OWN = ("sweep", "run_dir", "sweep.")  # words that are the sweep's, and no training's

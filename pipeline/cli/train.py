@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pipeline.cli.command_line import validate_train
 from pipeline.cli.verb import verb
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.training.run import describe, train
 from pipeline.training.run_state import describe_saved
 

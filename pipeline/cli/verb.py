@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from pipeline.cli.command_line import is_rank_zero, parse_command_line, print_user_errors
 from pipeline.cli.words import Command, read_words
-from pipeline.config.jobs import CONFIG_NAMES
+from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import register
 from pipeline.config.training import LoggerConfig, TrainerConfig
 from pipeline.runtime.logs import configure_logging

@@ -14,7 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from pipeline.config.jobs import CONFIG_NAMES
+from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import components, find, missing_plugins
 from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.storage import storage

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pipeline.config.compression import AUTO
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.tables import DEFAULT, TableConfig
 from pipeline.data.dataset import Dataset

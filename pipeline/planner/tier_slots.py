@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.tables import TableConfig, TiersConfig
 from pipeline.embeddings.physical import leaves

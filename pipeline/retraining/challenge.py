@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.config.jobs import RetrainJob
+from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Finding, Scores, judge
 from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, accepted_windows, windows_since

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.checkpoint.best import best_step
 from pipeline.checkpoint.steps import is_link, list_steps, read_manifest, step_path
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import FILE_NAME, load_dataset
 from pipeline.retraining.ledger import ADDED, PROMOTED, Ledger, Record

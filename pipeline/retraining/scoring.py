@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.retraining import GateConfig
 from pipeline.config.saved_jobs import load_saved_job

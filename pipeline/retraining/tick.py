@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from pipeline.config.jobs import RetrainJob
+from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.retraining.ledger import MAX_READ, PROMOTED, REJECTED, SKIPPED, TERMINAL, Ledger, Record, describe_record
 from pipeline.retraining.promotion import complete, promote
 from pipeline.retraining.registry import PinnedError, Pointer, Registry

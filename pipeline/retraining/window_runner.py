@@ -17,7 +17,10 @@ from typing import Any
 
 import pipeline
 from pipeline.config.data import BaseVocabularyConfig, SplitConfig
-from pipeline.config.jobs import ExportJob, PrepareJob, RetrainJob, TrainJob
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import GateConfig
 from pipeline.config.training import LRSchedule
 from pipeline.config.warm_start import WarmStartConfig

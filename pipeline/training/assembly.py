@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.tables import TableConfig
 from pipeline.data.dataset import Dataset, check_group

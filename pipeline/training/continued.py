@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml
 from pipeline.runtime.errors import TrainingError
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import CheckpointConfig
 from pipeline.data.dataset import Dataset
 from pipeline.runtime.errors import DamagedError, TrainingError

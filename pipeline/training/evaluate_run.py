@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import ParallelConfig
 from pipeline.runtime.errors import TrainingError

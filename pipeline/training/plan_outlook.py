@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.config.jobs import PlanJob, TrainJob
+from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.tables import ConstraintConfig, TableConfig
 from pipeline.planner.hardware import Hardware, resolve_hardware
 from pipeline.planner.record import PlanRecord

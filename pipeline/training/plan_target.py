@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from pipeline.config.jobs import PlanJob
+from pipeline.config.jobs.train import PlanJob
 from pipeline.config.planner import HardwareConfig
 from pipeline.planner.step_time.outlook import Outlook, show_duration
 from pipeline.runtime.errors import ConfigError, UserError

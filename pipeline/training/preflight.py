@@ -7,7 +7,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from pipeline.config.data import check_batch_geometry
-from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.optimizers import all_optimizers, find_optimizer
 from pipeline.config.tables import expand_patterns, rows_of_features
 from pipeline.config.training import SparseOptimizerConfig

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.data.read.endless import ENDLESS_STEPS
 from pipeline.embeddings.physical import signatures
 from pipeline.runtime.errors import TrainingError

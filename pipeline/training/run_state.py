@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.best import best_step as best_of
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import CheckpointConfig

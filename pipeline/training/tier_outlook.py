@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import HardwareConfig
 from pipeline.planner.record import PlanDescription
 from pipeline.planner.tiers import BLOCK_BYTES, io_ms, stall_percent, tiered_step_ms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage import storage
 from pipeline.sharding.tiers.stats import TierStats

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrec.distributed.train_pipeline import TrainPipelineBase
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.endless import EndOfInputError
 from pipeline.runtime.logs import get_logger

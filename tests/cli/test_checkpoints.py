@@ -23,7 +23,7 @@ from pipeline.cli.checkpoints import (
 )
 from pipeline.cli.command_line import load_config
 from pipeline.cli.words import read_words
-from pipeline.config.jobs import CheckpointsJob
+from pipeline.config.jobs.checkpoints import CheckpointsJob
 from tests.checkpoint.resharding import optimizers, tables, whole
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyTable, build, context

@@ -13,7 +13,7 @@ from pipeline.cli import checkpoints, registry
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, read_words
 from pipeline.config import registry as components
-from pipeline.config.jobs import CONFIG_NAMES
+from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.runtime.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml
 
 # What 0.1.0 saved for experiment=quickstart_dlrm_dcn with a hashed table and a warm start.

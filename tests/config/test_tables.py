@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import ColumnsConfig
-from pipeline.config.jobs import PlanJob
+from pipeline.config.jobs.train import PlanJob
 from pipeline.config.tables import TableConfig, expand_patterns
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.runtime.errors import ConfigError

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.data import DataConfig
-from pipeline.config.jobs import PrepareJob
+from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.data.dataset import Dataset
 from pipeline.data.prepare.run import prepare
 

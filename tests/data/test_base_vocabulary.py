@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import PrepareJob
+from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import DataError
 

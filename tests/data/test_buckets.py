@@ -21,7 +21,7 @@ from pipeline.config.data import (
     DataConfig,
     SplitConfig,
 )
-from pipeline.config.jobs import PrepareJob
+from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.buckets import Counted, boundaries_of
 from pipeline.data.prepare.run import prepare

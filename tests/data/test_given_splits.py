@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.data import ColumnsConfig, DataConfig, IdsConfig, SplitConfig
-from pipeline.config.jobs import PrepareJob, RetrainJob
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare import resources
 from pipeline.data.prepare.row_hashes import RowHashes

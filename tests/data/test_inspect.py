@@ -13,7 +13,7 @@ import yaml
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.inspect import inspect
-from pipeline.config.jobs import InspectJob
+from pipeline.config.jobs.prepare import InspectJob
 from pipeline.data.inspect.profile import profile
 from pipeline.data.inspect.propose import as_text, propose
 from pipeline.runtime.errors import ConfigError, DataError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import RetrainJob
+from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.stream import StreamConfig
 from pipeline.data.stream.source import Lines, Offsets, Range
 from pipeline.data.stream.sources.kafka import KafkaSource

@@ -16,7 +16,9 @@ import torch
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import ColumnsConfig, DataConfig, ReaderConfig, SplitConfig
-from pipeline.config.jobs import PrepareJob, RetrainJob, TrainJob
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.run import prepare

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.data import ColumnsConfig, DataConfig, SplitConfig
-from pipeline.config.jobs import PrepareJob
+from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.data.prepare.run import PrepareSummary, prepare
 from pipeline.data.raw.partitions import NULL, name_of, partitions_of
 from pipeline.data.raw.source import find_sources

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import SPLITS, IdsConfig, SplitConfig
-from pipeline.config.jobs import PrepareJob
+from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare import prepare as preparation
 from pipeline.data.prepare import resources, staging

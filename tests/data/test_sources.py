@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.data import ColumnsConfig, DataConfig, SplitConfig
-from pipeline.config.jobs import PrepareJob
+from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.labels import LabelConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare import prepare as preparation

@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from pipeline import cli
 from pipeline.cli.compose import config_folders, group_options
 from pipeline.cli.verb import Verb
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import components
 
 PLAIN = {"completion", "doctor", "precompile", "agent"}  # verbs with arguments of their own

@@ -10,7 +10,9 @@ import pytest
 
 from pipeline.cli.command_line import explain_key, parse_command_line
 from pipeline.cli.reference import keys_of, model_keys
-from pipeline.config.jobs import CONFIG_NAMES, PrepareJob, TrainJob
+from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import ConfigError
 from tests.support.messages import mentions, names
 

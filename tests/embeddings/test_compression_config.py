@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
 from pipeline.embeddings.physical import num_numbers, physical_tables
@@ -171,7 +171,7 @@ def test_a_bad_compression_stops_a_job_before_torch_is_there(tmp_path: Path) -> 
     job_of(tmp_path)
     words = ["experiment=quickstart", f"data.path={tmp_path}", "tables.item.compression.kind=hash"]
     script = (
-        "import sys\nfrom pipeline.cli.command_line import load_config\nfrom pipeline.config.jobs import TrainJob\nfrom pipeline.training.preflight import validate_job\n"
+        "import sys\nfrom pipeline.cli.command_line import load_config\nfrom pipeline.config.jobs.train import TrainJob\nfrom pipeline.training.preflight import validate_job\n"
         f"try:\n    validate_job(load_config(TrainJob, {words!r}), 2)\nexcept ValueError as error:\n    print(error)\n"
         "assert not {'torch', 'numpy', 'torchrec'} & set(sys.modules)"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import GenerateJob, PrepareJob
+from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
 from pipeline.training.run import TrainSummary
 from tests.end_to_end.user_items import job_words, train_on_rank

@@ -9,7 +9,9 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import EvaluateJob, GenerateJob, PrepareJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.model import LayersConfig
 from pipeline.config.registry import components
 from pipeline.data.prepare.run import prepare

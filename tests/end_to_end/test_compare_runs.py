@@ -12,7 +12,7 @@ import yaml
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import GenerateJob, PrepareJob
+from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
 from pipeline.training.runs.compare import Comparison, compare
 from pipeline.training.runs.details import read_details, write_details

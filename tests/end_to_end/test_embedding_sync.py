@@ -10,7 +10,7 @@ import torch
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
-from pipeline.config.jobs import PlanJob, TrainJob
+from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.runtime.errors import TrainingError
 from pipeline.training.evaluate_run import describe
 from pipeline.training.preflight import validate_job

@@ -11,7 +11,9 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.cli.init import init, with_answers
 from pipeline.cli.inspect import inspect
-from pipeline.config.jobs import InitJob, InspectJob, PrepareJob, SweepJob, TrainJob
+from pipeline.config.jobs.machine import InitJob
+from pipeline.config.jobs.prepare import InspectJob, PrepareJob
+from pipeline.config.jobs.train import SweepJob, TrainJob
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError
 from tests.support.jobs import train_on_rank

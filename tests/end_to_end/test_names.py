@@ -18,7 +18,8 @@ from torch import nn
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import PrepareJob, TrainJob
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.module_names import TAKEN
 from pipeline.config.tables import entry_name, table_name
 from pipeline.data.dataset import load_dataset

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import GenerateJob, PrepareJob
+from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
 from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config, validate_train
-from pipeline.config.jobs import EvaluateJob, PrepareJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate

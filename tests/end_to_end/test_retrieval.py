@@ -19,7 +19,7 @@ import pytest
 
 from examples.retrieve import retrieve
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import ExportJob, PredictJob
+from pipeline.config.jobs.evaluate import ExportJob, PredictJob
 from pipeline.config.serving import RetrievalConfig
 from pipeline.runtime.errors import DamagedError, ServingError
 from pipeline.runtime.storage.manifest import read_sealed, seal_manifest

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import EvaluateJob, GenerateJob, PrepareJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import SequenceFeature
 from pipeline.data.prepare.run import prepare
 from pipeline.data.read.value_index import index_values

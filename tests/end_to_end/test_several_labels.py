@@ -18,7 +18,10 @@ import pytest
 from pipeline.cli.checkpoints import list_checkpoints
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs import CheckpointsJob, EvaluateJob, GenerateJob, PredictJob, PrepareJob, TrainJob
+from pipeline.config.jobs.checkpoints import CheckpointsJob
+from pipeline.config.jobs.evaluate import EvaluateJob, PredictJob
+from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import GateConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare

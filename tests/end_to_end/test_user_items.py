@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
-from pipeline.config.jobs import PlanJob, TrainJob
+from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.training import evaluate_run as evaluate_module
 from pipeline.training import run as train_module
 from pipeline.training.preflight import validate_job

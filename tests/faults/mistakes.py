@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from pipeline.cli.command_line import load_config, parse_command_line, validate_train
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from tests.support.typos import wrong_choice, wrong_group, wrong_key, wrong_option
 
 # A value that its key cannot have: out of range, of another type, or at odds with another key.

@@ -13,7 +13,9 @@ import pytest
 from pipeline.checkpoint.owners import HEADER_BYTES
 from pipeline.cli.checkpoints import export_checkpoint, show_checkpoint, verify_checkpoints
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import CheckpointsJob, EvaluateJob, TrainJob
+from pipeline.config.jobs.checkpoints import CheckpointsJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.training.evaluate_run import evaluate
 from pipeline.training.run import train
 from tests.faults.conftest import FaultRecorder

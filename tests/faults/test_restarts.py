@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.process.exit_codes import DONE
 from pipeline.training.batch_order import BatchOrder
 from pipeline.training.run import train

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.process.exit_codes import DONE, REQUEUE
 from pipeline.training.run import train
 from tests.faults.conftest import FaultRecorder

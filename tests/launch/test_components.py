@@ -18,7 +18,8 @@ from launch import components
 from launch.render import render
 from launch.resources import CLOUD_HOSTS, Host, asked_host, named_host, parse_shape, this_host, threads_per_rank
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import PredictJob, TrainJob
+from pipeline.config.jobs.evaluate import PredictJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import save_job
 from tests.launch.manifests import expand
 from tests.support.datasets import described_dataset

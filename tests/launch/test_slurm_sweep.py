@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.sweep import compose, training_words
-from pipeline.config.jobs import SweepJob
+from pipeline.config.jobs.train import SweepJob
 from pipeline.training.runs.folder import open_run
 from pipeline.training.sweep.run import sweep
 from tests.launch.launching import START_S, Launch

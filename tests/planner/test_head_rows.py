@@ -15,7 +15,8 @@ import pytest
 from benchmarks.frequency_split import Workload, build, counted_bytes, draw, expected_bytes, stepper
 from pipeline.cli.checkpoints import export_checkpoint
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import CheckpointsJob, TrainJob
+from pipeline.config.jobs.checkpoints import CheckpointsJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml, load_saved_job
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.embeddings.table import Table

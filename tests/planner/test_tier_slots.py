@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig, TiersConfig
 from pipeline.config.training import SparseOptimizerConfig, TrainerConfig
 from pipeline.embeddings.row_frequencies import RowFrequencies

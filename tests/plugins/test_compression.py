@@ -11,7 +11,8 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.config import registry
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.jobs import EvaluateJob, ExportJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables, signature

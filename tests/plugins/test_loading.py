@@ -11,7 +11,7 @@ import pytest
 from pipeline.cli.command_line import help_text, load_config
 from pipeline.cli.compose import load_plugins_of
 from pipeline.config import registry
-from pipeline.config.jobs import PlanJob, TrainJob
+from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job, save_job
 from pipeline.runtime.errors import ConfigError
 

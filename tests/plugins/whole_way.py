@@ -16,7 +16,9 @@ import numpy as np
 
 from pipeline.__main__ import main as run_verb
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import EvaluateJob, ExportJob, PredictJob, PrepareJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.serving import RetrievalConfig
 from pipeline.data.prepare.run import prepare
 from pipeline.serving.artifact.export_run import export

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.registry import run as registry_verb
-from pipeline.config.jobs import RegistryJob
+from pipeline.config.jobs.retrain import RegistryJob
 from pipeline.retraining import promotion
 from pipeline.retraining.ledger import PROMOTED, Ledger
 from pipeline.retraining.promotion import FinishedRun, add_run, complete, files_of_artifact, promote

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import ConversionsConfig
-from pipeline.config.jobs import RetrainJob
+from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.data.generate.conversions import write_source
 from pipeline.retraining.ledger import PROMOTED, SKIPPED
 from pipeline.retraining.registry import Registry

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.storage.lease import Holder, LeaseLostError, RunFolderHeldError, take_lease
 from pipeline.training.run import train
 from tests.support.messages import mentions, names

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.masking import find_secret, mask
 from pipeline.runtime.process.failures import describe_os_error
 from tests.support.messages import names
@@ -45,7 +45,7 @@ def test_a_job_that_holds_a_credential_is_refused_and_the_message_does_not_tell_
 def test_errors_of_the_system_are_one_line_with_path_and_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code = (
-        "from pipeline.cli.command_line import print_user_errors\nfrom pipeline.config.jobs import PrepareJob\n"
+        "from pipeline.cli.command_line import print_user_errors\nfrom pipeline.config.jobs.prepare import PrepareJob\n"
         f"with print_user_errors('there'): open('{tmp_path}/file/inside', 'w')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

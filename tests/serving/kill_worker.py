@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import ExportJob
+from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.runtime.storage import atomic, storage
 from pipeline.serving.artifact import certificate, make_artifact, package, reference, table_files
 from pipeline.serving.artifact import export_run as verb

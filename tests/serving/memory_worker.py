@@ -8,7 +8,7 @@ import sys
 import torch
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import ExportJob
+from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.serving.artifact.export_run import export
 from tests.faults.memory_worker import Peak, resident_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from pipeline.cli.verb import Verb
-from pipeline.config.jobs import PredictJob
+from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.serving.scoring import score_files
 from pipeline.serving.scoring.predict import describe, predict
 from tests.serving.stand_in import StandIn

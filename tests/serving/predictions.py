@@ -11,7 +11,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import PredictJob
+from pipeline.config.jobs.evaluate import PredictJob
 from tests.serving.stand_in import score_of
 
 VERSION = "stand-in-1"

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import ExportJob, PredictJob
+from pipeline.config.jobs.evaluate import ExportJob, PredictJob
 from pipeline.config.server import SsdConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.raw.formats.criteo_tsv import criteo_columns

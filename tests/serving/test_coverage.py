@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import PredictJob
+from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.scoring.coverage import count_row_zero, unusual, warning
 from pipeline.serving.scoring.predict import describe, predict

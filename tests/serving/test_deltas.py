@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import ExportJob, PublishJob, TrainJob
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.jobs.serve import PublishJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.server import BatchingConfig
 from pipeline.runtime.errors import ConfigError, DamagedError, ServingError
 from pipeline.runtime.storage import storage

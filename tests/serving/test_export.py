@@ -14,7 +14,7 @@ import torch
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import ReaderConfig
-from pipeline.config.jobs import EvaluateJob
+from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.serving import AUTO, PRECISIONS
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.batch import Batch

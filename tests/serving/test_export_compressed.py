@@ -10,7 +10,8 @@ import torch
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.training.evaluate_run import evaluate

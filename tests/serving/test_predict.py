@@ -116,7 +116,7 @@ def test_the_same_command_again_has_nothing_to_do_and_another_is_refused(tmp_pat
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from pipeline.cli.command_line import load_config\nfrom pipeline.config.jobs import PredictJob\n"
+        "from pipeline.cli.command_line import load_config\nfrom pipeline.config.jobs.evaluate import PredictJob\n"
         "from pipeline.serving.scoring.predict import predict\n"
         "import numpy as np\n"
         "from tests.serving.stand_in import StandIn, Scored\n"

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config.jobs import PredictJob
+from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import ConfigError
 from pipeline.serving.scoring.predict import PredictSummary, predict

@@ -11,7 +11,8 @@ import torch
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import ExportJob, TrainJob
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.serving import PruningConfig
 from pipeline.runtime.errors import CheckpointError, ConfigError, ServingError
 from pipeline.serving.artifact.manifest import read_manifest

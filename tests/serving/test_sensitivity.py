@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import ExportJob
+from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.serving import PRECISIONS
 from pipeline.serving.artifact import make_artifact, reference
 from pipeline.serving.artifact.package import artifact_folder

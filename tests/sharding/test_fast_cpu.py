@@ -16,7 +16,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.mlp import Perceptron
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.models.layers.interaction import DotInteraction
 from pipeline.models.layers.linear_products import FastLinear, onednn_multiplies_faster
 from pipeline.sharding.collectives import host_exchange

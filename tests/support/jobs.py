@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
 from pipeline.training.run import TrainSummary, train
 

@@ -20,7 +20,8 @@ import pipeline.training.run  # noqa: F401  # and all of the above
 import tests.support.sharded_models  # noqa: F401
 from pipeline.cli import precompile
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.train import TrainJob
 
 torch.set_num_threads(1)
 for compile_kernels in (precompile._tables, precompile._replicated_tables, precompile._dot_products):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipeline.config import registry
-from pipeline.config.jobs import CONFIG_NAMES
+from pipeline.config.jobs.names import CONFIG_NAMES
 
 Undo = Callable[[], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import CheckpointConfig, ScheduleConfig, TrainerConfig
 from pipeline.training.hooks.base import TrainingParts
 from pipeline.training.hooks.build import build_hooks

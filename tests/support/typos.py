@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.compose import config_folders, group_options
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.optimizers import layer_optimizers, table_optimizers
 from pipeline.config.training import COMM_PRECISIONS, SCHEDULES, TRAIN_PIPELINES
 

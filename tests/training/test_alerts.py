@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import LoggerConfig, TrainerConfig
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.serving.http.metrics import ServerMetrics

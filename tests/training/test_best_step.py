@@ -10,7 +10,7 @@ import pytest
 from pipeline.checkpoint.best import best_step
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import EvaluateJob, ExportJob
+from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
 from pipeline.retraining.promotion import finished_run
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.serving.artifact.source import open_source

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config.jobs import CalibrateJob
+from pipeline.config.jobs.machine import CalibrateJob
 from pipeline.config.planner import HardwareConfig
 from pipeline.planner.step_time.hardware_file import hardware_yaml
 from pipeline.planner.step_time.measurements import Conditions, Machine, Measurement, Measurements

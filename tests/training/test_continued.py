@@ -12,7 +12,8 @@ import pytest
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config, validate_train
-from pipeline.config.jobs import ExportJob, TrainJob
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.serving.artifact.export_run import export
 from pipeline.training import run as train_module

@@ -11,7 +11,8 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import ColumnsConfig, DataConfig
-from pipeline.config.jobs import PrepareJob, TrainJob
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import GROUP_COLUMN, check_group, load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError, DataError

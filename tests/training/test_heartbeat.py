@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import LoggerConfig
 from pipeline.runtime.errors import ConfigError
 from pipeline.training.hooks.heartbeat import Heartbeat, SendHeartbeat

@@ -18,7 +18,7 @@ from torch import nn
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.config.training import CheckpointConfig, TrainerConfig
 from pipeline.data.read.batch import Batch

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import LoggerConfig, TrainerConfig
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import MetricsWriter, configure_logging, fields, get_logger

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.config.jobs import PlanJob
+from pipeline.config.jobs.train import PlanJob
 from pipeline.config.planner import HardwareConfig, TargetConfig
 from pipeline.planner.step_time.outlook import Outlook
 from pipeline.runtime.errors import ConfigError

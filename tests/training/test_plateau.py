@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import read_manifest, step_path
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import CheckpointConfig, EarlyStopConfig, PlateauConfig, ScheduleConfig, TrainerConfig
 from pipeline.runtime.errors import TrainingError
 from pipeline.training.batch_order import BatchOrder

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import EvaluateJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import save_job
 from pipeline.data.dataset import Split, check_split, load_dataset
 from pipeline.runtime.errors import ConfigError, DataError, UserError
@@ -95,7 +96,7 @@ def test_composing_and_validating_needs_no_torch(data: str) -> None:
     """Prints how long it takes; the target is under a second on a laptop."""
     code = (
         "import sys, time; started = time.perf_counter()\n"
-        "from pipeline.cli.command_line import load_config\nfrom pipeline.config.jobs import TrainJob\nfrom pipeline.training.preflight import validate_job\n"
+        "from pipeline.cli.command_line import load_config\nfrom pipeline.config.jobs.train import TrainJob\nfrom pipeline.training.preflight import validate_job\n"
         f"job = load_config(TrainJob, ['experiment=quickstart', {data!r}])\n"
         "validate_job(job, 2)\n"
         "print(f'composed and validated in {time.perf_counter() - started:.2f} s')\n"

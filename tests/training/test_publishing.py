@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import ExportJob, TrainJob
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.publish import PublishingConfig
 from pipeline.config.serving import ParityConfig
 from pipeline.models.tasks.click import Prediction

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_to_yaml
 from pipeline.training.hooks.record import RunRecord
 

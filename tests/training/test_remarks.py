@@ -11,7 +11,9 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import ColumnsConfig, DataConfig, SplitConfig
-from pipeline.config.jobs import EvaluateJob, ExportJob, PrepareJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.serving import ParityConfig
 from pipeline.config.training import TrainerConfig
 from pipeline.data.prepare.run import prepare

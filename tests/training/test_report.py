@@ -12,7 +12,7 @@ import pytest
 from pipeline.cli import report as verb
 from pipeline.cli import runs as runs_verb
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs import ReportJob, RunsJob
+from pipeline.config.jobs.runs import ReportJob, RunsJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.pages.charts import MOST_POINTS, Line, line_chart, thinned
 from pipeline.training.runs.details import Slice

@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
-from pipeline.config.jobs import EvaluateJob, PlanJob, TrainJob
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.saved_jobs import job_to_yaml, save_job
 from pipeline.embeddings import tables
 from pipeline.training.assembly import _plan_of_run

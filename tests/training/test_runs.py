@@ -17,7 +17,7 @@ import yaml
 from pipeline.cli import runs as verb
 from pipeline.cli.command_line import load_config
 from pipeline.cli.words import read_words
-from pipeline.config.jobs import RunsJob
+from pipeline.config.jobs.runs import RunsJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage.lease import RunFolderHeldError, take_lease
 from pipeline.training.runs.compare import compare

@@ -13,7 +13,7 @@ from pipeline.cli import report as report_verb
 from pipeline.cli import runs as verb
 from pipeline.cli.command_line import load_config
 from pipeline.cli.words import read_words
-from pipeline.config.jobs import ReportJob, RunsJob
+from pipeline.config.jobs.runs import ReportJob, RunsJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage import storage
 from pipeline.training.runs.folder import find_runs

@@ -18,7 +18,7 @@ from torchx.specs import AppState, AppStatus, runopts
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.sweep import compose, training_words
-from pipeline.config.jobs import SweepJob
+from pipeline.config.jobs.train import SweepJob
 from pipeline.config.sweep import KnobConfig, SweepConfig
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.runtime.storage.lease import held_by

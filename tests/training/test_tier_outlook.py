@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.config.training import ShardingConfig
 from pipeline.planner.tiers import TierForecast

@@ -11,7 +11,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from pipeline.config.jobs import RetrainJob, TrainJob
+from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import find
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.retraining.registry import Registry

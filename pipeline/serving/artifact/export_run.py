@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.jobs import ExportJob
+from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.runtime.errors import ServingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config.jobs import ExportJob
+from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.serving import AUTO
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger, progress

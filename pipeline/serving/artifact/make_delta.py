@@ -20,7 +20,8 @@ import torch
 from pipeline.checkpoint.chains import rows_changed_since
 from pipeline.checkpoint.changes import Rows
 from pipeline.checkpoint.steps import list_steps, step_path
-from pipeline.config.jobs import ExportJob, PublishJob
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.jobs.serve import PublishJob
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError

@@ -56,7 +56,7 @@ from pipeline.serving.retrieval.tower import load_tower
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, load_parts
 
 if TYPE_CHECKING:
-    from pipeline.config.jobs import ExportJob
+    from pipeline.config.jobs.evaluate import ExportJob
     from pipeline.serving.artifact.certification_sample import Sample
 
 logger = get_logger("pipeline.export")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline.config.jobs import PublishJob
+from pipeline.config.jobs.serve import PublishJob
 from pipeline.runtime.errors import CheckpointError, ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.checkpoint.steps import list_steps
-from pipeline.config.jobs import ExportJob, PublishJob
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.jobs.serve import PublishJob
 from pipeline.config.publish import DeltaGateConfig
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.logs import configure_logging, get_logger

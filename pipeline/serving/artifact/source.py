@@ -11,7 +11,8 @@ from typing import Any
 from pipeline import __version__
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.vocabularies import trained_dataset
-from pipeline.config.jobs import ExportJob, TrainJob
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import find
 from pipeline.config.serving import RetrievalConfig
 from pipeline.data.dataset import Dataset

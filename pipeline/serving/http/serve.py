@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline.config.jobs import ServeJob
+from pipeline.config.jobs.serve import ServeJob
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.jobs import PredictJob
+from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.config.server import SsdConfig
 from pipeline.config.serving import RetrieveConfig
 from pipeline.runtime.errors import ServingError

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.jobs import PredictJob
+from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process.garbage import none_while_importing

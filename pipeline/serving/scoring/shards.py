@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.jobs import PredictJob
+from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.runtime.storage import storage
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.config.data import DataConfig, ReaderConfig
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.config.registry import find
 from pipeline.config.tables import ConstraintConfig, TableConfig

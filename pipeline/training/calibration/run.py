@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.config.jobs import CalibrateJob
+from pipeline.config.jobs.machine import CalibrateJob
 from pipeline.planner.step_time.measurements import (
     Conditions,
     Measurement,

@@ -27,7 +27,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import TrainerConfig
 from pipeline.data.read.batches import BatchReader
 from pipeline.data.read.endless import ENDLESS_STEPS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import find
 from pipeline.runtime.errors import TrainingError
 from pipeline.training.hooks.base import Hook, TrainingParts

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from pipeline.checkpoint.retention import is_higher_better
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.config.training import EarlyStopConfig, PlateauConfig
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState

@@ -11,7 +11,7 @@ import urllib.request
 from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.runtime.logs import attempt, get_logger, job_id
 from pipeline.runtime.process import watchdog

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import job_id
 from pipeline.runtime.process.processes import hostname

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.runtime.logs import get_logger
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState

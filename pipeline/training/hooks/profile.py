@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.config.training import profiled_steps
 from pipeline.runtime.logs import get_logger

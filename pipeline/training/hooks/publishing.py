@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import watchdog

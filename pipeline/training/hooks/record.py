@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pipeline
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.config.saved_jobs import save_job
 from pipeline.planner.plan_codec import write_plan

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.config.training import CheckpointConfig, PlateauConfig
 from pipeline.runtime.errors import CheckpointError, StepTakenError

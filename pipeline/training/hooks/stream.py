@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.data.read.endless import StreamReading
 from pipeline.runtime.errors import TrainingError

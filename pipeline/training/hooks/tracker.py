@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import get_logger

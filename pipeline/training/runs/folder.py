@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.jobs import TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import SAFE_LOADER
 from pipeline.runtime.errors import ConfigError, PlanError
 from pipeline.runtime.storage import storage

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeline.checkpoint.retention import is_higher_better
-from pipeline.config.jobs import SweepJob, TrainJob
+from pipeline.config.jobs.train import SweepJob, TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.streams import num_steps
 from pipeline.runtime.errors import ConfigError, TrainingError

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayTaskError
 
-from pipeline.config.jobs import RayConfig
+from pipeline.config.jobs.prepare import RayConfig
 from pipeline.config.registry import load_plugins
 from pipeline.data.prepare.distributed.engine import run_task
 from pipeline.data.prepare.distributed.ray_node import set_token_mode

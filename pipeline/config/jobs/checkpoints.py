@@ -1,0 +1,29 @@
+"""The job that lists, verifies and shows checkpoints (stdlib and OmegaConf only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config.jobs.job import Job
+from pipeline.runtime.errors import ConfigError, check_choice, check_given
+
+CHECKPOINT_COMMANDS = ("list", "verify", "show", "export")
+
+
+@dataclass
+class CheckpointsJob(Job):
+    """run: a run folder; step None: all of them to verify, the newest to show or export."""
+
+    run: str = "???"
+    command: str = "list"
+    step: int | None = None
+    table: str = ""
+    output: str = ""
+    optimizer_state: bool = False
+    data_path: str | None = None  # of the vocabularies; None: the data set that the run was trained on
+
+    def __post_init__(self) -> None:
+        check_given("run", self.run)
+        check_choice("command", self.command, CHECKPOINT_COMMANDS)
+        if self.command == "export" and (missing := [key for key in ("table", "output") if not getattr(self, key)]):
+            raise ConfigError(f"export needs {' and '.join(missing)}: table=<table> output=<file>.parquet")

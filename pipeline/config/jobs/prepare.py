@@ -1,0 +1,102 @@
+"""Jobs about data sets: generate, inspect and prepare (stdlib and OmegaConf only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.config.data import BaseVocabularyConfig, DataConfig
+from pipeline.config.jobs.job import Job
+from pipeline.config.paths import PathsConfig
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given
+
+ENGINES = ("embedded", "ray")
+
+
+@dataclass
+class RayConfig:
+    """Of engine=ray. num_partitions: of the values that are counted; it leaves no trace in the data set."""
+
+    address: str | None = None
+    num_partitions: int | None = None
+    max_retries: int = 8
+    scratch: str | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("ray.num_partitions", self.num_partitions, 1, allow_none=True)
+        check_at_least("ray.max_retries", self.max_retries, 0)
+
+
+@dataclass
+class PrepareJob(Job):
+    """source: a file, a folder or a glob; the shards and dataset.json go to data.path.
+
+    With data.split.kind=given the splits name their sources, and `source` is left out. vocabularies: begin with those of another data set, or keep to them.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    source: str | None = None
+    memory_limit_gb: float = 2.0
+    threads: int | None = None  # None: all cores
+    temp_dir: str | None = None  # None: beside data.path
+    vocabularies: BaseVocabularyConfig | None = None
+    engine: str = "embedded"
+    ray: RayConfig = field(default_factory=RayConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+    def __post_init__(self) -> None:
+        check_choice("engine", self.engine, ENGINES)
+        if self.engine == "ray" and self.vocabularies is not None:
+            raise ConfigError(
+                f"engine=ray does not go on from the vocabularies of another data set ({self.vocabularies.path}): leave engine "
+                "out, or leave vocabularies out"
+            )
+        check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)  # 0.3 go to the libraries alone
+        check_at_least("threads", self.threads, 1, allow_none=True)
+        split = self.data.split
+        if split.kind != "given" and self.source is None:
+            raise ConfigError("source is missing: set source=<file, folder or glob> of the raw rows")
+        if split.kind == "given" and split.train is None:
+            raise ConfigError(
+                "data.split.kind=given needs data.split.train=<file, folder or glob>, and validation and test likewise"
+            )
+        if split.kind == "given" and self.source is not None:
+            raise ConfigError(
+                f"source={self.source} and data.split.train={split.train} both name rows: with data.split.kind=given leave "
+                "source out"
+            )
+
+
+@dataclass
+class GenerateJob(Job):
+    """data.synthetic, user_item, conversions, histories or tags says what is generated; `output` is the text that prepare then takes for its source."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    output: str = "${paths.raw}/${data.name}.tsv"
+    threads: int | None = None  # None: all cores
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+    def __post_init__(self) -> None:
+        check_at_least("threads", self.threads, 1, allow_none=True)
+        sections = ("synthetic", "user_item", "conversions", "histories", "tags")
+        if all(getattr(self.data, section) is None for section in sections):
+            raise ConfigError(
+                f"data={self.data.name} has no section to generate from ({', '.join(sections)}); data=quickstart, data=user_item, "
+                "data=conversions, data=histories and data=tags have one"
+            )
+
+
+@dataclass
+class InspectJob(Job):
+    """source: one raw file; output: the data config that is written."""
+
+    source: str = "???"
+    label: str | None = None  # None: by values and name
+    data_name: str | None = None  # None: the file's
+    output: str | None = None  # None: <data_name>.yaml
+    max_rows: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        check_given("source", self.source)
+        check_at_least("max_rows", self.max_rows, 100)
+        if self.output is not None and not self.output.endswith(".yaml"):
+            raise ConfigError(f"output={self.output} must end in .yaml")

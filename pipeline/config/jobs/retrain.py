@@ -1,0 +1,142 @@
+"""Jobs of a tick: retrain, and the registry of versions (stdlib and OmegaConf only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.config.jobs.job import Job
+from pipeline.config.jobs.train import TrainJob
+from pipeline.config.retraining import (
+    REGISTRY_COMMANDS,
+    DataChecksConfig,
+    GateConfig,
+    GrowthConfig,
+    RegistryConfig,
+    WindowsConfig,
+)
+from pipeline.config.stream import StreamConfig
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, did_you_mean
+
+
+@dataclass
+class RetrainJob(TrainJob):
+    """The train job, repeated for every window of `source`; run_dir is the local folder for what is in progress.
+
+    One tick works on `max_catchup` windows at most, the oldest first. `retry` names rejected or skipped windows that are
+    to be judged again. strict: a tick that rejects a window ends with exit code 3.
+    """
+
+    run_dir: str = "${paths.retraining}/${name}"
+    source: str = "???"
+    windows: WindowsConfig = field(default_factory=WindowsConfig)
+    growth: GrowthConfig = field(default_factory=GrowthConfig)
+    checks: DataChecksConfig = field(default_factory=DataChecksConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    follow: bool = False  # one training that goes on, by `stream`, in the place of windows
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    max_catchup: int = 3
+    retry: list[str] = field(default_factory=list)
+    strict: bool = False
+    memory_limit_gb: float = 2.0  # of the preparation, as are threads
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_given("source", self.source)
+        if self.data.split.kind == "given":
+            raise ConfigError(
+                "data.split.kind=given names the rows of one data set, and retrain prepares one of each window of `source`: "
+                "use data.split.kind=row_range or time"
+            )
+        if self.windows.kind == "timestamps" and (self.data.delimiter is not None or self.data.header):
+            raise ConfigError(
+                "windows.kind=timestamps reads files with a header and their format's own delimiter: leave data.delimiter and "
+                "data.header out, or bring a file a window"
+            )
+        check_at_least("max_catchup", self.max_catchup, 1)
+        check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
+        check_at_least("threads", self.threads, 1, allow_none=True)
+        self._check_gate_tasks()
+        if self.follow:
+            self._check_follow()
+        elif self.publishing.when is not None:
+            raise ConfigError(
+                f"publishing.when={self.publishing.when} publishes deltas of a training that goes on, and retrain promotes whole artifacts of "
+                "windows: set follow=true, or leave it out"
+            )
+        if self.warm_start is not None:
+            raise ConfigError(
+                "retrain starts from the champion; leave warm_start out (growth.* says what becomes of tables)"
+            )
+        if "://" in self.run_dir:
+            raise ConfigError(f"run_dir={self.run_dir}: give a local folder; registry.path may be s3://...")
+        if self.checkpoint.differential and not self.follow:
+            raise ConfigError(
+                "retrain promotes a step by copying it, and one of checkpoint.differential=true builds on others: set it to false"
+            )
+        if self.checkpoint.folder is not None:
+            raise ConfigError(
+                "retrain keeps a run's checkpoints below run_dir until they are promoted: leave checkpoint.folder out"
+            )
+
+    def _check_follow(self) -> None:
+        self.stream.check_kind()
+        for name in ("gradient_accumulation_steps", "overfit_batches"):
+            if (value := getattr(self.trainer, name)) > (name == "gradient_accumulation_steps"):
+                raise ConfigError(
+                    f"follow=true takes a stream's rows once, a batch a step: leave trainer.{name}={value} out"
+                )
+
+    def _check_gate_tasks(self) -> None:
+        """The gate goes by a binary label that the model learns, and holds others."""
+        if "ne" not in self.model.metrics:
+            raise ConfigError(
+                f"retrain's gate goes by NE, and model={self.model.kind} is measured by {', '.join(self.model.metrics)}: train, export "
+                "and switch the artifact without retrain, or choose a model of clicks"
+            )
+        main, labels = self.data.columns.label, self.data.columns.all_labels
+        learnt = labels if self.model.learns_all else {name: label for name, label in labels.items() if name == main}
+        if learnt and (self.gate.task or main) not in learnt:
+            raise ConfigError(
+                f"gate.task={self.gate.task!r} is no label that model={self.model.kind} learns; choose among {', '.join(learnt)}"
+            )
+        if learnt and learnt[self.gate.task or main].kind != "binary":
+            raise ConfigError(
+                f"the gate goes by label {self.gate.task or main!r}, of kind {learnt[self.gate.task or main].kind}: name a "
+                "binary one by gate.task"
+            )
+        for name in self.gate.held:
+            if name not in learnt or name == (self.gate.task or main):
+                raise ConfigError(
+                    f"gate.held names {name!r}, which is no other label that model={self.model.kind} learns"
+                    f"{did_you_mean(name, learnt)}; it learns {', '.join(learnt)}"
+                )
+
+
+@dataclass
+class RegistryJob(Job):
+    """registry: the folder that retrain promotes into; version None: all to verify, the one before to roll back to."""
+
+    registry: str = "???"
+    command: str = "list"
+    version: str | None = None
+    reason: str = ""
+    run: str = ""  # the run folder that `add` takes its first version from
+    num: int = 20  # records that history shows
+    html: str | None = None  # history: a page to write besides
+    sign_key: str | None = None  # a private Ed25519 key as PEM: the version that `add` makes is signed with it
+    require_signature: str | None = None  # a public one: only steps and versions that it vouches for are taken
+
+    def __post_init__(self) -> None:
+        check_given("registry", self.registry)
+        check_choice("command", self.command, REGISTRY_COMMANDS)
+        check_at_least("num", self.num, 1)
+        if self.html is not None and not self.html.endswith(".html"):
+            raise ConfigError(f"html={self.html} must end in .html")
+        if self.command == "add":
+            check_given("run", self.run)
+            if self.require_signature is not None and self.sign_key is None:
+                raise ConfigError(
+                    f"require_signature={self.require_signature} would not take the version that add makes: set sign_key=<its private key>"
+                )

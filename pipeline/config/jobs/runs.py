@@ -1,0 +1,66 @@
+"""Jobs that list, compare and report runs (stdlib and OmegaConf only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.config.data import SPLITS
+from pipeline.config.jobs.job import Job
+from pipeline.config.paths import PathsConfig
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within
+
+RUNS_COMMANDS = ("list", "compare", "show", "tag", "clean", "remove")
+
+
+@dataclass
+class RunsJob(Job):
+    """root: the folder below which runs are listed; run, runs: run folders; output: a .parquet file beside the text.
+
+    compare takes `runs`, the first of which is the baseline; show, tag, clean and remove take `run`. Tags with a leading - are
+    taken away. confidence: of the intervals.
+    """
+
+    command: str = "list"
+    root: str = "${paths.runs}"
+    runs: list[str] = field(default_factory=list)
+    run: str = ""
+    tags: list[str] = field(default_factory=list)
+    note: str | None = None  # None: as it is
+    sort: str = "time"  # or a metric
+    split: str | None = None  # None: test where all were measured on it, else validation
+    confidence: float = 0.98
+    output: str | None = None
+    html: str | None = None  # compare: a page to write besides
+    force: bool = False  # remove a run that has tags
+    keep_days: float = 30.0  # clean: what is younger stays
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+    def __post_init__(self) -> None:
+        check_choice("command", self.command, RUNS_COMMANDS)
+        check_within("confidence", self.confidence, 0.5, 0.9999)
+        if self.split is not None:
+            check_choice("split", self.split, SPLITS)
+        if self.output is not None and not self.output.endswith(".parquet"):
+            raise ConfigError(f"output={self.output} must end in .parquet")
+        if self.html is not None and not self.html.endswith(".html"):
+            raise ConfigError(f"html={self.html} must end in .html")
+        check_at_least("keep_days", self.keep_days, 0)
+        if self.command in ("show", "tag", "clean", "remove"):
+            check_given("run", self.run)
+        if self.command == "compare" and len(self.runs) < 2:
+            raise ConfigError("compare takes two runs at least: python -m pipeline.runs compare RUN RUN")
+        if self.command == "tag" and not self.tags and self.note is None:
+            raise ConfigError("tag takes tags, or a note: python -m pipeline.runs tag RUN TAG..., or note='...'")
+
+
+@dataclass
+class ReportJob(Job):
+    """run: a run folder; output None: report.html in it."""
+
+    run: str = "???"
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        check_given("run", self.run)
+        if self.output is not None and not self.output.endswith(".html"):
+            raise ConfigError(f"output={self.output} must end in .html")

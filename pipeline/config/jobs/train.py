@@ -1,0 +1,154 @@
+"""Jobs that train, plan and sweep (stdlib and OmegaConf only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.config.data import DataConfig
+from pipeline.config.jobs.job import Job
+from pipeline.config.labels import LABEL_METRICS
+from pipeline.config.model import ModelConfig
+from pipeline.config.paths import PathsConfig
+from pipeline.config.planner import HardwareConfig, PlannerConfig, TargetConfig
+from pipeline.config.publish import PublishingConfig
+from pipeline.config.serving import PRECISIONS
+from pipeline.config.sweep import SweepConfig
+from pipeline.config.tables import TableConfig
+from pipeline.config.training import (
+    CheckpointConfig,
+    CommsConfig,
+    LoggerConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    ShardingConfig,
+    TrainerConfig,
+    profiled_steps,
+)
+from pipeline.config.warm_start import WarmStartConfig
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given
+
+
+@dataclass
+class TrainJob(Job):
+    """`world_size` is set by torchrun; elsewhere it says for how many ranks to validate or plan."""
+
+    name: str = "???"
+    run_dir: str = "${paths.runs}/${name}"
+    world_size: int = 1
+    data: DataConfig = field(default_factory=DataConfig)
+    tables: dict[str, TableConfig] = field(default_factory=dict)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    comms: CommsConfig = field(default_factory=CommsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    publishing: PublishingConfig = field(default_factory=PublishingConfig)
+    warm_start: WarmStartConfig | None = None  # first weights from another run
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    profile: str | None = (
+        None  # steps:50-60 writes a trace of those steps, and where their time went, into the run folder
+    )
+
+    def __post_init__(self) -> None:
+        check_given("name", self.name)
+        check_given("run_dir", self.run_dir)
+        if self.profile is not None:
+            profiled_steps(self.profile)
+        check_at_least("world_size", self.world_size, 1)
+        self._check_metrics()
+        if self.checkpoint.differential and self.parallel.has_replicas:
+            raise ConfigError(
+                f"checkpoint.differential=true saves the rows that changed, and parallel.embedding_sync={self.parallel.embedding_sync} "
+                "averages every row over the hosts: use one without the other"
+            )
+        check_choice("publishing.precision", self.publishing.precision, PRECISIONS)
+        if type(self) is TrainJob and "://" in self.run_dir:  # a PlanJob writes no run folder
+            raise ConfigError(
+                f"run_dir={self.run_dir}: run folders are local paths in this release; give a folder that every host mounts"
+            )
+
+    @property
+    def early_stop_metric(self) -> str:
+        """The model's first metric where the config names none."""
+        return self._full_name(self.trainer.early_stop.metric)
+
+    @property
+    def plateau_metric(self) -> str:
+        """That of schedule.plateau; the model's first metric where the config names none."""
+        return self._full_name(self.schedule.plateau.metric)
+
+    @property
+    def best_metric(self) -> str:
+        """That of the checkpoints to be kept; the model's first metric where the config names none."""
+        return self._full_name(self.checkpoint.best_metric)
+
+    def _full_name(self, metric: str | None) -> str:
+        """The first metric for None; of several labels, one without a label is the first label's that has it."""
+        named = (each for each in self.metrics if metric in (None, each, each.partition("/")[2]))
+        return next(named, metric or "")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What an evaluation measures that early stopping and checkpoints can go by, the main label's first.
+
+        Of several labels they are <label>/<metric>.
+        """
+        main, labels = self.data.columns.label, self.data.columns.all_labels
+        learnt = [main, *(name for name in labels if name != main)] if self.model.learns_all else [main]
+        found: list[str] = []
+        for name in learnt:
+            kind = labels[name].kind if name in labels else "binary"
+            metrics = self.model.metrics if kind == "binary" else LABEL_METRICS[kind]
+            prefix = f"{name}/" if len(learnt) > 1 else ""
+            found += [prefix + metric for metric in metrics]
+            found += [prefix + metric for metric in self._group_metrics() if kind == "binary"]
+        return tuple(found)
+
+    def _group_metrics(self) -> tuple[str, ...]:
+        if self.data.group_column is None or "auc" not in self.model.metrics:
+            return ()
+        at = self.trainer.group_metrics_at
+        return ("gauc", *(f"ndcg_at_{k}" for k in at), *(f"hit_rate_at_{k}" for k in at))
+
+    def _check_metrics(self) -> None:
+        check_choice(f"trainer.early_stop.metric (model={self.model.kind})", self.early_stop_metric, self.metrics)
+        check_choice(f"checkpoint.best_metric (model={self.model.kind})", self.best_metric, self.metrics)
+        check_choice(f"schedule.plateau.metric (model={self.model.kind})", self.plateau_metric, self.metrics)
+
+
+@dataclass
+class PlanJob(TrainJob):
+    """The train job, planned for `world_size` ranks of `hardware` and written to planner.plan_file.
+
+    brief: print one line of the plan in place of every table's; its page has them all. scale_to: further world sizes whose
+    steps are predicted too, world_size=[8,16,32] is short for the first and these. what_if: predict the step with each of
+    some settings changed. threads: of a CPU rank, None: OMP_NUM_THREADS, or its share of the cores. target: where it is set,
+    `hardware` and `world_size` are found, not given.
+    """
+
+    brief: bool = False
+    scale_to: list[int] = field(default_factory=list)
+    what_if: bool = False
+    threads: int | None = None
+    target: TargetConfig = field(default_factory=TargetConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("threads", self.threads, 1, allow_none=True)
+        for size in self.scale_to:
+            check_at_least("scale_to", size, 1)
+
+
+@dataclass
+class SweepJob(TrainJob):
+    """The train job, repeated with the values of sweep.params; run_dir holds the study, and a run folder a trial in trials/."""
+
+    run_dir: str = "${paths.runs}/${name}_sweep"
+    sweep: SweepConfig = field(default_factory=SweepConfig)
