@@ -13,7 +13,7 @@ from pipeline.sharding.compat import allow_untested_versions
 
 
 def precompile() -> bool:
-    """Run every kernel once, on inputs of the kinds that training has; False where there is no Numba."""
+    """Run every kernel once, on inputs of the kinds that training and serving have; False where there is no Numba."""
     try:
         import numba  # noqa: F401
     except ImportError:
@@ -23,6 +23,7 @@ def precompile() -> bool:
     _first_weights()
     _replicated_tables()
     _dot_products()
+    _rows_to_score()
     return True
 
 
@@ -82,6 +83,15 @@ def _dot_products() -> None:
     for in_bf16 in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
             DotInteraction(3)(*inputs).sum().backward()
+
+
+def _rows_to_score() -> None:
+    from pipeline.data.read.value_index import index_values
+    from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+    from pipeline.serving.scoring.raw_rows import RowEncoder
+
+    features = [RawFeature("listed", 2, False), RawFeature("hashed", 2, False, hash_size=2)]
+    RowEncoder(RawSchema([], features, "none", "|"), {"listed": index_values([(1, ["a"])])})
 
 
 def main() -> None:

@@ -14,20 +14,20 @@ class Texts:
     """Text i is `data` from offsets[i] to offsets[i + 1]; behind the last one `data` has WORD_BYTES more."""
 
     def __init__(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> None:
-        self._offsets = offsets
+        self.data, self.offsets = data, offsets
         # A word begins at every byte: the array's steps are of one byte, its numbers of eight.
         self._words: NDArray[np.uint64] = np.ndarray(len(data) - WORD_BYTES + 1, "<u8", data, strides=(1,))
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self.offsets) - 1
 
     def lengths(self, which: NDArray[np.int64]) -> NDArray[np.int64]:
         """In bytes."""
-        return self._offsets[which + 1] - self._offsets[which]
+        return self.offsets[which + 1] - self.offsets[which]
 
     def words(self, which: NDArray[np.int64], begin: int) -> NDArray[np.uint64]:
         """Bytes from `begin` on of texts that are longer than that, little-endian, 0 behind a text's end."""
-        words = self._words[self._offsets[which] + begin]
+        words = self._words[self.offsets[which] + begin]
         return words & WITHIN[np.minimum(self.lengths(which) - begin, WORD_BYTES)]
 
 

@@ -45,6 +45,8 @@ def index_values(
 class ValueIndex:
     """The ids of the values of several vocabularies, which are numbered as they are given.
 
+    `keys` ascend; beside each stand its id in `row_ids` and its value in `texts`. A key's leading `number_bits` are the number.
+
     Raises DataError for a table that index_values has not made.
     """
 
@@ -56,21 +58,21 @@ class ValueIndex:
             hashes.append(hash_text(values[-1], HASH_SEED))
             if (hashes[-1][1:] < hashes[-1][:-1]).any():
                 raise DataError("a vocabulary's values are in the order of their hashes, these are not")
-        self._number_bits = max(1, (len(hashes) - 1).bit_length())
+        self.number_bits = max(1, (len(hashes) - 1).bit_length())
         numbers = np.repeat(np.arange(len(hashes)), [len(each) for each in hashes])
-        self._keys = self._keys_of(numbers, np.concatenate([np.zeros(0, np.uint64), *hashes]))
-        self._ids = np.concatenate(ids)
+        self.keys = self._keys_of(numbers, np.concatenate([np.zeros(0, np.uint64), *hashes]))
+        self.row_ids = np.concatenate(ids)
         del hashes, ids, numbers
-        self._texts = texts_of(values)
+        self.texts = texts_of(values)
         # Values of one key lie side by side; more than one is a matter of billions of values.
-        self._longest_run = _longest_run(self._keys[1:] == self._keys[:-1]) + 1
+        self._longest_run = _longest_run(self.keys[1:] == self.keys[:-1]) + 1
 
     def __len__(self) -> int:
         """The values of all vocabularies."""
-        return len(self._ids)
+        return len(self.row_ids)
 
     def _keys_of(self, vocabularies: NDArray[np.integer], hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        bits = np.uint64(self._number_bits)
+        bits = np.uint64(self.number_bits)
         return vocabularies.astype(np.uint64) << (np.uint64(64) - bits) | hashes >> bits
 
     def ids(self, vocabularies: NDArray[np.integer], values: pa.Array) -> NDArray[np.int64]:
@@ -80,12 +82,12 @@ class ValueIndex:
             return found
         texts = texts_of([values])
         keys = self._keys_of(vocabularies, hash_texts(texts, HASH_SEED))
-        first = np.searchsorted(self._keys, keys)
+        first = np.searchsorted(self.keys, keys)
         for step in range(self._longest_run):
             slots = np.minimum(first + step, len(self) - 1)
-            which = np.flatnonzero(self._keys[slots] == keys)
-            same = _are_same(texts, which, self._texts, slots[which])
-            found[which[same]] = self._ids[slots[which[same]]]
+            which = np.flatnonzero(self.keys[slots] == keys)
+            same = _are_same(texts, which, self.texts, slots[which])
+            found[which[same]] = self.row_ids[slots[which[same]]]
         return found
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pipeline.data.raw.hashing import hash_ids
 from pipeline.data.read.value_index import ValueIndex
 from pipeline.serving.artifact.raw_schema import RawFeature
+from pipeline.serving.scoring.column_ids import column_ids
 
 REMEMBERED = 1 << 18  # values of all features together, some 40 MB
 LONGEST_REMEMBERED = 64  # characters
@@ -39,6 +40,7 @@ class FeatureIds:
         self._is_listed = np.array(listed, np.bool_)
         self._known: list[dict[str | None, int]] = [dict(self._missing) for _ in features]
         self._room = REMEMBERED // max(1, len(features))
+        self.of_arrow = column_ids(features, self._index, self._vocabularies.tolist(), null_values)
 
     def look_up(self, features: NDArray[np.int64], values: pa.Array) -> NDArray[np.int64]:
         """[len(values)]: of each value, text and not missing, its id as one of feature number features[i]."""

@@ -2,7 +2,7 @@
 
 Parsing, transforms, codes and hashes are the functions that prepare uses (data.rows, data.encode, data.hashing); only
 the join of values with their ids, which prepare leaves to DuckDB for all rows at once, is another one (data.value_index).
-A few rows, with nothing wrong in them, go a shorter way to the same numbers.
+Rows with nothing wrong in them go a shorter way to the same numbers: a few as Python values, more of them column by column.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from pipeline.data.raw.weighted import weights_of_lists
 from pipeline.data.read.multi_hot import sample_bags
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
+from pipeline.serving.scoring.column_ids import is_read
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows
 from pipeline.serving.scoring.feature_ids import FeatureIds
 
 FEW_ROWS = 512  # of a table: more are as quick column by column
+LEAST_ROWS = 32  # that compiled kernels read sooner than dictionaries
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,18 @@ class RowEncoder:
         self._has_bags = any(feature.multi_hot or feature.bag_size > 1 for feature in schema.features)
         self._raw_names = [*raw[DENSE], *raw[SPARSE], *self.layout.columns.lists]  # as schema_of(self.layout.columns)
         self._num_raw_numbers = len(raw[DENSE])
+        own = raw[SPARSE]
+        self._columns_of_features = [own.index(each.name) for each in schema.features if each.name in own]
         self._simple: pa.Schema | None = None  # the last one whose tables may become ColumnLists
+        self._whole: pa.Schema | None = None  # the last one whose columns are read as they are
 
     def encode(self, rows: Rows) -> EncodedRows:
         """ColumnLists have the columns of schema_of(self.layout.columns).
 
         Raises ServingError for a column that is missing, or of a type that cannot be what it should.
         """
+        if rows.num_rows >= LEAST_ROWS and (encoded := self._encode_whole(rows)) is not None:
+            return encoded
         few = rows if isinstance(rows, ColumnLists) else self._few(rows)
         if few is not None and self._derived:
             few = self._derive_few(few)
@@ -110,6 +117,43 @@ class RowEncoder:
         if encoded is not None:
             return encoded
         return self._encode_table(rows.to_table() if isinstance(rows, ColumnLists) else rows)
+
+    def _encode_whole(self, rows: Rows) -> EncodedRows | None:
+        """Each feature a whole column; None where not all of them can be read so, or a row is bad."""
+        of_arrow, names, num_dense = self._ids.of_arrow, self._raw_names, len(self.schema.dense)
+        if of_arrow is None or self._derived:
+            return None
+        if isinstance(rows, ColumnLists):
+            columns = [pa.array(column, pa.string()) for column in rows.columns[num_dense:]]
+            numbers = np.array(rows.columns[:num_dense], np.float64)
+        else:
+            if self._whole is None or not rows.schema.equals(self._whole):
+                if not self._has_whole(rows.schema):
+                    return None
+                self._whole = rows.schema
+            columns = [_chunk_of(rows[name]) for name in names[num_dense:]]
+            numbers = np.empty((num_dense, rows.num_rows), np.float64)
+            for place, name in enumerate(self.schema.dense):
+                numbers[place] = rows[name].to_numpy()  # missing values become NaN
+        numbers = numbers.reshape(num_dense, rows.num_rows)
+        if (np.abs(numbers) > LARGEST_FLOAT32).any():
+            return None
+        ids = of_arrow.ids([columns[place] for place in self._columns_of_features])
+        if ids is None:
+            return None
+        ends = torch.arange(len(ids) + 1)
+        return EncodedRows(
+            torch.from_numpy(self._dense(numbers)), torch.from_numpy(ids), ends, np.arange(rows.num_rows), []
+        )
+
+    def _has_whole(self, schema: pa.Schema) -> bool:
+        names, num_dense = self._raw_names, len(self.schema.dense)
+        if any(schema.names.count(name) != 1 for name in names):
+            return False
+        kinds = [schema.field(name).type for name in names]
+        return all(pa.types.is_floating(kind) or pa.types.is_integer(kind) for kind in kinds[:num_dense]) and all(
+            is_read(kind) for kind in kinds[num_dense:]
+        )
 
     def _few(self, rows: pa.Table) -> ColumnLists | None:
         """None for rows that only _encode_table reads: many, bytes that are no text, or columns of other types."""
@@ -257,6 +301,10 @@ class RowEncoder:
             own = np.concatenate([np.zeros(1, np.int64), found])[each.codes]
             bags.append(bag_of(feature, own, each.lengths, each.weights))
         return bags
+
+
+def _chunk_of(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _unresolved(sequence: SequenceConfig) -> SequenceConfig:

@@ -1,0 +1,120 @@
+"""Whole Arrow columns have the ids that prepare's functions give their values, whatever lies in Arrow's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data.read.value_index import ValueIndex, index_values
+from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.scoring import column_ids
+from pipeline.serving.scoring.column_ids import ColumnIds
+from pipeline.serving.scoring.column_lists import ColumnLists
+from pipeline.serving.scoring.raw_rows import LEAST_ROWS, RowEncoder
+from pipeline.serving.scoring.scorer import schema_of
+from tests.support.examples import examples
+from tests.support.messages import mentions
+
+NUMBERS = [0, 7, -1, 10, 123456789, 12345678, -(2**63), 2**63 - 1]
+WORDS = ["", "a", "07", "a\x00", "\x00", "12345678", "123456789", "Ünï", "\U0001f600", "x" * 7, "x" * 70, "x" * 71]
+values = st.one_of(st.none(), st.sampled_from(WORDS), st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+vocabularies = st.lists(
+    st.lists(values.filter(bool), unique=True, max_size=30).map(lambda own: [*own, *map(str, NUMBERS[:5])]),
+    min_size=1,
+    max_size=5,
+).map(lambda lists: [list(dict.fromkeys(own)) for own in lists])
+
+
+def encoder_of(lists: list[list[str]]) -> RowEncoder:
+    """Features c0, c1, ... of vocabularies, between two that are hashed."""
+    listed = [RawFeature(f"c{number}", len(own) + 1, False) for number, own in enumerate(lists)]
+    hashed = [RawFeature(name, 50, False, hash_size=50, hash_seed=seed) for name, seed in (("h", 3), ("g", 0))]
+    schema = RawSchema(["d", "e"], [hashed[0], *listed, hashed[1]], "log1p", "|")
+    return RowEncoder(schema, {f"c{number}": index_values([(1, own)]) for number, own in enumerate(lists)})
+
+
+def assert_same(encoder: RowEncoder, table: pa.Table) -> None:
+    found, wanted = encoder._encode_whole(table), encoder._encode_table(table)
+    assert found is not None
+    assert found.dense.numpy().tobytes() == wanted.dense.numpy().tobytes()
+    assert torch.equal(found.values, wanted.values) and torch.equal(found.offsets, wanted.offsets)
+    assert found.kept.tolist() == wanted.kept.tolist()
+
+
+@examples(60)
+@given(vocabularies, st.data())
+def test_columns_of_text_and_whole_numbers_have_the_ids_that_prepare_gives(lists: list[list[str]], data: Any) -> None:
+    encoder, num_rows = encoder_of(lists), data.draw(st.integers(1, 12))
+    own = st.one_of(values, st.sampled_from([value for each in lists for value in each]))
+    columns: dict[str, pa.Array] = {}
+    for name in encoder.layout.columns.sparse:
+        kind = data.draw(st.sampled_from([pa.string(), pa.large_string(), pa.int64(), pa.int8(), pa.uint32()]))
+        if pa.types.is_integer(kind):
+            fits = [number for number in NUMBERS if number < 128 and number > -129] if kind != pa.int64() else NUMBERS
+            value = st.one_of(st.none(), st.sampled_from([n for n in fits if kind != pa.uint32() or n >= 0]))
+        else:
+            value = own
+        columns[name] = pa.array(data.draw(st.lists(value, min_size=num_rows, max_size=num_rows)), kind)
+    for name in ("d", "e"):
+        number = st.one_of(st.none(), st.floats(-1e5, 1e30), st.just(float("nan")))
+        columns[name] = pa.array(data.draw(st.lists(number, min_size=num_rows, max_size=num_rows)), pa.float64())
+    table = pa.table(columns)
+    assert_same(encoder, table)
+    assert_same(encoder, table.slice(data.draw(st.integers(0, num_rows - 1))))
+    assert_same(encoder, pa.concat_tables([table, table.slice(num_rows // 2)]))
+
+
+def test_rows_as_lists_and_as_a_table_have_the_same_ids() -> None:
+    encoder = encoder_of([["red", "7"], ["blue"]])
+    rows = [{"d": 1.0, "c0": "red", "c1": "blue", "h": "7"}, {"e": 2.5, "c0": "", "c1": None, "g": "x"}] * LEAST_ROWS
+    table = pa.Table.from_pylist(rows, schema=schema_of(encoder.layout.columns))
+    lists = ColumnLists(table.schema, [column.to_pylist() for column in table.columns], table.num_rows)
+    found, wanted = encoder._encode_whole(lists), encoder._encode_table(table)
+    assert found is not None and torch.equal(found.values, wanted.values) and torch.equal(found.dense, wanted.dense)
+
+
+def test_another_value_of_the_same_key_is_another_value() -> None:
+    own = ["one value", "another value", "a third"]
+    index = ValueIndex([index_values([(1, own)])])
+    last = index.keys[-1]
+    index.keys[:] = last  # all of them as if they had the hash of one
+    number = int(index.row_ids[-1])
+    features = [RawFeature("c", 4, False)]
+    asked = pa.array([own[number - 1], *own, None])
+    found = ColumnIds(features, index, [0]).ids([asked])
+    assert found is not None
+    assert found.tolist() == [number, *(each if each == number else 0 for each in (1, 2, 3)), 0]
+
+
+def test_bytes_that_are_no_text_go_the_long_way_and_are_named() -> None:
+    encoder = encoder_of([["red"]])
+    good = pa.Table.from_pylist([{"d": 1.0, "c0": "red"}] * LEAST_ROWS, schema=schema_of(encoder.layout.columns))
+    for name in ("c0", "h"):
+        garbled = pa.array([b"\xff", *[b"red"] * (LEAST_ROWS - 1)], pa.binary()).view(pa.string())
+        table = good.set_column(good.schema.get_field_index(name), name, garbled)
+        assert encoder._encode_whole(table) is None
+        (bad,) = encoder.encode(table).bad_rows
+        assert bad.line == 1 and mentions(bad.reason, f"{name} UTF-8")
+    large = good.set_column(0, "d", pa.array([1e300] * LEAST_ROWS))
+    assert len(encoder.encode(large).bad_rows) == LEAST_ROWS
+
+
+def test_without_numba_and_for_other_features_rows_are_read_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_bags = RawSchema([], [RawFeature("b", 9, False, bag_size=3, hash_size=9)], "none", "|")
+    assert RowEncoder(with_bags, {})._ids.of_arrow is None
+    table = pa.table(
+        {"d": [1.0] * 40, "e": [None, *[2.0] * 39], "c0": ["red", "blue"] * 20, "g": ["x"] * 40, "h": [3] * 40}
+    )
+    wanted = encoder_of([["red"]]).encode(table)
+    monkeypatch.setattr(column_ids, "find_spec", lambda name: None)
+    encoder = encoder_of([["red"]])
+    assert encoder._ids.of_arrow is None
+    found = encoder.encode(table)
+    assert torch.equal(found.values, wanted.values)
+    assert np.array_equal(found.dense.numpy(), wanted.dense.numpy())
