@@ -92,6 +92,15 @@ def test_another_value_of_the_same_key_is_another_value() -> None:
     assert found.tolist() == [number, *(each if each == number else 0 for each in (1, 2, 3)), 0]
 
 
+def test_vocabularies_without_a_value_know_none() -> None:
+    for lists in ([[]], [[], ["a"], []], [["a"], []]):
+        index = ValueIndex([index_values([(1, own)]) for own in lists])
+        features = [RawFeature(f"c{number}", len(own) + 1, False) for number, own in enumerate(lists)]
+        found = ColumnIds(features, index, range(len(lists))).ids([pa.array(["a", "b", None, ""])] * len(lists))
+        assert found is not None
+        assert found.tolist() == [row for own in lists for row in (len(own), 0, 0, 0)]
+
+
 def test_bytes_that_are_no_text_go_the_long_way_and_are_named() -> None:
     encoder = encoder_of([["red"]])
     good = pa.Table.from_pylist([{"d": 1.0, "c0": "red"}] * LEAST_ROWS, schema=schema_of(encoder.layout.columns))

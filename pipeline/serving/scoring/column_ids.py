@@ -46,16 +46,15 @@ class ColumnIds:
 
         num_rows = len(columns[0]) if columns else 0
         found = np.empty((len(columns), num_rows), np.int64)
-        begins, lengths, hashes = np.empty((3, num_rows), np.uint64)
-        slots = np.empty(num_rows, np.int64)
+        begins, lengths, hashes, *spare = np.empty((6, num_rows), np.uint64)
         for column, feature, number, ids in zip(columns, self._features, self._vocabularies, found, strict=True):
             held = _read(column, begins, lengths)
-            if feature.hash_size is not None:
-                kernels.hash_column(begins, lengths, np.uint64(feature.hash_seed), hashes)
-                kernels.hashed_ids(hashes, lengths, np.uint64(feature.hash_size), ids)
+            seed = HASH_SEED if feature.hash_size is None else feature.hash_seed
+            kernels.hash_column(begins, lengths, np.uint64(seed), hashes)
+            if feature.hash_size is None:
+                self._look_up(number, hashes, begins, lengths, spare, ids)
             else:
-                kernels.hash_column(begins, lengths, np.uint64(HASH_SEED), hashes)
-                self._look_up(number, hashes, begins, lengths, slots, ids)
+                kernels.hashed_ids(hashes, lengths, np.uint64(feature.hash_size), ids)
             if kernels.has_unchecked(begins, lengths, ids, feature.hash_size is None) and not _is_valid(column):
                 return None
             del held
@@ -67,18 +66,20 @@ class ColumnIds:
         hashes: NDArray[np.uint64],
         begins: NDArray[np.uint64],
         lengths: NDArray[np.uint64],
-        slots: NDArray[np.int64],
+        spare: Sequence[NDArray[np.uint64]],
         ids: NDArray[np.int64],
     ) -> None:
+        """Overwrites `hashes`."""
         from pipeline.serving.scoring import column_kernels as kernels
 
-        index, own, (directory, bits) = self._index, np.uint64(number), self._directories[number]
-        begin, end = self._begins[number], self._begins[number + 1]
-        kernels.find_slots(hashes, own, self._bits, index.keys, begin, directory, bits, slots)
-        data = np.uint64(index.texts.data.ctypes.data)
-        kernels.listed_ids(
-            hashes, own, self._bits, begins, lengths, index.keys, end, slots, index.row_ids, index.texts.offsets, data, ids
-        )  # fmt: skip
+        index, (directory, bits), (keys, words, sizes) = self._index, self._directories[number], spare
+        if not len(index):
+            ids[:] = 0
+            return
+        slots = np.empty(len(ids), np.int64)
+        kernels.find_slots(hashes, np.uint64(number), self._bits, index.keys, self._begins[number], directory, bits, keys, slots)  # fmt: skip
+        data, ends = np.uint64(index.texts.data.ctypes.data), index.texts.offsets
+        kernels.listed_ids(keys, begins, lengths, index.keys, slots, index.row_ids, ends, data, words, sizes, ids)
 
 
 def column_ids(

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 U, I64 = np.uint64, np.int64
 TEXT, LARGE_TEXT, WHOLE_NUMBERS = 0, 1, 2  # kinds of columns: offsets of 32 or 64 bits, or int64
 DIGITS = 24  # bytes for a whole number of 64 bits in decimal
-HIGH_BITS = U(0x8080808080808080)
+HIGH_BITS, ALL = U(0x8080808080808080), U(0xFFFFFFFFFFFFFFFF)
 STEP, FIRST, SECOND = U(0x9E3779B97F4A7C15), U(0xBF58476D1CE4E5B9), U(0x94D049BB133111EB)
 
 
@@ -118,36 +118,58 @@ def hashed_ids(hashes, lengths, size, ids):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def find_slots(hashes, number, number_bits, keys, begin, directory, directory_bits, slots):  # type: ignore[no-untyped-def]
-    """Of each hash the first slot of vocabulary `number`, whose keys begin at `begin`, with a key that is not below its own."""
+def find_slots(hashes, number, number_bits, keys, begin, directory, directory_bits, wanted, slots):  # type: ignore[no-untyped-def]
+    """Of each hash its key as one of vocabulary `number`, whose keys begin at `begin`, and the first slot whose key is not below that."""
+    last = len(keys) - 1
     for i in range(len(slots)):
-        bucket = hashes[i] >> (U(64) - directory_bits)
-        key = number << (U(64) - number_bits) | hashes[i] >> number_bits
-        slot, end = begin + I64(directory[bucket]), begin + I64(directory[bucket + U(1)])
-        while slot < end and keys[slot] < key:
+        wanted[i] = number << (U(64) - number_bits) | hashes[i] >> number_bits
+        slots[i] = min(begin + I64(directory[hashes[i] >> (U(64) - directory_bits)]), last)
+    for i in range(len(slots)):
+        hashes[i] = keys[slots[i]]  # no branch waits for this read, so that many of them are under way at once
+    for i in range(len(slots)):
+        found, slot, key = hashes[i], slots[i], wanted[i]
+        while found < key and slot < last:
             slot += 1
+            found = keys[slot]
         slots[i] = slot
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def listed_ids(hashes, number, number_bits, begins, lengths, keys, end, slots, row_ids, ends, data, ids):  # type: ignore[no-untyped-def]
+def listed_ids(wanted, begins, lengths, keys, slots, row_ids, ends, data, words, sizes, ids):  # type: ignore[no-untyped-def]
     """The id of the entry that has a value's key and its bytes, 0 where there is none; text `i` of the vocabularies lies at
-    data + ends[i]."""
+    data + ends[i], and eight bytes behind the last one may be read."""
     for i in range(len(ids)):
-        ids[i], slot, length = 0, slots[i], lengths[i]
-        key = number << (U(64) - number_bits) | hashes[i] >> number_bits
-        while length > U(0) and slot < end and keys[slot] == key:
-            at = U(ends[slot])
-            if U(ends[slot + 1]) - at == length:
-                k, same = U(0), True
-                while k < length and same:
-                    left = length - k
-                    same = _word_of(begins[i] + k, left) == _word_of(data + at + k, left)
-                    k += U(8)
-                if same:
-                    ids[i] = row_ids[slot]
-                    break
-            slot += 1
+        at = ends[slots[i]]
+        sizes[i], words[i], ids[i] = U(ends[slots[i] + 1] - at), data + U(at), row_ids[slots[i]]
+    for i in range(len(ids)):
+        words[i] = _word(words[i])
+    for i in range(len(ids)):
+        slot, length = slots[i], lengths[i]
+        if length == U(0) or keys[slot] != wanted[i]:
+            ids[i] = 0
+        elif (
+            length != sizes[i]
+            or length > U(8)
+            or _word_of(begins[i], length) != words[i] & (ALL >> (U(64) - U(8) * length))
+        ):
+            ids[i] = _compared(wanted[i], begins[i], length, keys, slot, row_ids, ends, data)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _compared(key, begin, length, keys, slot, row_ids, ends, data):  # type: ignore[no-untyped-def]
+    """Of entries of the key, from `slot` on, the id of that with these bytes, else 0."""
+    while slot < len(keys) and keys[slot] == key:
+        at = U(ends[slot])
+        if U(ends[slot + 1]) - at == length:
+            k, same = U(0), True
+            while k < length and same:
+                left = length - k
+                same = _word_of(begin + k, left) == _word_of(data + at + k, left)
+                k += U(8)
+            if same:
+                return I64(row_ids[slot])
+        slot += 1
+    return I64(0)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
