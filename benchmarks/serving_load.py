@@ -29,7 +29,7 @@ class Latencies:
 def post(
     port: int, bodies: list[bytes], content_type: str, connections: int, seconds: float, rate: float = 0.0
 ) -> Latencies:
-    """`rate`: requests a second over all connections; 0 asks again as soon as there is an answer."""
+    """`rate`: requests a second over all connections, which take turns; 0 asks again as soon as there is an answer."""
     return asyncio.run(_post(port, bodies, content_type, connections, seconds, rate))
 
 
@@ -43,7 +43,12 @@ async def _post(
     await asyncio.gather(
         *(
             _connection(
-                port, requests[number::connections], begun + seconds, connections / rate if rate else 0.0, found
+                port,
+                requests[number::connections],
+                begun + seconds,
+                connections / rate if rate else 0.0,
+                found,
+                number / rate if rate else 0.0,
             )
             for number in range(connections)
         )
@@ -52,9 +57,12 @@ async def _post(
     return found
 
 
-async def _connection(port: int, requests: list[bytes], until: float, pause_s: float, found: Latencies) -> None:
+async def _connection(
+    port: int, requests: list[bytes], until: float, pause_s: float, found: Latencies, begin_s: float
+) -> None:
+    """The first request after `begin_s`: connections that began together would ask together from then on."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    next_at, number = time.perf_counter(), random.randrange(len(requests))
+    next_at, number = time.perf_counter() + begin_s, random.randrange(len(requests))
     while time.perf_counter() < until:
         if pause_s:
             await asyncio.sleep(max(0.0, next_at - time.perf_counter()))
