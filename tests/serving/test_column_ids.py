@@ -11,12 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.config.server import LimitsConfig
 from pipeline.data.read.value_index import ValueIndex, index_values
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.http.request_rows import ARROW_TYPE, RequestReader
 from pipeline.serving.scoring import column_ids
-from pipeline.serving.scoring.column_ids import ColumnIds
-from pipeline.serving.scoring.column_lists import ColumnLists
-from pipeline.serving.scoring.raw_rows import LEAST_ROWS, RowEncoder
+from pipeline.serving.scoring.column_ids import LEAST_ROWS, ColumnIds
+from pipeline.serving.scoring.column_lists import ColumnLists, concat_rows
+from pipeline.serving.scoring.raw_rows import RowEncoder
 from pipeline.serving.scoring.scorer import schema_of
 from tests.support.examples import examples
 from tests.support.messages import mentions
@@ -77,6 +79,31 @@ def test_rows_as_lists_and_as_a_table_have_the_same_ids() -> None:
     lists = ColumnLists(table.schema, [column.to_pylist() for column in table.columns], table.num_rows)
     found, wanted = encoder._encode_whole(lists), encoder._encode_table(table)
     assert found is not None and torch.equal(found.values, wanted.values) and torch.equal(found.dense, wanted.dense)
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_requests_of_whole_numbers_and_of_text_are_scored_together(by_kernels: bool) -> None:
+    encoder = encoder_of([["7", "-12"], ["3"]])
+    if not by_kernels:
+        encoder._ids.of_arrow = None
+    reader, wanted, parts = RequestReader(encoder.layout.columns, LimitsConfig()), [], []
+    for num_rows in (LEAST_ROWS, 3, LEAST_ROWS + 5):
+        for kind in (pa.int16(), pa.string(), pa.uint64()):
+            numbers = [abs(number) if kind == pa.uint64() else number for number in (7, -12, 3)] * num_rows
+            texts = pa.array(numbers[:num_rows]).cast(kind)
+            table = pa.table(
+                {"d": pa.array([1] * num_rows), "e": [0.5] * num_rows, **dict.fromkeys(("c0", "c1", "h", "g"), texts)}
+            )
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+            parts.append(reader.read(sink.getvalue().to_pybytes(), ARROW_TYPE))
+            found, whole = encoder.encode(parts[-1]), encoder._encode_table(table)
+            assert torch.equal(found.values, whole.values) and torch.equal(found.dense, whole.dense)
+            wanted.append(whole.values.view(4, num_rows))
+    assert {part.schema.field("c0").type for part in parts} == {pa.int64(), pa.string()}  # type: ignore[union-attr]
+    together = encoder.encode(concat_rows(parts))
+    assert torch.equal(together.values.view(4, -1), torch.cat(wanted, dim=1))
 
 
 def test_another_value_of_the_same_key_is_another_value() -> None:

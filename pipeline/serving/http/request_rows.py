@@ -16,6 +16,7 @@ import pyarrow as pa
 from pipeline.config.data import ColumnsConfig
 from pipeline.config.server import LimitsConfig
 from pipeline.runtime.errors import did_you_mean
+from pipeline.serving.scoring.column_ids import LEAST_ROWS, is_whole_number
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows
 from pipeline.serving.scoring.scorer import schema_of
 
@@ -42,7 +43,7 @@ class RequestReader:
         self._readers = [_reader_of(field.type) for field in self.schema]
 
     def read(self, body: bytes, content_type: str) -> Rows:
-        """Rows of self.schema. Raises BadRequest."""
+        """Rows of self.schema, but whole numbers of categorical columns may be int64. Raises BadRequest."""
         if content_type == JSON_TYPE:
             return self.read_json(body)
         if content_type == ARROW_TYPE:
@@ -89,11 +90,23 @@ class RequestReader:
         except (pa.ArrowException, struct.error, UnicodeDecodeError, ValueError, OSError, KeyError) as error:
             raise BadRequest(400, f"the body is not an Arrow IPC stream: {_plain(error)}") from None
         try:
-            table = table.select(self.schema.names).cast(self.schema)
+            table = table.select(self.schema.names)
+            if (wanted := self._schema_of(table)) != table.schema:
+                table = table.cast(wanted)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise BadRequest(422, f"a column cannot be read: {_plain(error)}") from None
         self._check_lengths(table)
         return table.combine_chunks()
+
+    def _schema_of(self, table: pa.Table) -> pa.Schema:
+        """Of many rows whole numbers stay what they are: the encoder spells them sooner than Arrow does."""
+        if table.num_rows < LEAST_ROWS:
+            return self.schema
+        kinds = [
+            pa.int64() if pa.types.is_string(field.type) and is_whole_number(kind) else field.type
+            for field, kind in zip(self.schema, table.schema.types, strict=True)
+        ]
+        return pa.schema(zip(self.schema.names, kinds, strict=True))
 
     def _check_names(self, names: list[str]) -> None:
         wanted = self.schema.names

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from pipeline.data.read.value_index import HASH_SEED, ValueIndex
 from pipeline.serving.artifact.raw_schema import RawFeature
 
+LEAST_ROWS = 32  # that kernels read sooner than dictionaries of Python do
+
 
 class ColumnIds:
     """Of features that have one value a row. For one caller at a time.
@@ -102,9 +104,12 @@ def _directory_of(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int32], np.uin
 
 def is_read(kind: pa.DataType) -> bool:
     """Whether columns of this type are read; others of text or numbers are read as prepare reads them."""
-    if pa.types.is_integer(kind):
-        return kind != pa.uint64()
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return is_whole_number(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def is_whole_number(kind: pa.DataType) -> bool:
+    """That int64 holds."""
+    return pa.types.is_integer(kind) and kind != pa.uint64()
 
 
 def _read(column: pa.Array, begins: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> object:

@@ -31,12 +31,11 @@ from pipeline.data.raw.weighted import weights_of_lists
 from pipeline.data.read.multi_hot import sample_bags
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
-from pipeline.serving.scoring.column_ids import is_read
-from pipeline.serving.scoring.column_lists import ColumnLists, Rows
+from pipeline.serving.scoring.column_ids import LEAST_ROWS, is_read
+from pipeline.serving.scoring.column_lists import ColumnLists, Rows, with_text
 from pipeline.serving.scoring.feature_ids import FeatureIds
 
 FEW_ROWS = 512  # of a table: more are as quick column by column
-LEAST_ROWS = 32  # that compiled kernels read sooner than dictionaries
 
 
 @dataclass(frozen=True)
@@ -160,6 +159,7 @@ class RowEncoder:
         if rows.num_rows > FEW_ROWS:
             return None
         if self._simple is None or not rows.schema.equals(self._simple):
+            rows = with_text(rows, self._raw_names[self._num_raw_numbers :])
             if not self._is_simple(rows.schema):
                 return None
             self._simple = rows.schema
