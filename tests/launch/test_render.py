@@ -15,9 +15,13 @@ import pytest
 from launch.render import render
 from launch.slurm import SlurmOptions, limit_seconds
 from launch.workload import parse_mounts
+from pipeline.data.dataset import FILE_NAME
+from pipeline.runtime.storage import storage
 from tests.support.datasets import described_dataset
 from tests.support.messages import mentions
+from tests.support.object_store import BUCKET, FaultyProxy, store
 
+__all__ = ["store"]
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER = [
     "--partition", "gpu", "--account", "ads", "--qos", "high", "--constraint", "h100&ib", "--time", "1-12:00:00",
@@ -229,6 +233,21 @@ def test_torchrun_on_several_nodes_wants_the_first_ones_name(data: str, capsys: 
         render("torchrun", words)
     assert mentions(capsys.readouterr().err, "NAME")
     assert '"n1:29500"' in render("torchrun", ["train", "--head", "n1", *words[1:]])
+
+
+def test_a_data_set_in_a_store_is_read_from_there(
+    store: FaultyProxy, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = f"s3://{BUCKET}/clicks"
+    storage.publish_text(f"{folder}/{FILE_NAME}", Path(data.removeprefix("data.path="), FILE_NAME).read_text())
+    words = ["experiment=quickstart", f"data.path={folder}"]
+    assert "srun" in render("slurm", ["train", "-j", "1x4", "--", *words])
+    with pytest.raises(SystemExit):
+        render("slurm", ["train", "-j", "1x4", "--", *words, "tables.cat_99.embedding_dim=8"])
+    assert mentions(capsys.readouterr().err, "cat_99")
+    with pytest.raises(SystemExit):
+        render("slurm", ["train", "-j", "1x4", "--", *words[:1], f"{words[1]}_none"])
+    assert mentions(capsys.readouterr().err, f"{folder}_none")
 
 
 def test_a_data_set_that_only_the_cluster_sees_needs_a_flag_and_what_needs_no_data_is_checked(
