@@ -23,6 +23,7 @@ def precompile() -> bool:
     _first_weights()
     _replicated_tables()
     _dot_products()
+    _dice()
     _rows_to_score()
     return True
 
@@ -83,6 +84,14 @@ def _dot_products() -> None:
     for in_bf16 in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
             DotInteraction(3)(*inputs).sum().backward()
+
+
+def _dice() -> None:
+    import torch
+
+    from pipeline.models.layers.dice import Dice
+
+    Dice(4)(torch.zeros(2, 4, requires_grad=True)).sum().backward()
 
 
 def _rows_to_score() -> None:
