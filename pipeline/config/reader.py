@@ -18,6 +18,7 @@ class ReaderConfig:
     shuffle: row_groups permutes row groups and the rows within each, anew every epoch; none follows the file
     order in rounds of `num_streams` row groups. decode_threads: 1 decodes on the prefetch thread; more read a
     row group ahead for every stream, and hide the latency of storage.
+    keep_mib: a split whose decoded columns take no more is kept in each rank's memory, and read once; 0 keeps none.
     on_bad_rows: stop names the first bad row and ends the run on all ranks; quarantine gives bad rows weight 0, so that
     steps and batches stay what they are, and lists them in <run>/quarantine, until they are more than max_bad_fraction.
     verify: at the start, the size of every shard, or its SHA-256 too (ranks share the work).
@@ -27,6 +28,7 @@ class ReaderConfig:
     shuffle: str = "row_groups"
     prefetch_batches: int = 8
     decode_threads: int = 1
+    keep_mib: int = 128
     on_bad_rows: str = "stop"
     max_bad_fraction: float = 0.001
     verify: str = "size"
@@ -39,6 +41,7 @@ class ReaderConfig:
         check_at_least("reader.num_streams", self.num_streams, 1)
         check_at_least("reader.prefetch_batches", self.prefetch_batches, 1)
         check_at_least("reader.decode_threads", self.decode_threads, 1)
+        check_at_least("reader.keep_mib", self.keep_mib, 0)
 
 
 def check_batch_geometry(global_batch_size: int, num_streams: int, world_size: int) -> None:
