@@ -80,13 +80,9 @@ class StepAgreement:
             flags = [not math.isfinite(loss.item()), self.stop_wanted, failed_here, self.save_wanted]
             non_finite, stop, failed, save, bad = (*map(int, flags), len(marks) - int(num_marked))
         else:
-            shared = [
-                ~loss.detach().isfinite(),
-                self.stop_wanted,
-                failed_here,
-                self.save_wanted,
-                len(marks) - num_marked,
-            ]
+            bad_rows = len(marks) - num_marked
+            not_finite = ~loss.detach().isfinite()
+            shared: list[torch.Tensor | bool] = [not_finite, self.stop_wanted, failed_here, self.save_wanted, bad_rows]
             non_finite, stop, failed, save, bad = _summed(shared, loss.device)
         self.stop_agreed, self.input_failure_agreed, self.save_agreed = stop > 0, failed > 0, save > 0
         if self.input_failure_agreed:
