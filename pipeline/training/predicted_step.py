@@ -27,6 +27,7 @@ def record_layers(resolved: ResolvedJob, batch_size: int, world_size: int, devic
         pooling=pooling,
         num_targets=len(resolved.targets) if learns_several else 1,
         in_place_rows=on_cpu and world_size == 1 and job.sharding.fast_cpu,
+        on_cpu=on_cpu,
     )
     return record_dense(build_task(resolved, device_type), inputs, job.optimizer.dense)
 

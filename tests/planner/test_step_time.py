@@ -31,9 +31,9 @@ from pipeline.planner.step_time.measurements import (
     median_and_spread,
     read_measurements,
 )
-from pipeline.planner.step_time.predict import StepPrediction, predict_step
+from pipeline.planner.step_time.predict import NORM_PASSES, StepPrediction, predict_step
 from pipeline.planner.step_time.record import DensePart, Inputs, record_dense
-from pipeline.planner.step_time.table_work import TableSample, TableShape, work_of
+from pipeline.planner.step_time.table_work import TableSample, TableShape, TableWork, work_of
 from pipeline.runtime.errors import ConfigError
 from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task
@@ -57,10 +57,10 @@ def measured(rows: list[Measurement], **conditions: float) -> Measurements:
     return Measurements("made_up", MACHINE, {"torch": "2.13.0"}, Conditions(**values), rows)  # type: ignore[arg-type]
 
 
-def layers_of(job: SmallJob, in_place_rows: bool = True) -> DensePart:
+def layers_of(job: SmallJob, in_place_rows: bool = True, on_cpu: bool = False) -> DensePart:
     task = build_task(job.resolve(1), "cpu")
     pooling = [float(count) for count in job.pooling]
-    inputs = Inputs(job.batch, NUM_DENSE, job.names, pooling, in_place_rows=in_place_rows)
+    inputs = Inputs(job.batch, NUM_DENSE, job.names, pooling, in_place_rows=in_place_rows, on_cpu=on_cpu)
     return record_dense(task, inputs, DenseOptimizerConfig(name=job.dense))
 
 
@@ -90,6 +90,54 @@ def test_our_kernels_are_recorded_in_the_place_of_what_torch_would_run() -> None
     recorded = [operation.name for operation in layers_of(JOB).operations]
     assert recorded.count("take") == 2 and "index_put_" not in recorded
     assert recorded.count("optimizer:adam") == 1
+
+
+def test_on_cpu_ranks_one_kernel_multiplies_rows_and_picks_their_pairs() -> None:
+    part, features = layers_of(JOB, on_cpu=True), len(JOB.rows) + 1
+    names = [operation.name for operation in part.operations]
+    assert not {"bmm", "take"} & set(names) and names.count("dots") == names.count("dots_backward") == 1
+    kernel = next(operation for operation in part.operations if operation.name == "dots")
+    assert kernel.shapes == ((JOB.batch, features, JOB.dim), (JOB.batch, JOB.dim + features * (features - 1) // 2))
+    wide = layers_of(
+        replace(JOB, dim=32, precision="bf16", model=JOB.model | {"dense_arch_layer_sizes": [32]}), on_cpu=True
+    )
+    assert [operation.name for operation in wide.operations].count("bmm") == 2  # oneDNN's
+
+
+def test_kernels_of_dots_have_rates_of_their_own_and_torch_s_where_none_were_measured() -> None:
+    table = made_up_machine("1x1")
+    plain = MeasuredTimes(table, "1x1")
+    kernel = next(operation for operation in layers_of(JOB, on_cpu=True).operations if operation.name == "dots")
+    features = len(JOB.rows) + 1
+    as_products = plain.product_us("bmm", "nt", "fp32", JOB.batch, features, features, JOB.dim)
+    assert plain.operation_us(kernel) == pytest.approx(as_products)
+    rows = [
+        Measurement("dots", "1x1", {"dtype": "fp32", "b": batch, "m": 4, "k": 16}, 5 + 0.5 * batch)
+        for batch in (16, 64, 256, 1024)
+    ]
+    own = MeasuredTimes(replace(table, rows=[*table.rows, *rows]), "1x1")
+    assert own.operation_us(kernel) == pytest.approx(5 + 0.5 * JOB.batch, rel=0.02)
+
+
+def test_each_tensor_of_an_optimizer_has_a_part_of_its_time() -> None:
+    rows = [
+        Measurement("optimizer", "1x1", {"name": "adam", "numbers": size, "tensors": tensors}, 10 + 3 * tensors)
+        for size in (1000, 10**6)
+        for tensors in (4, 16)
+    ]
+    times = MeasuredTimes(measured(rows), "1x1")
+    assert times.operation_us(layers_of(JOB).operations[-1]) == pytest.approx(10 + 3 * 8)
+
+
+def test_a_lookup_is_handed_to_threads_from_as_many_samples_as_are_worth_one() -> None:
+    def work(samples: int) -> TableWork:
+        return work_of([TableShape(power_law(1000, 2.0), 16, 1.0, samples)] * 3, "adam", 4, 2)
+
+    few, many = work(500), work(512)
+    assert few.lookup["other_threads"] == 0 and few.lookup["ids"] == 1500
+    assert many.lookup["other_threads"] == 1 and many.lookup["ids"] == 768
+    assert many.update["other_threads"] == 1 and many.update["ids"] == pytest.approx(1024)
+    assert "rows_by_adam" in many.update and many.lookup["waited_rows_1"] == 0
 
 
 def test_rows_that_lie_where_products_want_them_are_not_copied() -> None:
@@ -139,9 +187,9 @@ def test_rates_are_found_again_in_times_that_were_made_of_them() -> None:
             power_law(draw.randrange(100, 10**6), 2.0), draw.choice((8, 16, 64)), 1.0, draw.randrange(50, 4000)
         )
         work = work_of([shape], "rowwise_adagrad", 4, 1).lookup
-        rows.append((work, 5 + 0.01 * work["ids"] + 0.001 * work["missed_bytes_8"]))
+        rows.append((work, 5 + 0.01 * work["ids"] + 0.001 * work["missed_bytes_4"]))
     rates = Rates.fit(*zip(*rows, strict=True))
-    assert rates.cache_mib == 8 and rates.error < 0.001
+    assert rates.error < 0.001 and rates.rates["missed_bytes_4"] == pytest.approx(0.001, rel=0.01)
     assert rates.us(work) == pytest.approx(rows[-1][1], rel=0.01)
 
 
@@ -267,6 +315,18 @@ def test_tables_by_rows_go_through_gloo_and_whole_ones_through_shared_memory() -
     whole, rows = step_on(2, "table_wise"), step_on(2, "row_wise")
     assert 0 < whole.parts["rows exchange"] < rows.parts["rows exchange"]
     assert rows.step_ms > whole.step_ms
+
+
+def test_batch_norms_exchange_their_statistics_where_there_are_several_ranks() -> None:
+    def step(ranks: int, batch_norm: bool) -> StepPrediction:
+        model = {"hidden_layer_sizes": [32, 16], "batch_norm": batch_norm}
+        return step_on(ranks, "table_wise", kind="deepfm", model=model)
+
+    plain, norms = step(2, False), step(2, True)
+    assert plain.parts["norms exchange"] == step(1, True).parts["norms exchange"] == 0.0
+    # Two messages of 200 us and more for each of two layers.
+    assert 0.4 < norms.parts["norms exchange"] < norms.step_ms - plain.step_ms
+    assert norms.amounts["operations"] > step(1, True).amounts["operations"] + 2 * 2 * NORM_PASSES
 
 
 def test_a_data_sheet_is_said_to_be_one_and_must_say_its_peak() -> None:

@@ -12,6 +12,7 @@ from pipeline.config.planner import HardwareConfig
 from pipeline.planner.step_time.hardware_file import hardware_yaml
 from pipeline.planner.step_time.measurements import Conditions, Machine, Measurement, Measurements
 from pipeline.runtime.errors import ConfigError
+from pipeline.training.calibration.clock import fastest
 from pipeline.training.calibration.run import calibrate, default_setups
 from tests.support.messages import names
 
@@ -29,6 +30,16 @@ def test_the_hardware_that_is_written_is_a_hardware_config() -> None:
     assert (config.name, config.calibration, config.tflops_fp32) == ("mine", "mine.json", 0.1)
     assert config.ddr_gb_per_s == pytest.approx(33.6, abs=0.1) and config.collective_launch_us == 30.0
     assert config.intra_host_gb_per_s == pytest.approx(1.05, abs=0.01)
+
+
+def test_of_several_passes_the_fastest_counts_and_of_collectives_the_mean() -> None:
+    def row(kind: str, size: int, us: float) -> Measurement:
+        return Measurement(kind, "2x1", {"bytes": size}, us)
+
+    rows = [row("add", 8, 3.0), row("add", 8, 2.0), row("add", 16, 9.0), row("gloo_all_reduce", 8, 2.0)]
+    found = fastest([*rows, row("gloo_all_reduce", 8, 4.0), row("reader", 1, 5.0)])
+    # An add of 16 bytes was met in one pass alone.
+    assert [(each.kind, each.us) for each in found] == [("add", 2.0), ("gloo_all_reduce", 3.0), ("reader", 5.0)]
 
 
 def test_setups_are_one_rank_and_a_rank_a_core() -> None:

@@ -86,7 +86,7 @@ class _Dots(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.dtypes = None if dense is None else dense.dtype, rows.dtype
         ctx.take = _kernel() if uses_kernel and _fits_kernel(rows, dtype) else None
-        ctx.by_kernel = ctx.take is not None and not is_recorded() and _suits_kernel(rows, dtype)
+        ctx.by_kernel = ctx.take is not None and _suits_kernel(rows, dtype)
         combined = _in_place(dense, rows, dtype) if dense is not None and rows_have_room else None
         if combined is None:
             combined = _combined(dense, rows, dtype)
@@ -188,6 +188,8 @@ def _pairs_both_ways(num_rows: int, lead: int) -> tuple[np.ndarray[Any, Any], np
 
 def _suits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernel that multiplies is faster than torch: wide rows in bf16 are oneDNN's."""
+    if type(rows) is not torch.Tensor and not is_recorded("dots"):
+        return False
     return dtype == torch.float32 or rows.shape[2] <= WIDEST_BF16
 
 
@@ -197,6 +199,9 @@ def _dots(combined: torch.Tensor, lead: int) -> torch.Tensor:
 
     batch, num_rows, dim = combined.shape
     out = combined.new_empty(batch, lead + num_rows * (num_rows - 1) // 2)
+    if type(combined) is not torch.Tensor:
+        record("dots", combined, out)
+        return out
     on_all_threads(dots, (_flat(combined), *map(np.uint64, (num_rows, dim, lead)), _flat(out)), batch)
     return out
 
@@ -207,6 +212,9 @@ def _dots_backward(gradient: torch.Tensor, combined: torch.Tensor, lead: int) ->
 
     batch, num_rows, dim = combined.shape
     out = torch.empty_like(combined)
+    if type(combined) is not torch.Tensor:
+        record("dots_backward", combined, gradient, out)
+        return out
     sizes = map(np.uint64, (num_rows, dim, lead))
     on_all_threads(dots_backward, (_flat(gradient.contiguous()), _flat(combined), *sizes, _flat(out)), batch)
     return out
@@ -219,7 +227,7 @@ def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _fits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
     """Not while torch.export or torch.compile traces: numpy sees no tensors there."""
-    if torch.compiler.is_compiling() or (type(rows) is not torch.Tensor and not is_recorded()):
+    if torch.compiler.is_compiling() or (type(rows) is not torch.Tensor and not is_recorded("take")):
         return False
     return rows.device.type == "cpu" and dtype in AS_BITS
 
@@ -242,7 +250,7 @@ def _take(
     blanks: np.ndarray[Any, Any] = NOWHERE,
 ) -> None:
     """into[:, first:][b, i] = source[b, positions[i]], and 0 at the blanks, by as many threads as torch has."""
-    if type(source) is not torch.Tensor and is_recorded():
+    if type(source) is not torch.Tensor:
         record("take", source, into)
         return
     bits = AS_BITS[source.dtype]
@@ -258,3 +266,11 @@ def pairs_kernel(products: torch.Tensor) -> tuple[Callable[[], None] | None, int
     pairs, flat = _pairs(products.shape[1]), products.flatten(1)
     into = products.new_empty(len(products), len(pairs))
     return lambda: _take(kernel, flat, pairs, into, 0), flat.nbytes + into.nbytes
+
+
+def dots_kernels(rows: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Calls of the kernels that multiply rows [B, n, D] and that take their gradient, where they do that for such rows."""
+    if _kernel() is None or rows.dtype not in AS_BITS or not _suits_kernel(rows, rows.dtype):
+        return {}
+    gradient = torch.ones_like(_dots(rows, 0))
+    return {"dots": lambda: _dots(rows, 0), "dots_backward": lambda: _dots_backward(gradient, rows, 0)}

@@ -1,7 +1,8 @@
 """Fit what whole steps take beyond their kernels: the trainer's own work, Python between operations, caches that are cold.
 
 The rows `job` of a calibration are small trainings: what their kernels should take, and what a step took. Coefficients are
-found by least squares of relative errors; factors on kernels are drawn towards 1, and no coefficient is below zero.
+found by least squares of relative errors (kernels.fit_rates); factors on kernels are drawn towards 1, and no coefficient is
+below zero.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
+from pipeline.planner.step_time.kernels import fit_rates
 from pipeline.planner.step_time.measurements import Measurement
 
 FACTORS = ("products", "moves", "lookup", "update", "comms")  # microseconds that the kernels should take
 COUNTS = ("constant", "operations", "samples", "features")
-DRAWN_TO_ONE = 0.1
+DRAWN_TO_ONE = 0.3
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,10 @@ def fit_host(rows: Sequence[Measurement]) -> HostModel:
         return PLAIN
     names = (*COUNTS, *FACTORS)
     times = np.array([row.us for row in rows])
-    terms = np.array([[float(row.shape[name]) for name in names] for row in rows]) / times[:, None]
+    terms = np.array([[float(row.shape[name]) for name in names] for row in rows])
     drawn = np.zeros((len(FACTORS), len(names)))
     for index in range(len(FACTORS)):
         drawn[index, len(COUNTS) + index] = DRAWN_TO_ONE
-    matrix = np.vstack([terms, drawn])
-    wanted = np.concatenate([np.ones(len(times)), np.full(len(FACTORS), DRAWN_TO_ONE)])
-    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
-    solved, _ = nnls(matrix / scale, wanted)
-    rates = solved / scale
-    error = float(np.abs(terms @ rates - 1).mean())
+    rates = fit_rates(terms, times, drawn, np.full(len(FACTORS), DRAWN_TO_ONE))
+    error = float(np.abs(terms @ rates / times - 1).mean())
     return HostModel(dict(zip(names, map(float, rates), strict=True)), error)

@@ -1,14 +1,14 @@
 """Predict what one operation takes, by a machine's measurements, or by its data sheet where there are none.
 
 Products: a roofline fitted to the measurements, and a correction of its logarithm that shapes alike share. Operations that move
-bytes: a line through the measured sizes, in logarithms. Tables: a sum of rates (ids, rows, bytes, misses of the cache), with a correction that amounts alike share.
+bytes: a line through the measured sizes, in logarithms. Tables: a sum of rates (ids, rows, bytes, misses of the cache), with such a correction too.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeAlias
@@ -19,11 +19,12 @@ from scipy.optimize import nnls
 
 from pipeline.planner.step_time.measurements import Measurement, Measurements
 from pipeline.planner.step_time.record import Operation
-from pipeline.planner.step_time.table_work import CACHE_MIB, TableSample, TableWork, work_of
+from pipeline.planner.step_time.table_work import LEAST_SHARE, TableSample, TableWork, work_of
 from pipeline.runtime.errors import ConfigError
 
 Floats = NDArray[np.float64]
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+DOTS = ("dots", "dots_backward")  # pipeline.models.layers.dots_kernels
 NOTHING = {
     "empty",
     "empty_like",
@@ -58,10 +59,13 @@ LIKE = {
 MOST_CORRECTION = 1.2  # natural logarithm
 # How far likeness of products reaches: doublings of a size, a size that fits no block, another layout or precision, another setup
 REACH, ODD, APART, SETUPS = 2.0, 3.0, 1.5, 2.0
-AMOUNTS = 3.0  # the same for tables: doublings of an amount
+AMOUNTS, SHARES = 3.0, 0.75  # the same for tables: doublings of an amount, shares of the ids
+ROUNDS, LEAST_FITTED = 4, 0.2  # of fit_rates
 NOISE = 0.2  # beside the roofline's error, of 1
 ProductGroup: TypeAlias = tuple[str, str, str, str]  # kind, layout, precision, setup
+Place: TypeAlias = Callable[[Mapping[str, float]], tuple[float, ...]]
 LEAST_US = 0.3
+BEYOND_BYTES = 1 << 20  # of rows: more do not stay in a core's own cache from one call to the next
 
 
 class OperationTimes(Protocol):
@@ -69,9 +73,9 @@ class OperationTimes(Protocol):
 
     def operation_us(self, operation: Operation) -> float: ...
 
-    def lookup_us(self, work: TableWork, optimizer: str) -> float: ...
+    def lookup_us(self, work: TableWork) -> float: ...
 
-    def update_us(self, work: TableWork, optimizer: str) -> float: ...
+    def update_us(self, work: TableWork) -> float: ...
 
 
 def bytes_kind(operation: Operation) -> str:
@@ -98,6 +102,10 @@ class MeasuredTimes:
     def _rows(self, kind: str) -> list[Measurement]:
         return self._all.of(kind, self.setup)
 
+    @property
+    def threads(self) -> int:
+        return int(self.setup.partition("x")[2])
+
     @cached_property
     def _products(self) -> _ProductTimes:
         return _ProductTimes([row for row in self._all.rows if row.kind in ("gemm", "bmm")])
@@ -111,22 +119,33 @@ class MeasuredTimes:
         return {key: _Line.through(rows) for key, rows in groups.items()}
 
     @cached_property
-    def _optimizers(self) -> dict[str, _Line]:
-        names = {str(row.shape["name"]) for row in self._rows("optimizer")}
+    def _optimizers(self) -> dict[str, dict[float, _Line]]:
+        """By name, and by the number of tensors measured."""
+        groups: dict[str, dict[float, list[Measurement]]] = {}
+        for row in self._rows("optimizer"):
+            of_name = groups.setdefault(str(row.shape["name"]), {})
+            of_name.setdefault(float(row.shape["tensors"]), []).append(row)
         return {
-            name: _Line.through([row for row in self._rows("optimizer") if row.shape["name"] == name], "numbers")
-            for name in names
+            name: {tensors: _Line.through(rows, "numbers") for tensors, rows in of_name.items()}
+            for name, of_name in groups.items()
         }
 
+    def _optimizer_us(self, name: str, numbers: float, tensors: float) -> float:
+        """Each tensor has a part of its own: a line through the numbers of tensors that were measured, or in proportion to one."""
+        lines = self._optimizers.get(name) or self._optimizers.get("adagrad") or next(iter(self._optimizers.values()))
+        few, many = min(lines), max(lines)
+        least = lines[few].us(numbers)
+        if few == many:
+            return least
+        return max(least / 2, least + (lines[many].us(numbers) - least) * (tensors - few) / (many - few))
+
     @cached_property
-    def _tables(self) -> dict[tuple[str, str], Rates]:
+    def _tables(self) -> dict[str, Rates]:
+        """Of `lookup` and of `update`: all optimizers together, for most of what an update does is the same under each."""
         found = {}
         for kind in ("lookup", "update"):
-            rows = self._rows(kind)
-            for name in {str(row.shape["optimizer"]) for row in rows}:
-                # A lookup does not depend on the optimizer, but for what its state takes of the cache.
-                of_name = rows if kind == "lookup" else [row for row in rows if row.shape["optimizer"] == name]
-                found[kind, name] = Rates.fit([self.amounts_of(row) for row in of_name], [row.us for row in of_name])
+            if rows := self._rows(kind):
+                found[kind] = Rates.fit([self.amounts_of(row) for row in rows], [row.us for row in rows])
         return found
 
     def operation_us(self, operation: Operation) -> float:
@@ -135,9 +154,10 @@ class MeasuredTimes:
         if operation.name in PRODUCTS:
             return self._product_us(operation)
         if operation.name.startswith("optimizer:"):
-            name = operation.name.partition(":")[2]
-            line = self._optimizers.get(name) or next(iter(self._optimizers.values()))
-            return line.us(operation.shapes[0][0])
+            (numbers,), (tensors,) = operation.shapes
+            return self._optimizer_us(operation.name.partition(":")[2], numbers, tensors)
+        if operation.name in DOTS:
+            return self._dots_us(operation)
         kind = operation.name if operation.name == "take" else bytes_kind(operation)
         dtype = operation.dtype if operation.dtype in ("fp32", "bf16") else "fp32"
         other = {"dropout": "math", "batch_norm": "norm", "batch_norm_backward": "norm"}.get(
@@ -160,11 +180,41 @@ class MeasuredTimes:
 
     def dense_update_us(self, optimizer: str, numbers: float) -> float:
         """Of gradients of so many numbers: zeroed, and applied by a layers' optimizer."""
-        line = (
-            self._optimizers.get(optimizer) or self._optimizers.get("adagrad") or next(iter(self._optimizers.values()))
-        )
         fill = self._by_bytes.get(("fill", "fp32"))
-        return line.us(numbers) + (fill.us(4 * numbers) if fill else 0.0)
+        return self._optimizer_us(optimizer, numbers, 1) + (fill.us(4 * numbers) if fill else 0.0)
+
+    @cached_property
+    def _dots(self) -> dict[tuple[str, str], Rates]:
+        """By kernel and precision."""
+        rows = {
+            (kind, dtype): [row for row in self._rows(kind) if row.shape["dtype"] == dtype]
+            for kind in DOTS
+            for dtype in ("fp32", "bf16")
+        }
+        return {
+            key: Rates.fit([self.dots_amounts(row) for row in of_key], [row.us for row in of_key], _dots_place)
+            for key, of_key in rows.items()
+            if of_key
+        }
+
+    def dots_amounts(self, row: Measurement) -> dict[str, float]:
+        """Of a measured kernel of DOTS."""
+        return _dots_amounts(*(int(row.shape[name]) for name in ("b", "m", "k")), threads=self.threads)
+
+    def dots_us(self, kind: str, dtype: str, amounts: Mapping[str, float]) -> float | None:
+        """None where a calibration of before these kernels has none of them."""
+        rates = self._dots.get((kind, dtype))
+        return None if rates is None else rates.us(amounts)
+
+    def _dots_us(self, operation: Operation) -> float:
+        batch, rows, dim = operation.shapes[0]
+        found = self.dots_us(operation.name, operation.dtype, _dots_amounts(batch, rows, dim, threads=self.threads))
+        if found is not None:
+            return found
+        layout, columns, inner = ("nt", rows, dim) if operation.name == "dots" else ("nn", dim, rows)
+        product = self.product_us("bmm", layout, operation.dtype, batch, rows, columns, inner)
+        take = self._by_bytes.get(("take", operation.dtype))
+        return product + (take.us(operation.in_bytes + operation.out_bytes) if take else 0.0)
 
     def _product_us(self, operation: Operation) -> float:
         first, second = operation.shapes[-2:] if len(operation.shapes) > 2 else operation.shapes
@@ -182,26 +232,26 @@ class MeasuredTimes:
 
     def amounts_of(self, row: Measurement) -> dict[str, float]:
         """Of a measured `lookup` or `update`."""
-        sample, threads = TableSample(**json.loads(str(row.shape["sample"]))), int(self.setup.partition("x")[2])
-        work = work_of(sample.shapes, str(row.shape["optimizer"]), int(row.shape["number_bytes"]), threads)
+        sample = TableSample(**json.loads(str(row.shape["sample"])))
+        work = work_of(sample.shapes, str(row.shape["optimizer"]), int(row.shape["number_bytes"]), self.threads)
         return work.lookup if row.kind == "lookup" else work.update
 
-    def table_us(self, kind: str, optimizer: str, amounts: Mapping[str, float]) -> float:
+    def table_us(self, kind: str, amounts: Mapping[str, float]) -> float:
         """Of a `lookup` or `update` whose amounts (TableWork) are given."""
-        return self._rates(kind, optimizer).us(amounts)
+        return self._rates(kind).us(amounts)
 
-    def lookup_us(self, work: TableWork, optimizer: str) -> float:
-        return self._rates("lookup", optimizer).us(work.lookup)
+    def lookup_us(self, work: TableWork) -> float:
+        return self._rates("lookup").us(work.lookup)
 
-    def update_us(self, work: TableWork, optimizer: str) -> float:
-        return self._rates("update", optimizer).us(work.update)
+    def update_us(self, work: TableWork) -> float:
+        return self._rates("update").us(work.update)
 
-    def _rates(self, kind: str, optimizer: str) -> Rates:
+    def _rates(self, kind: str) -> Rates:
         if not self._tables:
             raise ConfigError(
                 f"calibration {self._all.name!r} has no tables' kernels: was Numba there when it was made?"
             )
-        return self._tables.get((kind, optimizer)) or self._tables[kind, "rowwise_adagrad"]
+        return self._tables[kind]
 
     def collective_us(self, kind: str, num_bytes: float) -> float | None:
         """None where this collective was not measured."""
@@ -320,46 +370,84 @@ def _place(group: ProductGroup, batch: float, rows: float, columns: float, inner
 
 @dataclass(frozen=True)
 class Rates:
-    """A sum of amounts, each at its rate; `cache_mib`: the size of cache whose misses explain the measurements best."""
+    """A sum of amounts, each at its rate, and a correction of its logarithm that amounts alike share."""
 
-    names: tuple[str, ...]
-    us_each: Floats
-    cache_mib: int
-    error: float  # mean of the relative errors' absolute values
-    places: Floats  # of the measurements: their amounts' doublings, in units of how far likeness reaches
+    rates: dict[str, float]
+    error: float  # mean of the relative errors' absolute values, of the sum alone
+    places: Floats  # of the measurements
     weights: Floats  # of their likeness, in the correction of the logarithm
+    place: Place
 
     @staticmethod
-    def fit(rows: Sequence[Mapping[str, float]], microseconds: Sequence[float]) -> Rates:
-        """Least squares of relative errors, no rate below zero."""
-        best: Rates | None = None
+    def fit(rows: Sequence[Mapping[str, float]], microseconds: Sequence[float], place: Place | None = None) -> Rates:
+        """No rate is below zero. `place`: of amounts, _table_place where it is None."""
+        place = place or _table_place
+        names = ("call", *dict.fromkeys(name for row in rows for name in row))
         times = np.array(microseconds)
-        for size in CACHE_MIB:
-            names = tuple(name for name in rows[0] if not name.startswith("missed") or name.endswith(f"_{size}"))
-            terms = np.array([[1.0, *(row[name] for name in names)] for row in rows]) / times[:, None]
-            scale = np.maximum(terms.max(axis=0), 1e-30)
-            solved, _ = nnls(terms / scale, np.ones(len(times)))
-            rates = solved / scale
-            error = float(np.abs(terms @ rates - 1).mean())
-            if best is None or error < best.error:
-                best = Rates(names, rates, size, error, *_correction(names, rows, np.log(terms @ rates)))
-        assert best is not None
-        return best
+        terms = np.array([[1.0, *(row.get(name, 0.0) for name in names[1:])] for row in rows])
+        solved = fit_rates(terms, times)
+        fitted = np.maximum(terms @ solved, 1e-3)
+        places = np.array([place(row) for row in rows])
+        likeness = _likeness(places, places) + NOISE**2 * np.eye(len(rows))
+        weights = np.asarray(np.linalg.solve(likeness, np.log(times / fitted)), dtype=np.float64)
+        rates = dict(zip(names, map(float, solved), strict=True))
+        return Rates(rates, float(np.abs(fitted / times - 1).mean()), places, weights, place)
 
     def us(self, amounts: Mapping[str, float]) -> float:
-        base = self.us_each[0] + sum(
-            rate * amounts[name] for rate, name in zip(self.us_each[1:], self.names, strict=True)
-        )
-        correction = float((_likeness(_doublings(self.names, [amounts]), self.places) @ self.weights)[0])
-        return float(base) * math.exp(max(-MOST_CORRECTION, min(MOST_CORRECTION, correction)))
+        base = sum(rate * amounts.get(name, 0.0) for name, rate in self.rates.items()) + self.rates["call"]
+        correction = float((_likeness(np.array([self.place(amounts)]), self.places) @ self.weights)[0])
+        return max(base, LEAST_US) * math.exp(max(-MOST_CORRECTION, min(MOST_CORRECTION, correction)))
 
 
-def _doublings(names: Sequence[str], rows: Sequence[Mapping[str, float]]) -> Floats:
-    return np.log2(1.0 + np.array([[row[name] for name in names] for row in rows])) / AMOUNTS
+def fit_rates(terms: Floats, times: Floats, drawn: Floats | None = None, wanted: Floats | None = None) -> Floats:
+    """Rates [terms], none below zero, of a sum [times, terms] that is as often too long as too short, in proportion.
+
+    Least squares of relative errors would rather be too short: each round weighs by what the round before came to. Further
+    rows `drawn`, of which `wanted` is expected, count as they are.
+    """
+    weights = np.ones(len(times))
+    solved = np.zeros(terms.shape[1])
+    more, more_wanted = (
+        (np.empty((0, terms.shape[1])), np.empty(0)) if drawn is None or wanted is None else (drawn, wanted)
+    )
+    for _ in range(ROUNDS):
+        matrix = np.vstack([terms / times[:, None] * weights[:, None], more])
+        scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
+        found, _ = nnls(matrix / scale, np.concatenate([weights, more_wanted]))
+        solved = found / scale
+        weights = np.sqrt(1 / np.maximum(terms @ solved / times, LEAST_FITTED))
+    return solved
 
 
-def _correction(names: Sequence[str], rows: Sequence[Mapping[str, float]], log_ratio: Floats) -> tuple[Floats, Floats]:
-    """Places and weights of a Gaussian process over amounts, as products have one over shapes. `log_ratio`: fitted by measured."""
-    places = _doublings(names, rows)
-    likeness = _likeness(places, places) + NOISE**2 * np.eye(len(rows))
-    return places, np.asarray(np.linalg.solve(likeness, -log_ratio), dtype=np.float64)
+def _table_place(amounts: Mapping[str, float]) -> tuple[float, ...]:
+    """Where a lookup or update is among others: doublings of its ids and their likes, and shares of them, by their reach."""
+    ids, bags = max(amounts["ids"], 1e-9), max(amounts["bags"], 1e-9)
+    sizes = (ids, amounts["row_bytes"] / ids, amounts["tables"], ids / bags, amounts["pooled_bytes"] / bags)
+    shares = (amounts["distinct"], amounts["missed_rows_1"], amounts["missed_rows_16"])
+    return (
+        *(math.log2(1 + size) / AMOUNTS for size in sizes),
+        *(share / ids / SHARES for share in shares),
+        amounts["other_threads"] / AMOUNTS,
+    )
+
+
+def _dots_amounts(batch: int, rows: int, dim: int, *, threads: int) -> dict[str, float]:
+    """Of the slowest thread: samples, their numbers, their pairs, and multiplications in whole blocks of 4 rows and 16 columns."""
+    shares = max(1, min(threads, batch // LEAST_SHARE))
+    samples = batch / shares
+    rows_4, rows_16, dim_16 = (-(-size // block) * block for size, block in ((rows, 4), (rows, 16), (dim, 16)))
+    return {
+        "samples": samples,
+        "rows": samples * rows,
+        "numbers": samples * rows * dim,
+        "pairs": samples * rows * (rows - 1) / 2,
+        "products": samples * rows_4 * rows_16 * dim,
+        "products_back": samples * rows_4 * rows * dim_16,
+        "beyond": max(0.0, 4.0 * batch * rows * dim - BEYOND_BYTES),
+        "other_threads": shares - 1.0,
+    }
+
+
+def _dots_place(amounts: Mapping[str, float]) -> tuple[float, ...]:
+    sizes = (amounts["samples"], amounts["rows"] / amounts["samples"], amounts["numbers"] / amounts["rows"])
+    return (*(math.log2(size) / REACH for size in sizes), amounts["other_threads"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.embeddings.table import Table
 from pipeline.planner.collectives import links_of
@@ -23,6 +23,11 @@ from pipeline.runtime.errors import ConfigError
 FLAG_BYTES = 40  # pipeline.training.agreement
 BUCKET_BYTES = 25 << 20  # of DistributedDataParallel: what is still to be averaged when backward ends
 MOST_SHARED = 8  # ranks that exchange through shared memory
+BATCH_NORMS = ("native_batch_norm", "native_batch_norm_backward")
+NORM_PASSES, NORM_STEPS = (
+    7,
+    10,
+)  # over all rows, and on numbers of a column each: of a norm over several ranks, either way
 
 
 @dataclass(frozen=True)
@@ -79,18 +84,30 @@ def step_amounts(request: StepRequest, times: MeasuredTimes) -> dict[str, float]
 
 def layer_amounts(request: StepRequest, times: MeasuredTimes) -> dict[str, float]:
     """Those that depend on no plan."""
+    operations = request.dense.operations
+    if request.hardware.world_size > 1:
+        operations = [each for operation in operations for each in _over_all_ranks(operation)]
     amounts = {
         "constant": 1.0,
-        "operations": float(sum(not operation.is_view for operation in request.dense.operations)),
+        "operations": float(sum(not each.is_view for each in operations)),
         "samples": float(request.batch_size),
         "features": float(sum(len(table.feature_names) for table in request.tables)),
     }
     for name in ("forward", "backward", "optimizer"):
-        products, moves = _split(request.dense.of(name), times)
+        products, moves = _split([each for each in operations if each.phase == name], times)
         amounts[f"{name}_products"], amounts[f"{name}_moves"] = products, moves
     amounts["products"] = sum(amounts[f"{name}_products"] for name in ("forward", "backward", "optimizer"))
     amounts["moves"] = sum(amounts[f"{name}_moves"] for name in ("forward", "backward", "optimizer"))
     return amounts
+
+
+def _over_all_ranks(operation: Operation) -> list[Operation]:
+    """What a batch norm of the rows of all ranks runs in the place of torch's kernel (models.layers.batch_norm)."""
+    if operation.name not in BATCH_NORMS:
+        return [operation]
+    rows = replace(operation, name="add", in_bytes=2 * operation.out_bytes)
+    vector = replace(operation, name="add", in_bytes=0, out_bytes=0)
+    return [rows] * NORM_PASSES + [vector] * NORM_STEPS
 
 
 def table_amounts(request: StepRequest, placements: Sequence[Placement], times: MeasuredTimes) -> dict[str, float]:
@@ -102,8 +119,8 @@ def table_amounts(request: StepRequest, placements: Sequence[Placement], times: 
     numbers = max((rank.replicated_bytes for rank in planned.ranks), default=0.0) / 4
     replicated = times.dense_update_us(request.optimizer, numbers) if numbers and len(planned.ranks) > 1 else 0.0
     return {
-        "lookup": max((times.lookup_us(work, request.optimizer) for work in works), default=0.0),
-        "update": max((times.update_us(work, request.optimizer) for work in works), default=0.0) + replicated,
+        "lookup": max((times.lookup_us(work) for work in works), default=0.0),
+        "update": max((times.update_us(work) for work in works), default=0.0) + replicated,
         **{f"comms_{name}": value for name, value in comms.items()},
         "comms": sum(comms.values()),
     }
@@ -144,6 +161,9 @@ def _comms_us(request: StepRequest, planned: PlannedTables, times: MeasuredTimes
         return times.collective_us(f"gloo_{kind}", num_bytes) or us(kind, num_bytes)
 
     found = {"flags": us("all_reduce", FLAG_BYTES), "average": us("all_reduce", weights)}
+    if norms := [each.shapes[0][-1] for each in request.dense.operations if each.name == BATCH_NORMS[0]]:
+        found["norms"] = sum(gloo_us("all_gather", 4 * (1 + 2 * width)) for width in norms)
+        found["norm_gradients"] = sum(gloo_us("all_reduce", 4 * 2 * width) for width in norms)
     if whole:
         exchange = gloo_us if quantized or not shared else us
         found |= {
@@ -187,6 +207,7 @@ def _walk_cpu(request: StepRequest, amounts: dict[str, float], model: HostModel,
         "lookup": ms("lookup", "lookup"),
         "rows exchange": comms("rows", "row_sums"),
         "layers forward": layers("forward"),
+        "norms exchange": comms("norms", "norm_gradients"),
         "layers backward": layers("backward"),
         "gradients exchange": comms("gradients", "row_gradients"),
         "tables update": ms("update", "update"),

@@ -26,6 +26,7 @@ from pipeline.runtime.process.kernel_pool import recording
 
 PHASES = ("forward", "backward", "optimizer")
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+KERNELS = ("take", "dots", "dots_backward")
 Numbers: TypeAlias = tuple[int, ...]
 
 
@@ -54,6 +55,7 @@ class Inputs:
     pooling: list[float]
     num_targets: int = 1
     in_place_rows: bool = False  # one CPU rank: lookups leave rows where DLRM's products want them
+    on_cpu: bool = False  # where one kernel multiplies these and picks the pairs
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def record_dense(
             weights = [weight for weight in model.parameters() if weight.requires_grad]
             batch = _batch(inputs)
             stepper = find_optimizer(optimizer.name).dense(weights, optimizer) if weights else None
-            with recording(recorder.kernel), recorder:
+            with recording(recorder.kernel, KERNELS if inputs.on_cpu else KERNELS[:1]), recorder:
                 outputs = model(batch)
                 (loss(outputs) if loss else outputs[0]).backward()
                 recorder.phase = PHASES[2]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pipeline.config.optimizers import find_optimizer
 from pipeline.planner.step_time.frequency import Bands, power_law, touched
 
-CACHE_MIB = (2, 8, 16, 24, 32, 64)  # sizes tried for what the last cache keeps of tables
+CACHE_MIB = (1, 4, 16, 32)  # sizes of caches whose misses have a rate each
 POOLED_BYTES = 8 << 20  # of pooled rows or gradients: more do not stay in the caches between kernels
 LANES = 16  # numbers that the kernels move at once; what is left over goes one by one
 BAG_WORK, ROW_WORK = 256, 16  # of pipeline.sharding.torchrec.cpu_tables.partition_tables
+LEAST_SHARE = 256  # samples of a thread, of pipeline.runtime.process.kernel_pool
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class TableWork:
 
 
 def work_of(tables: Sequence[TableShape], optimizer: str, number_bytes: int, threads: int) -> TableWork:
-    """Of one lookup over `tables` whose pooled rows, and gradients, have `number_bytes` a number.
+    """Of one lookup over `tables` whose pooled rows, and gradients, have `number_bytes` a number; of the slowest thread.
 
     Layers pass through the caches between two lookups, so the first touch of a row in a batch is a miss of the small ones; of the
-    last cache it is one where more frequent rows fill it.
+    last cache it is one where more frequent rows fill it. A lookup prefetches one row of each bag, the others are waited for.
     """
     entry = find_optimizer(optimizer)
     bands, ids = [table.bands for table in tables], [table.ids for table in tables]
@@ -76,11 +77,14 @@ def work_of(tables: Sequence[TableShape], optimizer: str, number_bytes: int, thr
         "pooled_beyond_bytes": max(0.0, pooled - POOLED_BYTES),
     }
     lookup = shared | {
+        "sums": sum(table.samples * table.features for table in several),
+        "sum_bytes": sum(table.samples * table.features * 4 * table.dim for table in several),
         "bag_ids": sum(table.ids for table in several),
         "bag_bytes": sum(table.ids * 4 * table.dim for table in several),
         "bag_tail_numbers": sum(table.ids * (table.dim % LANES) for table in several),
     }
     update = dict(shared)
+    waited = [max(0.0, 1 - 1 / max(table.pooling, 1e-9)) for table in tables]
     for size in CACHE_MIB:
         found = touched(bands, ids, both, size * 2**20)
         for amounts, row_bytes in ((lookup, weights), (update, both)):
@@ -90,8 +94,24 @@ def work_of(tables: Sequence[TableShape], optimizer: str, number_bytes: int, thr
             )
             amounts["distinct"] = sum(each.distinct for each in found)
             amounts["distinct_bytes"] = sum(each.distinct * count for each, count in zip(found, row_bytes, strict=True))
-    share = _share_of_slowest([table.ids * (table.dim + ROW_WORK) + BAG_WORK for table in tables], threads)
-    return TableWork(lookup, {name: value * share for name, value in update.items()})
+        lookup[f"waited_rows_{size}"] = sum(each.missed_rows * share for each, share in zip(found, waited, strict=True))
+    # What an optimizer computes of a row is its own.
+    update[f"rows_by_{optimizer}"] = update["distinct"]
+    update[f"numbers_by_{optimizer}"] = sum(
+        each.distinct * table.dim for each, table in zip(found, tables, strict=True)
+    )
+    samples = max((table.samples for table in tables), default=0.0)
+    shares = max(1, min(threads, int(samples) // LEAST_SHARE))
+    work = [table.ids * (table.dim + ROW_WORK) + BAG_WORK for table in tables]
+    return TableWork(
+        _of_thread(lookup, 1 / shares, shares),
+        _of_thread(update, _share_of_slowest(work, threads), max(1, min(threads, len(tables)))),
+    )
+
+
+def _of_thread(amounts: dict[str, float], share: float, threads: int) -> dict[str, float]:
+    """`other_threads`: those that work is handed to."""
+    return {name: value * share for name, value in amounts.items()} | {"other_threads": threads - 1.0}
 
 
 def _share_of_slowest(work: Sequence[float], threads: int) -> float:

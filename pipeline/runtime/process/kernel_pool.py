@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +15,7 @@ import torch
 LEAST_SHARE = 256  # samples: fewer are not worth a thread
 Recorder = Callable[[str, Sequence[torch.Tensor]], None]
 _recorder: Recorder | None = None
+_recorded: Collection[str] = ()
 
 
 @cache
@@ -36,21 +37,22 @@ def on_all_threads(
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Inside, kernels that are called on fake tensors are given to the recorder with their tensors."""
-    global _recorder
-    before, _recorder = _recorder, recorder
+def recording(recorder: Recorder, kernels: Collection[str]) -> Iterator[None]:
+    """Inside, these kernels are given to the recorder with their tensors where they are called on fake tensors."""
+    global _recorder, _recorded
+    before = _recorder, _recorded
+    _recorder, _recorded = recorder, kernels
     try:
         yield
     finally:
-        _recorder = before
+        _recorder, _recorded = before
 
 
-def is_recorded() -> bool:
-    return _recorder is not None
+def is_recorded(kernel: str) -> bool:
+    return _recorder is not None and kernel in _recorded
 
 
 def record(name: str, *tensors: torch.Tensor) -> None:
-    """In place of a kernel's call, where is_recorded()."""
+    """In place of a kernel's call, where it is_recorded()."""
     assert _recorder is not None
     _recorder(name, tensors)

@@ -16,6 +16,7 @@ from pipeline.training.calibration.clock import Bench
 SIZES = (512, 8 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)  # bytes that a rank hands in
 BYTES_A_ROUND = 24 << 20
 LEAST_ROUNDS, MOST_ROUNDS = 6, 40
+OUTLIERS = 10  # the slowest of so many rounds is left out
 
 
 def measure_collectives(bench: Bench, context: DistributedContext) -> None:
@@ -55,7 +56,10 @@ def _exchange(exchange: HostExchange, parts: list[torch.Tensor]) -> torch.Tensor
 
 
 def _time(bench: Bench, kind: str, size: int, ranks: int, call: Callable[[], object]) -> None:
-    """The same number of calls on every rank; into a row goes the median on this one."""
+    """The same number of calls on every rank; into a row goes the mean on this one.
+
+    Not the median: a rank that sleeps wakes up at once or milliseconds later, and steps meet both.
+    """
     rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, BYTES_A_ROUND // size))
     bench.agree(True)
     times = []
@@ -65,4 +69,6 @@ def _time(bench: Bench, kind: str, size: int, ranks: int, call: Callable[[], obj
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    bench.add(kind, {"bytes": size, "ranks": ranks}, *median_and_spread(times[2:]))
+    ordered = sorted(times[2:])
+    kept = ordered[: len(ordered) - len(ordered) // OUTLIERS]
+    bench.add(kind, {"bytes": size, "ranks": ranks}, sum(kept) / len(kept), median_and_spread(ordered)[1])

@@ -22,17 +22,18 @@ BatchShape = tuple[int, int, int]
 
 
 def measure_dense(bench: Bench, seconds: float, seed: int) -> None:
-    """About `seconds` in all. Shapes are drawn by the seed, so ranks that measure at once measure the same."""
-    draw = random.Random(seed)
-    for (batch, out, into), dtype in bench.within(0.45 * seconds, _with_dtypes(_linear_shapes(draw)), least=12):
+    """About `seconds` in all. Shapes are drawn by the seed, so ranks that measure at once, and passes, measure the same."""
+    layers, dots = (random.Random(f"{seed} {kind}") for kind in ("layers", "dots"))
+    for (batch, out, into), dtype in bench.within(0.5 * seconds, _with_dtypes(_linear_shapes(layers)), least=12):
         _time_linear(bench, batch, out, into, dtype)
-    for (batch, rows, dim), dtype in bench.within(0.2 * seconds, _with_dtypes(_dot_shapes(draw)), least=8):
+    for (batch, rows, dim), dtype in bench.within(0.25 * seconds, _with_dtypes(_dot_shapes(dots)), least=8):
         _time_dots(bench, batch, rows, dim, dtype)
     for (name, call), dtype in bench.within(0.25 * seconds, product(BY_BYTES.items(), DTYPES), least=10**6):
         for size in SIZES if name not in SLOW else SIZES[:-2]:
             _time_by_bytes(bench, name, call, size, dtype)
-    for name, numbers in bench.within(0.1 * seconds, product(_dense_optimizers(), SIZES[1:7]), least=10**6):
-        _time_optimizer(bench, name, numbers)
+    sizes = product(_dense_optimizers(), SIZES[1:7], NUM_TENSORS)
+    for name, numbers, tensors in bench.within(0.1 * seconds, sizes, least=10**6):
+        _time_optimizer(bench, name, numbers, tensors)
 
 
 def _with_dtypes(shapes: Iterator[BatchShape]) -> Iterator[tuple[BatchShape, str]]:
@@ -85,13 +86,16 @@ def _time_dots(bench: Bench, batch: int, rows: int, dim: int, dtype: str) -> Non
     shape: dict[str, Number] = {"dtype": dtype, "b": batch, "m": rows}
     bench.time("bmm", {**shape, "layout": "nt", "n": rows, "k": dim}, lambda: torch.bmm(values, values.transpose(1, 2)))
     bench.time("bmm", {**shape, "layout": "nn", "n": dim, "k": rows}, lambda: torch.bmm(products, values))
-    _time_take(bench, products, dtype)
+    _time_own_kernels(bench, values, products, dtype)
 
 
-def _time_take(bench: Bench, products: torch.Tensor, dtype: str) -> None:
-    """Our kernel that picks the pairs above the diagonal."""
-    from pipeline.models.layers.interaction import pairs_kernel
+def _time_own_kernels(bench: Bench, values: torch.Tensor, products: torch.Tensor, dtype: str) -> None:
+    """Ours, which pick the pairs above the diagonal, or multiply the rows too."""
+    from pipeline.models.layers.interaction import dots_kernels, pairs_kernel
 
+    batch, rows, dim = values.shape
+    for name, run in dots_kernels(values).items():
+        bench.time(name, {"dtype": dtype, "b": batch, "m": rows, "k": dim}, run)
     call, num_bytes = pairs_kernel(products)
     if call is not None:
         bench.time("take", {"dtype": dtype, "bytes": num_bytes}, call)
@@ -157,12 +161,13 @@ def _dense_optimizers() -> list[str]:
 
 
 STANDARD = ("sgd", "adagrad", "adam", "adamw")
+NUM_TENSORS = (4, 16)
 
 
-def _time_optimizer(bench: Bench, name: str, numbers: int) -> None:
-    """An update of 8 parameters of `numbers` numbers in all."""
-    weights = [torch.nn.Parameter(torch.rand(max(numbers // 8, 1))) for _ in range(8)]
+def _time_optimizer(bench: Bench, name: str, numbers: int, tensors: int) -> None:
+    """An update of so many parameters, of `numbers` numbers in all."""
+    weights = [torch.nn.Parameter(torch.rand(max(numbers // tensors, 1))) for _ in range(tensors)]
     for weight in weights:
         weight.grad = torch.rand_like(weight)
     optimizer = find_optimizer(name).dense(weights, DenseOptimizerConfig(name=name))
-    bench.time("optimizer", {"name": name, "numbers": numbers, "tensors": 8}, optimizer.step)
+    bench.time("optimizer", {"name": name, "numbers": numbers, "tensors": tensors}, optimizer.step)

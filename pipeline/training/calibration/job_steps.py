@@ -2,41 +2,65 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 from pipeline.planner.hardware import resolve_hardware
 from pipeline.planner.step_time.kernels import MeasuredTimes
-from pipeline.planner.step_time.measurements import Conditions, Measurements, these_versions, this_machine
-from pipeline.planner.step_time.predict import step_amounts
+from pipeline.planner.step_time.measurements import (
+    Conditions,
+    Measurement,
+    Measurements,
+    Number,
+    these_versions,
+    this_machine,
+)
+from pipeline.planner.step_time.predict import StepRequest, step_amounts
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.calibration.clock import Bench
 from pipeline.training.calibration.jobs import InMemoryTraining, SmallJob, small_jobs
 from pipeline.training.predicted_step import step_request
 
 ROUNDS, STEPS = 3, 8
-LEAST_JOBS = 6
+LEAST_JOBS = 3
 
 
-def measure_jobs(bench: Bench, seconds: float, seed: int, context: DistributedContext) -> None:
-    """Collective: rows `job`. The kernels' times come from the bench's own rows, so this goes last."""
-    draw = random.Random(seed + 1000)
-    so_far = Measurements("", this_machine(), these_versions(), Conditions("", 0, 0, 0, 0), bench.rows)
-    times = MeasuredTimes(so_far, bench.setup)
-    for job in bench.within(seconds, small_jobs(draw), least=LEAST_JOBS):
-        took, spread, amounts = run_job(job, context, times, bench.is_by_cpu)
-        bench.add("job", dict(amounts), took, spread)
+class JobSteps:
+    """The same small jobs in every pass. Collective: every rank measures them together."""
 
+    def __init__(self, bench: Bench, seed: int, context: DistributedContext) -> None:
+        self._bench, self._seed, self._context = bench, seed, context
+        self._requests: dict[str, StepRequest] = {}  # by what a row of Measurement names a job by
 
-def run_job(
-    job: SmallJob, context: DistributedContext, times: MeasuredTimes, by_cpu: bool
-) -> tuple[float, float, dict[str, float]]:
-    """Collective: seconds of a step and their spread; and its amounts (step_time.predict.step_amounts)."""
-    training = InMemoryTraining(job, context, by_cpu)
-    took, spread = training.run(ROUNDS, STEPS)
-    config = training.resolved.job
-    hardware = resolve_hardware(
-        config.hardware, context.world_size, local_world_size=context.local_world_size, device_type="cpu"
-    )
-    threads = int(times.setup.partition("x")[2])
-    request = step_request(training.resolved, training.assembly.plan, hardware, threads)
-    return took, spread, {name: round(value, 3) for name, value in step_amounts(request, times).items()}
+    def measure(self, seconds: float) -> None:
+        """Rows `job`, of which amounts() makes what step_time.host reads."""
+        draw = random.Random(self._seed + 1000)
+        for job in self._bench.within(seconds, small_jobs(draw), least=LEAST_JOBS):
+            training, spec = InMemoryTraining(job, self._context, self._bench.is_by_cpu), json.dumps(job.to_json())
+            took, spread = training.run(ROUNDS, STEPS)
+            self._bench.add("job", {"spec": spec}, took, spread)
+            if spec not in self._requests:
+                self._requests[spec] = self._request(job, training)
+
+    def _request(self, job: SmallJob, training: InMemoryTraining) -> StepRequest:
+        hardware = resolve_hardware(
+            training.resolved.job.hardware, self._context.world_size, local_world_size=self._context.local_world_size,
+            device_type="cpu",
+        )  # fmt: skip
+        threads = int(self._bench.setup.partition("x")[2])
+        return step_request(training.resolved, training.assembly.plan, hardware, threads)
+
+    def amounts(self, rows: Sequence[Measurement]) -> list[Measurement]:
+        """`rows`, of which those of jobs also say what their kernels should take by the other rows (step_time.predict.step_amounts)."""
+        measured = Measurements("", this_machine(), these_versions(), Conditions("", 0, 0, 0, 0), list(rows))
+        times = MeasuredTimes(measured, self._bench.setup)
+        found = []
+        for row in rows:
+            if row.kind == "job":
+                amounts = step_amounts(self._requests[str(row.shape["spec"])], times)
+                shape: dict[str, Number] = {**row.shape, **{name: round(value, 3) for name, value in amounts.items()}}
+                row = replace(row, shape=shape)
+            found.append(row)
+        return found

@@ -192,17 +192,21 @@ def _agree(wanted: bool) -> bool:
 
 
 def measure(bench: Bench, setup: Setup, context: DistributedContext) -> None:
-    """Collective: all kinds, under one setup."""
+    """Collective: all kinds, under one setup, in passes."""
+    from pipeline.training.calibration.clock import PASSES, fastest
     from pipeline.training.calibration.collectives import measure_collectives
     from pipeline.training.calibration.dense import measure_dense
     from pipeline.training.calibration.host import measure_host, measure_storage
-    from pipeline.training.calibration.job_steps import measure_jobs
+    from pipeline.training.calibration.job_steps import JobSteps
     from pipeline.training.calibration.tables import measure_tables
 
-    measure_host(bench)
-    measure_dense(bench, SHARES["dense"] * setup.seconds, setup.seed)
-    measure_tables(bench, SHARES["tables"] * setup.seconds, setup.seed)
-    measure_collectives(bench, context)
-    measure_jobs(bench, SHARES["jobs"] * setup.seconds, setup.seed, context)
+    jobs, seconds = JobSteps(bench, setup.seed, context), setup.seconds / PASSES
+    for _ in range(PASSES):
+        measure_host(bench)
+        measure_dense(bench, SHARES["dense"] * seconds, setup.seed)
+        measure_tables(bench, SHARES["tables"] * seconds, setup.seed)
+        measure_collectives(bench, context)
+        jobs.measure(SHARES["jobs"] * seconds)
+    bench.rows = jobs.amounts(fastest(bench.rows))
     if setup.name == "1x1":
         measure_storage(bench, setup.folder)

@@ -22,20 +22,19 @@ from pipeline.training.calibration.clock import Bench, time_call
 
 MOST_TABLE_BYTES = 128 << 20  # weights and states of one sample
 FLUSHED_BYTES = 6 << 20  # what the dense layers pass through the caches between lookup and update
-NUM_BATCHES = 20  # no batch comes twice, or caches would hold more than in training
-WARM_UP = 6
+NUM_BATCHES = 12  # no batch comes twice, or caches would hold more than in training
+WARM_UP = 4
 
 
 def measure_tables(bench: Bench, seconds: float, seed: int) -> None:
     """About `seconds` in all, row-wise Adagrad a third of it."""
-    draw = random.Random(seed)
     names = [name for name, entry in all_optimizers().items() if entry.cpu_kernel is not None]
     shares = {name: 2.0 if name == "rowwise_adagrad" else 1.0 for name in names}
     for name in names:
-        share = 0.9 * seconds * shares[name] / sum(shares.values())
+        share, draw = 0.9 * seconds * shares[name] / sum(shares.values()), random.Random(f"{seed} {name}")
         for sample in bench.within(share, samples(draw, name), least=6):
             time_tables(bench, sample, name, draw.random() < 0.3)
-    for sample in bench.within(0.1 * seconds, samples(draw, "rowwise_adagrad"), least=2):
+    for sample in bench.within(0.1 * seconds, samples(random.Random(seed), "rowwise_adagrad"), least=2):
         _time_fbgemm(bench, sample)
 
 
