@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks.differential import job_of
 from pipeline.checkpoint.tables import flatten, local_chunks
-from pipeline.config.data import SyntheticConfig
+from pipeline.config.generated import SyntheticConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.generate.drift import renewed, rotated_effects, rotated_vectors
 from pipeline.data.generate.synthetic import make_teacher, prepared_dense, sample_features, sigmoid

@@ -29,7 +29,8 @@ from torch import nn
 from benchmarks.planner_suites import Suite, build_request, synthetic_tables
 from benchmarks.prepare import measure
 from benchmarks.serving_artifacts import DENSE, SPARSE
-from pipeline.config.data import ColumnsConfig, SyntheticConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.generated import SyntheticConfig
 from pipeline.config.planner import PlannerConfig
 from pipeline.data.generate.synthetic import write_source
 

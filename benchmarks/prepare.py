@@ -24,7 +24,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.config.data import SyntheticConfig
+from pipeline.config.generated import SyntheticConfig
 from pipeline.data.generate.synthetic import write_source
 from pipeline.data.raw.source import TEACHER_SUFFIX
 

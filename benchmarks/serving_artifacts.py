@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.data.prepare.encode import dense_values
 from pipeline.data.raw.transforms import Transform

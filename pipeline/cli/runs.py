@@ -38,7 +38,7 @@ def compare_runs(job: RunsJob) -> str:
     from pipeline.training.runs.compare import compare
     from pipeline.training.runs.folder import open_run
     from pipeline.training.runs.listing import write_parquet
-    from pipeline.training.runs.report import render_comparison
+    from pipeline.training.runs.report_comparison import render_comparison
 
     comparison = compare([open_run(path) for path in job.runs], job.split, job.confidence)
     if job.output:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.config.data import SPLITS
 from pipeline.config.registry import find
+from pipeline.config.splits import SPLITS
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4", "int2")  # of tables, from the largest to the smallest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.data.dataset import Dataset, listed_labels
 from pipeline.runtime.errors import DataError, did_you_mean
 

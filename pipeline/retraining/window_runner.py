@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import pipeline
-from pipeline.config.data import BaseVocabularyConfig, SplitConfig
+from pipeline.config.ids import BaseVocabularyConfig
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import GateConfig
+from pipeline.config.splits import SplitConfig
 from pipeline.config.training import LRSchedule
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset

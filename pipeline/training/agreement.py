@@ -6,6 +6,7 @@ messages between ranks travel in the same all-reduce, so that all of them act at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -73,22 +74,23 @@ class StepAgreement:
         # Training batches have no padding. A sum of comparisons takes three times as long.
         batch = inputs[0]
         marks = batch.sample_weights if batch.present is None else batch.present
-        bad_rows = len(marks) - torch.count_nonzero(marks)
-        flags: list[torch.Tensor | bool] = [
-            ~loss.detach().isfinite(),
-            self.stop_wanted,
-            self.input_failed or (self.input_ended and int(bad_rows) == len(marks)),
-            self.save_wanted,
-            bad_rows,
-        ]
-        non_finite, stop, failed, save, bad = _summed(flags, loss.device)
+        num_marked = torch.count_nonzero(marks)
+        failed_here = self.input_failed or (self.input_ended and int(num_marked) == 0)
+        if _is_alone():
+            flags = [not math.isfinite(loss.item()), self.stop_wanted, failed_here, self.save_wanted]
+            non_finite, stop, failed, save, bad = (*map(int, flags), len(marks) - int(num_marked))
+        else:
+            bad_rows = len(marks) - num_marked
+            not_finite = ~loss.detach().isfinite()
+            shared: list[torch.Tensor | bool] = [not_finite, self.stop_wanted, failed_here, self.save_wanted, bad_rows]
+            non_finite, stop, failed, save, bad = _summed(shared, loss.device)
         self.stop_agreed, self.input_failure_agreed, self.save_agreed = stop > 0, failed > 0, save > 0
         if self.input_failure_agreed:
             return _nothing(loss)
         self.num_bad_rows += bad
         if not non_finite:
             self.in_a_row = 0
-            return loss * self.loss_scale, prediction
+            return loss if self.loss_scale == 1.0 else loss * self.loss_scale, prediction
         self.in_a_row += 1
         if self.in_a_row > self.max_in_a_row:
             raise self._error(task, loss, prediction)
@@ -116,10 +118,12 @@ def _nothing(loss: torch.Tensor) -> tuple[torch.Tensor, None]:
     return torch.zeros_like(loss.detach()).requires_grad_(), None
 
 
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 def _summed(flags: list[torch.Tensor | bool], device: torch.device) -> list[int]:
     """Collective: each flag's, or count's, sum over all ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [int(flag) for flag in flags]
     sums = torch.stack([torch.as_tensor(flag, dtype=torch.int64, device=device) for flag in flags])
     all_reduce(sums)
     return [int(value) for value in sums.tolist()]

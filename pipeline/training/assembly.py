@@ -12,6 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.planner import PlannerConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.tables import TableConfig
 from pipeline.data.dataset import Dataset, check_group
@@ -210,11 +211,17 @@ def _plan_of_run(job: TrainJob) -> str | None:
     path, config = f"{job.run_dir}/plan.json", f"{job.run_dir}/config.yaml"
     if not (job.checkpoint.resume and storage.is_file(path) and storage.is_file(config)):
         return None
-    before, now = (replace(each.planner, plan_file="") for each in (load_saved_job(TrainJob, config), job))
+    before, now = (_what_is_searched(each) for each in (load_saved_job(TrainJob, config), job))
     if before != now:
         logger.info("plan        a new search, for the settings of planner are not those of %s", config)
         return None
     return path
+
+
+def _what_is_searched(job: TrainJob) -> PlannerConfig:
+    """The settings that a plan depends on. A plan from a file is the run's plan by now, as one that was searched is."""
+    kind = "search" if job.planner.kind == "file" else job.planner.kind
+    return replace(job.planner, plan_file="", kind=kind)
 
 
 def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:

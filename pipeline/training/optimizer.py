@@ -17,6 +17,7 @@ from pipeline.runtime.errors import TrainingError
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, materialize_state
+from pipeline.training.dense_step import FusedAdamStep
 
 
 class DenseOptimizer(KeyedOptimizerWrapper):
@@ -26,6 +27,7 @@ class DenseOptimizer(KeyedOptimizerWrapper):
         """`l2` times its weights is added to the gradient of each matrix; biases and norms are vectors."""
         super().__init__(params, lambda weights: _make_dense(weights, config))
         self._weights = list(params.values())
+        self._fused = FusedAdamStep(self._optimizer) if FusedAdamStep.fits(self._optimizer) else None
         self._l2, self._matrices = l2, [weight for weight in self._weights if weight.dim() > 1]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -43,7 +45,10 @@ class DenseOptimizer(KeyedOptimizerWrapper):
                 for weight in self._matrices:
                     if weight.grad is not None:
                         weight.grad.add_(weight, alpha=self._l2)
-        self._optimizer.step(closure)
+        if self._fused is not None and closure is None:
+            self._fused.step()
+        else:
+            self._optimizer.step(closure)
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Nothing to do; the dummy step that others need here would count as a step of Adam."""

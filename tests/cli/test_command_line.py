@@ -12,11 +12,11 @@ from pipeline.cli import command_line
 from pipeline.cli.command_line import load_config, print_user_errors, split_flags
 from pipeline.cli.verb import Verb
 from pipeline.config import saved_jobs
-from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
+from pipeline.config.reader import ReaderConfig
 from pipeline.config.saved_jobs import load_saved_job, save_job
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
 from pipeline.embeddings.row_frequencies import merge_frequencies

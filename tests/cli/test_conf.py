@@ -17,12 +17,12 @@ from omegaconf import DictConfig
 from pipeline.cli import compose
 from pipeline.cli.command_line import load_config
 from pipeline.cli.compose import group_options
-from pipeline.config.data import check_batch_geometry
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.serve import PublishJob, ServeJob
 from pipeline.config.jobs.train import PlanJob, SweepJob, TrainJob
+from pipeline.config.reader import check_batch_geometry
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

@@ -12,7 +12,9 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import PlanSummary, check, describe, diff, main, plan, show, train_command
-from pipeline.config.data import ColumnsConfig, DataConfig, IdsConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.ids import IdsConfig
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import TableConfig

@@ -12,7 +12,8 @@ import yaml
 
 from pipeline.cli.compose import _config_classes
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.data import BaseVocabularyConfig, BucketsConfig, ConversionsConfig, SyntheticConfig, UserItemConfig
+from pipeline.config.generated import ConversionsConfig, SyntheticConfig, UserItemConfig
+from pipeline.config.ids import BaseVocabularyConfig, BucketsConfig
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.registry import components

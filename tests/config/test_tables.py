@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.config.jobs.train import PlanJob
 from pipeline.config.tables import TableConfig, expand_patterns
 from pipeline.embeddings.tables import resolve_tables

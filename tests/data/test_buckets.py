@@ -14,14 +14,11 @@ import pyarrow as pa
 import pytest
 
 from pipeline.checkpoint.vocabularies import read_values
-from pipeline.config.data import (
-    BaseVocabularyConfig,
-    BucketsConfig,
-    ColumnsConfig,
-    DataConfig,
-    SplitConfig,
-)
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.ids import BaseVocabularyConfig, BucketsConfig
 from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.splits import SplitConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.buckets import Counted, boundaries_of
 from pipeline.data.prepare.run import prepare

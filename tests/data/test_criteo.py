@@ -13,7 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config.data import ColumnsConfig, DataConfig, IdsConfig, SplitConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.ids import IdsConfig
+from pipeline.config.splits import SplitConfig
 from pipeline.data.raw import source
 from pipeline.data.raw import source as source_module
 from pipeline.data.raw.cells import parse_timestamps

@@ -11,9 +11,12 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from pipeline.config.data import BucketsConfig, ColumnsConfig, DataConfig, IdsConfig, SplitConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.ids import BucketsConfig, IdsConfig
 from pipeline.config.labels import NegativeSamplingConfig
 from pipeline.config.sequences import SequenceConfig
+from pipeline.config.splits import SplitConfig
 from pipeline.data.prepare import resources
 from pipeline.data.prepare.distributed import runs
 from pipeline.data.prepare.distributed.engine import SerialEngine

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from iopath.common.file_io import PathHandler
 
-from pipeline.config.data import ReaderConfig
+from pipeline.config.reader import ReaderConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.decode import Block
 from pipeline.data.read.reader import ShardReader
@@ -122,6 +123,33 @@ def test_resume_decodes_only_the_row_groups_that_are_left(
     epoch_of(reader, 0, reader.steps_per_epoch - 1)
     rows_left = NUM_ROWS - (reader.steps_per_epoch - 1) * 16
     assert sum(segment.stop - segment.start for segment in decoded) <= rows_left
+
+
+def test_a_split_that_fits_is_decoded_once_and_gives_the_same_rows(
+    ragged: tuple[str, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, anew = (make_reader(ragged, keep_mib=size) for size in (1, 0))
+    read: list[int] = []
+    plain_read = kept._shards._read
+
+    def counting_read(index: int, row_group: int) -> pa.Table:
+        read.append(row_group)
+        return plain_read(index, row_group)
+
+    monkeypatch.setattr(kept._shards, "_read", counting_read)
+    for epoch in (0, 1, 0):
+        batches = epoch_of(kept, epoch)
+        assert [samples_of(batch) for batch in batches] == [samples_of(batch) for batch in epoch_of(anew, epoch)]
+    assert len(read) == len(kept._shards.row_group_sizes)
+
+
+def test_a_kept_split_whose_file_changes_is_an_error_all_the_same(tmp_path: Path) -> None:
+    reader = make_reader((str(tmp_path), write_dataset(tmp_path, [[64] * 4])))
+    epoch_of(reader)
+    path = tmp_path / "train" / "part-0.parquet"
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(DataError, match=names("part-0.parquet changed")):
+        epoch_of(reader, 1)
 
 
 def test_more_decode_threads_change_nothing(ragged: tuple[str, Dataset]) -> None:

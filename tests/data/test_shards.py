@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.data import SPLITS, ColumnsConfig, IdsConfig, SplitConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.ids import IdsConfig
+from pipeline.config.splits import SPLITS, SplitConfig
 from pipeline.data.prepare import resources
 from pipeline.data.prepare.row_groups import in_row_groups
 from pipeline.data.prepare.splits import Boundaries, blocks_of, find_boundaries

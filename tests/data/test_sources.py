@@ -15,9 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config.data import ColumnsConfig, DataConfig, SplitConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.labels import LabelConfig
+from pipeline.config.splits import SplitConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare import prepare as preparation
 from pipeline.data.prepare.limit import most_rows_to_come

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.data import ColumnsConfig, DataConfig, SyntheticConfig, UserItemConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.generated import SyntheticConfig, UserItemConfig
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.data.generate import synthetic, user_item
 from pipeline.data.generate.synthetic import hex_strings, power_law, write_source

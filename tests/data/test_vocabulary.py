@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.data import IdsConfig
+from pipeline.config.ids import IdsConfig
 from pipeline.data.prepare.vocabulary import (
     ENTRIES_SCHEMA,
     RankedFeature,

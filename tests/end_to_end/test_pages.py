@@ -16,7 +16,7 @@ from pipeline.retraining.page import reigns, render_registry
 from pipeline.retraining.registry import Registry
 from pipeline.training.runs.compare import compare
 from pipeline.training.runs.folder import open_run
-from pipeline.training.runs.report import render_comparison
+from pipeline.training.runs.report_comparison import render_comparison
 from pipeline.training.sweep.outcome import render_page as render_sweep
 from pipeline.training.sweep.run import SweepResult
 from pipeline.training.sweep.study import Trial

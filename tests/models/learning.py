@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.config.data import ConversionsConfig, SyntheticConfig, UserItemConfig
+from pipeline.config.generated import ConversionsConfig, SyntheticConfig, UserItemConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.config.data import SyntheticConfig, UserItemConfig
+from pipeline.config.generated import SyntheticConfig, UserItemConfig
 from pipeline.config.model import ModelConfig
 from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
 from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics

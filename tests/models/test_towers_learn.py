@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.data import ConversionsConfig
+from pipeline.config.generated import ConversionsConfig
 from pipeline.data.quality import auc
 from pipeline.data.targets import Target
 from pipeline.models.esmm import ESMMConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.data import SyntheticConfig
+from pipeline.config.generated import SyntheticConfig
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.data.generate.synthetic import write_source
 from pipeline.data.raw.formats.criteo_tsv import NUM_DENSE

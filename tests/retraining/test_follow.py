@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from pipeline.checkpoint.steps import list_steps, step_path
 from pipeline.cli.command_line import load_config
-from pipeline.config.data import DataConfig, ReaderConfig
+from pipeline.config.data import DataConfig
 from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.config.reader import ReaderConfig
 from pipeline.config.stream import StreamConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.batch import Batch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.data import ConversionsConfig
+from pipeline.config.generated import ConversionsConfig
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.data.generate.conversions import write_source
 from pipeline.retraining.ledger import PROMOTED, SKIPPED

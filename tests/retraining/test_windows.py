@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.data import ColumnsConfig, DataConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
 from pipeline.config.retraining import WindowsConfig
 from pipeline.retraining.windows import LATE, READY, WAITING, Window, extract_rows, find_windows
 from pipeline.runtime.errors import RetrainingError

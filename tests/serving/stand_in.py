@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.data.raw.rows import QuarantinedRow
 from pipeline.serving.artifact.served_tasks import ServedTask
 from pipeline.serving.scoring.column_lists import Rows, as_table

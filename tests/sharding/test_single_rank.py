@@ -7,13 +7,14 @@ import torch
 from torch import nn
 from torchrec.distributed.dist_data import KJTAllToAll
 
+from pipeline.config.tables import TableConfig
 from pipeline.config.training import TrainerConfig
-from pipeline.data.read.batch import Batch
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.models.layers.dlrm import join_lookups_to_products
 from pipeline.models.layers.interaction import DotInteraction
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from tests.support.ranks import RankPool
-from tests.support.sharded_models import build_sharded, draw_batches, full_state, train_steps
+from tests.support.sharded_models import CARDINALITIES, build_sharded, draw_batches, full_state, train_steps
 
 TABLE_WISE = dict.fromkeys("abcd", "table_wise")
 NUM_STEPS = 5
@@ -76,6 +77,53 @@ def test_tables_that_do_not_lie_in_one_block_train_as_before(ranks: RankPool) ->
     plain = ranks.run(1, _twice, "fp32")[0][0][0]
     assert is_none and joined == 0
     assert losses == pytest.approx(plain, abs=1e-6)
+
+
+# Three of TorchRec's groups, and neither the features' order nor one after the other.
+GROUPS = {"b": TableConfig(embedding_dim=8, pooling="mean"), "c": TableConfig(embedding_dim=8, data_type="fp16")}
+
+
+def _bags(number: int) -> Batch:
+    """Of 0 to 3 ids, under keys in another order and one more of them; batch 2 has an id that b's table lacks."""
+    batch = next(draw_batches(0, 1, 1, start=number))
+    generator = torch.Generator().manual_seed(number)
+    bags = {
+        name: [torch.randint(0, CARDINALITIES.get(name, 9), (count,), generator=generator) for count in counts]
+        for name in ("unread", "d", "c", "a", "b")
+        if (counts := torch.randint(0, 4, (batch.batch_size,), generator=generator).tolist())
+    }
+    lengths = torch.tensor([len(bag) for of_one in bags.values() for bag in of_one])
+    values = torch.cat([bag for of_one in bags.values() for bag in of_one])
+    sizes = lengths.view(len(bags), -1).sum(dim=1).tolist()
+    if number == 2:
+        values[-1] = CARDINALITIES["b"]  # FBGEMM takes row 0
+    features = keyed_jagged_tensor(list(bags), values, lengths, batch.batch_size, sizes)
+    return Batch(batch.dense_features, features, batch.labels, batch.sample_weights)
+
+
+def _groups(rank: int, precision: str) -> list[tuple[list[float], dict[str, torch.Tensor], torch.Tensor]]:
+    """Losses, state and an evaluation's logits of TorchRec's way, then of ours."""
+    found = []
+    for is_ours in (False, True):
+        task, model, optimizer, _ = build_sharded(TABLE_WISE, settings=GROUPS)
+        task._bf16 = precision == "bf16"
+        tables = _tables(model)
+        assert tables.whole_lookup is not None and len(tables.whole_lookup.lookups) == 3
+        if not is_ours:
+            tables.whole_lookup = None
+        losses = train_steps(model, optimizer, map(_bags, range(NUM_STEPS)))
+        with torch.no_grad():
+            logits = model(_bags(NUM_STEPS))[1].logits
+        found.append((losses, full_state(model), logits))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_groups_of_tables_train_alike_bit_for_bit(ranks: RankPool, precision: str) -> None:
+    (losses, expected, logits), (ours, found, own_logits) = ranks.run(1, _groups, precision)[0]
+    assert ours == losses and len(set(ours)) == NUM_STEPS
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert torch.equal(own_logits, logits)
 
 
 def _wrong(rank: int) -> str:

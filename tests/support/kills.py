@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline.runtime.storage.checksums import ChecksummedWriter
 
@@ -29,13 +29,7 @@ def killed_at(number: int, arm: Callable[[Callable[[], None]], None], work: Call
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        try:
-            arm(operation)
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
+        work_and_exit(arm, operation, work)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
@@ -66,15 +60,22 @@ def copied_before_each(
                     shutil.copytree(folder, copies / str(number))
             own.copies = False
 
-        try:
-            arm(operation)
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
+        work_and_exit(arm, operation, work)
     _, status = os.waitpid(child, 0)
     assert status == 0
+
+
+def work_and_exit(
+    arm: Callable[[Callable[[], None]], None], operation: Callable[[], None], work: Callable[[], None]
+) -> NoReturn:
+    """In the child: 0 where the work ended well, 1 where it raised, with the traceback."""
+    try:
+        arm(operation)
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def before_each_change_of_files(operation: Callable[[], None]) -> None:

@@ -44,14 +44,16 @@ def build_sharded(
     seed: int = 0,
     comms: CommsConfig | None = None,
     as_task: Callable[[nn.Module], nn.Module] | None = None,
+    settings: dict[str, TableConfig] | None = None,
 ) -> tuple[TaskModel, DistributedModelParallel, TrainingOptimizer, DistributedContext]:
     """Collective. `kinds` maps each table of CARDINALITIES to a sharding type. Without `comms` it is that of the test's path.
 
-    `as_task` makes the task of a DLRM that it keeps as its `model`; None: the click task.
+    `as_task` makes the task of a DLRM that it keeps as its `model`; None: the click task. `settings`: of single tables.
     """
     comms = comms or default_comms()
     context = init_distributed()
-    tables = resolve_tables({"default": TableConfig(embedding_dim=8)}, described_dataset(CARDINALITIES))
+    given = {"default": TableConfig(embedding_dim=8), **(settings or {})}
+    tables = resolve_tables(given, described_dataset(CARDINALITIES))
     config = DLRMConfig(dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1])
     model = build_model(config, tables, 2, seed=seed)
     task: TaskModel = as_task(model) if as_task else make_task(config, model, tables)  # type: ignore[assignment]

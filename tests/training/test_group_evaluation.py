@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.data import ColumnsConfig, DataConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import GROUP_COLUMN, check_group, load_dataset

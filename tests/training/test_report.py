@@ -17,7 +17,8 @@ from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.pages.charts import MOST_POINTS, Line, line_chart, thinned
 from pipeline.training.runs.details import Slice
 from pipeline.training.runs.folder import open_run
-from pipeline.training.runs.report import render_report, warnings_of, worst_slices
+from pipeline.training.runs.report import render_report, warnings_of
+from pipeline.training.runs.report_features import worst_slices
 from tests.support.browser import open_page
 from tests.support.messages import names
 

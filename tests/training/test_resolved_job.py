@@ -84,3 +84,5 @@ def test_a_run_that_goes_on_takes_up_its_plan_unless_the_planners_settings_chang
     assert _plan_of_run(load_config(TrainJob, [*words, "planner=torchrec", "planner.plan_file=x.json"])) is not None
     for other in ("planner=search", "planner.reserved_memory_fraction=0.3", "checkpoint.resume=false"):
         assert _plan_of_run(load_config(TrainJob, [*words, "planner=torchrec", other])) is None
+    save_job(load_config(TrainJob, [*words, "planner=file", "planner.plan_file=x.json"]), str(tmp_path / "config.yaml"))
+    assert _plan_of_run(load_config(TrainJob, [*words, "planner=search"])) == str(tmp_path / "plan.json")

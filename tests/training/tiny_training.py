@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torchrec.optim import RowWiseAdagrad
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.config.data import ReaderConfig
+from pipeline.config.reader import ReaderConfig
 from pipeline.config.training import (
     CheckpointConfig,
     CommsConfig,

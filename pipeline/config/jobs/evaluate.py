@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.config.data import SPLITS
 from pipeline.config.jobs.job import Job
 from pipeline.config.paths import PathsConfig
 from pipeline.config.registry import find
@@ -17,6 +16,7 @@ from pipeline.config.serving import (
     RetrieveConfig,
     check_precisions,
 )
+from pipeline.config.splits import SPLITS
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within
 
 EVALUATED_TABLES = ("averaged", "own")

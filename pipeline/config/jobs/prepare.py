@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.config.data import BaseVocabularyConfig, DataConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.ids import BaseVocabularyConfig
 from pipeline.config.jobs.job import Job
 from pipeline.config.paths import PathsConfig
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from pipeline.config.data import ConversionsConfig
+from pipeline.config.generated import ConversionsConfig
 from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, power_law, sigmoid, write_chunks
 
 LABELS = ("click", "conversion")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.data import SyntheticConfig
+from pipeline.config.generated import SyntheticConfig
 
 CHURNING_FROM = 300  # values: weekdays do not change, items do
 MAX_PLACES = 1 << 16

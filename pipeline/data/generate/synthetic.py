@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from pipeline.config.data import ColumnsConfig, SyntheticConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.generated import SyntheticConfig
 from pipeline.data.generate.drift import renewed, rotated_effects, rotated_vectors
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX

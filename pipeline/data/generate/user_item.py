@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from pipeline.config.data import UserItemConfig
+from pipeline.config.generated import UserItemConfig
 from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, power_law, sigmoid, write_chunks
 
 COLUMNS = ("click", "user_id", "user_group", "item_id", "item_genre")

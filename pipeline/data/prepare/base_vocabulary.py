@@ -14,7 +14,7 @@ from typing import Any
 import duckdb
 import pyarrow.parquet as pq
 
-from pipeline.config.data import BaseVocabularyConfig
+from pipeline.config.ids import BaseVocabularyConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.encode import Features
 from pipeline.runtime.errors import DataError

@@ -9,7 +9,8 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.data import SPLITS, SplitConfig, expand_ranges
+from pipeline.config.columns import expand_ranges
+from pipeline.config.splits import SPLITS, SplitConfig
 from pipeline.data.prepare.encode import HASH_COLUMN
 from pipeline.data.prepare.splits import BlockRows, read_block
 from pipeline.data.raw.source import Source, find_sources, named_apart

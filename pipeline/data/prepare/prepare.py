@@ -18,7 +18,9 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.data import SPLITS, DataConfig, IdsConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.ids import IdsConfig
+from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE, BaseVocabulary
 from pipeline.data.prepare.buckets import ids_of_buckets, learn_buckets

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.config.data import SPLITS
 from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import Dataset
 from pipeline.runtime.errors import ConfigError
 

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config.data import SPLITS, SplitConfig
 from pipeline.config.labels import NegativeSamplingConfig
+from pipeline.config.splits import SPLITS, SplitConfig
 from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, Features
 from pipeline.data.prepare.staging import StagedFile

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline.config.data import SPLITS, DataConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.splits import SPLITS
 from pipeline.config.transforms import described
 from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature, Split, listed_labels
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipeline.config.data import ColumnsConfig, DataConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
 from pipeline.config.registry import find
 from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig, make_transforms, raw_inputs
 from pipeline.runtime.errors import DataError, did_you_mean

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.data.raw.cells import LARGEST_FLOAT32
 from pipeline.data.raw.json_lists import JSON, parse_list
 

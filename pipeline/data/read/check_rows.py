@@ -49,6 +49,13 @@ class Columns:
     groups: NDArray[np.int64] | None = None  # [rows], where they were read
 
 
+def num_bytes(columns: Columns) -> int:
+    """Of memory."""
+    lists = [part for each in columns.lists for part in (each.ids, each.offsets, each.weights)]
+    arrays = [columns.dense, columns.one_hot, columns.labels, columns.groups, *lists]
+    return sum(array.nbytes for array in arrays if array is not None)
+
+
 class Faults:
     """Row -> what is wrong with it; of several faults of a row the first that was found stands."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.data.dataset import GROUP_COLUMN, Dataset, Split, weights_column
-from pipeline.data.read.check_rows import Columns, Lists, check_columns, label_shape
+from pipeline.data.read.check_rows import Columns, Lists, check_columns, label_shape, num_bytes
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.shard_files import WAY_OUT, ShardError, ShardFiles, check_layout
 from pipeline.data.read.streams import Segment, row_permutation
@@ -45,11 +45,19 @@ class Block:
     groups: NDArray[np.int64] | None = None  # [rows], where they were read
 
 
+class Checked(NamedTuple):
+    """A row group in file order, and row -> what is wrong with it."""
+
+    columns: Columns
+    reasons: dict[int, str]
+
+
 class Shards:
     """The files of one split. Decoding is safe from several threads: each borrows a file handle of its own.
 
     quarantine: takes the bad rows, which then are not present in the Block; None stops at the first. with_groups: the
-    groups of rows are read too, which evaluations need.
+    groups of rows are read too, which evaluations need. keep_bytes: a split whose checked columns fit is decoded once:
+    several streams read rows of one row group, and every epoch reads all of them again.
     """
 
     def __init__(
@@ -59,8 +67,10 @@ class Shards:
         split: Split,
         quarantine: Quarantine | None = None,
         with_groups: bool = False,
+        keep_bytes: int = 0,
     ) -> None:
         self.dataset = dataset
+        self._keep_bytes, self._kept = keep_bytes, dict[int, Checked]()  # by row group
         self.row_group_sizes = [rows for shard in split.files for rows in shard.row_groups]
         self.files = ShardFiles(folder, split, must_be_whole=quarantine is None)
         self._quarantine = quarantine
@@ -86,9 +96,9 @@ class Shards:
         rows = self.row_group_sizes[segment.row_group]
         chosen = row_permutation(seed, epoch, segment.row_group, rows) if shuffled else np.arange(rows)
         chosen = chosen[segment.start : segment.stop]
-        index, row_group, first = self._places[segment.row_group]
+        index, _, first = self._places[segment.row_group]
         try:
-            table = self._read(index, row_group)
+            columns, reasons = self._kept.get(segment.row_group) or self._read_checked(segment.row_group)
         except ShardError as error:
             self.files.check_unchanged(index)  # where it did change, that is what is wrong
             if self._quarantine is None:
@@ -96,7 +106,6 @@ class Shards:
             self._quarantine.add(self.files[index].path, {first: str(error)}, num_rows=rows)
             return self._nothing(len(chosen))
         self.files.check_unchanged(index)
-        columns, reasons = check_columns(table, self.dataset)
         if not reasons:
             return take_rows(columns, chosen)
         if self._quarantine is None:
@@ -106,6 +115,16 @@ class Shards:
         present = np.ones(rows, np.bool_)
         present[list(reasons)] = False
         return take_rows(columns, chosen, present[chosen])
+
+    def _read_checked(self, number: int) -> Checked:
+        index, row_group, _ = self._places[number]
+        table = self._read(index, row_group)
+        self.files.check_unchanged(index)
+        checked = Checked(*check_columns(table, self.dataset))
+        rows = max(1, self.row_group_sizes[number])
+        if num_bytes(checked.columns) / rows * sum(self.row_group_sizes) <= self._keep_bytes:
+            self._kept[number] = checked
+        return checked
 
     def _refuse(self, row_group: int, reasons: dict[int, str]) -> NoReturn:
         row = min(reasons)

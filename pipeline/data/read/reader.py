@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.config.data import ReaderConfig, check_batch_geometry
+from pipeline.config.reader import ReaderConfig, check_batch_geometry
 from pipeline.data.dataset import Dataset, check_multi_hot, check_split
 from pipeline.data.read.assemble import BatchAssembler, Piece
 from pipeline.data.read.batch import Batch
@@ -50,8 +50,9 @@ class ShardReader:
     with_groups: batches have the groups of rows, where the data set has some.
     quarantine_path: where the rows go that config.on_bad_rows=quarantine leaves out; None: into the log alone.
 
-    Held in memory: a row group for each of the rank's streams (two with several decode threads), and up to
-    2 * config.prefetch_batches batches, or more with several decode threads and small batches.
+    Held in memory: a row group for each of the rank's streams (two with several decode threads), up to
+    2 * config.prefetch_batches batches, or more with several decode threads and small batches, and all of a split whose
+    columns take at most config.keep_mib.
     """
 
     # Many parameters: a reader of a run and one of an evaluation differ in each of them, and no two belong together.
@@ -96,7 +97,8 @@ class ShardReader:
         self._streams = range(rank * streams, (rank + 1) * streams)
         quarantine = Quarantine(quarantine_path) if config.on_bad_rows == "quarantine" else None
         self.has_groups = with_groups and dataset.group_column is not None
-        self._shards = Shards(folder, dataset, dataset.splits[split], quarantine, self.has_groups)
+        keep_bytes = config.keep_mib << 20
+        self._shards = Shards(folder, dataset, dataset.splits[split], quarantine, self.has_groups, keep_bytes)
         if config.verify == "checksum":
             self._shards.files.verify_checksums(range(rank, len(dataset.splits[split].files), world_size))
         columns = TargetColumns(dataset, targets, split=split, for_training=drop_last)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -56,9 +57,12 @@ def keyed_permutation(size: int, *key: int) -> NDArray[np.int64]:
     return words[words < size].astype(np.int64)
 
 
+@lru_cache(maxsize=4)
 def row_permutation(seed: int, epoch: int, row_group: int, num_rows: int) -> NDArray[np.int64]:
-    """Order in which the rows of a row group are read; both streams that share a row group compute the same."""
-    return keyed_permutation(num_rows, ROWS_TAG, seed, epoch, row_group)
+    """Order in which the rows of a row group are read, the same for all streams that share it. Read-only."""
+    permutation = keyed_permutation(num_rows, ROWS_TAG, seed, epoch, row_group)
+    permutation.flags.writeable = False
+    return permutation
 
 
 def num_steps(num_rows: int, global_batch_size: int, num_streams: int, drop_last: bool) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipeline.models.layers.features import FeatureInputs
-from pipeline.models.layers.fm import DenseTerm
+from pipeline.models.layers.fm import DenseTerm, split_rows
 
 
 class CompressedInteraction(nn.Module):
@@ -54,7 +54,8 @@ class CINAndDeep(nn.Module):
         self.last = nn.Linear(self.cin.out_features, 1, bias=False)
 
     def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        vectors, inputs = self.inputs(dense, rows[:, :, :-1])
-        logits: torch.Tensor = self.last(self.cin(vectors)) + rows[:, :, -1].sum(dim=1, keepdim=True)
+        own, weights = split_rows(rows)
+        vectors, inputs = self.inputs(dense, own)
+        logits: torch.Tensor = self.last(self.cin(vectors)) + weights
         logits = logits + self.dense_term(dense)
         return logits if self.deep is None else logits + self.deep(inputs)

@@ -161,7 +161,7 @@ def join_lookups_to_products(model: nn.Module) -> int:
         lookup = getattr(tables, "whole_lookup", None)
         if lookup is None or tables._embedding_names != dlrm.pooled_rows.feature_names or len(set(lookup.dims)) > 1:
             continue
-        lookup.room, lookup.follows_autocast = lookup.dims[0], True
+        lookup.make_room(lookup.dims[0])
         dlrm.inter_arch.rows_have_room = True
         joined += 1
     return joined

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.config.data import ReaderConfig
+from pipeline.config.reader import ReaderConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.data.targets import Target

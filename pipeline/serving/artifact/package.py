@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from torch.export import ExportedProgram
 
 from pipeline.checkpoint.vocabularies import read_values
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ServingError

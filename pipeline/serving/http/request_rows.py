@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import pyarrow as pa
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import LimitsConfig
 from pipeline.runtime.errors import did_you_mean
 from pipeline.serving.scoring.column_ids import LEAST_ROWS, is_whole_number

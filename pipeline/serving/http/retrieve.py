@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import LimitsConfig
 from pipeline.serving.http.batching import Scores
 from pipeline.serving.http.request_rows import JSON_TYPE, BadRequest, RequestReader

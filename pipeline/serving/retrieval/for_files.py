@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.retrieval.queries import Wish

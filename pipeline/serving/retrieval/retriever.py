@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import SsdConfig
 from pipeline.runtime.errors import ConfigError, ServingError
 from pipeline.serving.artifact.manifest import ArtifactError, Manifest, read_manifest

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import SsdConfig
 from pipeline.data.raw.rows import QuarantinedRow
 from pipeline.runtime.errors import DataError, ServingError, check_choice

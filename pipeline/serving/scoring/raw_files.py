@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.config.registry import components
 from pipeline.data.raw.layout import Layout, find_format
 from pipeline.data.raw.source import Source

@@ -16,7 +16,8 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from pipeline.config.data import ColumnsConfig, IdsConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.ids import IdsConfig
 from pipeline.config.sequences import SequenceConfig
 from pipeline.data.prepare.encode import Features, dense_values, encode_values
 from pipeline.data.raw.buckets import bucket_column, bucket_texts

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.data.raw.rows import QuarantinedRow
 from pipeline.serving.artifact.served_tasks import ServedTask
 from pipeline.serving.scoring.column_lists import Rows

@@ -208,6 +208,11 @@ class FastLookup:
         self._num_rows = lookup.rows_per_table.numpy().astype(np.int64)  # of each feature's table
 
     @property
+    def weights(self) -> torch.Tensor:
+        """Of all tables, flat."""
+        return self._lookup.weights_host  # type: ignore[no-any-return]
+
+    @property
     def dims(self) -> list[int]:
         """Of each feature."""
         return [int(dim) for dim in np.diff(self._columns)]
@@ -249,11 +254,17 @@ class FastLookup:
         return self._trained(bags, None)
 
     def _trained(self, bags: Bags, pins: Pins | None) -> torch.Tensor:
+        self.count_step()
+        return _Pooled.apply(self.weights, *bags, self.row_dtype(), self, pins)  # type: ignore[no-any-return,no-untyped-call]
+
+    def count_step(self) -> None:
+        """FBGEMM's count, of forwards that are trained."""
+        self._lookup.step += 1
+
+    def row_dtype(self) -> torch.dtype:
+        """Of pooled rows."""
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        dtype = torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
-        lookup = self._lookup
-        lookup.step += 1
-        return _Pooled.apply(lookup.weights_host, *bags, dtype, self, pins)  # type: ignore[no-any-return,no-untyped-call]
+        return torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
 
     def _in_tiers(self, tiered: TieredLookup, bags: Bags, by_fbgemm: bool) -> torch.Tensor:
         """Looks slots up in place of rows, which hold them until the batch's backward is over."""
@@ -277,19 +288,27 @@ class FastLookup:
         """
         num_samples = (len(bags.offsets) - 1) // len(self._num_rows)
         out = torch.empty(num_samples, self.room + int(self._columns[-1]), dtype=dtype)
-        if not self._fill(out, bags):
-            bags = Bags(*self._lookup.prepare_inputs(*bags, force_cast_input_types=True)[:3])
-            if not self._fill(out, bags):
-                raise RuntimeError("FBGEMM has let ids or offsets pass that are out of range")
+        if not self.fill(out, self.room, bags):
+            bags = self.fill_fixed(out, self.room, bags)
         return out[:, self.room :], bags
 
-    def _fill(self, out: torch.Tensor, bags: Bags) -> bool:
-        """Partition samples over torch's threads; False where an id or an offset is out of range."""
+    def fill_fixed(self, out: torch.Tensor, begin: int, bags: Bags) -> Bags:
+        """As fill, of what FBGEMM makes of the bags. Raises RuntimeError as look_up."""
+        bags = Bags(*self._lookup.prepare_inputs(*bags, force_cast_input_types=True)[:3])
+        if not self.fill(out, begin, bags):
+            raise RuntimeError("FBGEMM has let ids or offsets pass that are out of range")
+        return bags
+
+    def fill(self, out: torch.Tensor, begin: int, bags: Bags) -> bool:
+        """Fill the columns of `out` [B, width] from `begin` on; False where an id or an offset is out of range.
+
+        Samples are partitioned over torch's threads. Offsets may begin behind the first of the bags' ids.
+        """
         fbgemm, num_samples, width = self._lookup, len(out), out.shape[1]
         if not num_samples:
             return True
         arguments = (
-            *bags.arrays(), np.uint64(num_samples), self._columns + self.room, _flat(fbgemm.weights_host), fbgemm.weights_offsets.numpy(), self._num_rows, fbgemm.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
+            *bags.arrays(), np.uint64(num_samples), self._columns + begin, _flat(fbgemm.weights_host), fbgemm.weights_offsets.numpy(), self._num_rows, fbgemm.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
         )  # fmt: skip
         return all(on_all_threads(self._pool, arguments, num_samples))
 
@@ -359,6 +378,8 @@ def partition_tables(
     first_ids [T + 1]: where each table's ids begin; dims [T]; every [T]: rows that are updated though no id is of them.
     """
     num_threads = torch.get_num_threads()
+    if num_threads == 1:
+        return [np.arange(len(dims))]
     work = (
         np.diff(first_ids) * (dims + 16) + every * dims + 256
     )  # reading a row costs about as much as 16 of its numbers

@@ -38,7 +38,7 @@ from pipeline.runtime.process.comms_wait import clock_awaitable, waiting
 from pipeline.sharding.collectives.host_dists import exchange_on_host, skip_id_exchange
 from pipeline.sharding.collectives.host_exchange import HostExchange
 from pipeline.sharding.tiers.settings import TierSettings
-from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups, speed_up_cpu_tables, tables_with_moments
+from pipeline.sharding.torchrec.cpu_tables import fast_lookups, speed_up_cpu_tables, tables_with_moments
 from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder
 from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, partition_hashed_ids
 from pipeline.sharding.torchrec.shard_tiers import TieredGroup, tiered_groups
@@ -52,6 +52,7 @@ from pipeline.sharding.torchrec.variable_batches import (
     reduce_scatter_variable_batches,
 )
 from pipeline.sharding.torchrec.weighted_means import divide_weights_of_means
+from pipeline.sharding.torchrec.whole_lookup import WholeLookup
 
 ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
 MEAN, SUM = PoolingType.MEAN.value, PoolingType.SUM.value
@@ -64,7 +65,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     update_rules: dict[str, UpdateRule]  # by table
     managed: ManagedTables
     has_tiers: bool = False  # of any table, on whatever rank its rows are
-    whole_lookup: FastLookup | None = None  # of all tables, where one rank has them in one block
+    whole_lookup: WholeLookup | None = None  # of all tables, where one rank has them
 
     def __init__(self, *, exchange: HostExchange | None = None, fast_cpu: bool = True, **arguments: Any) -> None:
         self.exchange, self.fast_cpu = exchange, fast_cpu  # first: TorchRec's constructor calls init_data_parallel
@@ -80,18 +81,16 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         """Collective: the pooled rows as a KeyedTensor, or what becomes one. Raises ShardingError as input_dist does."""
         lookup = self.whole_lookup
         # The first batch goes TorchRec's way, which checks names and ids.
-        if lookup is None or self._has_uninitialized_input_dist or not self._is_for_whole_lookup(features):
-            context = self.create_context()
-            splits = self.input_dist(context, features)
-            with waiting():
-                ids = splits.wait().wait()
-            return self.compute_and_output_dist(context, ids)
-        _check_dtypes(features)
-        rows = lookup(features.values(), features.offsets(), features.weights_or_none())
-        return KeyedTensor(self._embedding_names, self._embedding_dims, rows)
-
-    def _is_for_whole_lookup(self, features: KeyedJaggedTensor) -> bool:
-        return not features.variable_stride_per_key() and features.keys() == self._embedding_names
+        if lookup is not None and not self._has_uninitialized_input_dist and not features.variable_stride_per_key():
+            _check_dtypes(features)
+            ordered = lookup.in_order(features)
+            if ordered is not None:
+                return KeyedTensor(self._embedding_names, self._embedding_dims, lookup(ordered))
+        context = self.create_context()
+        splits = self.input_dist(context, features)
+        with waiting():
+            ids = splits.wait().wait()
+        return self.compute_and_output_dist(context, ids)
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
@@ -341,14 +340,15 @@ class TableSharder(EmbeddingBagCollectionSharder):
         return sharded
 
 
-def _lookup_of_all(sharded: ShardedTables) -> FastLookup | None:
-    """The lookup that gives what the collection gives; None where there are several, or their result is changed after."""
+def _lookup_of_all(sharded: ShardedTables) -> WholeLookup | None:
+    """What gives what the collection gives; None where not all tables have our kernels, or their rows are changed after."""
     lookups = fast_lookups(sharded)
-    if len(lookups) != 1 or len(sharded._lookups) != 1 or sharded.managed or sharded._has_mean_pooling_callback:
+    changes = sharded.managed or sharded._has_mean_pooling_callback
+    if not lookups or changes or (len(lookups) > 1 and any(lookup.tiered is not None for lookup in lookups)):
         return None
     names = [name for sharding in sharded._embedding_shardings for name in sharding.feature_names()]
-    is_all = names == sharded._embedding_names and lookups[0].dims == sharded._embedding_dims
-    return lookups[0] if is_all else None
+    whole = WholeLookup(lookups, names)
+    return whole if names == sharded._embedding_names and whole.dims == sharded._embedding_dims else None
 
 
 def _give_each_parameter_its_own_kwargs(module: EmbeddingBagCollection) -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from pipeline.config.data import ReaderConfig
+from pipeline.config.reader import ReaderConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, ShardFile, SparseFeature, Split
 from pipeline.data.read.reader import ShardReader
 from pipeline.planner.step_time.measurements import median_and_spread

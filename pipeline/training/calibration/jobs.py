@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from pipeline.config.data import DataConfig, ReaderConfig
+from pipeline.config.data import DataConfig
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.config.reader import ReaderConfig
 from pipeline.config.registry import find
 from pipeline.config.tables import ConstraintConfig, TableConfig
 from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig, TrainerConfig

@@ -170,15 +170,22 @@ class Hook:
         """Local. Always called, after an error too."""
 
 
+def _overrides(hook: Hook, moment: str) -> bool:
+    return getattr(type(hook), moment) is not getattr(Hook, moment) or moment in vars(hook)
+
+
 class HookList:
     """Calls each hook in order."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self.hooks = list(hooks)
+        self._with_something_to_do: dict[str, list[Hook]] = {}
 
     def call(self, moment: str, *arguments: Any) -> None:
         """`moment` is the name of a method of Hook that returns None."""
-        for hook in self.hooks:
+        if moment not in self._with_something_to_do:
+            self._with_something_to_do[moment] = [hook for hook in self.hooks if _overrides(hook, moment)]
+        for hook in self._with_something_to_do[moment]:
             getattr(hook, moment)(*arguments)
 
     def log_values(self, state: TrainingState) -> dict[str, float]:

@@ -17,6 +17,7 @@ from pipeline.training.hooks.base import Hook, TrainingState
 
 MAX_RANKS = 16  # that have a line of their own; of more the fullest
 logger = get_logger("pipeline.training")
+NOT_PREDICTED = "activations, workspace and libraries are in it and are not predicted: planner.reserved_memory_fraction is kept for them"
 
 
 class MemoryWatch:
@@ -62,7 +63,7 @@ def describe_memory(plan: PlanDescription, measured_bytes: list[int], device_typ
     loads = [replace(plan.ranks[rank % len(plan.ranks)], rank=rank) for rank in range(len(measured_bytes))]
     ranks = sorted(zip(loads, measured_bytes, strict=True), key=lambda pair: -pair[1])
     more = len(ranks) - MAX_RANKS
-    lines = [f"peak memory after the first step, a rank (measured: {what})"]
+    lines = [f"peak memory after the first step, a rank (measured: {what}; {NOT_PREDICTED})"]
     lines += [
         _line(plan, load, measured) for load, measured in sorted(ranks[:MAX_RANKS], key=lambda pair: pair[0].rank)
     ]

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.config.data import SPLITS, DataConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature
 from pipeline.data.prepare.buckets import BucketIds, ids_of_buckets, learn_from_counts
 from pipeline.data.prepare.distributed.engine import Engine

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from pipeline.config.data import SPLITS
+from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import SparseFeature
 from pipeline.data.prepare.buckets import BucketIds
 from pipeline.data.prepare.distributed.files import DividedFile, load_blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.config.data import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig
 from pipeline.config.registry import register
 from pipeline.data.raw.formats.delimited import DelimitedText
 from pipeline.data.raw.layout import Layout
