@@ -36,7 +36,7 @@ def find(row, buckets, row_of, head):  # type: ignore[no-untyped-def]
 
 
 @part()
-def _insert(row, slot, buckets, row_of):  # type: ignore[no-untyped-def]
+def insert(row, slot, buckets, row_of):  # type: ignore[no-untyped-def]
     mask = U(len(buckets) - 1)
     bucket = ((U(row) * HASH) >> U(24)) & mask
     while buckets[bucket] >= 0:
@@ -46,12 +46,14 @@ def _insert(row, slot, buckets, row_of):  # type: ignore[no-untyped-def]
 
 
 @part()
-def _remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
+def remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
+    """The slot that the row had."""
     mask = U(len(buckets) - 1)
     hole = ((U(row) * HASH) >> U(24)) & mask
     while row_of[buckets[hole]] != row:
         hole = (hole + U(1)) & mask
-    row_of[buckets[hole]] = -1
+    gone = buckets[hole]
+    row_of[gone] = -1
     following = hole
     while True:
         following = (following + U(1)) & mask
@@ -63,6 +65,7 @@ def _remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
             buckets[hole] = slot
             hole = following
     buckets[hole] = -1
+    return int64(gone)
 
 
 @part()
@@ -120,8 +123,8 @@ def admit(rows, buckets, row_of, visits, pins, dirty, hand, head, slots, victims
             if dirty[slot]:
                 victims[num_victims], victim_slots[num_victims] = row_of[slot], slot
                 num_victims += 1
-            _remove(row_of[slot], buckets, row_of)
-        _insert(rows[position], slot, buckets, row_of)
+            remove(row_of[slot], buckets, row_of)
+        insert(rows[position], slot, buckets, row_of)
         visits[slot], pins[slot], dirty[slot] = 0, 1, 0
         slots[position] = slot
     return len(rows), num_victims
@@ -155,4 +158,4 @@ def find_rows(first, buckets, row_of, head, slots):  # type: ignore[no-untyped-d
 def release_head(head, buckets, row_of):  # type: ignore[no-untyped-def]
     """Rows [0, head), which are in their slots, become rows like others: they may leave."""
     for row in range(head):
-        _insert(row, row, buckets, row_of)
+        insert(row, row, buckets, row_of)

@@ -1,6 +1,7 @@
 """Measure how many rows a second a folder's SSD brings in and takes back, by the store's own reads and writes.
 
-And what they cost a step that computes beside them: where cores are few, the threads that read take some of its time.
+And what they cost a step that computes beside them: where cores are few, the thread that reads, and the system's own work for it, take
+some of its time.
 """
 
 from __future__ import annotations
@@ -12,54 +13,58 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.sharding.tiers.row_store import RowStore
-from pipeline.sharding.tiers.settings import IO_THREADS
+from pipeline.sharding.tiers.row_store import RowStore, pool_rows
 
 STORE_BYTES = 128 << 20
-ROWS_AT_ONCE, ROUNDS = 2048, 4
+ROWS_AT_ONCE, LEAST_AT_ONCE = 2048, 64
+WARM_UP, ROUNDS = 8, 24
 COMPUTE_ROUNDS = 200
+SLOTS = 0.2  # of the rows, whose pool the store has
 
 
 @dataclass(frozen=True)
 class SsdSpeed:
-    """Rows a second, scattered over a file: loads read a block each; stores write one, or the sectors of a record.
+    """Rows a second, scattered over a file whose records are all stored.
 
-    slowdown: how much longer a thread takes that computes while rows are loaded and stored all the time.
+    slowdown: how much longer a thread takes that computes while rows are loaded and stored all the time. spread: the standard deviation
+    of the time that a step's rows take, as a share of it.
     """
 
     loads_per_s: float
     stores_per_s: float
     slowdown: float = 1.0
+    spread: float = 0.0
 
 
-def measure(folder: str, record: int, io_threads: int = IO_THREADS) -> SsdSpeed:
-    """`record`: float32 numbers a row. Takes a second or two, and 128 MiB that are gone after it. Raises TierError."""
-    num_rows = max(STORE_BYTES // (4 * record), 4 * ROWS_AT_ONCE)
-    store = RowStore(folder, "probe", num_rows, (record, 0, 0), io_threads)
+def measure(folder: str, record: int, rows_at_once: int = ROWS_AT_ONCE) -> SsdSpeed:
+    """`record`: float32 numbers a row; rows_at_once: of a step. Takes a second or two, and 160 MiB that are gone after it. Raises TierError."""
+    num_rows = STORE_BYTES // (4 * record)
+    at_once = max(min(rows_at_once, num_rows // 8), LEAST_AT_ONCE)
+    store = RowStore(folder, "probe", num_rows, (record, 0, 0), pool_rows(int(SLOTS * num_rows)))
     for first in range(0, num_rows, 1 << 14):
         rows = np.arange(first, min(first + (1 << 14), num_rows))
-        store.finish(store.begin_store(rows, np.ones((len(rows), record), np.float32)))
-        store.mark_written(rows)
+        store.store(rows, np.ones((len(rows), record), np.float32))
     rng = np.random.default_rng(0)
-    columns = [np.empty((ROWS_AT_ONCE, width), np.float32) for width in (record, 0, 0)]
-    records, slots = np.ones((ROWS_AT_ONCE, record), np.float32), np.arange(ROWS_AT_ONCE)
-    seconds = [0.0, 0.0]
+    columns = [np.empty((at_once, width), np.float32) for width in (record, 0, 0)]
+    seconds: list[tuple[float, float]] = []
 
     def move() -> None:
-        rows = np.sort(rng.choice(num_rows, ROWS_AT_ONCE, replace=False))
+        rows = np.unique(rng.integers(0, num_rows, at_once))
         began = time.perf_counter()
-        store.finish(store.begin_load(rows, slots, columns))
+        store.load(rows, np.arange(len(rows)), columns, take=True)
         between = time.perf_counter()
-        store.finish(store.begin_store(rows, records))
-        seconds[0] += between - began
-        seconds[1] += time.perf_counter() - between
+        store.store(rows, columns[0][: len(rows)])
+        store.make_room(min(at_once, store.pool_size))
+        seconds.append(((between - began) / len(rows), (time.perf_counter() - between) / len(rows)))
 
-    for _ in range(ROUNDS):
+    for _ in range(WARM_UP + ROUNDS):
         move()
-    loads, stores = (ROUNDS * ROWS_AT_ONCE / max(each, 1e-9) for each in seconds)
+    found = np.array(seconds[WARM_UP:])
+    loads, stores = (float(1 / max(each, 1e-12)) for each in found.mean(axis=0))
+    times = found.sum(axis=1)
     slowdown = _slowdown(move)
     store.close()
-    return SsdSpeed(loads, stores, slowdown)
+    return SsdSpeed(loads, stores, slowdown, float(times.std() / times.mean()))
 
 
 def _slowdown(move: Callable[[], None]) -> float:

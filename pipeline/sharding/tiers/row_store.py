@@ -1,8 +1,11 @@
 """Keep the records of a table's shard in a sparse file on a local SSD that vanishes with the process.
 
 The file has no name (O_TMPFILE), so no run can find another's, and a killed one leaves nothing: checkpoints are what lasts.
-Records that were never written take no space, and reading them is the caller's error. The page cache is passed by (O_DIRECT)
-where the file system can.
+Records that were never stored take no space. The page cache is passed by (O_DIRECT) where the file system can.
+
+Records that are stored wait in a pool in memory until many of one region of rows can be written together, to the
+region's emptiest segment: an SSD, and the processor, have a few large writes to do and not one for each row. A row that is read to be trained
+is stored no longer, for it will be another one; its place is free.
 """
 
 from __future__ import annotations
@@ -11,11 +14,8 @@ import contextlib
 import mmap
 import os
 import tempfile
-import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,86 +23,202 @@ import numpy as np
 from pipeline.runtime.errors import TierError
 from pipeline.runtime.logs import get_logger
 from pipeline.sharding.kernels import record_kernels
+from pipeline.sharding.tiers.transfers import PIECE_BYTES, Piece, transfers
 
 BLOCK_BYTES = 4096
-BUFFER_BYTES = 1 << 19  # of a thread: the longest read or write
-SECTOR_BYTES = 512  # the least that most devices write
-MOST_PADDED = 1.34  # times its size, for a record to be whole sectors
-LEAST_ROWS = 8  # of a thread's share
+SECTOR_BYTES = 512  # the least that most devices read
+REGION_BYTES = 4 << 20  # of the records of neighbouring rows that share places
+SEGMENT_BYTES = 64 << 10  # of a write, at most
+SPARE_PLACES = 0.25  # of the rows of a region: the more, the fewer bytes are written again
+GAP_BYTES = 4096  # that are read between two records rather than apart
+LEAST_POOL = 16  # records
+SLOTS_A_POOLED_ROW = 32
 READS, READ_BYTES, WRITES, WRITTEN_BYTES, WRITTEN_ROWS = range(5)
 logger = get_logger(__name__)
 Array = np.ndarray[Any, Any]
 Columns = Sequence[Array]  # weights, states, squares: [slots, numbers a row], 0 wide where there are none
 
 
-@cache
-def io_pool(num_threads: int) -> ThreadPoolExecutor:
-    """Its threads wait for the SSD most of the time: more of them than cores."""
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="tier-io")
-
-
 class RowStore:
-    """Records of `num_rows` rows, each of sum(widths) float32 numbers; `name` is of the table, for errors."""
+    """Records of `num_rows` rows, each of sum(widths) float32 numbers; `name` is of the table, for errors.
 
-    def __init__(self, folder: str, name: str, num_rows: int, widths: Sequence[int], num_threads: int) -> None:
+    pool_rows: records that wait in memory, at most.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        name: str,
+        num_rows: int,
+        widths: Sequence[int],
+        pool_rows: int = LEAST_POOL,
+        region_bytes: int = REGION_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
         self.folder, self.name, self.num_rows = folder, name, num_rows
-        self._widths, self._threads = list(widths), num_threads
+        self._widths = list(widths)
         self.record = sum(widths)
-        self._fd, self.is_direct, sector_bytes = _open(folder, name)
-        stride_bytes = 4 * self.record
-        padded = -(-stride_bytes // sector_bytes) * sector_bytes
-        if padded <= MOST_PADDED * stride_bytes:
-            stride_bytes = padded
-        self.rows_a_unit = max(1, BLOCK_BYTES // stride_bytes)
-        unit_bytes = -(-stride_bytes // BLOCK_BYTES) * BLOCK_BYTES if self.rows_a_unit == 1 else BLOCK_BYTES
-        self._layout = (self.rows_a_unit, unit_bytes // 4, self.record, stride_bytes // 4, sector_bytes // 4)
-        self._buffer_bytes = max(BUFFER_BYTES, unit_bytes)
-        self.size_bytes = -(-num_rows // self.rows_a_unit) * unit_bytes
-        self._written = np.zeros(num_rows // 8 + 1, np.uint8)
+        self._layout = _layout(num_rows, 4 * self.record, region_bytes, segment_bytes)
+        rows_a_region, places_a_region, _, _rows_a_unit, bytes_a_region, _, _, segments = self._layout
+        self._num_regions = -(-num_rows // rows_a_region)
+        self._num_bits, self._num_segments = self._num_regions * places_a_region, self._num_regions * segments
+        self.size_bytes = self._num_regions * bytes_a_region
+        self._fd, self.is_direct, self._sector = _open(folder, name)
+        self._pool_rows = np.empty(pool_rows, np.int64)
+        self._pool = np.empty((pool_rows, self.record), np.float32)
+        self._pool_buckets = np.empty(1 << (2 * pool_rows - 1).bit_length(), np.int32)
+        self._free = np.empty(1 + pool_rows, np.int64)
         self.counts = np.zeros(5, np.int64)
-        self._local = threading.local()
+        self.forget()
+
+    @property
+    def pool_size(self) -> int:
+        """Records that the pool has room for."""
+        return len(self._pool_rows)
 
     def forget(self) -> None:
-        """As if no record had been written."""
-        self._written[:] = 0
+        """As if no record had been stored."""
+        # New arrays: what was never touched takes no memory.
+        self._place = np.zeros(self.num_rows, np.uint16)
+        self._taken = np.zeros(self._num_bits // 8 + 1, np.uint8)
+        self._num_taken = np.zeros(self._num_segments, np.uint16)
+        self._waiting = np.zeros(self._num_regions, np.int32)
+        self._pool_rows[:], self._pool_buckets[:] = -1, -1
+        self._free[0], self._free[1:] = len(self._pool_rows), np.arange(len(self._pool_rows))
+        for size in (0, self.size_bytes):
+            try:
+                os.ftruncate(self._fd, size)
+            except OSError as error:
+                self._check("emptied", error.errno or -1)
 
-    def written_bits(self) -> Array:
-        """A copy: a bit for each row, as numpy.packbits(bitorder="little") has them."""
-        return self._written.copy()
+    def stored_bits(self) -> Array:
+        """A bit for each row, as numpy.packbits(bitorder="little") has them."""
+        bits = np.zeros(self.num_rows // 8 + 1, np.uint8)
+        record_kernels.stored_bits(self._place, bits)
+        return bits
 
-    def are_written(self, rows: Array) -> Array:
+    def are_stored(self, rows: Array) -> Array:
         """[n] bool."""
-        result = np.empty(len(rows), np.bool_)
-        record_kernels.are_set(self._written, rows, result)
-        return result
+        found: Array = self._place[rows] != 0
+        return found
 
-    def begin_load(self, rows: Array, slots: Array, columns: Columns) -> list[Future[Array]]:
-        """Fill `slots` from the records of `rows`, ascending and written; finish() waits for it."""
-        pool = io_pool(self._threads)
-        return [pool.submit(self._load, rows, slots, *span, columns) for span in self._shares(rows)]
+    def load(self, rows: Array, slots: Array, columns: Columns, *, take: bool = False) -> None:
+        """As begin_load, and reads. Raises TierError."""
+        transfers().read(self.begin_load(rows, slots, columns, take=take))
 
-    def begin_store(self, rows: Array, records: Array) -> list[Future[Array]]:
-        """Write records [n, numbers] of `rows`, ascending; they count as written after finish() and mark_written()."""
-        pool = io_pool(self._threads)
-        return [pool.submit(self._store, rows, records, *span) for span in self._shares(rows)]
+    def begin_load(
+        self, rows: Array, slots: Array, columns: Columns, *, take: bool = False, begin: int = 0
+    ) -> list[Piece]:
+        """What is to be read for `slots` to have the records of `rows`, distinct and stored; those in the pool are there at once.
 
-    def finish(self, futures: Iterable[Future[Array]]) -> None:
-        """Raises TierError for the first that failed."""
-        for future in futures:
-            self.counts += future.result()
+        take: they are stored no longer, once they are read, and before anything else is stored. begin: the number of a record that is
+        the columns' first.
+        """
+        offsets = np.empty(len(rows), np.int64)
+        record_kernels.locate(rows, self._place, self._layout, offsets)
+        pooled = np.flatnonzero(offsets < 0)
+        if len(pooled):
+            at = np.empty(len(pooled), np.int64)
+            record_kernels.find_pooled(rows[pooled], self._pool_buckets, self._pool_rows, at)
+            record_kernels.scatter(self._pool.reshape(-1), at * self.record + begin, slots[pooled], *columns)
+        order = np.argsort(offsets, kind="stable")[len(pooled) :]
+        pieces = list(self._reads(offsets[order], slots[order], columns, begin))
+        if take:
+            self.leave(rows)
+        return pieces
 
-    def mark_written(self, rows: Array) -> None:
-        record_kernels.set_bits(self._written, rows)
+    def _reads(self, offsets: Array, slots: Array, columns: Columns, begin: int) -> Iterator[Piece]:
+        first = 0
+        span_offsets, span_sizes, at = (np.empty(len(offsets), np.int64) for _ in range(3))
+        while first < len(offsets):
+            after, num_spans, num_bytes = record_kernels.plan_reads(
+                offsets, first, 4 * self.record, self._sector, GAP_BYTES, PIECE_BYTES, span_offsets, span_sizes, at
+            )
+            self.counts[READS] += num_spans
+            self.counts[READ_BYTES] += num_bytes
+            own, own_slots = at[first:after] + begin, slots[first:after]
+
+            def use(numbers: Array, own: Array = own, own_slots: Array = own_slots) -> None:
+                record_kernels.scatter(numbers, own, own_slots, *columns)
+
+            spans = (span_offsets[:num_spans].copy(), span_sizes[:num_spans].copy())
+            yield Piece(self._fd, *spans, use, partial(self._check, "read"))
+            first = after
+
+    def leave(self, rows: Array) -> None:
+        """Distinct ones are stored no longer."""
+        record_kernels.leave(
+            rows, self._place, self._taken, self._num_taken, self._layout, self._pool_buckets, self._pool_rows, self._free,
+            self._waiting,
+        )  # fmt: skip
+
+    def store(self, rows: Array, records: Array) -> None:
+        """Records [n, numbers] of `rows`, ascending and distinct: into the pool, or the file where they are more. Raises TierError."""
+        if len(rows) > len(self._pool_rows):
+            self.leave(rows)
+            for piece in self._writes(rows, records):
+                transfers().write([piece])
+            return
+        first = 0
+        while True:
+            first = record_kernels.pool(
+                rows, first, records, self._place, self._taken, self._num_taken, self._layout, self._pool_buckets,
+                self._pool_rows, self._pool, self._free, self._waiting,
+            )  # fmt: skip
+            if first == len(rows):
+                return
+            self.make_room(len(rows) - first)
+
+    def make_room(self, least: int) -> None:
+        """Write what waits, till the pool has room for `least` records. Raises TierError."""
+        make_room_together([self], [least])
+
+    def begin_room(self, least: int) -> list[Piece]:
+        """What is to be written for the pool to have room for `least` records; the pool is without them at once."""
+        least = min(least, len(self._pool_rows)) - int(self._free[0])
+        if least <= 0:
+            return []
+        rows = np.empty(len(self._pool_rows), np.int64)
+        count = record_kernels.choose_regions(self._waiting, least, self._layout[0], self._pool_rows, rows)
+        rows = np.sort(rows[:count])
+        at = np.empty(count, np.int64)
+        record_kernels.find_pooled(rows, self._pool_buckets, self._pool_rows, at)
+        records = self._pool[at]
+        self.leave(rows)
+        return list(self._writes(rows, records))
+
+    def _writes(self, rows: Array, records: Array) -> Iterator[Piece]:
+        """Each is to be written before the next one is asked for, or all of them in their order."""
+        first = 0
+        span_offsets, span_sizes, at = (np.empty(len(rows), np.int64) for _ in range(3))
+        is_read = np.empty(len(rows), np.bool_)
+        while first < len(rows):
+            after, num_spans, num_bytes = record_kernels.plan_writes(
+                rows, first, self._layout, self._place, self._taken, self._num_taken, PIECE_BYTES, span_offsets, span_sizes,
+                is_read, at,
+            )  # fmt: skip
+            read = is_read[:num_spans].copy()
+            self.counts[READS] += read.sum()
+            self.counts[READ_BYTES] += span_sizes[:num_spans][read].sum()
+            self.counts[WRITES] += num_spans
+            self.counts[WRITTEN_BYTES] += num_bytes
+            self.counts[WRITTEN_ROWS] += after - first
+            own, own_records = at[first:after].copy(), records[first:after]
+
+            def use(numbers: Array, own: Array = own, own_records: Array = own_records) -> None:
+                record_kernels.fill_records(numbers, own, own_records)
+
+            spans = (span_offsets[:num_spans].copy(), span_sizes[:num_spans].copy())
+            yield Piece(self._fd, *spans, use, partial(self._check, "written"), read)
+            first = after
 
     def read_column(self, column: int, first: int, count: int) -> tuple[Array, Array]:
-        """[count, width] of rows `first` and on, and which of them are written; the others' values are undefined."""
-        begin = sum(self._widths[:column])
-        values = np.empty((count, self._widths[column]), np.float32)
-        error = record_kernels.read_range(
-            self._fd, first, count, self._layout, begin, begin + self._widths[column], self._written, self._buffer(), values
-        )  # fmt: skip
-        self._check(error, "read")
-        return values, self.are_written(np.arange(first, first + count))
+        """[count, width] of rows `first` and on, and which of them are stored; the others' values are undefined. Raises TierError."""
+        values, none = np.empty((count, self._widths[column]), np.float32), np.empty((count, 0), np.float32)
+        stored = self._place[first : first + count] != 0
+        slots = np.flatnonzero(stored)
+        transfers().read(self.begin_load(first + slots, slots, (values, none, none), begin=sum(self._widths[:column])))
+        return values, stored
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -113,42 +229,7 @@ class RowStore:
         with contextlib.suppress(OSError, AttributeError):
             self.close()
 
-    def _shares(self, rows: Array) -> list[tuple[int, int]]:
-        """Spans of rows for threads; no unit is in two."""
-        num_shares = max(1, min(self._threads, len(rows) // LEAST_ROWS))
-        bounds = [0]
-        for share in range(1, num_shares):
-            bound = max(len(rows) * share // num_shares, bounds[-1])
-            while 0 < bound < len(rows) and rows[bound] // self.rows_a_unit == rows[bound - 1] // self.rows_a_unit:
-                bound += 1
-            bounds.append(bound)
-        bounds.append(len(rows))
-        return [(begin, end) for begin, end in pairwise(bounds) if begin < end]
-
-    def _load(self, rows: Array, slots: Array, begin: int, end: int, columns: Columns) -> Array:
-        counts, (weights, states, squares) = np.zeros(5, np.int64), columns
-        error = record_kernels.load(
-            self._fd, rows, slots, begin, end, self._layout, self._buffer(), weights, states, squares, counts
-        )
-        self._check(error, "read")
-        return counts
-
-    def _store(self, rows: Array, records: Array, begin: int, end: int) -> Array:
-        counts = np.zeros(5, np.int64)
-        error = record_kernels.store(
-            self._fd, rows, records, begin, end, self._layout, self._buffer(), self._written, self.num_rows, counts
-        )
-        self._check(error, "written")
-        return counts
-
-    def _buffer(self) -> Array:
-        """This thread's, which begins with a page."""
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = np.frombuffer(mmap.mmap(-1, self._buffer_bytes), np.float32)
-        buffer: Array = self._local.buffer
-        return buffer
-
-    def _check(self, error: int, what: str) -> None:
+    def _check(self, what: str, error: int) -> None:
         if error:
             said = os.strerror(error) if error > 0 else "the device took no bytes"
             raise TierError(
@@ -156,6 +237,33 @@ class RowStore:
                 f"{self.size_bytes / 2**30:.2f} GiB. Free space or choose another SSD by sharding.tier_folder, and run the same "
                 "command again: it goes on from the last checkpoint, which is intact"
             )
+
+
+def make_room_together(stores: Sequence[RowStore], least: Sequence[int]) -> None:
+    """Write what waits in the pools of all stores at once, till each has room for so many records. Raises TierError."""
+    pieces = [piece for store, room in zip(stores, least, strict=True) for piece in store.begin_room(room)]
+    transfers().write(pieces)
+
+
+def pool_rows(num_slots: int) -> int:
+    """Records that wait in memory beside so many slots."""
+    return max(LEAST_POOL, num_slots // SLOTS_A_POOLED_ROW)
+
+
+def _layout(num_rows: int, record_bytes: int, region_bytes: int, segment_bytes: int) -> tuple[int, ...]:
+    """As record_kernels describes it."""
+    rows_a_unit = max(1, BLOCK_BYTES // record_bytes)
+    unit_bytes = BLOCK_BYTES if rows_a_unit > 1 else -(-record_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    places_a_segment = max(1, segment_bytes // unit_bytes) * rows_a_unit
+    most_segments = record_kernels.MOST_PLACES // places_a_segment
+    most_rows = int(most_segments * places_a_segment / (1 + SPARE_PLACES))
+    rows_a_region = max(1, min(num_rows, region_bytes // record_bytes, most_rows))
+    segments = min(most_segments, -(-int(rows_a_region * (1 + SPARE_PLACES)) // places_a_segment))
+    places = segments * places_a_segment
+    return (
+        rows_a_region, places, places_a_segment, rows_a_unit, places // rows_a_unit * unit_bytes, unit_bytes, record_bytes,
+        segments,
+    )  # fmt: skip
 
 
 def _open(folder: str, name: str) -> tuple[int, bool, int]:

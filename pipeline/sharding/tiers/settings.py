@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-IO_THREADS = 16
-
 
 @dataclass(frozen=True)
 class TierSettings:
@@ -17,5 +15,4 @@ class TierSettings:
 
     slots: Mapping[str, float]
     folder: str
-    io_threads: int = IO_THREADS
     heads: Mapping[str, float] = field(default_factory=dict)

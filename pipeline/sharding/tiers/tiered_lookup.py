@@ -21,9 +21,17 @@ import torch
 from pipeline.checkpoint.first_weights import FirstWeights
 from pipeline.runtime.errors import TierError
 from pipeline.runtime.logs import get_logger
-from pipeline.sharding.tiers.row_store import READ_BYTES, READS, WRITES, WRITTEN_BYTES, WRITTEN_ROWS
+from pipeline.sharding.tiers.row_store import (
+    READ_BYTES,
+    READS,
+    WRITES,
+    WRITTEN_BYTES,
+    WRITTEN_ROWS,
+    make_room_together,
+)
 from pipeline.sharding.tiers.stats import TierStats
 from pipeline.sharding.tiers.tiered_table import Admission, TieredTable
+from pipeline.sharding.tiers.transfers import transfers
 
 Array = np.ndarray[Any, Any]
 MOST_AHEAD = 2
@@ -67,6 +75,8 @@ class TieredLookup:
         self._ahead: deque[tuple[list[Array], Future[tuple[Pins, list[Array]]]]] = deque()
         self._epoch = 0
         self._stats = TierStats()
+        self._room = [0] * len(self.tables)
+        self._tidied: Future[None] | None = None
         self._failure: TierError | None = None  # rows are lost: nothing is looked up or saved any more
 
     def stats(self) -> TierStats:
@@ -115,6 +125,7 @@ class TieredLookup:
         while len(self._ahead) >= MOST_AHEAD:  # of batches that never came
             self._ahead.popleft()
         self._ahead.append((copies, look_ahead_pool().submit(self._bring, copies)))
+        self._tidied = look_ahead_pool().submit(self._tidy)
 
     def quiet(self) -> AbstractContextManager[bool]:
         """A context in which no row moves but by the caller. Raises TierError where rows were lost."""
@@ -194,7 +205,9 @@ class TieredLookup:
             pins.slots.append(pinned)
             all_slots.append(slots)
             wanted.append(missing)
-        for at, admission in enumerate(self._admit(wanted) if any(map(len, wanted)) else []):
+        with self.failing():
+            admissions = self._exchange(wanted, training) if any(map(len, wanted)) else []
+        for at, admission in enumerate(admissions):
             if not len(wanted[at]):
                 continue
             pins.slots[at] = np.concatenate([pins.slots[at], admission.slots])
@@ -217,25 +230,27 @@ class TieredLookup:
             table.release_head()
         return bool(short)
 
-    def _admit(self, wanted: list[Array]) -> list[Admission]:
-        with self.failing():
-            return self._exchange(wanted)
-
     def _check_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._tidied is not None and self._tidied.done():
+            self._tidied.result()
 
-    def _exchange(self, wanted: list[Array]) -> list[Admission]:
-        """Reads come first, for a step may wait for them; writes go on when this returns."""
-        for table in self.tables:
-            table.finish_write_back()
+    def _exchange(self, wanted: list[Array], training: bool) -> list[Admission]:
+        """Reads of all tables are one transfer; rows that leave wait in their stores' pools, for tidy() to write them."""
         admissions = [table.admit(rows) for table, rows in zip(self.tables, wanted, strict=True)]
-        loads = [table.begin_fill(each) for table, each in zip(self.tables, admissions, strict=True)]
-        for table, futures in zip(self.tables, loads, strict=True):
-            table.store.finish(futures)
-        for table, admission in zip(self.tables, admissions, strict=True):
-            table.begin_write_back(admission)
+        pairs = [*zip(self.tables, admissions, strict=True)]
+        transfers().read([piece for table, each in pairs for piece in table.begin_fill(each, training)])
+        for table, admission in pairs:
+            table.write_back(admission)
+        self._room = [max(len(each.victims), table.store.pool_size // 4) for table, each in pairs]
         return admissions
+
+    def _tidy(self) -> None:
+        """Make room for the rows that the next batch makes leave, while no step waits."""
+        with self._lock, self.failing():
+            if self._failure is None:
+                make_room_together([table.store for table in self.tables], self._room)
 
     def _unpin_released(self) -> None:
         while self.released:
@@ -282,7 +297,6 @@ class ShardRows:
 
     def changed_rows(self) -> Array:
         with self._lookup.quiet(), self._lookup.failing():
-            self.table.finish_write_back()
             return self.table.changed_rows()
 
     def begin(self, first_weights: FirstWeights) -> None:

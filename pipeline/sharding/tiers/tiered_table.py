@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from pipeline.checkpoint.first_weights import FirstWeights
 from pipeline.sharding.kernels import record_kernels, slot_map_kernels
 from pipeline.sharding.tiers.row_store import RowStore
+from pipeline.sharding.tiers.transfers import Piece, transfers
 
 Array = np.ndarray[Any, Any]
 AT_ONCE = 1 << 14  # rows
@@ -60,7 +60,6 @@ class TieredTable:
         self._hand = np.zeros(1, np.int64)
         self._calls = itertools.count(1)
         self._is_empty = True
-        self._writing: tuple[Array, list[Future[Array]]] | None = None
 
     def check(self, ids: Array) -> int | None:
         """The first id that is no row; None: all are."""
@@ -80,10 +79,9 @@ class TieredTable:
         """Fill the head's slots, where they are empty: before the first lookup, and after a load. Raises TierError."""
         if self._head_here == self.head:
             return
-        self.finish_write_back()
         for first in range(0, self.head, AT_ONCE):
             rows = np.arange(first, min(first + AT_ONCE, self.head))
-            self.store.finish(self._begin_fill(rows, rows))
+            transfers().read(self._begin_fill(rows, rows, take=True))
         self._row_of[: self.head] = np.arange(self.head)
         self._head_here, self._is_empty = self.head, False
 
@@ -122,31 +120,26 @@ class TieredTable:
         record_kernels.gather(victim_slots[:num_victims][order], weights, states, squares, records)
         return Admission(rows[:num_rows], slots[:num_rows], victims[:num_victims][order], records, len(rows))
 
-    def begin_fill(self, admission: Admission) -> list[Future[Array]]:
-        """Fill the admitted slots: from the store, which the futures are of, or as rows begin. Earlier writes are over."""
-        return self._begin_fill(admission.rows, admission.slots)
+    def begin_fill(self, admission: Admission, training: bool) -> list[Piece]:
+        """Fill the admitted slots: as rows begin, or from the store, by what is to be read yet."""
+        return self._begin_fill(admission.rows, admission.slots, take=training)
 
-    def _begin_fill(self, rows: Array, slots: Array) -> list[Future[Array]]:
-        written = self.store.are_written(rows)
-        futures = self.store.begin_load(rows[written], slots[written], self.columns) if written.any() else []
-        if not written.all():
-            fresh = slots[~written]
-            self.first_weights.sample(rows[~written], fresh, self.columns[0])
+    def _begin_fill(self, rows: Array, slots: Array, take: bool) -> list[Piece]:
+        stored = self.store.are_stored(rows)
+        pieces = self.store.begin_load(rows[stored], slots[stored], self.columns, take=take)
+        if take:
+            self._dirty[slots[stored]] = 1  # they are nowhere else
+        if not stored.all():
+            fresh = slots[~stored]
+            self.first_weights.sample(rows[~stored], fresh, self.columns[0])
             for state in self.columns[1:]:
                 state[fresh] = 0
-        return futures
+        return pieces
 
-    def begin_write_back(self, admission: Admission) -> None:
+    def write_back(self, admission: Admission) -> None:
+        """Raises TierError."""
         if len(admission.victims):
-            assert self._writing is None
-            self._writing = admission.victims, self.store.begin_store(admission.victims, admission.records)
-
-    def finish_write_back(self) -> None:
-        """Raises TierError where it failed."""
-        if self._writing is not None:
-            (rows, futures), self._writing = self._writing, None
-            self.store.finish(futures)
-            self.store.mark_written(rows)
+            self.store.store(admission.victims, admission.records)
 
     def fill_in(self, ids: Array, slots: Array) -> None:
         """The slots of rows that were admitted since pin()."""
@@ -161,8 +154,7 @@ class TieredTable:
         self.store.forget()
 
     def flush(self) -> None:
-        """Write what has changed, and empty the slots."""
-        self.finish_write_back()
+        """Store what has changed, and empty the slots."""
         if self._is_empty:
             return
         slots = np.flatnonzero((self._row_of >= 0) & (self._dirty != 0))
@@ -172,12 +164,11 @@ class TieredTable:
             part = slots[begin : begin + (AT_ONCE)]
             records = np.empty((len(part), self.store.record), np.float32)
             record_kernels.gather(part, weights, states, squares, records)
-            self._store_now(self._row_of[part], records)
+            self.store.store(self._row_of[part], records)
         self._clear()
 
     def read_rows(self, column: int, first: int, count: int) -> torch.Tensor:
         """As RowSource says. The slots keep what they have."""
-        self.finish_write_back()
         values, written = self.store.read_column(column, first, count)
         rows = np.flatnonzero(~written)
         if column == 0:
@@ -192,7 +183,7 @@ class TieredTable:
 
     def changed_rows(self) -> Array:
         """As RowSource says."""
-        bits = self.store.written_bits()
+        bits = self.store.stored_bits()
         record_kernels.set_bits(bits, self._row_of[(self._row_of >= 0) & (self._dirty != 0)])
         return bits
 
@@ -207,30 +198,24 @@ class TieredTable:
             part = numbers[first : first + at_once]
             records = self._records(part, with_weights=column > 0)
             records[:, begin : begin + width] = new[first : first + at_once]
-            self._store_now(part, records)
+            self.store.store(part, records)
 
     def _records(self, rows: Array, with_weights: bool) -> Array:
-        """[n, numbers] of rows, none of which is in a slot; weights that were never written only where they are asked for."""
-        records = np.zeros((len(rows), self.store.record), np.float32)
-        written = self.store.are_written(rows)
-        widths = [each.shape[1] for each in self.columns]
-        dim = widths[0]
-        columns = [records[:, :dim], records[:, dim : dim + widths[1]], records[:, dim + widths[1] :]]
-        loaded = np.flatnonzero(written)
-        buffers = [np.empty((len(loaded), width), np.float32) for width in widths]
-        self.store.finish(self.store.begin_load(rows[loaded], np.arange(len(loaded)), buffers))
-        for column, buffer in zip(columns, buffers, strict=True):
-            column[loaded] = buffer
-        if with_weights and not written.all():
-            weights = np.empty((len(rows), dim), np.float32)
-            fresh = np.flatnonzero(~written)
-            self.first_weights.sample(rows[fresh], fresh, weights)
-            columns[0][fresh] = weights[fresh]
-        return records
+        """[n, numbers] of rows, none of which is in a slot; weights that were never stored only where they are asked for.
 
-    def _store_now(self, rows: Array, records: Array) -> None:
-        self.store.finish(self.store.begin_store(rows, records))
-        self.store.mark_written(rows)
+        They are to be stored again at once.
+        """
+        records = np.zeros((len(rows), self.store.record), np.float32)
+        stored = self.store.are_stored(rows)
+        none = np.empty((len(rows), 0), np.float32)
+        pieces = self.store.begin_load(rows[stored], np.flatnonzero(stored), (records, none, none), take=True)
+        transfers().read(pieces)
+        if with_weights and not stored.all():
+            fresh = np.flatnonzero(~stored)
+            weights = np.empty((len(fresh), self.columns[0].shape[1]), np.float32)
+            self.first_weights.sample(rows[fresh], np.arange(len(fresh)), weights)
+            records[fresh, : weights.shape[1]] = weights
+        return records
 
     def _clear(self) -> None:
         self._buckets[:] = -1

@@ -63,7 +63,7 @@ class ShardTiers:
 
     def open(self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]], begins: Begins) -> None:
         """Open the stores. weights[t] and states[t] are the slots'."""
-        from pipeline.sharding.tiers.row_store import RowStore
+        from pipeline.sharding.tiers.row_store import RowStore, pool_rows
         from pipeline.sharding.tiers.tiered_lookup import ShardRows, TieredLookup
         from pipeline.sharding.tiers.tiered_table import TieredTable
 
@@ -78,7 +78,7 @@ class ShardTiers:
             columns = [column.numpy().reshape(shard.num_slots, -1) for column in own]
             columns += [np.empty((shard.num_slots, 0), np.float32)] * (3 - len(columns))
             widths = [column.shape[1] for column in columns]
-            store = RowStore(settings.folder, shard.name, shard.num_rows, widths, settings.io_threads)
+            store = RowStore(settings.folder, shard.name, shard.num_rows, widths, pool_rows(shard.num_slots))
             vectors = [column.dim() > 1 for column in own]
             tables.append(TieredTable(shard.name, columns, vectors, store, shard.head))
         self.lookup = TieredLookup(tables, begins)

@@ -46,7 +46,7 @@ def build(
 ) -> TablesWithMoments:
     """By `slots` in tiers, or in memory where there are none; first weights are the same."""
     names = ["a", "b", "c"]
-    settings = TierSettings(slots, str(folder), io_threads=3, heads=heads or {}) if slots else None
+    settings = TierSettings(slots, str(folder), heads=heads or {}) if slots else None
     specs = [
         (rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, dim in zip(shape.rows, shape.dims, strict=True)
     ]

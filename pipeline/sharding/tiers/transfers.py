@@ -1,0 +1,156 @@
+"""Read and write spans of many files at once, between the files and one buffer of the process.
+
+Linux's native asynchronous I/O (io_submit) takes all spans of a step in one call. Where a sandbox does not allow it, threads read and
+write a span each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from pipeline.sharding.kernels import transfer_kernels
+
+BUFFER_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
+AT_ONCE = 1024  # spans
+THREADS = 16
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Piece:
+    """Spans of a file that lie one after the other in the buffer, PIECE_BYTES at most.
+
+    use: what is done with their numbers, once they are read; or, before they are written, what fills them in. is_read: of those that
+    are written, which hold something else too and are read first. check: raises for an errno other than 0.
+    """
+
+    file: int
+    offsets: Array
+    sizes: Array
+    use: Callable[[Array], None]
+    check: Callable[[int], None]
+    is_read: Array | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.sizes.sum())
+
+
+class Transfers:
+    """For several threads, one after the other."""
+
+    def __init__(self, asynchronous: bool = True) -> None:
+        self._lock = threading.RLock()
+        self._memory = mmap.mmap(-1, BUFFER_BYTES)  # begins with a page, as O_DIRECT asks
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._numbers = np.frombuffer(self._memory, np.float32)
+        self._context = _context(AT_ONCE) if asynchronous else 0
+        self._requests = np.zeros((AT_ONCE, transfer_kernels.REQUEST_NUMBERS), np.int64)
+        self._pointers = np.zeros(AT_ONCE, np.int64)
+        self._events = np.zeros((AT_ONCE, transfer_kernels.EVENT_NUMBERS), np.int64)
+        self._threads = None if self._context else ThreadPoolExecutor(THREADS, thread_name_prefix="tier-io")
+
+    def read(self, pieces: Sequence[Piece]) -> None:
+        """Raises what a piece's check raises."""
+        with self._lock:
+            for group in _groups(pieces):
+                self._move(group, is_write=False)
+                for piece, numbers in self._with_numbers(group):
+                    piece.use(numbers)
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Raises what a piece's check raises."""
+        with self._lock:
+            for group in _groups(pieces):
+                self._move(group, is_write=False, only_read=True)
+                for piece, numbers in self._with_numbers(group):
+                    piece.use(numbers)
+                self._move(group, is_write=True)
+
+    def _with_numbers(self, group: Sequence[Piece]) -> Iterator[tuple[Piece, Array]]:
+        begin = 0
+        for piece in group:
+            end = begin + piece.num_bytes
+            yield piece, self._numbers[begin // 4 : end // 4]
+            begin = end
+
+    def _move(self, group: Sequence[Piece], is_write: bool, only_read: bool = False) -> None:
+        sizes = np.concatenate([piece.sizes for piece in group])
+        offsets = np.concatenate([piece.offsets for piece in group])
+        files = np.repeat([piece.file for piece in group], [len(piece.sizes) for piece in group])
+        addresses = self._bytes.ctypes.data + np.concatenate([[0], sizes.cumsum()[:-1]])
+        if only_read:
+            kept = np.concatenate([piece.is_read for piece in group])  # type: ignore[arg-type]
+            files, offsets, sizes, addresses = files[kept], offsets[kept], sizes[kept], addresses[kept]
+        if error := self._errno(is_write, files, offsets, sizes, addresses):
+            group[0].check(error)
+
+    def _errno(self, is_write: bool, files: Array, offsets: Array, sizes: Array, addresses: Array) -> int:
+        if not len(files):
+            return 0
+        if self._threads is None:
+            return int(
+                transfer_kernels.move_together(
+                    self._context,
+                    is_write,
+                    files,
+                    offsets,
+                    sizes,
+                    addresses,
+                    self._requests,
+                    self._pointers,
+                    self._events,
+                )
+            )
+        bounds = np.linspace(0, len(files), min(THREADS, len(files)) + 1).astype(np.int64)
+        spans = (files, offsets, sizes, addresses)
+        moves = [
+            self._threads.submit(transfer_kernels.move_each, is_write, *spans, begin, end)
+            for begin, end in itertools.pairwise(bounds)
+        ]
+        return next((error for error in [int(move.result()) for move in moves] if error), 0)
+
+
+def transfers() -> Transfers:
+    """This process's; a forked one has its own."""
+    return _transfers_of(os.getpid())
+
+
+@cache
+def _transfers_of(process: int) -> Transfers:
+    return Transfers()
+
+
+def _context(at_once: int) -> int:
+    """Of io_setup; 0 where the system does not allow it."""
+    if not transfer_kernels.HAS_REQUESTS:
+        return 0
+    context = ctypes.c_ulong(0)
+    failed = ctypes.CDLL(None, use_errno=True).syscall(transfer_kernels.SETUP, at_once, ctypes.byref(context))
+    return 0 if failed else context.value
+
+
+def _groups(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """As many as fit the buffer."""
+    group: list[Piece] = []
+    held = 0
+    for piece in pieces:
+        if group and held + piece.num_bytes > BUFFER_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(piece)
+        held += piece.num_bytes
+    if group:
+        yield group
