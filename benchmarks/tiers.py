@@ -222,14 +222,15 @@ def predict(arguments: argparse.Namespace, steps_per_s: float) -> None:
     table = Table(
         "t", rows, DIM, ["f"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0], frequencies, tiers=tiers
     )
-    expected, speed = forecast(table, arguments.batch), measure(arguments.folder, 2 * DIM)
+    expected = forecast(table, arguments.batch)
+    speed = measure(arguments.folder, 2 * DIM, int(NUM_TABLES * expected.rows_a_step))
     coming = NUM_TABLES * expected.rows_a_step
     moving_ms = io_ms(coming, speed.loads_per_s, speed.stores_per_s)
-    stall = stall_percent(1000 / steps_per_s, moving_ms, speed.slowdown)
-    rate = 1000 / tiered_step_ms(1000 / steps_per_s, moving_ms, speed.slowdown)
+    stall = stall_percent(1000 / steps_per_s, moving_ms, speed.slowdown, speed.spread)
+    rate = 1000 / tiered_step_ms(1000 / steps_per_s, moving_ms, speed.slowdown, speed.spread)
     print(
         f"predicted: hits {100 * expected.hit_rate:.1f} %, {coming:,.0f} rows a step; this SSD loads {speed.loads_per_s:,.0f} and "
-        f"stores {speed.stores_per_s:,.0f} rows a second, and a thread beside it takes {speed.slowdown:.2f} times as long: "
+        f"stores {speed.stores_per_s:,.0f} rows a second, and a thread beside it takes {speed.slowdown:.2f} times as long (spread {100 * speed.spread:.0f} %): "
         f"stall {stall:.1f} %, {rate:.1f} steps a second"
     )
 

@@ -18,7 +18,10 @@ from pipeline.embeddings.table import Table
 
 # A slot's entries in the map: two to four buckets of 4 bytes, its row, when it was seen, pins, visits, dirty.
 MAP_BYTES_A_SLOT = 38
-BLOCK_BYTES = 4096
+SLOTS_A_POOLED_ROW = 32  # rows that have left their slots wait in memory, to be written together
+POOL_BYTES_A_ROW = 32  # beside its record: the pool's map
+BYTES_A_STORED_ROW = 2.2  # its place in the store's file, and a bit for each of 1.25 places
+SECTOR_BYTES = 512
 BISECTIONS = 80
 
 
@@ -32,15 +35,16 @@ class TierForecast:
 
     @property
     def read_bytes(self) -> float:
-        """Of a step: a block for each row that comes in, and one for each that leaves, where other rows lie too."""
-        return 2 * BLOCK_BYTES * self.rows_a_step
+        """Of a step: a sector at the least for each row that comes in."""
+        return SECTOR_BYTES * self.rows_a_step
 
 
 def memory_bytes(table: Table, shard_rows: int, row_bytes: float) -> int:
-    """What the slots of a shard take, with their map and a bit for each row."""
+    """What the slots of a shard take, with their map, the rows that wait to be written, and where each row lies."""
     assert table.tiers is not None
     slots = num_slots(table.tiers.slots, shard_rows, table.num_embeddings)
-    return math.ceil(slots * (row_bytes + MAP_BYTES_A_SLOT) + shard_rows / 8)
+    pooled = (row_bytes + POOL_BYTES_A_ROW) / SLOTS_A_POOLED_ROW
+    return math.ceil(slots * (row_bytes + MAP_BYTES_A_SLOT + pooled) + shard_rows * BYTES_A_STORED_ROW)
 
 
 def forecast(table: Table, lookups_a_step: float) -> TierForecast:
@@ -107,14 +111,29 @@ def io_ms(rows_a_step: float, loads_per_s: float, stores_per_s: float) -> float:
     return 1000 * rows_a_step * (1 / loads_per_s + 1 / stores_per_s)
 
 
-def stall_percent(step_ms: float, io_ms: float, slowdown: float = 1.0) -> float:
+def stall_percent(step_ms: float, io_ms: float, slowdown: float = 1.0, spread: float = 0.0) -> float:
     """Of a step that takes `step_ms` without tiers: what it waits for rows.
 
-    slowdown: while rows come and go the step computes slower by it, as where the threads that read share its core.
+    slowdown: while rows come and go the step computes slower by it, as where the thread that reads shares its core. spread: the standard
+    deviation of io_ms, as a share of it.
     """
-    return 100 * max(0.0, 1 - slowdown * step_ms / io_ms) if io_ms > 0 else 0.0
+    return 100 * _wait_ms(step_ms, io_ms, slowdown, spread) / tiered_step_ms(step_ms, io_ms, slowdown, spread)
 
 
-def tiered_step_ms(step_ms: float, io_ms: float, slowdown: float = 1.0) -> float:
+def tiered_step_ms(step_ms: float, io_ms: float, slowdown: float = 1.0, spread: float = 0.0) -> float:
     """What a step takes, its stall included: it computes slower for as long as rows come and go."""
-    return max(io_ms, step_ms + min(io_ms, slowdown * step_ms) * (1 - 1 / slowdown))
+    return _computing_ms(step_ms, io_ms, slowdown) + _wait_ms(step_ms, io_ms, slowdown, spread)
+
+
+def _computing_ms(step_ms: float, io_ms: float, slowdown: float) -> float:
+    return step_ms + min(io_ms, slowdown * step_ms) * (1 - 1 / slowdown)
+
+
+def _wait_ms(step_ms: float, io_ms: float, slowdown: float, spread: float) -> float:
+    """The mean of what rows take longer than the step computes, where their time is normally distributed."""
+    excess, deviation = io_ms - _computing_ms(step_ms, io_ms, slowdown), spread * io_ms
+    if deviation <= 0:
+        return max(0.0, excess)
+    ratio = excess / deviation
+    density = math.exp(-ratio * ratio / 2) / math.sqrt(2 * math.pi)
+    return deviation * density + excess * 0.5 * (1 + math.erf(ratio / math.sqrt(2)))

@@ -7,11 +7,14 @@ from collections import Counter
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import HardwareConfig
 from pipeline.planner.record import PlanDescription
-from pipeline.planner.tiers import BLOCK_BYTES, io_ms, stall_percent, tiered_step_ms
+from pipeline.planner.tiers import io_ms, stall_percent, tiered_step_ms
 from pipeline.runtime.errors import PlanError
 from pipeline.sharding.tiers.probe import SsdSpeed, measure
-from pipeline.sharding.tiers.settings import IO_THREADS
 from pipeline.training.tier_rates import tier_folder
+
+BLOCK_BYTES = 4096  # that data sheets give random reads of
+READS_AT_ONCE = 16
+ROWS_A_STORE = 8  # that leave together, for a read and a write of a segment
 
 
 def tier_outlook(job: TrainJob, plan: PlanDescription, step_ms: float) -> list[str]:
@@ -31,9 +34,9 @@ def tier_outlook(job: TrainJob, plan: PlanDescription, step_ms: float) -> list[s
         for rank in choice.ranks:
             rows[rank] += tiers.rows_a_step / len(choice.ranks)  # type: ignore[assignment]  # a share of them
     widest = max((choice.weight_bytes + choice.state_bytes) // (4 * choice.num_embeddings) for choice, _ in held)
-    speed = data_sheet(job.hardware) or measure(tier_folder(job, held[0][0].name), max(widest, 1))
     most = max(rows.values())
-    stall = stall_percent(step_ms, io_ms(most, speed.loads_per_s, speed.stores_per_s), speed.slowdown)
+    speed = data_sheet(job.hardware) or measure(tier_folder(job, held[0][0].name), max(widest, 1), int(most))
+    stall = stall_percent(step_ms, io_ms(most, speed.loads_per_s, speed.stores_per_s), speed.slowdown, speed.spread)
     line = describe(len(held), most, step_ms, speed, stall)
     if stall > job.planner.most_tier_stall_percent:
         raise PlanError(
@@ -44,11 +47,11 @@ def tier_outlook(job: TrainJob, plan: PlanDescription, step_ms: float) -> list[s
 
 
 def data_sheet(hardware: HardwareConfig) -> SsdSpeed | None:
-    """By hardware.ssd_gb_per_s and ssd_latency_us: a row is a block, and as many are read at once as a store has threads."""
+    """By hardware.ssd_gb_per_s and ssd_latency_us: a row is a block, and READS_AT_ONCE are under way."""
     if not hardware.ssd_gb_per_s or not hardware.ssd_latency_us:
         return None
-    loads = min(IO_THREADS * 1e6 / hardware.ssd_latency_us, 1e9 * hardware.ssd_gb_per_s / BLOCK_BYTES)
-    return SsdSpeed(loads, loads / 2)  # a store reads the block that it changes, unless its records are whole sectors
+    loads = min(READS_AT_ONCE * 1e6 / hardware.ssd_latency_us, 1e9 * hardware.ssd_gb_per_s / BLOCK_BYTES)
+    return SsdSpeed(loads, ROWS_A_STORE * loads)
 
 
 def describe(num_tables: int, rows: float, step_ms: float, speed: SsdSpeed, stall: float) -> str:
@@ -57,6 +60,5 @@ def describe(num_tables: int, rows: float, step_ms: float, speed: SsdSpeed, stal
     return (
         f"tiers       {num_tables} tables; {rows:,.0f} rows a step come and go, {moving_ms:.3g} ms of the SSD "
         f"({speed.loads_per_s:,.0f} loads and {speed.stores_per_s:,.0f} stores a second) beside a step of {step_ms:.3g} ms: "
-        f""
-        f"{tiered_step_ms(step_ms, moving_ms, speed.slowdown):.3g} ms in all, predicted tier stall {stall:.0f} %"
+        f"{tiered_step_ms(step_ms, moving_ms, speed.slowdown, speed.spread):.3g} ms in all, predicted tier stall {stall:.0f} %"
     )

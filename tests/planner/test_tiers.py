@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,17 @@ import pytest
 from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig, head_rows, num_slots
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
-from pipeline.planner.tiers import MAP_BYTES_A_SLOT, forecast, io_ms, memory_bytes, stall_percent, tiered_step_ms
+from pipeline.planner.tiers import (
+    BYTES_A_STORED_ROW,
+    MAP_BYTES_A_SLOT,
+    POOL_BYTES_A_ROW,
+    SLOTS_A_POOLED_ROW,
+    forecast,
+    io_ms,
+    memory_bytes,
+    stall_percent,
+    tiered_step_ms,
+)
 from pipeline.sharding.kernels import slot_map_kernels
 
 ROWS, BATCH = 4000, 256
@@ -82,8 +93,9 @@ def test_a_head_of_hot_rows_serves_more() -> None:
     assert without.hit_rate < half.hit_rate < most.hit_rate and without.rows_a_step > half.rows_a_step
 
 
-def test_memory_is_that_of_slots_their_map_and_a_bit_a_row() -> None:
-    assert memory_bytes(table(0.25), ROWS // 2, 128.0) == 500 * (128 + MAP_BYTES_A_SLOT) + ROWS // 16
+def test_memory_is_that_of_slots_their_map_their_pool_and_the_places_of_rows() -> None:
+    own = 500 * (128 + MAP_BYTES_A_SLOT + (128 + POOL_BYTES_A_ROW) / SLOTS_A_POOLED_ROW)
+    assert memory_bytes(table(0.25), ROWS // 2, 128.0) == math.ceil(own + ROWS / 2 * BYTES_A_STORED_ROW)
     assert num_slots(1000, ROWS // 4, ROWS) == 250 and num_slots(0.1, 7, ROWS) == 1 and num_slots(1e9, 7, ROWS) == 7
 
 
@@ -93,3 +105,19 @@ def test_a_step_waits_only_where_reads_and_writes_take_longer_than_it() -> None:
     assert stall_percent(15, 40, slowdown=2) == pytest.approx(25)
     assert tiered_step_ms(60, 45) == 60 and tiered_step_ms(15, 40, 2) == 40
     assert tiered_step_ms(60, 40, slowdown=2) == 80  # 40 at half of the speed, and 40 alone
+
+
+def test_reads_that_take_sometimes_longer_make_a_step_wait_where_their_mean_would_not() -> None:
+    rng = np.random.default_rng(0)
+    for step, moving, slowdown, spread in [
+        (40, 40, 1.0, 0.2),
+        (40, 30, 1.0, 0.2),
+        (20, 30, 1.4, 0.1),
+        (20, 60, 1.4, 0.3),
+    ]:
+        computing = tiered_step_ms(step, moving, slowdown) - max(0.0, moving - slowdown * step)
+        waits = np.maximum(moving * (1 + spread * rng.standard_normal(200_000)) - computing, 0).mean()
+        assert stall_percent(step, moving, slowdown, spread) == pytest.approx(
+            100 * waits / (computing + waits), rel=0.02
+        )
+        assert tiered_step_ms(step, moving, slowdown, spread) == pytest.approx(computing + waits, rel=0.01)

@@ -26,7 +26,7 @@ def _job(**planner: float) -> TrainJob:
 
 
 def test_the_stall_is_of_the_rank_with_most_rows_and_a_long_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "measure", lambda folder, record: SPEED)
+    monkeypatch.setattr(module, "measure", lambda folder, record, rows: SPEED)
     plan, _ = drawn_plan(4, 2)
     assert tier_outlook(_job(), plan, 10.0) == []
     first, *others = plan.tables
@@ -41,19 +41,19 @@ def test_the_stall_is_of_the_rank_with_most_rows_and_a_long_one_is_refused(monke
 
 
 def test_a_data_sheet_goes_before_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "measure", lambda folder, record: SPEED)
+    monkeypatch.setattr(module, "measure", lambda folder, record, rows: SPEED)
     assert (
         data_sheet(HardwareConfig(ssd_gb_per_s=3.0)) is None and data_sheet(HardwareConfig(ssd_latency_us=80)) is None
     )
     by_latency = data_sheet(HardwareConfig(ssd_gb_per_s=3.0, ssd_latency_us=80))
-    assert by_latency == SsdSpeed(200_000.0, 100_000.0)
+    assert by_latency == SsdSpeed(200_000.0, 1_600_000.0)
     by_bandwidth = data_sheet(HardwareConfig(ssd_gb_per_s=0.4096, ssd_latency_us=80))
-    assert by_bandwidth == SsdSpeed(100_000.0, 50_000.0)
+    assert by_bandwidth == SsdSpeed(100_000.0, 800_000.0)
     plan, _ = drawn_plan(4, 2)
     first, *others = plan.tables
     plan = replace(plan, tables=[replace(first, tiers=TierForecast(10, 0.9, 1000.0 * len(first.ranks))), *others])
     job = replace(_job(), hardware=HardwareConfig(ssd_gb_per_s=0.4096, ssd_latency_us=80))
-    assert "30 ms of the SSD (100,000 loads and 50,000 stores" in tier_outlook(job, plan, 60.0)[0]
+    assert "11.2 ms of the SSD (100,000 loads and 800,000 stores" in tier_outlook(job, plan, 60.0)[0]
 
 
 def test_rows_do_not_lie_in_an_object_store() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.planner.tiers import SLOTS_A_POOLED_ROW
 from pipeline.runtime.errors import TierError
 from pipeline.runtime.logs import get_logger
 from pipeline.sharding.kernels import record_kernels
@@ -32,7 +33,6 @@ SEGMENT_BYTES = 64 << 10  # of a write, at most
 SPARE_PLACES = 0.25  # of the rows of a region: the more, the fewer bytes are written again
 GAP_BYTES = 4096  # that are read between two records rather than apart
 LEAST_POOL = 16  # records
-SLOTS_A_POOLED_ROW = 32
 READS, READ_BYTES, WRITES, WRITTEN_BYTES, WRITTEN_ROWS = range(5)
 logger = get_logger(__name__)
 Array = np.ndarray[Any, Any]
