@@ -160,8 +160,8 @@ class ChainReader(TensorsOnlyReader):
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
-    def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor) -> None:
-        self._readers[0].overlay(key, offsets, values)
+    def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor, with_sampled: bool = True) -> None:
+        self._readers[0].overlay(key, offsets, values, with_sampled)
         try:
             for changes in self._changes:
                 changes.overlay(key, offsets, values)

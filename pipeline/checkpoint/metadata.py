@@ -119,9 +119,9 @@ class TensorsOnlyReader(FileSystemReader):
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
-    def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor) -> None:
+    def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor, with_sampled: bool = True) -> None:
         """Bring `values`, the stored box of `key` that begins at `offsets`, up to the step: rows that it leaves out are sampled."""
-        for piece in self.sampled.get(key, ()):
+        for piece in self.sampled.get(key, ()) if with_sampled else ():
             piece.overlay(self.stored_groups(piece), offsets, values)
 
     @cached_property

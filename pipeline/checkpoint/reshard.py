@@ -29,6 +29,7 @@ from pipeline.checkpoint.tensors import StepTensors
 from pipeline.runtime.errors import CheckpointError
 
 MAX_LINES = 6
+_StoredPart = tuple[str, StoredRows, Any]  # its key, its rows, where it begins
 
 
 def check_fit(
@@ -216,16 +217,22 @@ def fill_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[s
         if isinstance(part, StoredRows)
     ]
     weights = {id(part.source): (key, part, offsets) for key, part, offsets in parts if part.column == 0}
-    for key, part, offsets in parts:
-        weight_key, weight, at = weights[id(part.source)]
-        for first in range(0, len(part), part.rows_a_block):
-            count = min(part.rows_a_block, len(part) - first)
-            held = tensors.held_rows(weight_key, [at[0] + first, at[1]], [count, weight.shape[1]])
-            if held.any():
-                begin, sizes = [offsets[0] + first, *offsets[1:]], [count, *part.shape[1:]]
-                rows = torch.from_numpy(np.flatnonzero(held))
-                values = tensors.read(key, begin, sizes)
-                part.source.write_rows(part.column, part.first_row + first + rows, values[rows])
+    with tensors.kept_open():
+        for key, part, offsets in parts:
+            _fill_stored_part(tensors, key, part, offsets, weights[id(part.source)])
+
+
+def _fill_stored_part(tensors: StepTensors, key: str, part: StoredRows, offsets: Any, weights: _StoredPart) -> None:
+    """weights: of the same rows; they say which are as they began."""
+    weight_key, weight, at = weights
+    for first in range(0, len(part), part.rows_a_block):
+        count = min(part.rows_a_block, len(part) - first)
+        held = tensors.held_rows(weight_key, [at[0] + first, at[1]], [count, weight.shape[1]])
+        if held.any():
+            begin, sizes = [offsets[0] + first, *offsets[1:]], [count, *part.shape[1:]]
+            rows = torch.from_numpy(np.flatnonzero(held))
+            values = tensors.read(key, begin, sizes, with_sampled=False)
+            part.source.write_rows(part.column, part.first_row + first + rows, values[rows])
 
 
 def read_row_state(

@@ -10,6 +10,7 @@ import io
 import mmap
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -214,16 +215,32 @@ class _RowsWriter(io.RawIOBase):
         return self._writer.write(view)
 
     def _write_rows(self) -> None:
-        rows, group = self._rows, rows_a_group(self._rows.row_bytes)
-        bounds = np.flatnonzero(np.diff(self._held, prepend=~self._held[:1], append=~self._held[-1:]))
-        for begin, end in pairwise(bounds.tolist()):
-            first, last = begin * group, min(end * group, len(rows))
-            if not self._held[begin]:
-                self._writer.write_zeros((last - first) * rows.row_bytes)
-                continue
-            for row in range(first, last, rows.rows_a_block):
-                block = rows.read(row, min(rows.rows_a_block, last - row))
-                self._writer.write(block.contiguous().numpy())
+        """A block of rows is read at once, wherever they lie, while the block before it is written."""
+        rows, group, done = self._rows, rows_a_group(self._rows.row_bytes), 0
+        held = np.flatnonzero(self._held)
+        groups_a_block = max(1, rows.rows_a_block // group)
+        blocks = [held[first : first + groups_a_block] for first in range(0, len(held), groups_a_block)]
+        with ThreadPoolExecutor(1) as reader:
+            reads = (reader.submit(self._read, own) for own in blocks)
+            coming = next(reads, None)
+            for own in blocks:
+                assert coming is not None
+                values, coming = coming.result(), next(reads, None)
+                breaks = np.flatnonzero(np.diff(own) != 1) + 1
+                for begin, end in pairwise([0, *breaks.tolist(), len(own)]):
+                    first, last = int(own[begin]) * group, min(int(own[end - 1] + 1) * group, len(rows))
+                    if first > done:
+                        self._writer.write_zeros((first - done) * rows.row_bytes)
+                    self._writer.write(values[begin * group : begin * group + last - first])
+                    done = last
+        if done < len(rows):
+            self._writer.write_zeros((len(rows) - done) * rows.row_bytes)
+
+    def _read(self, groups: NDArray[np.int64]) -> NDArray[np.float32]:
+        group = rows_a_group(self._rows.row_bytes)
+        numbers = (groups[:, None] * group + np.arange(group)).reshape(-1)
+        values: NDArray[np.float32] = self._rows.read_rows(numbers[numbers < len(self._rows)]).contiguous().numpy()
+        return values
 
 
 def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> NDArray[np.bool_]:

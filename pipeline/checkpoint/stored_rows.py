@@ -23,8 +23,8 @@ aten = torch.ops.aten
 class RowSource(Protocol):
     """What holds the rows of a table's shard: column 0 are the weights, the others the optimizer's states."""
 
-    def read_rows(self, column: int, first: int, count: int) -> torch.Tensor:
-        """[count, width], or [count] of a state that is one number a row."""
+    def read_rows(self, column: int, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Of rows [n], ascending and distinct: [n, width], or [n] of a state that is one number a row."""
 
     def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Rows [n], ascending and distinct; values [n, width] or [n]."""
@@ -59,7 +59,12 @@ class StoredRows(torch.Tensor):
 
     def read(self, first: int = 0, count: int | None = None) -> torch.Tensor:
         """In memory: rows first..first + count of these."""
-        return self.source.read_rows(self.column, self.first_row + first, len(self) - first if count is None else count)
+        end = len(self) if count is None else first + count
+        return self.read_rows(np.arange(first, end))
+
+    def read_rows(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """In memory: of these rows, ascending and distinct."""
+        return self.source.read_rows(self.column, self.first_row + rows)
 
     def write(self, first: int, values: torch.Tensor) -> None:
         rows = torch.arange(self.first_row + first, self.first_row + first + len(values))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class StepTensors:
         self.entries: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata  # type: ignore[assignment]
         self._storage = metadata.storage_data
         self._data_offsets: dict[MetadataIndex, int] = {}
+        self._kept_open: tuple[ExitStack, dict[str, Any]] | None = None
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self.entries[key].size)
@@ -65,8 +66,22 @@ class StepTensors:
         ]
         return sorted((chunk for chunk in found if 0 not in chunk.sizes), key=lambda chunk: chunk.offsets)
 
-    def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """In this context files stay open, and of each the blocks that were verified last are not read again."""
+        with ExitStack() as stack:
+            self._kept_open = stack, {}
+            try:
+                yield
+            finally:
+                self._kept_open = None
+
+    def read(
+        self, key: str, offsets: Sequence[int], sizes: Sequence[int], *, with_sampled: bool = True
+    ) -> torch.Tensor:
         """The values of `key` in the box that begins at `offsets`, of any number of dimensions.
+
+        with_sampled: else rows that the step leaves out are zeros.
 
         Raises:
             CheckpointError: a part of it is nowhere, or cannot be read.
@@ -85,7 +100,7 @@ class StepTensors:
         if covered != result.numel():
             raise CheckpointError(f"{self.path} holds {covered} of the {result.numel()} values asked of {key}")
         try:
-            self._reader.overlay(key, offsets, result)
+            self._reader.overlay(key, offsets, result, with_sampled)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {key} cannot be read: {error}") from None
         return result
@@ -144,12 +159,23 @@ class StepTensors:
         """The file of a chunk, and where in it the chunk's values begin."""
         info = self._storage[chunk.index]
         fs = self._reader.fs  # the reader's, for it may verify what is read
-        with fs.create_stream(fs.concat_path(self._reader.path, info.relative_path), "rb") as file:
+        with self._stream(str(fs.concat_path(self._reader.path, info.relative_path))) as file:
             if chunk.index not in self._data_offsets:
                 view: Any = self._reader._slice_file(file, info)
                 dtype = self.entries[chunk.index.fqn].properties.dtype
                 self._data_offsets[chunk.index] = info.offset + values_offset(view, chunk.sizes, dtype)
             yield file, self._data_offsets[chunk.index]
+
+    @contextmanager
+    def _stream(self, path: str) -> Iterator[Any]:
+        if self._kept_open is None:
+            with self._reader.fs.create_stream(path, "rb") as file:
+                yield file
+            return
+        stack, files = self._kept_open
+        if path not in files:
+            files[path] = stack.enter_context(self._reader.fs.create_stream(path, "rb"))
+        yield files[path]
 
 
 def _read_values(file: Any, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -26,9 +26,9 @@ class Source:
         self.first = FirstWeights()
         self.changed = np.ones(len(columns[0]), np.bool_)
 
-    def read_rows(self, column: int, first: int, count: int) -> torch.Tensor:
-        self.most = max(self.most, count)
-        return self.columns[column][first : first + count].clone()
+    def read_rows(self, column: int, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        self.most = max(self.most, len(rows))
+        return self.columns[column][torch.from_numpy(rows)]
 
     def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
         self.columns[column][rows] = values
@@ -49,7 +49,7 @@ class Source:
 
 
 class Failing(Source):
-    def read_rows(self, column: int, first: int, count: int) -> torch.Tensor:
+    def read_rows(self, column: int, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
         raise TierError("rows of table 't' could not be read")
 
 
@@ -61,7 +61,7 @@ def _stored(source: Source, column: int = 0) -> StoredRows:
 def test_the_file_is_the_one_that_torch_save_writes_from_memory(
     tmp_path: Path, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_rows, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(stored_rows, "BLOCK_BYTES", 1 << 15)
     values, expected = torch.randn(shape), io.BytesIO()
     source = Source(values)
     with _without_zip_checksums():
@@ -69,7 +69,7 @@ def test_the_file_is_the_one_that_torch_save_writes_from_memory(
         with ChecksummedWriter(str(tmp_path / "file")) as writer:
             _save_stored(_stored(source), writer)
     assert (tmp_path / "file").read_bytes() == expected.getvalue()
-    assert source.most * values[0].numel() * 4 <= 4096
+    assert source.most * values[0].numel() * 4 <= 1 << 15
 
 
 def test_a_read_that_fails_is_the_error_that_is_said(tmp_path: Path) -> None:

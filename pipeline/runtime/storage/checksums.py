@@ -170,7 +170,7 @@ class _ReadBack:
         size = min(BLOCK_BYTES, os.fstat(self._descriptor).st_size - begin)
         self._block = self._block or bytearray(size)
         block = memoryview(self._block)[:size]
-        found = os.preadv(self._descriptor, [block], begin)
+        found = _read_data(self._descriptor, block, begin)
         if found != size or f"{zlib.crc32(block):08x}" != checksum:
             raise DamagedError(
                 f"what was written does not read back: {self._path} does not match its checksum in bytes {begin} to {begin + size}"
@@ -254,8 +254,9 @@ class VerifiedFile(PositionedReader):
         return len(target)
 
     def _read_block(self, index: int, block: memoryview) -> None:
-        self._file.seek(index * self._block_bytes)
-        filled = 0
+        begin = index * self._block_bytes
+        filled = _read_data(self._file.fileno(), block, begin) if self._is_local else 0
+        self._file.seek(begin + filled)
         while filled < len(block):
             filled += self._more(self._file.readinto(block[filled:]))  # type: ignore[attr-defined]
 
@@ -299,6 +300,37 @@ class VerifiedFile(PositionedReader):
                 self._file.close()
             self._blocks.clear()
             super().close()
+
+
+def _read_data(descriptor: int, block: memoryview, begin: int) -> int:
+    """Fill `block` from byte `begin` of a file on; a hole is zeros without being read. Returns how many bytes came of one go."""
+    done = 0
+    while done < len(block):
+        position = begin + done
+        data = _seek(descriptor, position, os.SEEK_DATA, begin + len(block))
+        if data > position:
+            end = min(data, begin + len(block))
+            if end > os.fstat(descriptor).st_size:
+                break
+            _fill_with_zeros(block[done : end - begin])
+            done = end - begin
+            continue
+        end = min(_seek(descriptor, position, os.SEEK_HOLE, begin + len(block)), begin + len(block))
+        count = os.preadv(descriptor, [block[done : end - begin]], position)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _seek(descriptor: int, position: int, whence: int, otherwise: int) -> int:
+    """Where data, or a hole, begins at `position` or behind it; `otherwise` where there is none."""
+    try:
+        return os.lseek(descriptor, position, whence)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return otherwise
+        return position if whence == os.SEEK_DATA else otherwise  # a file system that does not say
 
 
 def _fill_with_zeros(block: memoryview) -> None:

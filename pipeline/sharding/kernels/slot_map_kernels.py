@@ -148,13 +148,6 @@ def out_of_range(ids, num_rows):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def find_rows(first, buckets, row_of, head, slots):  # type: ignore[no-untyped-def]
-    """slots [n]: of rows `first` and on; -1: none."""
-    for position in range(len(slots)):
-        slots[position] = find(first + position, buckets, row_of, head)
-
-
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def release_head(head, buckets, row_of):  # type: ignore[no-untyped-def]
     """Rows [0, head), which are in their slots, become rows like others: they may leave."""
     for row in range(head):

@@ -212,12 +212,12 @@ class RowStore:
             yield Piece(self._fd, *spans, use, partial(self._check, "written"), read)
             first = after
 
-    def read_column(self, column: int, first: int, count: int) -> tuple[Array, Array]:
-        """[count, width] of rows `first` and on, and which of them are stored; the others' values are undefined. Raises TierError."""
-        values, none = np.empty((count, self._widths[column]), np.float32), np.empty((count, 0), np.float32)
-        stored = self._place[first : first + count] != 0
-        slots = np.flatnonzero(stored)
-        transfers().read(self.begin_load(first + slots, slots, (values, none, none), begin=sum(self._widths[:column])))
+    def read_column(self, column: int, rows: Array) -> tuple[Array, Array]:
+        """[n, width] of rows [n], and which of them are stored; the others' values are undefined. Raises TierError."""
+        values, none = np.empty((len(rows), self._widths[column]), np.float32), np.empty((len(rows), 0), np.float32)
+        stored = self.are_stored(rows)
+        begin = sum(self._widths[:column])
+        transfers().read(self.begin_load(rows[stored], np.flatnonzero(stored), (values, none, none), begin=begin))
         return values, stored
 
     def close(self) -> None:

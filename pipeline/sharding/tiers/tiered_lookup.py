@@ -283,9 +283,9 @@ class ShardRows:
     def __init__(self, lookup: TieredLookup, table: TieredTable) -> None:
         self._lookup, self.table = lookup, table
 
-    def read_rows(self, column: int, first: int, count: int) -> torch.Tensor:
+    def read_rows(self, column: int, rows: Array) -> torch.Tensor:
         with self._lookup.quiet(), self._lookup.failing():
-            return self.table.read_rows(column, first, count)
+            return self.table.read_rows(column, rows)
 
     def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
         with self._lookup.quiet(), self._lookup.failing():

@@ -95,7 +95,8 @@ class TieredTable:
         self._pins[slots] -= 1
 
     def unpin_all(self) -> None:
-        self._pins[:] = 0
+        if not self._is_empty:
+            self._pins[:] = 0
 
     def admit(self, rows: Array) -> Admission:
         """Give missing rows pinned slots, as far as there are any that no batch in flight needs; begin_fill comes next."""
@@ -167,16 +168,16 @@ class TieredTable:
             self.store.store(self._row_of[part], records)
         self._clear()
 
-    def read_rows(self, column: int, first: int, count: int) -> torch.Tensor:
+    def read_rows(self, column: int, rows: Array) -> torch.Tensor:
         """As RowSource says. The slots keep what they have."""
-        values, written = self.store.read_column(column, first, count)
-        rows = np.flatnonzero(~written)
+        slots = np.full(len(rows), -1, np.int64)
+        slot_map_kernels.fill_in(rows, self._buckets, self._row_of, self._head_here, slots)
+        values, stored = self.store.read_column(column, rows)
+        fresh = np.flatnonzero(~stored & (slots < 0))
         if column == 0:
-            self.first_weights.sample(first + rows, rows, values)
+            self.first_weights.sample(rows[fresh], fresh, values)
         else:
-            values[rows] = 0
-        slots = np.empty(count, np.int64)
-        slot_map_kernels.find_rows(first, self._buckets, self._row_of, self._head_here, slots)
+            values[fresh] = 0
         here = np.flatnonzero(slots >= 0)
         values[here] = self.columns[column][slots[here]]
         return torch.from_numpy(values if self._vectors[column] else values[:, 0])
