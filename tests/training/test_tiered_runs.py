@@ -224,7 +224,7 @@ def test_a_full_ssd_ends_the_run_and_the_same_command_goes_on_elsewhere(
     small = tmp_path / "small"
     small.mkdir()
     words = ["checkpoint.save_every_steps=2", f"sharding.tier_folder={small}", *TIERS]
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(small)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:

@@ -148,6 +148,7 @@ class _ReadBack:
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by end(); looking for holes moves its position
         self._checks: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1)
         self._block = bytearray()
@@ -170,7 +171,7 @@ class _ReadBack:
         size = min(BLOCK_BYTES, os.fstat(self._descriptor).st_size - begin)
         self._block = self._block or bytearray(size)
         block = memoryview(self._block)[:size]
-        found = _read_data(self._descriptor, block, begin)
+        found = _read_data(self._file.fileno(), block, begin)
         if found != size or f"{zlib.crc32(block):08x}" != checksum:
             raise DamagedError(
                 f"what was written does not read back: {self._path} does not match its checksum in bytes {begin} to {begin + size}"
@@ -181,6 +182,7 @@ class _ReadBack:
     def end(self, is_whole: bool) -> Exception | None:
         """The first that a check has raised, when all have ended; of a file that is not whole nothing is checked any more."""
         self._thread.shutdown(cancel_futures=not is_whole)
+        self._file.close()
         raised = (each.exception() for each in self._checks) if is_whole else iter(())
         return next((error for error in raised if isinstance(error, Exception)), None)
 
@@ -303,7 +305,10 @@ class VerifiedFile(PositionedReader):
 
 
 def _read_data(descriptor: int, block: memoryview, begin: int) -> int:
-    """Fill `block` from byte `begin` of a file on; a hole is zeros without being read. Returns how many bytes came of one go."""
+    """Fill `block` from byte `begin` of a file on; a hole is zeros without being read. Returns how many bytes there were.
+
+    Moves the descriptor's position.
+    """
     done = 0
     while done < len(block):
         position = begin + done
