@@ -138,10 +138,10 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     source = batches(arguments.ids, rows, arguments.batch)
     coming = next(source)
     warm = max(WARM_UP, arguments.warm_up)
-    began, before, io, losses = 0.0, None, (0, 0), []
+    began, cpu, before, io, losses = 0.0, 0.0, None, (0, 0), []
     for step in range(warm + arguments.steps):
         if step == warm:
-            began, io = time.perf_counter(), process_io()
+            began, cpu, io = time.perf_counter(), time.process_time(), process_io()
             before = forward.tiered.stats() if forward.tiered else None
         ids, offsets = coming
         coming = next(source)
@@ -153,12 +153,16 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     read, written = (now - then for now, then in zip(process_io(), io, strict=True))
     if forward.tiered:
         stores = [table.store for table in forward.tiered.tables]
         print(f"stores: {sum(each.size_bytes for each in stores) / GIB:.1f} GiB", file=sys.stderr)
-    found: dict[str, Any] = {"steps_per_s": arguments.steps / seconds, "sum_of_losses": float(np.sum(losses))}
+    found: dict[str, Any] = {
+        "steps_per_s": arguments.steps / seconds,
+        "cpu_ms_per_step": 1000 * cpu / arguments.steps,
+        "sum_of_losses": float(np.sum(losses)),
+    }
     if forward.tiered:
         stats = forward.tiered.stats() - before
         read, written = stats.read_bytes, stats.written_bytes
@@ -213,8 +217,9 @@ def predict(arguments: argparse.Namespace, steps_per_s: float) -> None:
     from pipeline.sharding.tiers.probe import measure
 
     rows = int(arguments.gib * GIB / ROW_BYTES / NUM_TABLES)
-    frequencies = None
+    frequencies, best = None, arguments.slots
     if arguments.ids == "zipf":
+        best = (1 - (arguments.slots * rows + 1) ** -0.05) / (1 - (rows + 1.0) ** -0.05)
         points = np.unique(np.geomspace(1, rows, 200).astype(np.int64))
         shares = (1 - (points + 1.0) ** -0.05) / (1 - (rows + 1.0) ** -0.05)
         frequencies = RowFrequencies([0, *points.tolist()], [0.0, *np.minimum(shares, 1).tolist()])
@@ -229,7 +234,7 @@ def predict(arguments: argparse.Namespace, steps_per_s: float) -> None:
     stall = stall_percent(1000 / steps_per_s, moving_ms, speed.slowdown, speed.spread)
     rate = 1000 / tiered_step_ms(1000 / steps_per_s, moving_ms, speed.slowdown, speed.spread)
     print(
-        f"predicted: hits {100 * expected.hit_rate:.1f} %, {coming:,.0f} rows a step; this SSD loads {speed.loads_per_s:,.0f} and "
+        f"predicted: hits {100 * expected.hit_rate:.1f} % (the hottest rows alone in all slots: {100 * best:.1f} %), {coming:,.0f} rows a step; this SSD loads {speed.loads_per_s:,.0f} and "
         f"stores {speed.stores_per_s:,.0f} rows a second, and a thread beside it takes {speed.slowdown:.2f} times as long (spread {100 * speed.spread:.0f} %): "
         f"stall {stall:.1f} %, {rate:.1f} steps a second"
     )
