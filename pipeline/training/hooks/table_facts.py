@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -83,16 +85,26 @@ def _state_of(flat: dict[str, Any], weight: str, table: str) -> list[torch.Tenso
 def _sums(weights: torch.Tensor, state: torch.Tensor | None, dim: int) -> Sums:
     """Of a part of a table [rows, columns]; its state is [rows] or as the weights."""
     share, squares, updated = weights.shape[1] / dim, 0.0, 0.0
-    rows_at_once = weights.rows_a_block if isinstance(weights, StoredRows) else ROWS_AT_ONCE
-    changed = weights.changed_rows() if isinstance(weights, StoredRows) and state is not None else None
-    for begin in range(0, len(weights), rows_at_once):
-        if changed is not None and not changed[begin : begin + rows_at_once].any():
-            continue  # their state is 0
-        part = weights[begin : begin + rows_at_once].detach().float().square().sum(dim=1)
-        if state is not None:
-            mask = state[begin : begin + rows_at_once].detach() != 0
+    for values, own_state in _blocks(weights, state):
+        part = values.detach().float().square().sum(dim=1)
+        if own_state is not None:
+            mask = own_state.detach() != 0
             mask = mask.any(dim=1) if mask.dim() > 1 else mask
             updated += float(mask.sum()) * share
             part = part[mask.to(part.device)]
         squares += float(part.double().sum())
     return squares, updated, len(weights) * share
+
+
+def _blocks(weights: torch.Tensor, state: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Of rows in a store, where a state tells, those that have changed: of others the state is 0."""
+    if isinstance(weights, StoredRows) and isinstance(state, StoredRows):
+        changed = np.flatnonzero(weights.changed_rows())
+        for begin in range(0, len(changed), weights.rows_a_block):
+            rows = changed[begin : begin + weights.rows_a_block]
+            yield weights.read_rows(rows), state.read_rows(rows)
+        return
+    rows_at_once = weights.rows_a_block if isinstance(weights, StoredRows) else ROWS_AT_ONCE
+    for begin in range(0, len(weights), rows_at_once):
+        span = slice(begin, begin + rows_at_once)
+        yield weights[span], None if state is None else state[span]
