@@ -37,6 +37,7 @@ from pipeline.checkpoint.reshard import (
     check_fit,
     fill_row_states,
     fill_stored_rows,
+    grown_tables,
     stored_keys,
     without,
 )
@@ -49,11 +50,12 @@ from pipeline.checkpoint.steps import (
     file_path,
     list_steps,
     read_manifest,
+    read_step_file,
     step_folders,
     step_name,
     step_path,
 )
-from pipeline.checkpoint.tables import flatten, inventory_of_state, merge
+from pipeline.checkpoint.tables import flatten, inventory_of_state, inventory_of_step, merge
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.runtime.errors import CheckpointError, DamagedError, StepTakenError
 from pipeline.runtime.logs import fields, get_logger
@@ -109,11 +111,13 @@ class Checkpointer:
         self._host_copies = {is_link: HostCopy() for is_link in (False, True)}
         self._differential = differential
         self._previous: int | None = None  # the step that a link may build on; None: the next step is a base
+        self._grow: Callable[[str], None] | None = None
         self._taken: ShardRows | None = None  # the changed rows of a save whose end is not known
         self._in_flight: InFlight | None = None
 
-    def save(self, step: int, values: dict[str, Any] | None = None) -> str:
-        """Write step `step` with `values` (position, metrics) in its manifest; the path of its folder.
+    def save(self, step: int, values: dict[str, Any] | None = None, files: dict[str, bytes] | None = None) -> str:
+        """Write step `step` with `values` (position, metrics) in its manifest and this rank's `files` beside it; the path of its
+        folder.
 
         Asynchronous, it returns when the state is copied; wait() or the next save() says how it ended.
 
@@ -130,7 +134,7 @@ class Checkpointer:
             )
         self._taken = self._differential.rows.take(CHECKPOINT) if self._differential else None
         try:
-            save = self._prepare(step, values or {}, chain)
+            save = self._prepare(step, values or {}, chain, files or {})
             if self.asynchronous:
                 self._in_flight = InFlight(step, lambda: self._write_beside_training(save))
             else:
@@ -141,7 +145,9 @@ class Checkpointer:
             raise
         return path
 
-    def _prepare(self, step: int, values: dict[str, Any], chain: dict[str, Any] | None) -> Save:
+    def _prepare(
+        self, step: int, values: dict[str, Any], chain: dict[str, Any] | None, files: dict[str, bytes]
+    ) -> Save:
         """A whole step, or a link where `chain` says what it builds on."""
         state = self._state()
         if chain is not None:
@@ -164,6 +170,7 @@ class Checkpointer:
             self._host_copies[chain is not None].fill(tensors) if self.asynchronous else tensors,
             random_state.capture_owned(asdict(owner), self._context.device),
             manifest,
+            files,
         )
 
     def _link(self) -> dict[str, Any] | None:
@@ -234,14 +241,19 @@ class Checkpointer:
         """
         return self._walk_back(self._writer.verify)
 
-    def restore_latest(self, check: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any] | None:
+    def restore_latest(
+        self, check: Callable[[dict[str, Any]], None] | None = None, grow: Callable[[str], None] | None = None
+    ) -> dict[str, Any] | None:
         """Restore the newest step that verifies while it is read, and return its manifest; None without a step.
 
-        `check` may refuse a manifest by raising CheckpointError before anything is read.
+        `check` may refuse a manifest by raising CheckpointError before anything is read. `grow` fills model and optimizer from the
+        step at a path, where tables have more rows than there; None: that is refused.
 
         Raises:
             CheckpointError: as newest() and restore() do.
         """
+
+        self._grow = grow
 
         def load(step: int) -> dict[str, Any]:
             manifest = self._manifest_of(step)
@@ -267,6 +279,10 @@ class Checkpointer:
             path = step_path(self.folder, step)
             raise type(error)(f"checkpoint {path} cannot be used: {error}; there are steps {steps}") from None
         return manifest
+
+    def read_file(self, step: int, name: str) -> bytes | None:
+        """Local: what save() was given as file `name`; None where the step has none. Raises DamagedError."""
+        return read_step_file(step_path(self.folder, step), name)
 
     def clear_after(self, step: int) -> None:
         """Make way for a run that goes on from `step`.
@@ -382,7 +398,12 @@ class Checkpointer:
             storage.dirname(self.folder),
             with_optimizer=self._optimizer is not None,
             average_row_state=self._average_row_state,
+            may_grow=self._grow is not None,
         )
+        if self._grow is not None and grown_tables(inventory_of_step(tensors), wanted):
+            self._grow(path)
+            self._go_on_from(step, path, random, began, is_same=False)
+            return
         own = self._replicas is not None and holds_own_tables(manifest, self._replicas)
         if own and recut:
             raise CheckpointError(
@@ -411,14 +432,18 @@ class Checkpointer:
         self._model.load_state_dict(state["model"])
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state.get("optimizer", {"state": {}}))
-            if random is not None:
-                random_state.restore_random_state(random, self._context.device)
         if self._replicas:
             self._replicas.equal = not own
+        self._go_on_from(step, path, random, began, is_same=not recut)
+
+    def _go_on_from(self, step: int, path: str, random: bytes | None, began: float, *, is_same: bool) -> None:
+        """Model and optimizer are filled. is_same: with the step's numbers, so that a link may build on it."""
+        if self._optimizer is not None and random is not None:
+            random_state.restore_random_state(random, self._context.device)
         self._writer.mark_verified(step)
         if self._differential is not None:  # averages of row-wise states are those of no step
             self._differential.rows.take(CHECKPOINT)
-            self._previous = None if recut else step
+            self._previous = step if is_same else None
         if self._context.is_main:
             seconds = time.monotonic() - began
             told = fields(event="loaded", step=step, checkpoint=path, seconds=round(seconds, 3))

@@ -33,19 +33,30 @@ _StoredPart = tuple[str, StoredRows, Any]  # its key, its rows, where it begins
 
 
 def check_fit(
-    tensors: StepTensors, wanted: Inventory, run: str, *, with_optimizer: bool, average_row_state: bool
+    tensors: StepTensors,
+    wanted: Inventory,
+    run: str,
+    *,
+    with_optimizer: bool,
+    average_row_state: bool,
+    may_grow: bool = False,
 ) -> list[str]:
     """The keys whose row-wise state must be converted, for the step holds it for other column blocks.
 
     `wanted` is the merged inventory of all ranks; `run` is where the step is from, for the hint. Without an
-    optimizer the step's own is not looked at.
+    optimizer the step's own is not looked at. may_grow: tables may have more rows than the step's.
 
     Raises:
         CheckpointError: tables or layers are missing, extra, or of another shape or dtype, the optimizer is another,
             or row-wise state would have to be converted and `average_row_state` does not allow it.
     """
     stored = inventory_of_step(tensors)
-    lines = _table_lines(stored.tables, wanted.tables)
+    then = stored.tables
+    if may_grow:
+        then = then | {
+            name: replace(then[name], rows=wanted.tables[name].rows) for name in grown_tables(stored, wanted)
+        }
+    lines = _table_lines(then, wanted.tables)
     lines += _layer_lines(stored, wanted, with_optimizer)
     both = sorted(wanted.tables.keys() & stored.tables.keys())
     if with_optimizer:
@@ -62,6 +73,13 @@ def check_fit(
     if recut and not average_row_state:
         raise CheckpointError(_refusal(tensors.path, stored, wanted, recut))
     return [state.key for name in recut for state in wanted.tables[name].states.values() if len(state.shape) == 1]
+
+
+def grown_tables(stored: Inventory, wanted: Inventory) -> list[str]:
+    """Those that have more rows than the step's."""
+    return [
+        name for name, table in wanted.tables.items() if name in stored.tables and table.rows > stored.tables[name].rows
+    ]
 
 
 def _table_lines(stored: dict[str, StoredTable], wanted: dict[str, StoredTable]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.checkpoint import random_state
@@ -45,6 +45,7 @@ class Save:
     tensors: Tensors
     random: bytes
     manifest: dict[str, Any]
+    files: dict[str, bytes] = field(default_factory=dict)  # further ones of this rank, by name
 
     @property
     def step(self) -> int:
@@ -83,7 +84,8 @@ class StepWriter:
         os.makedirs(attempt.stage, exist_ok=True)
         stored = write_shards(attempt.stage, save.owner, save.plan.items, save.tensors, self._is_local)
         files, places, sampled = stored
-        files |= write_bytes(attempt.stage, random_state.file_name(rank), save.random, self._is_local)
+        for name, content in {random_state.file_name(rank): save.random, **save.files}.items():
+            files |= write_bytes(attempt.stage, name, content, self._is_local)
         self._deliver(attempt, files)
         return files, places, sampled
 

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import PublishedFolders, committed_names, published_folders
+from pipeline.runtime.storage.checksums import read_verified
 from pipeline.runtime.storage.manifest import MANIFEST, open_manifest
 
 METADATA = ".metadata"
@@ -56,6 +57,14 @@ def read_manifest(path: str) -> dict[str, Any]:
     if STEP_FOLDER.fullmatch(name) and step_name(manifest["step"]) != name:
         raise DamagedError(f"{path}/{MANIFEST} is that of step {manifest['step']}")
     return manifest
+
+
+def read_step_file(path: str, name: str) -> bytes | None:
+    """Verified; None where the step at `path` has no such file. Raises DamagedError."""
+    manifest = read_manifest(path)
+    if name not in manifest["files"]:
+        return None
+    return read_verified(file_path(path, manifest, name), manifest["files"][name])
 
 
 def is_link(manifest: dict[str, Any]) -> bool:

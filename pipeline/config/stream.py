@@ -5,10 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.registry import find
-from pipeline.runtime.errors import ConfigError, check_above, check_choice
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within
 
 STARTS = ("earliest", "latest")
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@dataclass
+class NewValuesConfig:
+    """What becomes of values that the vocabularies of the data set lack. spare 0: they are unknown ones.
+
+    spare: a table begins with so many more rows for them, by its own rows, and grows by as many again where it is full: the step is
+    saved, and tables are made anew in the same process. A table does not grow beyond max_rows.
+    admit_probability: at each batch that holds an unknown value, of getting a row; 1: at once.
+    """
+
+    spare: float = 0.0
+    admit_probability: float = 1.0
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        check_within("stream.new_values.spare", self.spare, 0.0, 100.0)
+        check_above("stream.new_values.admit_probability", self.admit_probability, 0.0)
+        check_within("stream.new_values.admit_probability", self.admit_probability, 0.0, 1.0)
+        check_at_least("stream.new_values.max_rows", self.max_rows, 1, allow_none=True)
 
 
 @dataclass
@@ -25,6 +45,7 @@ class StreamConfig:
     start: str = "earliest"  # where a run begins that has no step yet
     event_time_column: str | None = None
     event_time_unit: str = "s"
+    new_values: NewValuesConfig = field(default_factory=NewValuesConfig)
     options: dict[str, str] = field(default_factory=dict)  # of kafka: librdkafka's, bootstrap.servers among them
 
     def __post_init__(self) -> None:

@@ -220,6 +220,11 @@ def _decode_parts(raw: Dict[str, Any]) -> Dict[str, Any]:
     return {"sparse_features": features, "splits": splits, "labels": [Label(**each) for each in raw.get("labels", [])]}
 
 
+def vocabulary_of(feature: SparseFeature) -> str:
+    """The feature whose vocabulary this one's ids are of: itself, or the one that a sequence shares ids with."""
+    return (feature.sequence and feature.sequence.shares) or feature.name
+
+
 def weights_column(feature: str) -> str:
     """Of the shards: list<float32>, a number for each id of a weighted feature."""
     return f"__weights__{feature}"

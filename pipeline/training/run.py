@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.train import TrainJob
-from pipeline.data.read.endless import ENDLESS_STEPS
+from pipeline.data.read.endless import ENDLESS_STEPS, StreamReading
 from pipeline.embeddings.physical import signatures
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.process import watchdog
@@ -30,6 +30,7 @@ from pipeline.training.run_state import (
     best_step,
     describe_job,
     earlier_tables,
+    growing,
     open_checkpoints,
     resume,
     start_warm,
@@ -154,7 +155,8 @@ def _train(
         DenseCompiler().compile(assembly.task.model)
     optimizer = build_optimizer(assembly.model, job.optimizer, job.model.l2)
     replicas = TableReplicas(assembly.model, optimizer, job.parallel, context) if assembly.replicated else None
-    checkpointer, restored = _resume(job, dataset, assembly, optimizer, context, fence, replicas)
+    follows = isinstance(reader, StreamReading)
+    checkpointer, restored = _resume(job, dataset, assembly, optimizer, context, fence, replicas, follows)
     if restored is None:  # again: the first step must not depend on what the start has drawn
         seed_random_state(job.trainer.seed, context.rank)
     with kept_random_state(context.device):
@@ -207,10 +209,12 @@ def _resume(
     context: DistributedContext,
     fence: Callable[[], None] | None,
     replicas: Replicas | None,
+    follows_stream: bool,
 ) -> tuple[Checkpointer, dict[str, Any] | None]:
     """Collective: the run's checkpoints, and the manifest of the step that it goes on from; first weights where there is none.
 
-    A checkpoint is read into the tables as they were allocated: what it fills is not initialized before.
+    A checkpoint is read into the tables as they were allocated: what it fills is not initialized before. Of a training that follows a
+    stream they may have more rows than the checkpoint's.
     """
     from pipeline.checkpoint.changes import CHECKPOINT
     from pipeline.planner.plan_codec import encode_record
@@ -222,7 +226,8 @@ def _resume(
     about["compression"] = signatures(assembly.tables)
     rows = TrackedRows(assembly.model, optimizer.replicated, [CHECKPOINT]) if job.checkpoint.differential else None
     checkpointer = open_checkpoints(job, assembly.model, optimizer, context, about, fence, replicas, rows)
-    restored = resume(job, checkpointer, data_order, about["compression"])
+    grow = growing(job, assembly, optimizer, context, dataset) if follows_stream else None
+    restored = resume(job, checkpointer, data_order, about["compression"], grow)
     if restored is None and job.warm_start is not None:
         start_warm(job, job.warm_start, assembly, optimizer, context, dataset)
     elif restored is None:

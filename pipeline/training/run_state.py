@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.changes import ChangedRows
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.checkpoint.replicas import Replicas
+    from pipeline.checkpoint.warm_start import NewData
     from pipeline.data.dataset import Dataset
     from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.assembly import Assembly
@@ -144,9 +145,15 @@ def open_checkpoints(
 
 
 def resume(
-    job: TrainJob, checkpointer: Checkpointer, data_order: dict[str, Any], compression: dict[str, str]
+    job: TrainJob,
+    checkpointer: Checkpointer,
+    data_order: dict[str, Any],
+    compression: dict[str, str],
+    grow: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
     """Collective: the manifest of the step that was restored, None for a fresh run folder.
+
+    grow: as Checkpointer.restore_latest takes it.
 
     Raises:
         TrainingError: the run folder holds a run over other data or with tables compressed in another way, or any run at
@@ -172,7 +179,7 @@ def resume(
                     "its rows would stand for other ids; keep tables.*.compression, or choose another run_dir"
                 )
 
-    manifest: dict[str, Any] | None = checkpointer.restore_latest(check)
+    manifest: dict[str, Any] | None = checkpointer.restore_latest(check, grow)
     checkpointer.clear_after(manifest["step"] if manifest else -1)
     return manifest
 
@@ -192,26 +199,64 @@ def start_warm(
     Raises:
         TrainingError: there is no such checkpoint, or a policy of `config` refuses what it holds.
     """
-    from pipeline.checkpoint.warm_start import NewData, report_json, warm_start
+    from pipeline.checkpoint.warm_start import report_json, warm_start
     from pipeline.runtime.logs import get_logger, to_json
-    from pipeline.sharding.torchrec.table_init import initialize_tables
+
+    folder = None if config.run is None else folder_of(config.run)
+    data = _new_data(job, assembly, dataset)
+    initialize = _initialize(job, assembly)
+    report = warm_start(config, folder, assembly.model, optimizer, context, data, initialize)
+    for line in report.lines():
+        get_logger("pipeline.train").info("%s", line)
+    if context.is_main:
+        storage.publish_text(f"{job.run_dir}/warm_start.json", to_json(report_json(report), indent=1))
+
+
+def growing(
+    job: TrainJob,
+    assembly: Assembly,
+    optimizer: KeyedOptimizer,
+    context: DistributedContext,
+    dataset: Dataset,
+) -> Callable[[str], None]:
+    """What fills model and optimizer from the step at a path, whose tables have fewer rows: further rows are initialized.
+
+    Collective. It raises CheckpointError where anything but numbers of rows differs.
+    """
+
+    def grow(path: str) -> None:
+        from pipeline.checkpoint.warm_start import warm_start
+        from pipeline.runtime.logs import get_logger
+
+        refused = dict.fromkeys(
+            ("new_tables", "dropped_tables", "shrunk_tables", "retyped_tables", "reshaped_tables", "composed_tables"),
+            "refuse",
+        )
+        config = WarmStartConfig(checkpoint=path, ids="keep", **refused)
+        data, initialize = _new_data(job, assembly, dataset), _initialize(job, assembly)
+        report = warm_start(config, None, assembly.model, optimizer, context, data, initialize)
+        grown = [f"{each.table} to {each.rows:,}" for each in report.tables if each.rows_loaded < each.rows]
+        get_logger("pipeline.train").info("tables have grown: %s rows", ", ".join(grown))
+
+    return grow
+
+
+def _new_data(job: TrainJob, assembly: Assembly, dataset: Dataset) -> NewData:
+    from pipeline.checkpoint.warm_start import NewData
 
     by_name = {table.name: table for table in assembly.tables}
     parts = {part.name: part.whole_name for part in physical_tables(assembly.tables)}
-    data = NewData(
+    return NewData(
         dataset,
         job.data.path,
         {name: by_name[whole].feature_names for name, whole in [*parts.items(), *((name, name) for name in by_name)]},
         {name: whole for name, whole in parts.items() if name != whole},
         signatures(assembly.tables),
     )
-    folder = None if config.run is None else folder_of(config.run)
 
-    def initialize(names: Collection[str]) -> None:
-        initialize_tables(assembly.model, job.trainer.seed, names)
 
-    report = warm_start(config, folder, assembly.model, optimizer, context, data, initialize)
-    for line in report.lines():
-        get_logger("pipeline.train").info("%s", line)
-    if context.is_main:
-        storage.publish_text(f"{job.run_dir}/warm_start.json", to_json(report_json(report), indent=1))
+def _initialize(job: TrainJob, assembly: Assembly) -> Callable[[Collection[str]], None]:
+    """What initializes the tables that it is given the names of."""
+    from pipeline.sharding.torchrec.table_init import initialize_tables
+
+    return lambda names: initialize_tables(assembly.model, job.trainer.seed, names)

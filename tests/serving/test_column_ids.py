@@ -85,7 +85,7 @@ def test_rows_as_lists_and_as_a_table_have_the_same_ids() -> None:
 def test_requests_of_whole_numbers_and_of_text_are_scored_together(by_kernels: bool) -> None:
     encoder = encoder_of([["7", "-12"], ["3"]])
     if not by_kernels:
-        encoder._ids.of_arrow = None
+        encoder._ids._of_arrow = None
     reader, wanted, parts = RequestReader(encoder.layout.columns, LimitsConfig()), [], []
     for num_rows in (LEAST_ROWS, 3, LEAST_ROWS + 5):
         for kind in (pa.int16(), pa.string(), pa.uint64()):
@@ -143,14 +143,14 @@ def test_bytes_that_are_no_text_go_the_long_way_and_are_named() -> None:
 
 def test_without_numba_and_for_other_features_rows_are_read_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     with_bags = RawSchema([], [RawFeature("b", 9, False, bag_size=3, hash_size=9)], "none", "|")
-    assert RowEncoder(with_bags, {})._ids.of_arrow is None
+    assert RowEncoder(with_bags, {})._ids._of_arrow is None
     table = pa.table(
         {"d": [1.0] * 40, "e": [None, *[2.0] * 39], "c0": ["red", "blue"] * 20, "g": ["x"] * 40, "h": [3] * 40}
     )
     wanted = encoder_of([["red"]]).encode(table)
     monkeypatch.setattr(column_ids, "find_spec", lambda name: None)
     encoder = encoder_of([["red"]])
-    assert encoder._ids.of_arrow is None
+    assert encoder._ids._of_arrow is None
     found = encoder.encode(table)
     assert torch.equal(found.values, wanted.values)
     assert np.array_equal(found.dense.numpy(), wanted.dense.numpy())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.config.data import DataConfig
 from pipeline.config.stream import UNITS, StreamConfig
-from pipeline.data.dataset import Dataset
+from pipeline.data.dataset import Dataset, vocabulary_of
 from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.raw.layout import layout_of, with_group
 from pipeline.data.raw.rows import QuarantinedRow, parse_block
@@ -39,6 +39,15 @@ class EncodedBatch(NamedTuple):
     event_time: float | None
 
 
+def _features_of(dataset: Dataset) -> dict[str, list[int]]:
+    """Vocabulary, by the feature that it belongs to -> the numbers of the features that have its ids."""
+    found: dict[str, list[int]] = {}
+    for number, feature in enumerate(dataset.sparse_features):
+        if feature.hash_size is None:
+            found.setdefault(vocabulary_of(feature), []).append(number)
+    return found
+
+
 class LineEncoder:
     """Makes batches as the reader of a prepared data set makes them of the same rows."""
 
@@ -49,8 +58,11 @@ class LineEncoder:
         stream: StreamConfig,
         targets: Sequence[Target],
         split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
+        growing: Collection[str] = (),
     ) -> None:
-        """Raises RetrainingError for data whose rows in a stream would not be those that were prepared."""
+        """growing: vocabularies whose unknown values take_unknown() gives.
+
+        Raises RetrainingError for data whose rows in a stream would not be those that were prepared."""
         if dataset.negative_sampling:
             raise RetrainingError(
                 "data.negative_sampling leaves out rows of a prepared split, and a stream gives them all: prepare the data set without it"
@@ -65,6 +77,11 @@ class LineEncoder:
             if feature.hash_size is None
         }
         self._encoder = RowEncoder(schema, vocabularies)
+        self._features = _features_of(dataset)
+        self._cardinalities = {name: dataset.sparse_feature(name).cardinality for name in self._features}
+        self._num_added = dict.fromkeys(self._features, 0)
+        self._growing = [name for name in self._features if name in growing]
+        self._encoder.added.note_unknown(number for name in self._growing for number in self._features[name])
         self._label_columns, self._num_dense = dataset.label_columns, len(dataset.dense_features)
         self._is_weighted = bool(dataset.weighted_features)
         self._targets = TargetColumns(dataset, list(targets), split="train", for_training=True)
@@ -88,6 +105,30 @@ class LineEncoder:
         read = np.concatenate(kept)
         bad += [replace(row, line=int(read[row.line - 1]) + 1) for row in encoded.bad_rows]
         return EncodedBatch(self._batch(table, encoded, read[encoded.kept], num_rows), bad, self._newest(table))
+
+    def use(self, values: Mapping[str, Sequence[str]]) -> None:
+        """Let vocabularies have these values besides their own, and no others."""
+        self._encoder.forget_added()
+        self._num_added = dict.fromkeys(self._features, 0)
+        self.add(values)
+        self.take_unknown()
+
+    def add(self, values: Mapping[str, Sequence[str]]) -> None:
+        """Further ones, whose ids follow on those of the values that there are."""
+        for name, own in values.items():
+            first = self._cardinalities[name] + self._num_added[name]
+            for number in self._features[name]:
+                self._encoder.added.add(number, first, own)
+            self._num_added[name] += len(own)
+
+    def take_unknown(self) -> dict[str, set[str]]:
+        """By vocabulary: the values without an id that encode() has met since this was called last."""
+        found = self._encoder.added.take_unknown()
+        merged = {
+            name: set[str]().union(*(found.get(number, ()) for number in self._features[name]))
+            for name in self._growing
+        }
+        return {name: values for name, values in merged.items() if values}
 
     def nothing(self, num_rows: int) -> Batch:
         """A batch in which no row counts."""

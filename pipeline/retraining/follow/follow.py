@@ -1,12 +1,14 @@
 """Train on a stream in one process that goes on:  python -m pipeline.retrain experiment=quickstart source=clicks/ follow=true
 
 Model, tables and optimizer stay between windows of minutes. Ids are those of the prepared data set `data.path`; the first weights are
-the champion's, where the registry has one.
+the champion's, where the registry has one. Values that are new since (stream.new_values) have rows of their own; where a table is
+full, the step is saved and the tables are made anew, larger, in the same process.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -15,14 +17,18 @@ from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import find
 from pipeline.config.warm_start import WarmStartConfig
+from pipeline.data.dataset import load_dataset
+from pipeline.retraining.follow.rooms import rooms_of, with_room
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.logs import get_logger
 from pipeline.training.run import TrainSummary, train
+from pipeline.training.run_state import earlier_tables
 
 if TYPE_CHECKING:
     from pipeline.data.read.batches import BatchReader
     from pipeline.data.stream.source import StreamSource
     from pipeline.planner.resolved_job import ResolvedJob
+    from pipeline.retraining.follow.reader import StreamReader
     from pipeline.runtime.process.distributed import DistributedContext
 
 FOLDER = "follow"  # of retrain's run_dir: the run folder
@@ -51,11 +57,30 @@ def follow(job: RetrainJob) -> FollowSummary:
     from pipeline.training.hooks.publishing import artifact_of
     from pipeline.training.preflight import validate_job
 
-    trained = follow_job(job)
-    validate_job(trained, job.world_size)
-    summary = train(trained, lambda resolved, context: open_stream(job, resolved, context))
+    dataset, trained = load_dataset(job.data.path), follow_job(job)
+    earlier, full = earlier_tables(trained), list[str]()
+    while True:
+        trained = with_room(trained, dataset, job.stream.new_values, earlier, full)
+        validate_job(trained, job.world_size)
+        summary, full = _follow(job, trained)
+        if not full:
+            break
+        earlier = trained.tables
+        gc.collect()  # what is left of smaller tables
     published = artifact_of(trained) if trained.publishing.when is not None else ""
     return FollowSummary(summary, published if published and os.path.isdir(published) else "")
+
+
+def _follow(job: RetrainJob, trained: TrainJob) -> tuple[TrainSummary, list[str]]:
+    """Until the stream ends, or tables are full, whose names are returned."""
+    readers: list[StreamReader] = []
+
+    def open_input(resolved: ResolvedJob, context: DistributedContext) -> BatchReader:
+        readers.append(open_stream(job, resolved, context))
+        return readers[0]
+
+    summary = train(trained, open_input)
+    return summary, readers[0].full
 
 
 def follow_job(job: RetrainJob) -> TrainJob:
@@ -70,10 +95,11 @@ def follow_job(job: RetrainJob) -> TrainJob:
     return trained
 
 
-def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedContext) -> BatchReader:
+def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedContext) -> StreamReader:
     """Raises UserError where the source is not there, or its rows are not those of the data set."""
     from pipeline.data.read.quarantine import Quarantine
     from pipeline.data.stream.journal import Journal
+    from pipeline.data.stream.new_values import NewValues
     from pipeline.embeddings.id_splitter import IdSplitter
     from pipeline.retraining.follow.encode import LineEncoder
     from pipeline.retraining.follow.ranks import StreamRanks
@@ -83,7 +109,8 @@ def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedCont
     run_dir, data = resolved.job.run_dir, resolved.job.data
     source: StreamSource = find("stream", job.stream.kind, "stream.kind")(job.source, job.stream, data)
     split_ids = IdSplitter(resolved.all_tables, skip_empty_bags=False)
-    encoder = LineEncoder(data, resolved.dataset, job.stream, resolved.targets, split_ids)
+    rooms = rooms_of(resolved.job, resolved.dataset, job.stream.new_values)
+    encoder = LineEncoder(data, resolved.dataset, job.stream, resolved.targets, split_ids, rooms)
     rank, world_size, ranks = context.rank, context.world_size, None
     if world_size > 1:
         ranks = StreamRanks(own_store("stream"), rank, world_size)
@@ -92,4 +119,5 @@ def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedCont
         source, encoder, Journal(os.path.join(run_dir, JOURNAL)) if context.is_main else None,
         name=f"{job.stream.kind}:{job.source}", batch_size=resolved.job.trainer.micro_batch_size // world_size,
         stream=job.stream, config=data.reader, quarantine=rows, ranks=ranks,
+        values=NewValues(rooms, job.stream.new_values.admit_probability),
     )  # fmt: skip

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.data.read.endless import EndOfInputError
+from pipeline.data.read.endless import EndOfInputError, TablesFullError
+from pipeline.data.stream.new_values import Values
 from pipeline.data.stream.source import Range
 from pipeline.runtime.errors import RetrainingError
 
@@ -23,10 +24,11 @@ STOP = "stop"
 
 
 class Share(NamedTuple):
-    """Of one batch: the ranges of all its rows, and of those that are this rank's."""
+    """Of one batch: the ranges of all its rows, and of those that are this rank's; new values that have ids from it on."""
 
     ranges: list[Range]
     own: list[Range]
+    added: Values
 
 
 class StreamRanks:
@@ -41,15 +43,18 @@ class StreamRanks:
         self._round += 1
         return self._round
 
-    def tell(self, round_: int, number: int, ranges: list[Range], shares: list[list[Range]]) -> None:
+    def tell(self, round_: int, number: int, ranges: list[Range], shares: list[list[Range]], added: Values) -> None:
         """Rank 0: what batch `number` takes, and what of it each rank."""
         for rank in range(1, self.world_size):
-            self._set(round_, number, rank, {"ranges": ranges, "own": shares[rank]})
+            self._set(round_, number, rank, {"ranges": ranges, "own": shares[rank], "added": added})
 
     def end(self, round_: int, number: int, error: Exception) -> None:
         """Rank 0: there is no batch `number`."""
+        said: dict[str, Any] = {"end" if isinstance(error, EndOfInputError) else "failure": str(error)}
+        if isinstance(error, TablesFullError):
+            said = {"full": error.tables}
         for rank in range(1, self.world_size):
-            self._set(round_, number, rank, {"end" if isinstance(error, EndOfInputError) else "failure": str(error)})
+            self._set(round_, number, rank, said)
 
     def _set(self, round_: int, number: int, rank: int, values: dict[str, Any]) -> None:
         self._store.set(f"{round_}/{number}/{rank}", json.dumps(values))
@@ -62,11 +67,15 @@ class StreamRanks:
             time.sleep(LOOK_S)
         values = json.loads(self._store.get(key))
         self._store.delete_key(key)
+        if "full" in values:
+            raise TablesFullError(values["full"])
         if "end" in values:
             raise EndOfInputError(values["end"])
         if "failure" in values:
             raise RetrainingError(values["failure"])
-        return Share([Range(*each) for each in values["ranges"]], [Range(*each) for each in values["own"]])
+        return Share(
+            [Range(*each) for each in values["ranges"]], [Range(*each) for each in values["own"]], values["added"]
+        )
 
     def ask_to_stop(self) -> None:
         """This rank was; while there are no rows, no step tells rank 0 of it."""

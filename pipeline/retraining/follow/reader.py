@@ -19,10 +19,11 @@ from typing import Any
 from pipeline.config.reader import ReaderConfig
 from pipeline.config.stream import StreamConfig
 from pipeline.data.read.batch import Batch
-from pipeline.data.read.endless import ENDLESS_STEPS, EndOfInputError
+from pipeline.data.read.endless import ENDLESS_STEPS, EndOfInputError, TablesFullError
 from pipeline.data.read.prefetch import Prefetcher
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.stream.journal import Journal
+from pipeline.data.stream.new_values import Known, NewValues, Values
 from pipeline.data.stream.source import Lines, Offsets, Range, StreamSource
 from pipeline.retraining.follow.encode import LineEncoder
 from pipeline.retraining.follow.ranks import StreamRanks
@@ -61,9 +62,11 @@ class StreamReader:
         config: ReaderConfig,
         quarantine: Quarantine,
         ranks: StreamRanks | None = None,
+        values: NewValues | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """name: of the stream; a run does not go on with another. batch_size: of this rank. journal: rank 0's. ranks: None for one."""
+        """name: of the stream; a run does not go on with another. batch_size: of this rank. journal: rank 0's. ranks: None for one.
+        values: that the encoder's vocabularies gain; None: of a run that has none."""
         self.config, self.batch_size, self._ranks = config, batch_size, ranks
         self._all_rows = batch_size * (ranks.world_size if ranks else 1)  # of a batch
         self._first_row = batch_size * ranks.rank if ranks else 0
@@ -75,11 +78,15 @@ class StreamReader:
         self._first, self._taken = 0, deque[_Taken]()
         self._event_time: float | None = None  # up to self._first
         self._behind, self._looked_at = 0.0, 0.0
+        self._values = values or NewValues({}, 1.0)
+        self.full: list[str] = []  # tables without a row for a value, which have ended the stream
 
     def batches(self, epoch: int, start_step: int = 0) -> Prefetcher[Batch]:
         """From batch `start_step` on; EndOfInputError is raised behind the last. Every rank calls it as often."""
         stopped = threading.Event()
         round_ = self._ranks.begin() if self._ranks else 0
+        self._values.restore(start_step, self._values.known_to(start_step))
+        self._encoder.use(self._values.values)
         read = self._read_own if self._ranks and self._ranks.rank else self._read
         source = read(start_step, round_, stopped)
         return Prefetcher(source, self.config.prefetch_batches, "stream", self._add_stall, stopped.set)
@@ -91,17 +98,30 @@ class StreamReader:
         number = start
         try:
             for parts in self._parts(start, stopped):
-                ranges = [part.range for part in parts]
+                ranges, added = [part.range for part in parts], self._admit(number)
+                others: list[list[Lines]] = []
                 if self._ranks is not None:
-                    shares = list(_split(parts, self.batch_size))
-                    self._ranks.tell(round_, number, ranges, [[part.range for part in share] for share in shares])
-                    parts = shares[0]
+                    parts, *others = _split(parts, self.batch_size)
+                    own = [[part.range for part in share] for share in (parts, *others)]
+                    self._ranks.tell(round_, number, ranges, own, added)
                 number += 1
-                yield self._batch(parts, ranges)
+                batch = self._batch(parts, ranges)
+                for share in others if self._values.rooms else ():
+                    self._encoder.encode(share)  # for the unknown values among them
+                yield batch
         except Exception as error:
             if self._ranks is not None:
                 self._ranks.end(round_, number, error)
             raise
+
+    def _admit(self, number: int) -> Values:
+        """New values that have ids from batch `number` on: of those that the batch before held. Raises TablesFullError."""
+        added, full = self._values.admit(number, self._encoder.take_unknown())
+        self._encoder.add(added)
+        if full:
+            self.full = sorted(full)
+            raise TablesFullError(full)
+        return added
 
     def _read_own(self, start: int, round_: int, stopped: threading.Event) -> Generator[Batch, None, None]:
         """On other ranks than 0, which know of offsets what they need to count batches."""
@@ -111,7 +131,13 @@ class StreamReader:
             self._taken.pop()
         self._taken.extend(_Taken([], None) for _ in range(start - self._first - len(self._taken)))
         for number in itertools.count(start):
-            share = self._ranks.share(round_, number, lambda: self._idle(stopped))
+            try:
+                share = self._ranks.share(round_, number, lambda: self._idle(stopped))
+            except TablesFullError as error:
+                self.full = error.tables
+                raise
+            self._values.add(number, share.added)
+            self._encoder.add(share.added)
             yield self._batch([self._source.reread(each) for each in share.own], share.ranges)
 
     def _idle(self, stopped: threading.Event) -> None:
@@ -234,6 +260,12 @@ class StreamReader:
         self._event_time = place["event_time"]
         self._taken.clear()
 
+    def values_of(self, batch: int) -> Known:
+        return self._values.known_to(batch)
+
+    def restore_values(self, batch: int, known: Known) -> None:
+        self._values.restore(batch, known)
+
     def progress(self, batch: int) -> dict[str, float]:
         self._forget_before(batch)
         now = time.monotonic()
@@ -243,6 +275,7 @@ class StreamReader:
         return {
             f"stream_behind_{self._source.unit}": self._behind,
             "stream_batches_ahead": float(len(self._taken)),
+            **({"stream_new_values": float(self._values.count)} if self._values.count else {}),
             **age,
         }
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest
 FORMAT_VERSION = 1
 NAME = re.compile(r"\d{8}")
 FOLDER, PIN = "deltas", "pin.json"
-LAYERS_FILE = "dense.tensors"
+LAYERS_FILE, VALUES_FILE = "dense.tensors", "values.json"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int32,
@@ -39,6 +39,13 @@ DTYPES = {
 }  # fmt: skip
 OF_VERSION = re.compile(r".*/versions/v\d{6,}/artifact")
 TABLE_FILE = re.compile(r"\d{5}\.(ids|rows)")
+
+
+class NewIds(NamedTuple):
+    """Values that have ids from `first` on."""
+
+    first: int
+    values: list[str]
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,8 @@ def _problem(values: dict[str, Any], manifest: Manifest, sequence: int) -> str:
     files, wanted = values["files"], {LAYERS_FILE}
     if COMPOSED_FILE in manifest.files:
         wanted.add(COMPOSED_FILE)
+    if VALUES_FILE in files:
+        wanted.add(VALUES_FILE)
     for change in values.get("tables", []):
         table, rows = change.get("table"), change.get("rows")
         if type(table) is not int or not 0 <= table < len(manifest.tables) or type(rows) is not int or rows < 1:
@@ -164,6 +173,27 @@ def _problem(values: dict[str, Any], manifest: Manifest, sequence: int) -> str:
             return f"has files of another size than {rows} rows of table {table}"
         wanted |= names
     return "" if wanted == set(files) else f"holds {sorted(files)[:5]}, not {sorted(wanted)[:5]}"
+
+
+def values_to_bytes(values: Mapping[str, NewIds]) -> bytes:
+    return json.dumps({name: [first, own] for name, (first, own) in values.items()}, ensure_ascii=False).encode()
+
+
+def values_from_bytes(content: bytes, manifest: Manifest) -> dict[str, NewIds]:
+    """Raises DamagedError for what values_to_bytes() has not written, or what has no row in the artifact."""
+    rows = {name: manifest.tables[table].rows for name, table in manifest.features}
+    cardinalities = {feature.name: feature.cardinality for feature in manifest.schema.features if not feature.hash_size}
+    found = {}
+    try:
+        for name, (first, values) in json.loads(content).items():
+            if not all(isinstance(value, str) and value for value in values):
+                raise ValueError(f"{name} has values that are no text")
+            if not cardinalities[name] <= first <= first + len(values) <= rows[name]:
+                raise ValueError(f"{name} has {len(values)} values from id {first} on, and {rows[name]} rows")
+            found[name] = NewIds(first, values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{VALUES_FILE} does not fit the artifact: {error!r}") from None
+    return found
 
 
 def tensors_to_bytes(tensors: Sequence[torch.Tensor]) -> bytes:

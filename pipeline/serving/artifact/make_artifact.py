@@ -45,10 +45,18 @@ def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifes
     pack_layers(packed, at, trained, job.dense, job.compiled)
     if trained.composed is not None:
         pack_composed(packed, at, trained.composed)
-    pack_vocabularies(packed, at, source.dataset, trained.keys, source.data_path, kept_alone(trained, kept))
+    pack_vocabularies(
+        packed, at, source.dataset, trained.keys, source.data_path, kept_alone(trained, kept), source.new_values
+    )
     manifest = Manifest(
         lineage=lineage_of(job, source),
-        schema=schema_of(source.dataset, trained.keys, source.job.data.columns, source.job.data.synthetic_multi_hot),
+        schema=schema_of(
+            source.dataset,
+            trained.keys,
+            source.job.data.columns,
+            source.job.data.synthetic_multi_hot,
+            source.new_values,
+        ),
         tables=packed.tables,
         features=[(feature.name, feature.table) for feature in trained.features],
         dense=packed.dense,

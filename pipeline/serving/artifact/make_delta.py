@@ -22,6 +22,7 @@ from pipeline.checkpoint.changes import Rows
 from pipeline.checkpoint.steps import list_steps, step_path
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.serve import PublishJob
+from pipeline.data.dataset import vocabulary_of
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError
@@ -32,7 +33,9 @@ from pipeline.serving.artifact.delta_gate import PROGRESSIVE_NE, DeltaRefusedErr
 from pipeline.serving.artifact.deltas import (
     FORMAT_VERSION,
     LAYERS_FILE,
+    VALUES_FILE,
     Delta,
+    NewIds,
     TableChange,
     delta_folders,
     deltas_folder,
@@ -42,6 +45,7 @@ from pipeline.serving.artifact.deltas import (
     pinned_sequence,
     read_delta,
     tensors_to_bytes,
+    values_to_bytes,
     why_pinned,
 )
 from pipeline.serving.artifact.layer_tensors import LayerTensors
@@ -73,6 +77,10 @@ class Stages:
 
     def __str__(self) -> str:
         return ", ".join(f"{seconds:.2f} s {name}" for name, seconds in self.seconds.items())
+
+
+class OutgrownError(ServingError):
+    """A step has rows or values that no delta can bring to the artifact: a whole one has to follow."""
 
 
 class Publisher:
@@ -137,7 +145,7 @@ class Publisher:
         return self._publish(source)
 
     def _check_source(self, source: Source) -> None:
-        """Raises ServingError where tables, features or data are others than the artifact's."""
+        """Raises OutgrownError where tables have more rows than the artifact's, and ServingError where tables, features or data are others."""
         trained = source.trained
         now = [
             (table.name, stored.rows, stored.dim) for table, stored in zip(trained.tables, trained.stored, strict=True)
@@ -145,6 +153,10 @@ class Publisher:
         then = [(table.name, table.rows, table.dim) for table in self._manifest.tables]
         features = [(feature.name, feature.table) for feature in trained.features]
         data = source.dataset.fingerprint()
+        larger = [(name, max(rows, own), dim) for (name, rows, dim), (_, own, _) in zip(then, now, strict=False)]
+        same = (features, data) == (self._manifest.features, self._manifest.lineage["dataset_sha256"])
+        if now != then and now == larger and same:
+            raise OutgrownError(f"step {source.step} of {self._run} has larger tables than {self._artifact}")
         if (now, features, data) != (then, self._manifest.features, self._manifest.lineage["dataset_sha256"]):
             raise ServingError(
                 f"step {source.step} of {self._run} has other tables, features or data than {self._artifact}: export a whole artifact"
@@ -157,7 +169,7 @@ class Publisher:
             patches = list(self._patches(source, path))
         with self.stages("layers"):
             constants = self.layers.at(source, self._predictor.program)
-        composed = source.trained.composed
+        composed, values = source.trained.composed, self._new_ids(source)
         with self.stages("gate"):
             stats = self._stats_before(patches, source)
         stats["not_finite"] = self._not_finite + sum(int(not each.isfinite().all()) for each in constants)
@@ -166,18 +178,40 @@ class Publisher:
             [], {}, stats, "",
         )  # fmt: skip
         with self.stages("gate"):
-            self._predictor.apply(StagedDelta(draft, patches, constants, composed))
+            self._predictor.apply(StagedDelta(draft, patches, constants, composed, values))
             stats["ne"] = self._normalized_entropy(source)
             self._check_gate(draft)
         contents = {LAYERS_FILE: tensors_to_bytes(constants)}
         if composed is not None:
             contents[COMPOSED_FILE] = composed.to_bytes()
+        if values:
+            contents[VALUES_FILE] = values_to_bytes(values)
+            stats["new_values"] = sum(len(new.values) for new in values.values())
         with self.stages("writing"):
             delta = self._commit(draft, patches, contents)
         self._ne = stats["ne"]
         self.history.append(stats)
         self._chain_bytes += delta.size_bytes
         return delta
+
+    def _new_ids(self, source: Source) -> dict[str, NewIds]:
+        """By feature, what the step has values for and servers do not. Raises OutgrownError where servers have others for those ids."""
+        found = {}
+        for feature in source.dataset.sparse_features:
+            if feature.hash_size is not None or feature.name not in source.trained.keys:
+                continue
+            values = source.new_values.get(vocabulary_of(feature), [])
+            first, known = feature.cardinality, self._predictor.num_ids(feature.name)
+            before = values[: known - first]
+            if len(before) < known - first or (
+                before and (self._predictor.encoder.ids_of(feature.name, before) != np.arange(first, known)).any()
+            ):
+                raise OutgrownError(
+                    f"step {source.step} of {self._run} gives values of {feature.name!r} other ids than {self._artifact}"
+                )
+            if values[known - first :]:
+                found[feature.name] = NewIds(known, values[known - first :])
+        return found
 
     def is_chain_over(self, share: float) -> bool:
         """Whether the chain's deltas hold more than `share` times the artifact's bytes: a new artifact would begin a new chain."""

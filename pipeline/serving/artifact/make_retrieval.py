@@ -72,7 +72,7 @@ def make_retrieval(job: ExportJob, source: Source, at: ArtifactFolder, samples: 
     if trained.composed is not None:
         pack_composed(packed, at, trained.composed)
     alone = kept_alone(trained, kept)
-    pack_vocabularies(packed, at, source.dataset, trained.keys, source.data_path, alone)
+    pack_vocabularies(packed, at, source.dataset, trained.keys, source.data_path, alone, {})
     parts = _parts(job, source)
     layers = towers_of(trained, {tower: parts.features_of(tower) for tower in ("user", "item")})
     _pack_towers(job, packed, at, layers, parts.dim)

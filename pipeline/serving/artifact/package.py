@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.export import ExportedProgram
 
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.config.columns import ColumnsConfig
-from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature
+from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature, vocabulary_of
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import progress
@@ -126,16 +127,17 @@ def pack_vocabularies(
     keys: list[str],
     data_path: str,
     kept: Mapping[str, KeptRows],
+    new_values: Mapping[str, list[str]],
 ) -> None:
-    """Of the features `keys`. `kept`: feature -> rows of the table that it alone looks up; values of other rows are unknown ones."""
+    """Of the features `keys`, with `new_values` behind the data set's own. `kept`: feature -> rows of the table that it alone looks up; values of other rows are unknown ones."""
     features = [dataset.sparse_feature(key) for key in keys if dataset.sparse_feature(key).hash_size is None]
     with progress("writing vocabularies", sum(feature.cardinality for feature in features)) as bar:
         for feature in features:
             packed.vocabularies[feature.name] = name = f"vocabulary/{len(packed.vocabularies):05d}.arrow"
             rows = kept.get(feature.name)
-            table = index_values(
-                read_values(vocabulary_path(feature, data_path)), None if rows is None else rows.contains
-            )
+            own = read_values(vocabulary_path(feature, data_path))
+            added = (feature.cardinality, new_values.get(vocabulary_of(feature), []))
+            table = index_values(chain(own, [added]), None if rows is None else rows.contains)
             pack_arrow(packed, attempt, table, name)
             bar.advance(feature.cardinality)
 
@@ -188,11 +190,17 @@ def pack_staged(packed: Packed, attempt: ArtifactFolder, staged: str, name: str)
         packed.files[name] = writer.entry()
 
 
-def schema_of(dataset: Dataset, keys: list[str], columns: ColumnsConfig, multi_hot: dict[str, int]) -> RawSchema:
+def schema_of(
+    dataset: Dataset,
+    keys: list[str],
+    columns: ColumnsConfig,
+    multi_hot: dict[str, int],
+    new_values: Mapping[str, list[str]] | None = None,
+) -> RawSchema:
     features = [
         RawFeature(
             feature.name,
-            feature.cardinality,
+            feature.cardinality + len((new_values or {}).get(vocabulary_of(feature), ())),
             feature.multi_hot,
             multi_hot.get(feature.name, 1),
             feature.hash_size,

@@ -28,7 +28,7 @@ from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.serving.artifact.delta_gate import DeltaRefusedError, Stats
 from pipeline.serving.artifact.deltas import deltas_folder, pinned_sequence, why_pinned
 from pipeline.serving.artifact.export_run import export
-from pipeline.serving.artifact.make_delta import Publisher
+from pipeline.serving.artifact.make_delta import OutgrownError, Publisher
 from pipeline.training.run_state import folder_of
 
 COMMIT_S = 600.0  # a save that goes on beside the training is waited for so long
@@ -83,6 +83,9 @@ class Worker:
             if not self._has_artifact():
                 return {"sequence": 0, "artifact": self._begin(step)}
             delta = self._open().publish_step(step)
+        except OutgrownError as error:
+            logger.info("%s: a whole artifact follows", error)
+            return self._outgrown(step)
         except DeltaRefusedError as error:
             self.stopped = str(error)
             return {"stopped": self.stopped}
@@ -103,6 +106,16 @@ class Worker:
             "sequence": delta.sequence, "rows": int(delta.stats["rows"]), "bytes": delta.size_bytes, "ne": delta.stats["ne"],
             "age_s": round(time.time() - delta.saved_at, 3),
         }  # fmt: skip
+
+    def _outgrown(self, step: int) -> dict[str, Any]:
+        """Begin a new chain at `step`, whose rows or values no delta can bring."""
+        publisher = self._open()
+        try:
+            made = self._begin(step)
+        except (UserError, OSError) as error:
+            return {"failed": str(error)}
+        self._history, self._publisher = publisher.history, None
+        return {"sequence": 0, "artifact": made}
 
     def _await_commit(self, step: int) -> None:
         folder, until = folder_of(self._order.run), time.monotonic() + COMMIT_S

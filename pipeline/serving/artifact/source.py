@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pipeline import __version__
+from pipeline.checkpoint.steps import read_step_file, step_path
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.vocabularies import trained_dataset
 from pipeline.config.jobs.evaluate import ExportJob
@@ -16,6 +17,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import find
 from pipeline.config.serving import RetrievalConfig
 from pipeline.data.dataset import Dataset
+from pipeline.data.stream.new_values import FILE, Values, from_bytes
 from pipeline.models.build import build_model
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.errors import ServingError, did_you_mean
@@ -30,6 +32,7 @@ NO_SETTINGS = ("plugins", "run", "step", "which", "output", "data_path", "paths"
 class Source:
     """The step that is exported, and the data set that it was trained on.
 
+    new_values: by vocabulary, those of a stream that the data set lacks; their ids follow on the vocabulary's.
     `best_by`: the metric by which the step is the best of the run; empty where it was not chosen so.
     """
 
@@ -40,6 +43,7 @@ class Source:
     dataset: Dataset
     data_path: str
     best_by: str = ""
+    new_values: Values = field(default_factory=dict)
 
     @property
     def has_towers(self) -> bool:
@@ -74,7 +78,9 @@ def open_source(job: ExportJob) -> Source:
     trained = load_trained(model, tables, dataset.sparse_feature_names, tensors, num_dense, is_bf16)
     trained = replace(trained, targets=resolved.targets)
     best_by = trained_job.best_metric if job.step is None and chosen is not None else ""
-    return Source(trained_job, step, manifest, trained, dataset, where, best_by)
+    content = read_step_file(step_path(folder_of(job.run), step), FILE)
+    new_values = {} if content is None else from_bytes(content).values
+    return Source(trained_job, step, manifest, trained, dataset, where, best_by, new_values)
 
 
 def settings_of(job: ExportJob) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pipeline.data.raw.hashing import hash_ids
 from pipeline.data.read.value_index import ValueIndex
 from pipeline.serving.artifact.raw_schema import RawFeature
-from pipeline.serving.scoring.column_ids import column_ids
+from pipeline.serving.scoring.added_ids import AddedIds
+from pipeline.serving.scoring.column_ids import column_ids, is_whole_number
 
 REMEMBERED = 1 << 18  # values of all features together, some 40 MB
 LONGEST_REMEMBERED = 64  # characters
@@ -40,7 +41,32 @@ class FeatureIds:
         self._is_listed = np.array(listed, np.bool_)
         self._known: list[dict[str | None, int]] = [dict(self._missing) for _ in features]
         self._room = REMEMBERED // max(1, len(features))
-        self.of_arrow = column_ids(features, self._index, self._vocabularies.tolist(), null_values)
+        self.added = AddedIds()
+        self._of_arrow = column_ids(features, self._index, self._vocabularies.tolist(), null_values)
+
+    def forget_added(self) -> None:
+        """Values are those of the vocabularies again."""
+        self.added.forget()
+        self._known = [dict(self._missing) for _ in self._known]
+
+    @property
+    def reads_columns(self) -> bool:
+        """Whether of_arrow() gives ids."""
+        return self._of_arrow is not None
+
+    def of_arrow(self, columns: Sequence[pa.Array]) -> NDArray[np.int64] | None:
+        """As ColumnIds.ids, with values that were added."""
+        assert self._of_arrow is not None
+        ids = self._of_arrow.ids(columns)
+        if ids is None:
+            return None
+        for feature, (column, own) in enumerate(zip(columns, ids.reshape(len(columns), -1), strict=True)):
+            if self.added.has(feature) and len(unknown := np.flatnonzero(own == 0)):
+                values = column.take(pa.array(unknown))
+                own[unknown] = self.added.ids(
+                    feature, values.cast(pa.string()) if is_whole_number(column.type) else values
+                )
+        return ids
 
     def look_up(self, features: NDArray[np.int64], values: pa.Array) -> NDArray[np.int64]:
         """[len(values)]: of each value, text and not missing, its id as one of feature number features[i]."""
@@ -53,9 +79,20 @@ class FeatureIds:
             )
             if seed is None:
                 found[which] = self._index.ids(self._vocabularies[owners], part)
+                self._look_up_added(features, values, found, which[found[which] == 0])
             else:
                 found[which] = hash_ids(part, self._sizes[owners], seed)
         return found
+
+    def _look_up_added(
+        self, features: NDArray[np.int64], values: pa.Array, found: NDArray[np.int64], unknown: NDArray[np.int64]
+    ) -> None:
+        """Fill `found` at the positions `unknown`."""
+        owners = features[unknown]
+        for feature in np.unique(owners).tolist():
+            if self.added.has(feature):
+                which = unknown[owners == feature]
+                found[which] = self.added.ids(feature, values.take(pa.array(which)))
 
     def of_columns(self, columns: Sequence[Sequence[str | None]]) -> NDArray[np.int64]:
         """Of the values of each feature, one feature after the other; those that are missing or empty have id 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
 import numpy as np
@@ -13,11 +13,14 @@ from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.deltas import (
     LAYERS_FILE,
+    VALUES_FILE,
     Delta,
+    NewIds,
     deltas_folder,
     newest_sequence,
     read_delta,
     tensors_from_bytes,
+    values_from_bytes,
 )
 from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest
 from pipeline.serving.scoring.predictor import Predictor
@@ -42,6 +45,7 @@ class StagedDelta:
     patches: list[Patch]
     constants: list[torch.Tensor]
     composed: ComposedTables | None
+    values: dict[str, NewIds] = field(default_factory=dict)  # by feature: those that have ids from now on
 
 
 def follows_deltas(scorer: object) -> TypeGuard[Predictor]:
@@ -78,4 +82,5 @@ def stage_delta(artifact: str, manifest: Manifest, sequence: int) -> StagedDelta
             composed = ComposedTables.from_bytes(delta.content(COMPOSED_FILE))
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise DamagedError(f"{delta.path}: {COMPOSED_FILE} is not of this release ({error})") from None
-    return StagedDelta(delta, patches, constants, composed)
+    values = values_from_bytes(delta.content(VALUES_FILE), manifest) if VALUES_FILE in delta.files else {}
+    return StagedDelta(delta, patches, constants, composed, values)

@@ -65,6 +65,7 @@ class Predictor:
         self._program, self._composed = program, composed
         self._keys = [feature.name for feature in encoder.schema.features]
         self._applied: Delta | None = None
+        self._num_ids = {feature.name: feature.cardinality for feature in encoder.schema.features}
         self._is_weighted = any(feature.weighted for feature in encoder.schema.features)
 
     @classmethod
@@ -157,6 +158,11 @@ class Predictor:
             raise ServingError(
                 "deltas change the layers of dense.pt2, and compiled ones run: serve with compiled=false"
             )
+        for name, new in staged.values.items():
+            if new.first != self._num_ids[name]:
+                raise ServingError(
+                    f"{staged.delta.path} gives {name!r} ids from {new.first} on, not from {self._num_ids[name]}"
+                )
         constants, composed = self._program.constants, self._composed
         try:
             self._program.replace_constants(staged.constants)
@@ -169,7 +175,14 @@ class Predictor:
             raise ServingError(f"{staged.delta.path} does not fit the artifact: {said}") from None
         for patch in staged.patches:
             self.lookup.patch(patch.table, patch.ids, patch.rows)
+        for name, new in staged.values.items():
+            self.encoder.added.add(self._keys.index(name), *new)
+            self._num_ids[name] += len(new.values)
         self._applied = staged.delta
+
+    def num_ids(self, feature: str) -> int:
+        """Of values that have rows of their own, and of the unknown one."""
+        return self._num_ids[feature]
 
     @property
     def columns(self) -> ColumnsConfig:

@@ -32,6 +32,7 @@ from pipeline.data.raw.weighted import weights_of_lists
 from pipeline.data.read.multi_hot import sample_bags
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
+from pipeline.serving.scoring.added_ids import AddedIds
 from pipeline.serving.scoring.column_ids import LEAST_ROWS, is_read
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows, with_text
 from pipeline.serving.scoring.feature_ids import FeatureIds
@@ -103,6 +104,19 @@ class RowEncoder:
         self._simple: pa.Schema | None = None  # the last one whose tables may become ColumnLists
         self._whole: pa.Schema | None = None  # the last one whose columns are read as they are
 
+    @property
+    def added(self) -> AddedIds:
+        """Of the schema's features, by their numbers: values that have ids besides those of the vocabularies."""
+        return self._ids.added
+
+    def ids_of(self, feature: str, values: Sequence[str]) -> NDArray[np.int64]:
+        """[len(values)]: of values of one feature, 0 for an unknown one."""
+        number = [each.name for each in self.schema.features].index(feature)
+        return self._ids.look_up(np.full(len(values), number), pa.array(values, pa.large_string()))
+
+    def forget_added(self) -> None:
+        self._ids.forget_added()
+
     def encode(self, rows: Rows) -> EncodedRows:
         """ColumnLists have the columns of schema_of(self.layout.columns).
 
@@ -120,8 +134,8 @@ class RowEncoder:
 
     def _encode_whole(self, rows: Rows) -> EncodedRows | None:
         """Each feature a whole column; None where not all of them can be read so, or a row is bad."""
-        of_arrow, names, num_dense = self._ids.of_arrow, self._raw_names, len(self.schema.dense)
-        if of_arrow is None or self._derived:
+        names, num_dense = self._raw_names, len(self.schema.dense)
+        if not self._ids.reads_columns or self._derived:
             return None
         if isinstance(rows, ColumnLists):
             columns = [pa.array(column, pa.string()) for column in rows.columns[num_dense:]]
@@ -138,7 +152,7 @@ class RowEncoder:
         numbers = numbers.reshape(num_dense, rows.num_rows)
         if (np.abs(numbers) > LARGEST_FLOAT32).any():
             return None
-        ids = of_arrow.ids([columns[place] for place in self._columns_of_features])
+        ids = self._ids.of_arrow([columns[place] for place in self._columns_of_features])
         if ids is None:
             return None
         ends = torch.arange(len(ids) + 1)

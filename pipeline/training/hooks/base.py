@@ -154,6 +154,10 @@ class Hook:
         """Collective. What goes into the manifest of a checkpoint that is about to be saved, as JSON can hold it."""
         return {}
 
+    def saved_files(self, state: TrainingState) -> dict[str, bytes]:
+        """Local. Files by name that this rank writes into a checkpoint that is about to be saved; Checkpointer.read_file reads them."""
+        return {}
+
     def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> dict[str, Any] | None:
         """Collective. The manifest of the checkpoint that was restored; None leaves that to later hooks."""
 
@@ -202,6 +206,9 @@ class HookList:
                 )
             values |= own
         return values
+
+    def saved_files(self, state: TrainingState) -> dict[str, bytes]:
+        return {name: content for hook in self.hooks for name, content in hook.saved_files(state).items()}
 
     def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> dict[str, Any]:
         """Collective: the first hook's manifest. Raises `error` where no hook restores a checkpoint."""

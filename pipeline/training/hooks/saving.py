@@ -37,12 +37,12 @@ class Saving:
             num_saves = 1 + ((total_steps - 1) // every - step // every if every else 0)
         self._checkpointer.check_free_space(num_saves)
 
-    def save(self, step: int, values: dict[str, Any]) -> None:
+    def save(self, step: int, values: dict[str, Any], files: dict[str, bytes]) -> None:
         """Raises CheckpointError for a save that failed, where the policy is to stop or has been patient enough."""
         started = time.monotonic()
         self._await_pending()
         try:
-            path = self._checkpointer.save(step, values)
+            path = self._checkpointer.save(step, values, files)
         except CheckpointError as error:
             self._note(error)
             return
@@ -147,5 +147,5 @@ class SaveCheckpoints(Hook):
         epoch, within = order.locate(order.position(state.step) * order.accumulation)
         values = {"reader": {"epoch": epoch, "step": within}, "skipped_steps": order.skipped}
         with watchdog.saving():
-            self._saving.save(state.step, values | state.hooks.saved_values(state))
+            self._saving.save(state.step, values | state.hooks.saved_values(state), state.hooks.saved_files(state))
         state.saved_step, self._saved_at = state.step, self._clock()

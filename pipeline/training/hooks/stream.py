@@ -1,4 +1,4 @@
-"""Keep the offsets of a stream with the step that was trained on what is before them, and say how far behind the training is."""
+"""Keep the offsets of a stream, and the values that it has brought, with the step that was trained on what is before them, and say how far behind the training is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.data.read.endless import StreamReading
+from pipeline.data.stream.new_values import FILE, Known, from_bytes, to_bytes
 from pipeline.runtime.errors import TrainingError
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
@@ -34,9 +35,18 @@ class StreamOffsets(Hook):
             )
         if self._reader is not None and place is not None:
             self._reader.go_to(int(place["batch"]), place)
+            content = self.parts.checkpointer.read_file(int(manifest["step"]), FILE)
+            known = Known({}, {}) if content is None else from_bytes(content)
+            self._reader.restore_values(int(place["batch"]), known)
 
     def saved_values(self, state: TrainingState) -> dict[str, Any]:
         return {} if self._reader is None else {PLACE: self._reader.place(state.order.position(state.step))}
+
+    def saved_files(self, state: TrainingState) -> dict[str, bytes]:
+        if self._reader is None or not self.parts.context.is_main:
+            return {}
+        known = self._reader.values_of(state.order.position(state.step))
+        return {FILE: to_bytes(known)} if known.values or known.waiting else {}
 
     def log_values(self, state: TrainingState) -> dict[str, float]:
         return {} if self._reader is None else self._reader.progress(state.order.position(state.step))
