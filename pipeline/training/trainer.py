@@ -11,7 +11,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.read.batch import Batch
-from pipeline.data.read.endless import EndOfInputError
+from pipeline.data.read.endless import EndOfInputError, TablesFullError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.sharding.torchrec.sharder import ClockedSparseDist
@@ -130,6 +130,7 @@ class Trainer:
             if isinstance(failure, EndOfInputError):
                 logger.info("step %d  %s", self._state.step, failure)
                 self._state.preempted, self._state.input_ended = preemption.wanted(), True
+                self._state.goes_on_larger = isinstance(failure, TablesFullError) and not self._state.preempted
                 return True
             # The step of a failed reader updates nothing, but the micro-batches before it have updated the tables.
             if self._config.gradient_accumulation_steps == 1:

@@ -82,6 +82,28 @@ def test_rows_as_lists_and_as_a_table_have_the_same_ids() -> None:
 
 
 @pytest.mark.parametrize("by_kernels", [True, False])
+def test_added_values_have_the_ids_that_a_vocabulary_would_give_them(by_kernels: bool) -> None:
+    whole, grown = encoder_of([["red", "7", "Ünï"], ["blue", "new"]]), encoder_of([["red"], ["blue", "new"]])
+    if not by_kernels:
+        grown._ids._of_arrow = None
+    grown.added.add(1, 2, ["7", "Ünï"])
+    grown.added.note_unknown([2])
+    rows = [{"d": 1.0, "c0": "Ünï", "c1": "blue", "h": "7"}, {"e": 2.5, "c0": "", "c1": None}, {"c0": "x", "c1": "y"}]
+    for table in (
+        pa.Table.from_pylist(rows * LEAST_ROWS, schema=schema_of(whole.layout.columns)),
+        pa.Table.from_pylist(rows, schema=schema_of(whole.layout.columns)),
+        pa.Table.from_pylist([{"c0": "7", "c1": "z"}] * LEAST_ROWS, schema=schema_of(whole.layout.columns)),
+    ):
+        assert torch.equal(grown.encode(table).values, whole.encode(table).values)
+    numbers = {"d": [1.0], "e": [1.0], **dict.fromkeys(("c0", "c1", "h", "g"), pa.array([7], pa.int16()))}
+    table = pa.concat_tables([pa.table(numbers)] * LEAST_ROWS)
+    assert torch.equal(grown.encode(table).values, whole.encode(table).values)
+    assert grown.added.take_unknown() == {2: {"y", "z", "7"}} and grown.added.take_unknown() == {}
+    grown.forget_added()
+    assert grown.encode(table).values[LEAST_ROWS] == 0
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
 def test_requests_of_whole_numbers_and_of_text_are_scored_together(by_kernels: bool) -> None:
     encoder = encoder_of([["7", "-12"], ["3"]])
     if not by_kernels:

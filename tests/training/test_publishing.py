@@ -68,7 +68,9 @@ def _hook(when: str) -> tuple[PublishDeltas, Any, Clock, Publications]:
 
     parts: Any = SimpleNamespace(context=SimpleNamespace(is_main=True))
     hook = PublishDeltas(job, parts, clock, start)
-    state = SimpleNamespace(step=0, saved_step=0, preempted=False, agreement=SimpleNamespace(save_wanted=False))
+    state = SimpleNamespace(
+        step=0, saved_step=0, preempted=False, goes_on_larger=False, agreement=SimpleNamespace(save_wanted=False)
+    )
     hook.on_train_start(state)  # type: ignore[arg-type]
     return hook, state, clock, made[0]
 

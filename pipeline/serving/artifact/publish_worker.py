@@ -103,7 +103,7 @@ class Worker:
         )  # fmt: skip
         return {
             **self._begin_anew(step),
-            "sequence": delta.sequence, "rows": int(delta.stats["rows"]), "bytes": delta.size_bytes, "ne": delta.stats["ne"],
+            "sequence": delta.sequence, "rows": int(delta.stats["rows"]), "new_values": int(delta.stats.get("new_values", 0)), "bytes": delta.size_bytes, "ne": delta.stats["ne"],
             "age_s": round(time.time() - delta.saved_at, 3),
         }  # fmt: skip
 

@@ -78,6 +78,9 @@ class TrainingState:
     lr_factor: float = 1.0  # on both rates, of the steps to come; the plateau hook's
     preempted: bool = False  # asked to stop by SIGTERM or Ctrl-C
     input_ended: bool = False  # a stream gives no more rows
+    goes_on_larger: bool = (
+        False  # so it has ended, for tables are full: another training goes on from the last step with larger ones
+    )
     throughput: dict[str, float] = field(default_factory=dict)  # over all steps but the first; set at the end
     of_ranks: list[dict[str, float]] = field(default_factory=list)  # at the last log line, where they are watched
     pipeline: Any = None  # TorchRec's train pipeline, while steps are trained

@@ -40,7 +40,8 @@ class StepPublisher(Protocol):
     def answer(self, timeout_s: float = 0.0) -> Answer | None:
         """The next one, within that time; None: there is none."""
 
-    def end(self) -> None: ...
+    def end(self, at_once: bool = False) -> None:
+        """at_once: what is in work is left."""
 
 
 class PublishingProcess:
@@ -95,8 +96,10 @@ class PublishingProcess:
         except queue.Empty:
             return None
 
-    def end(self) -> None:
+    def end(self, at_once: bool = False) -> None:
         assert self._process.stdin is not None
+        if at_once:  # what it has not committed counts nothing
+            self._process.kill()
         with suppress(OSError):
             self._process.stdin.close()
         try:
@@ -104,6 +107,11 @@ class PublishingProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _describe(answer: Answer) -> str:
+    values = f"{answer['new_values']:,} new values, " if answer.get("new_values") else ""
+    return f"{answer['rows']:,} rows, {values}{answer['bytes']:,} bytes"
 
 
 def artifact_of(job: TrainJob) -> str:
@@ -177,11 +185,7 @@ class PublishDeltas(Hook):
         elif answer["sequence"] is not None:
             self._sequence, self._step = answer["sequence"], answer["step"]
             whole = [answer["artifact"]] if "artifact" in answer else []
-            delta = (
-                [f"delta {self._sequence}: {answer['rows']:,} rows, {answer['bytes']:,} bytes"]
-                if self._sequence
-                else []
-            )
+            delta = [f"delta {self._sequence}: {_describe(answer)}"] if self._sequence else []
             logger.info("step %d  published as %s", self._step, ", and whole as ".join([*delta, *whole]))
         if self._waiting is not None:
             step, self._waiting = self._waiting, None
@@ -196,7 +200,10 @@ class PublishDeltas(Hook):
         }  # fmt: skip
 
     def on_fit_end(self, state: TrainingState) -> None:
-        """The last step is published, and waited for, unless the run was asked to stop."""
+        """The last step is published, and waited for, unless the run was asked to stop, or goes on with larger tables."""
+        if self._publisher is not None and state.goes_on_larger:
+            self._publisher.end(at_once=True)
+            self._publisher = None
         if self._publisher is None or state.preempted or state.saved_step != state.step:
             return
         self._submit(state.step)
