@@ -24,7 +24,7 @@ from pipeline.data.raw.source import Block
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.data.read.target_columns import TargetColumns
 from pipeline.data.read.value_index import index_values
-from pipeline.data.stream.source import Lines
+from pipeline.data.stream.source import Lines, Rows, TableRows
 from pipeline.data.targets import Target
 from pipeline.runtime.errors import RetrainingError
 from pipeline.serving.artifact.package import schema_of, vocabulary_path
@@ -46,6 +46,32 @@ def _features_of(dataset: Dataset) -> dict[str, list[int]]:
         if feature.hash_size is None:
             found.setdefault(vocabulary_of(feature), []).append(number)
     return found
+
+
+def _kind_of(part: Rows) -> tuple[tuple[str, ...], pa.Schema | None]:
+    """Neighbours of one kind are parsed together."""
+    return part.names, part.table.schema.remove_metadata() if isinstance(part, TableRows) else None
+
+
+def _block(first: int, parts: Sequence[Rows]) -> Block:
+    """Of parts of one kind, whose first row is the batch's row number `first`."""
+    tables = [part.table.replace_schema_metadata() for part in parts if isinstance(part, TableRows)]
+    if tables:
+        table = pa.concat_tables(tables)
+        return Block(first + 1, first, table.num_rows, table=table)
+    lines = [
+        line.replace(b"\n", b"\r")  # a line of Kafka may hold one
+        for part in parts
+        if isinstance(part, Lines)
+        for line in part.lines
+    ]
+    return Block(first + 1, first, len(lines), b"".join(line + b"\n" for line in lines))
+
+
+def _alike(tables: list[pa.Table]) -> list[pa.Table]:
+    """With the types of the first: files may hold a column's text as such or coded."""
+    schema = tables[0].schema
+    return [each if each.schema.equals(schema) else each.select(schema.names).cast(schema) for each in tables]
 
 
 class LineEncoder:
@@ -86,21 +112,18 @@ class LineEncoder:
         self._is_weighted = bool(dataset.weighted_features)
         self._targets = TargetColumns(dataset, list(targets), split="train", for_training=True)
 
-    def encode(self, parts: Sequence[Lines]) -> EncodedBatch:
+    def encode(self, parts: Sequence[Rows]) -> EncodedBatch:
         """A row that cannot be read is one of weight 0 without ids, as it is of a prepared data set."""
-        num_rows = sum(len(part.lines) for part in parts)
+        num_rows = sum(part.num_rows for part in parts)
         tables, kept, bad, first = [], [], [], 0
-        for names, group in itertools.groupby(parts, lambda part: part.names):
-            lines = [
-                line.replace(b"\n", b"\r") for part in group for line in part.lines
-            ]  # a line of Kafka may hold one
-            block = Block(first + 1, first, len(lines), b"".join(line + b"\n" for line in lines))
-            parsed = parse_block(self._layout, names or self._layout.header or (), block)
+        for names, group in itertools.groupby(parts, _kind_of):
+            block = _block(first, list(group))
+            parsed = parse_block(self._layout, names[0] or self._layout.header or (), block)
             tables.append(parsed.table)
             kept.append(parsed.kept + first)
             bad += parsed.quarantined
-            first += len(lines)
-        table = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+            first += block.num_rows
+        table = pa.concat_tables(_alike(tables)).unify_dictionaries().combine_chunks()
         encoded = self._encoder.encode(table)
         read = np.concatenate(kept)
         bad += [replace(row, line=int(read[row.line - 1]) + 1) for row in encoded.bad_rows]

@@ -24,7 +24,7 @@ from pipeline.data.read.prefetch import Prefetcher
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.stream.journal import Journal
 from pipeline.data.stream.new_values import Known, NewValues, Values
-from pipeline.data.stream.source import Lines, Offsets, Range, StreamSource
+from pipeline.data.stream.source import Offsets, Range, Rows, StreamSource
 from pipeline.retraining.follow.encode import LineEncoder
 from pipeline.retraining.follow.ranks import StreamRanks
 from pipeline.runtime.errors import RetrainingError
@@ -99,7 +99,7 @@ class StreamReader:
         try:
             for parts in self._parts(start, stopped):
                 ranges, added = [part.range for part in parts], self._admit(number)
-                others: list[list[Lines]] = []
+                others: list[list[Rows]] = []
                 if self._ranks is not None:
                     parts, *others = _split(parts, self.batch_size)
                     own = [[part.range for part in share] for share in (parts, *others)]
@@ -149,7 +149,7 @@ class StreamReader:
         if preemption.wanted():
             self._ranks.ask_to_stop()
 
-    def _parts(self, start: int, stopped: threading.Event) -> Generator[list[Lines], None, None]:
+    def _parts(self, start: int, stopped: threading.Event) -> Generator[list[Rows], None, None]:
         """Of each batch its lines: of those that the journal has, and then of new ones, which go into the journal."""
         assert self._journal is not None, "rank 0 reads the stream"
         offsets = self._begin(start)
@@ -166,7 +166,7 @@ class StreamReader:
                 offsets[name] = end
             yield [self._source.reread(each) for each in ranges]
             number += 1
-        left: Lines | None = None
+        left: Rows | None = None
         while True:
             parts, left = self._collect(offsets, left, stopped)
             self._journal.append(number, [part.range for part in parts])
@@ -191,11 +191,9 @@ class StreamReader:
             offsets |= {name: end for name, _, end in taken.ranges}
         return offsets
 
-    def _collect(
-        self, offsets: Offsets, left: Lines | None, stopped: threading.Event
-    ) -> tuple[list[Lines], Lines | None]:
+    def _collect(self, offsets: Offsets, left: Rows | None, stopped: threading.Event) -> tuple[list[Rows], Rows | None]:
         """Lines of one batch, and those of the last read that are more; moves `offsets` behind what was read."""
-        parts: list[Lines] = []
+        parts: list[Rows] = []
         missing, since = self._all_rows, time.monotonic()
         while missing:
             if left is None:
@@ -205,10 +203,10 @@ class StreamReader:
                     continue
                 offsets[left.partition] = left.range.end
                 since = time.monotonic()
-            part, rest = left.split(min(missing, len(left.lines)))
+            part, rest = left.split(min(missing, left.num_rows))
             parts.append(part)
-            missing -= len(part.lines)
-            left = rest if rest.lines else None
+            missing -= part.num_rows
+            left = rest if rest.num_rows else None
         return parts, left
 
     def _wait(self, since: float, stopped: threading.Event) -> None:
@@ -219,7 +217,7 @@ class StreamReader:
         if self._stream.idle_s is not None and time.monotonic() - since > self._stream.idle_s:
             raise EndOfInputError(f"no row has come for stream.idle_s={self._stream.idle_s:g}")
 
-    def _batch(self, parts: list[Lines], ranges: list[Range]) -> Batch:
+    def _batch(self, parts: list[Rows], ranges: list[Range]) -> Batch:
         made = self._encoder.encode(parts)
         if made.bad_rows:
             reasons = {self._first_row + row.line - 1: row.reason for row in made.bad_rows}
@@ -295,16 +293,16 @@ class StreamReader:
             self._journal.close()
 
 
-def _split(parts: list[Lines], size: int) -> Generator[list[Lines], None, None]:
+def _split(parts: list[Rows], size: int) -> Generator[list[Rows], None, None]:
     """The lines of `parts` in shares of `size`."""
-    share: list[Lines] = []
+    share: list[Rows] = []
     missing = size
     for part in parts:
         left = part
-        while left.lines:
-            own, left = left.split(min(missing, len(left.lines)))
+        while left.num_rows:
+            own, left = left.split(min(missing, left.num_rows))
             share.append(own)
-            missing -= len(own.lines)
+            missing -= own.num_rows
             if not missing:
                 yield share
                 share, missing = [], size

@@ -102,6 +102,18 @@ class S3Handler(S3PathHandler):  # type: ignore[misc]
                 folders += [entry["Prefix"] for entry in page.get("CommonPrefixes", [])]
         return keys + folders
 
+    def files_below(self, path: str) -> list[tuple[str, int]]:
+        """(key below `path`, bytes) of all objects, a thousand a request."""
+        bucket, prefix = self._parse_uri(path.rstrip("/") + "/")
+        with explained(f"listing {path}"):
+            pages = self._get_client(bucket).get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+            found = [
+                (entry["Key"][len(prefix) :], int(entry["Size"]))
+                for page in pages
+                for entry in page.get("Contents", [])
+            ]
+        return [(key, size) for key, size in found if key and not key.endswith("/")]
+
     def _rm(self, path: str, **kwargs: Any) -> None:
         with explained(f"removing {path}"):
             super()._rm(path, **kwargs)

@@ -102,6 +102,24 @@ def list_folder(path: str) -> list[str]:
     return sorted({posixpath.basename(key.rstrip("/")) for key in entries if key not in own_marker})
 
 
+def list_files(folder: str) -> list[tuple[str, int]]:
+    """(path below the folder, bytes) of the files in it and in folders below, by path; none where there is no folder."""
+    if is_local(folder):
+        paths = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
+        return sorted((os.path.relpath(path, folder), os.path.getsize(path)) for path in paths)
+    handler = path_manager()._path_handlers[folder.split("://", 1)[0] + "://"]
+    if hasattr(handler, "files_below"):
+        return sorted(handler.files_below(folder))
+    found = []
+    for name in list_folder(folder):
+        path = join(folder, name)
+        below = (
+            [(name, size_bytes(path))] if is_file(path) else [(join(name, own), size) for own, size in list_files(path)]
+        )
+        found += below
+    return sorted(found)
+
+
 def make_folder(path: str) -> None:
     """Also makes its parents. An object store needs none: its keys are flat."""
     if is_local(path):

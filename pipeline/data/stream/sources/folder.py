@@ -1,26 +1,32 @@
-"""A folder of text files: new ones are found, and those that grow are read on from where they were.
+"""A folder, or the prefix of an object store: new files are found, and those of lines that grow are read on from where they were.
 
-A partition is a file, by its path below the folder, and an offset counts its bytes. Files are read in the order of their names, each to
-its end before the next, so that a writer which names files in the order of time gives the same order of rows whenever they are
-read. A line counts once its line end is there. A file that is shorter than what was read of it is an error: files are never
-written anew.
+A partition is a file, by its path below the folder. An offset counts its bytes, or the rows of a Parquet file. Files are read in the order
+of their names, each to its end before the next, so that a writer which names files in the order of time gives the same order of
+rows whenever they are read. A file that is shorter than what was read of it is an error: files are never written anew.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import register
 from pipeline.config.stream import StreamConfig
-from pipeline.data.stream.source import Lines, Offsets, Range
+from pipeline.data.stream.source import Offsets, Range, Rows
 from pipeline.runtime.errors import DataError
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.storage import storage
 
-READ_BYTES = 1 << 20  # at once
-MOST_LINE_BYTES = 64 << 20
+if TYPE_CHECKING:
+    from pipeline.data.stream.line_files import LineFiles
+    from pipeline.data.stream.parquet_files import ParquetFiles
+
 LEFT_OUT = (".", "_")  # hidden files, and marks that writers leave beside their data
-UNFINISHED = (".partial", ".tmp", ".gz")
+UNFINISHED = (".partial", ".tmp", ".gz", ".crc")
+LOOK_S = 30.0  # between two listings of an object store while there is something left to read
+logger = get_logger("pipeline.train")
 
 
 @register("stream", "folder")
@@ -28,109 +34,72 @@ class FolderSource:
     unit = "bytes"
 
     def __init__(self, folder: str, config: StreamConfig, data: DataConfig) -> None:
-        """Raises DataError where there is no such folder, or rows of data.format are no lines."""
-        from pipeline.data.raw.layout import find_format, layout_of
-
-        if not os.path.isdir(folder):
-            raise DataError(f"source={folder} is no folder: stream.kind=folder follows one on a local path")
-        kind = find_format(data.format)
-        if not kind.is_lines:
+        """Raises DataError where there is no such folder, or files of data.format cannot be followed."""
+        self._is_local = storage.is_local(folder)
+        if self._is_local and not os.path.isdir(folder):
             raise DataError(
-                f"data.format={data.format} is not read line by line: a stream takes csv, tsv, jsonl or criteo_tsv"
+                f"source={folder} is no folder: stream.kind=folder follows one, or a prefix of an object store"
             )
-        self._layout = layout_of(data)
-        self._has_header = bool(kind.header_lines) and self._layout.header is None
-        self._folder, self._poll_s = folder, config.poll_s
-        self._names: dict[str, tuple[str, ...]] = {}
+        self._folder, self._poll_s = folder.rstrip("/"), config.poll_s
+        self._contents = _files_of(self._folder, config, data)
+        self._listed: list[tuple[str, int]] = []
+        self._listed_at = -LOOK_S
+        if not self._files():
+            logger.warning("source=%s holds no file yet", folder)
 
-    def read(self, offsets: Offsets, most_lines: int) -> Lines | None:
-        for name, size in self._files():
-            begin = offsets.get(name, 0)
-            if size < begin:
-                raise DataError(
-                    f"{os.path.join(self._folder, name)} has {size:,} bytes, and {begin:,} were read of it: files of a stream grow, "
-                    "and are never written anew; give new rows a file of their own"
-                )
-            if size > begin and (lines := self._lines(name, begin, size, most_lines)) is not None:
-                return lines
+    def read(self, offsets: Offsets, most_lines: int) -> Rows | None:
+        for again in (False, True):
+            for name, size in self._files(again):
+                begin = offsets.get(name, 0)
+                if self._contents.num_unread(name, size, begin):
+                    rows = self._contents.read(name, begin, size, most_lines)
+                    if rows is not None and rows.num_rows:
+                        return rows
+                    if rows is not None:  # a file without a row
+                        offsets[name] = rows.range.end
+            if self._is_local:
+                break
         time.sleep(self._poll_s)
         return None
 
-    def _files(self) -> list[tuple[str, int]]:
+    def _files(self, anew: bool = False) -> list[tuple[str, int]]:
         """(path below the folder, bytes), in the order of reading."""
-        found = []
-        for at, folders, names in os.walk(self._folder):
-            folders[:] = [name for name in folders if not name.startswith(LEFT_OUT)]
-            for name in names:
-                if not name.startswith(LEFT_OUT) and not name.endswith(UNFINISHED):
-                    path = os.path.join(at, name)
-                    found.append((os.path.relpath(path, self._folder), os.path.getsize(path)))
-        return sorted(found)
+        if self._is_local or anew or time.monotonic() - self._listed_at > LOOK_S:
+            self._listed = [(name, size) for name, size in storage.list_files(self._folder) if _is_followed(name)]
+            self._listed_at = time.monotonic()
+        return self._listed
 
-    def _lines(self, name: str, begin: int, end: int, most_lines: int) -> Lines | None:
-        """None where there is no whole line yet."""
-        with open(os.path.join(self._folder, name), "rb") as file:
-            if self._has_header and begin == 0:
-                header = file.readline(MOST_LINE_BYTES)
-                if not header.endswith(b"\n"):
-                    return None
-                begin = len(header)
-            names = self._header_of(name)
-            file.seek(begin)
-            content = file.read(min(READ_BYTES, end - begin))
-            while b"\n" not in content and begin + len(content) < end:
-                if len(content) > MOST_LINE_BYTES:
-                    raise DataError(
-                        f"{file.name} has no line end for {len(content) >> 20} MiB after byte {begin:,}: is it text?"
-                    )
-                content += file.read(READ_BYTES)
-        lines: list[bytes] = []
-        ends: list[int] = []
-        at = 0
-        while len(lines) < most_lines and (stop := content.find(b"\n", at)) >= 0:
-            lines.append(content[at:stop])
-            ends.append(begin + stop + 1)
-            at = stop + 1
-        return Lines(name, begin, lines, ends, names) if lines else None
-
-    def _header_of(self, name: str) -> tuple[str, ...]:
-        if not self._has_header:
-            return self._layout.header or ()
-        if name not in self._names:
-            from pipeline.data.raw.layout import check_columns
-            from pipeline.data.raw.rows import split_cells
-
-            path = os.path.join(self._folder, name)
-            with open(path, "rb") as file:
-                line = file.readline(MOST_LINE_BYTES).removeprefix(b"\xef\xbb\xbf")
-            self._names[name] = tuple(split_cells(self._layout, line.decode(errors="replace").rstrip("\r\n")))
-            check_columns(self._layout, self._names[name], path)
-        return self._names[name]
-
-    def reread(self, wanted: Range) -> Lines:
-        path = os.path.join(self._folder, wanted.partition)
+    def reread(self, wanted: Range) -> Rows:
         try:
-            with open(path, "rb") as file:
-                file.seek(wanted.begin)
-                content = file.read(wanted.end - wanted.begin)
+            return self._contents.reread(wanted)
         except FileNotFoundError:
             raise DataError(
-                f"{path} is gone, and bytes {wanted.begin:,} to {wanted.end:,} of it are to be read once more"
+                f"{self._contents.path(wanted.partition)} is gone, and {wanted.begin:,} to {wanted.end:,} of it are to be read once more"
             ) from None
-        if len(content) < wanted.end - wanted.begin:
-            raise DataError(f"{path} is shorter than it was: {wanted.end:,} bytes were read of it")
-        lines = content.removesuffix(b"\n").split(b"\n") if content else []
-        ends, at = [], wanted.begin
-        for line in lines:
-            at += len(line) + 1
-            ends.append(at)
-        return Lines(wanted.partition, wanted.begin, lines, ends, self._header_of(wanted.partition))
 
     def behind(self, offsets: Offsets) -> int:
-        return sum(max(0, size - offsets.get(name, 0)) for name, size in self._files())
+        return sum(self._contents.num_unread(name, size, offsets.get(name, 0)) for name, size in self._files())
 
     def newest(self) -> Offsets:
-        return dict(self._files())
+        return {name: self._contents.end(size) for name, size in self._files(anew=True)}
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _is_followed(name: str) -> bool:
+    return not any(part.startswith(LEFT_OUT) for part in name.split("/")) and not name.endswith(UNFINISHED)
+
+
+def _files_of(folder: str, config: StreamConfig, data: DataConfig) -> LineFiles | ParquetFiles:
+    from pipeline.data.raw.layout import find_format, layout_of, with_group
+    from pipeline.data.stream.line_files import LineFiles
+    from pipeline.data.stream.parquet_files import ParquetFiles
+
+    if find_format(data.format).is_lines:
+        return LineFiles(folder, data)
+    if data.format != "parquet":
+        raise DataError(
+            f"data.format={data.format} cannot be followed: a stream takes csv, tsv, jsonl, criteo_tsv or parquet"
+        )
+    return ParquetFiles(folder, with_group(layout_of(data), config.event_time_column))
