@@ -85,11 +85,6 @@ def test_files_are_read_on_from_where_they_were_in_the_order_of_their_names(tmp_
 def test_what_no_stream_can_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=names("source")):
         FolderSource(str(tmp_path / "none"), FAST, CRITEO)
-    with (
-        pytest.raises(DataError, match=names("data.format table")),
-        patch.object(layout, "find_format", return_value=Format()),
-    ):
-        FolderSource(str(tmp_path), FAST, replace(CRITEO, format="table"))
     words = ["experiment=quickstart", f"source={tmp_path}"]
     for wrong, named in [
         (["follow=true", "trainer.gradient_accumulation_steps=2"], "gradient_accumulation_steps"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -251,23 +252,34 @@ def test_a_server_knows_the_values_that_a_training_has_given_rows(prepared_click
     source.mkdir()
     words = _words(
         prepared_clicks, source, run, "publishing.when=every_5_steps", "publishing.gate.max_rows=300",
-        "checkpoint.keep_last_n=9", "stream.new_values.spare=1", "publishing.max_chain=null",
+        "checkpoint.keep_last_n=9", "stream.new_values.spare=3", "publishing.max_chain=null",
         "publishing.gate.max_ne_increase=1",
     )  # fmt: skip
     folder, log = run / "follow/artifacts", run / "follow/publish.log"
-    process = WarmCommand("pipeline.retrain", words, output=(1, 2))
+    process, written = WarmCommand("pipeline.retrain", words, output=(1, 2)), 0
+
+    def write(count: int) -> None:
+        nonlocal written
+        (source / f"{written:05d}.tsv").write_bytes(_with_new_values(prepared_clicks, written, written + count))
+        written += count
+
+    def until(is_there: Callable[[], bool], most: int) -> None:
+        """Rows come all the while: a step that waits for another one to be published goes with the next step."""
+
+        def look() -> bool:
+            if written < most:
+                write(50)
+            time.sleep(0.4)
+            return is_there()
+
+        _wait(look, process)
+
     try:
-        for number, (last, is_there) in enumerate(
-            [
-                (1000, lambda: (folder / "published/manifest.json").exists()),
-                (1500, lambda: any(folder.glob("*/deltas/*/values.json"))),
-                (4050, lambda: "larger tables" in log.read_text() and len(list(folder.glob("published.*"))) > 1),
-                (4550, lambda: (folder / "published/deltas/00000001/manifest.json").exists()),
-            ]
-        ):
-            first = (0, 1000, 1500, 4050)[number]
-            (source / f"{number}.tsv").write_bytes(_with_new_values(prepared_clicks, first, last))
-            _wait(is_there, process)
+        until(lambda: (folder / "published/manifest.json").exists(), 3000)
+        until(lambda: any(folder.glob("*/deltas/*/values.json")), 4800)
+        write(2000)  # the 412th new value has no row
+        until(lambda: "larger tables" in log.read_text() and len(list(folder.glob("published.*"))) > 1, 12_000)
+        until(lambda: (folder / "published/deltas/00000001/manifest.json").exists(), 15_000)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == REQUEUE
     finally:
