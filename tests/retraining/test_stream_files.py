@@ -203,7 +203,7 @@ def test_a_training_that_follows_objects_and_is_killed_goes_on_to_the_bits_of_on
 
     def command(run: Path, *more: str) -> WarmCommand:
         columns = ["label=label", f"dense=[{','.join(NAMES[1:14])}]", f"sparse=[{','.join(NAMES[14:])}]"]
-        typed = ["data.format=parquet", *(f"data.columns.{each}" for each in columns)]
+        typed = ["data.format=parquet", "data.synthetic=null", *(f"data.columns.{each}" for each in columns)]
         words = _words(prepared_clicks, Path("x"), run, *typed, *more)
         return WarmCommand("pipeline.retrain", [*words, f"source={folder}"], output=(1, 2))
 
