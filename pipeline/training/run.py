@@ -155,8 +155,7 @@ def _train(
         DenseCompiler().compile(assembly.task.model)
     optimizer = build_optimizer(assembly.model, job.optimizer, job.model.l2)
     replicas = TableReplicas(assembly.model, optimizer, job.parallel, context) if assembly.replicated else None
-    follows = isinstance(reader, StreamReading)
-    checkpointer, restored = _resume(job, dataset, assembly, optimizer, context, fence, replicas, follows)
+    checkpointer, restored = _resume(job, dataset, assembly, optimizer, context, fence, replicas, reader)
     if restored is None:  # again: the first step must not depend on what the start has drawn
         seed_random_state(job.trainer.seed, context.rank)
     with kept_random_state(context.device):
@@ -209,7 +208,7 @@ def _resume(
     context: DistributedContext,
     fence: Callable[[], None] | None,
     replicas: Replicas | None,
-    follows_stream: bool,
+    reader: BatchReader,
 ) -> tuple[Checkpointer, dict[str, Any] | None]:
     """Collective: the run's checkpoints, and the manifest of the step that it goes on from; first weights where there is none.
 
@@ -226,7 +225,7 @@ def _resume(
     about["compression"] = signatures(assembly.tables)
     rows = TrackedRows(assembly.model, optimizer.replicated, [CHECKPOINT]) if job.checkpoint.differential else None
     checkpointer = open_checkpoints(job, assembly.model, optimizer, context, about, fence, replicas, rows)
-    grow = growing(job, assembly, optimizer, context, dataset) if follows_stream else None
+    grow = growing(job, assembly, optimizer, context, dataset) if isinstance(reader, StreamReading) else None
     restored = resume(job, checkpointer, data_order, about["compression"], grow)
     if restored is None and job.warm_start is not None:
         start_warm(job, job.warm_start, assembly, optimizer, context, dataset)

@@ -80,7 +80,7 @@ class _Failing:
     def __init__(self, fails: list[bool]) -> None:
         self._fails = fails
 
-    def save(self, step: int, values: object) -> str:
+    def save(self, step: int, values: object, files: object) -> str:
         if self._fails.pop(0):
             raise CheckpointError(f"step {step} was not saved")
         return "path"

@@ -37,7 +37,7 @@ class Saving:
             num_saves = 1 + ((total_steps - 1) // every - step // every if every else 0)
         self._checkpointer.check_free_space(num_saves)
 
-    def save(self, step: int, values: dict[str, Any], files: dict[str, bytes]) -> None:
+    def save(self, step: int, values: dict[str, Any], files: dict[str, bytes] | None = None) -> None:
         """Raises CheckpointError for a save that failed, where the policy is to stop or has been patient enough."""
         started = time.monotonic()
         self._await_pending()
