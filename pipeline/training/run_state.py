@@ -228,11 +228,14 @@ def growing(
         from pipeline.checkpoint.warm_start import warm_start
         from pipeline.runtime.logs import get_logger
 
-        refused = dict.fromkeys(
-            ("new_tables", "dropped_tables", "shrunk_tables", "retyped_tables", "reshaped_tables", "composed_tables"),
-            "refuse",
+        config = WarmStartConfig(
+            checkpoint=path,
+            ids="keep",
+            new_tables="refuse",
+            dropped_tables="refuse",
+            shrunk_tables="refuse",
+            retyped_tables="refuse",
         )
-        config = WarmStartConfig(checkpoint=path, ids="keep", **refused)
         data, initialize = _new_data(job, assembly, dataset), _initialize(job, assembly)
         report = warm_start(config, None, assembly.model, optimizer, context, data, initialize)
         grown = [f"{each.table} to {each.rows:,}" for each in report.tables if each.rows_loaded < each.rows]
