@@ -124,7 +124,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", default="every_10_seconds")
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument(
-        "--nice", type=int, default=0, help="of the training and its publisher, which share cores with the server"
+        "--nice",
+        type=int,
+        default=0,
+        help="of the training and its publisher, which share cores with the server; or --kept stream.priority=idle",
     )
     parser.add_argument("--folder")
     parser.add_argument("--kept", nargs="*", default=[], help="further words of retrain")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pipeline.config.registry import find
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within
+from pipeline.runtime.process.priority import PRIORITIES
 
 STARTS = ("earliest", "latest")
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -45,6 +46,7 @@ class StreamConfig:
     start: str = "earliest"  # where a run begins that has no step yet
     event_time_column: str | None = None
     event_time_unit: str = "s"
+    priority: str = "normal"  # low or idle: the training gives way to others on its machine, a server among them
     new_values: NewValuesConfig = field(default_factory=NewValuesConfig)
     options: dict[str, str] = field(default_factory=dict)  # of kafka: librdkafka's, bootstrap.servers among them
 
@@ -53,6 +55,7 @@ class StreamConfig:
         if self.idle_s is not None:
             check_above("stream.idle_s", self.idle_s, 0.0)
         check_choice("stream.start", self.start, STARTS)
+        check_choice("stream.priority", self.priority, PRIORITIES)
         check_choice("stream.event_time_unit", self.event_time_unit, tuple(UNITS))
         if self.kind == "kafka" and "bootstrap.servers" not in self.options:
             raise ConfigError("stream.kind=kafka needs stream.options={bootstrap.servers: 'host:9092'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -393,13 +394,63 @@ def test_two_ranks_that_were_stopped_go_on_to_the_bits_of_two_that_were_not(
         torch.testing.assert_close(ours[key], alone[key], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.campaign
+def test_two_ranks_of_which_one_is_killed_go_on_to_the_bits_of_two_that_were_not(
+    prepared_clicks: str, tmp_path: Path
+) -> None:
+    """SIGKILL of rank 1, and then of rank 0, which reads the stream; the agent starts both again."""
+    lines = (Path(prepared_clicks).parent / "clicks.tsv").read_bytes().splitlines(keepends=True)
+    source, run, whole = tmp_path / "source", tmp_path / "killed", tmp_path / "whole"
+    source.mkdir()
+
+    def command(run: Path, *more: str) -> WarmCommand:
+        words = ["--nproc-per-node", "2", "--max-restarts", "3", "-m", "pipeline.retrain"]
+        return WarmCommand("pipeline.agent", [*words, *_words(prepared_clicks, source, run, *more)], output=(1, 2))
+
+    (source / "a.tsv").write_bytes(b"".join(lines[:2030]))
+    process = command(run, "stream.idle_s=20")
+    try:
+        for rank, wanted, more in [(1, 7, lines[2030:3520]), (0, 28, lines[3520:5020])]:
+            _wait(lambda wanted=wanted: _newest(run) >= wanted, process)  # type: ignore[misc]
+            os.kill(_process_of(run, rank), signal.SIGKILL)
+            (source / f"{wanted}.tsv").write_bytes(b"".join(more))
+        assert process.wait(300) == 0
+    finally:
+        process.kill()
+    assert _newest(run) == 50
+    (whole / "follow/stream").mkdir(parents=True)
+    (whole / "follow/stream/journal.jsonl").write_text((run / "follow/stream/journal.jsonl").read_text())
+    assert command(whole, "stream.idle_s=1").wait(200) == 0
+    ours, theirs = (_values(each, 50) for each in (run, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    journal = [json.loads(line) for line in (run / "follow/stream/journal.jsonl").read_text().splitlines()]
+    assert [entry["batch"] for entry in journal] == list(range(50))
+
+
+def _process_of(run: Path, rank: int) -> int:
+    """The newest process that has RANK=`rank` and this run's folder among its words."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            environment = (folder / "environ").read_bytes().split(b"\0") if folder.name.isdigit() else []
+            words = (folder / "cmdline").read_bytes() if environment else b""
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in environment and f"run_dir={run}".encode() in words:
+            found.append(int(folder.name))
+    return max(found)
+
+
 def _batches(run: Path) -> int:
     journal = run / "follow/stream/journal.jsonl"
     return len(journal.read_bytes().splitlines()) if journal.exists() else 0
 
 
 @pytest.mark.campaign
-def test_a_topic_is_trained_on_once_though_the_training_is_killed(prepared_clicks: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_topic_is_trained_on_once_though_the_training_is_killed(
+    prepared_clicks: str, tmp_path: Path, num_ranks: int
+) -> None:
     """Three partitions, by librdkafka's own mock brokers; rows come while it trains."""
     kafka = pytest.importorskip("confluent_kafka")
     client = kafka.Producer({"bootstrap.servers": "none", "test.mock.num.brokers": 1})
@@ -414,7 +465,10 @@ def test_a_topic_is_trained_on_once_though_the_training_is_killed(prepared_click
     def command(run: Path, *more: str) -> WarmCommand:
         options = f"stream.options={{bootstrap.servers: '{address}'}}"
         words = _words(prepared_clicks, Path("clicks"), run, "stream.kind=kafka", options, *more)
-        return WarmCommand("pipeline.retrain", words, output=(1, 2))
+        if num_ranks == 1:
+            return WarmCommand("pipeline.retrain", words, output=(1, 2))
+        launch = ["--nproc-per-node", str(num_ranks), "-m", "pipeline.retrain"]
+        return WarmCommand("pipeline.agent", [*launch, *words], output=(1, 2))
 
     run, whole = tmp_path / "killed", tmp_path / "whole"
     send(0, 1600)

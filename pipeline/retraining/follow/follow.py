@@ -21,6 +21,7 @@ from pipeline.data.dataset import load_dataset
 from pipeline.retraining.follow.rooms import rooms_of, with_room
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.priority import give_way
 from pipeline.training.run import TrainSummary, train
 from pipeline.training.run_state import earlier_tables
 
@@ -57,6 +58,7 @@ def follow(job: RetrainJob) -> FollowSummary:
     from pipeline.training.hooks.publishing import artifact_of
     from pipeline.training.preflight import validate_job
 
+    give_way(job.stream.priority)
     dataset, trained = load_dataset(job.data.path), follow_job(job)
     earlier, full = earlier_tables(trained), list[str]()
     while True:
