@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
@@ -184,6 +185,24 @@ def count_kinds(folder: str) -> None:
     left = size - sum(count for count, _ in kinds.values())
     print(f"of a link       {size:,} bytes: " + ", ".join(f"{kind} {a:,} (packed {b:,})" for kind, (a, b) in kinds.items())
           + f", archives and manifest {left:,}; packed without the latter {sum(b for _, b in kinds.values()):,}")  # fmt: skip
+    pack_files(Path(path), manifest)
+
+
+def pack_files(path: Path, manifest: dict[str, Any]) -> None:
+    """What zstd makes of a link's files as they lie, byte plane by byte plane, and of the number of rows that it holds."""
+    began, sizes, left = time.process_time(), dict[str, int](), dict[str, int]()
+    for file in sorted(each for each in path.rglob("*") if each.is_file()):
+        kind, content = file.suffix or file.name, np.frombuffer(file.read_bytes(), np.uint8)
+        planes = [content[first::4] for first in range(4)] if kind == ".distcp" else [content]
+        sizes[kind] = sizes.get(kind, 0) + len(content)
+        codec = pa.Codec("zstd", 3)
+        left[kind] = left.get(kind, 0) + sum(
+            min(len(plane), len(codec.compress(plane.tobytes(), asbytes=True))) for plane in planes
+        )
+    tensors = StepTensors(str(path), TensorsOnlyReader(str(path), manifest))
+    rows = sum(tensors.shape(key)[0] for key in tensors.entries if key.endswith("/rows") and is_change(key))
+    print("files of a link " + ", ".join(f"{kind} {size:,} (zstd {left[kind]:,})" for kind, size in sizes.items())
+          + f": {sum(left.values()):,} bytes in {time.process_time() - began:.3f} CPU-s; {rows:,} changed rows")  # fmt: skip
 
 
 def of_link(key: str, tensors: StepTensors, before: StepTensors) -> tuple[str, Words, Words | None]:
