@@ -1,7 +1,7 @@
 """Measure what differential checkpoints write beside whole ones, whether they bring back every bit, and what tracking rows costs:
 
     python -m benchmarks.differential [--rows 20000000] [--saves 8] [--rounds 5] [--folder DIR]
-    python -m benchmarks.differential --data datasets/quickstart [--saves 40] [--most-bytes 0.5]
+    python -m benchmarks.differential --data datasets/quickstart [--saves 40] [--most-bytes 0.5] [--compressed]
 
 One rank trains DLRM with 26 tables in Criteo's proportions, cut so that they have `--rows` rows together, on ids by a power law
 of 1.05; an epoch is as many samples as there are rows. It saves after every hundredth of an epoch. With `--data` the steps are
@@ -131,11 +131,16 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def written(run: Run, folder: str, saves: int, most_bytes: float, context: DistributedContext) -> None:
+def written(run: Run, folder: str, saves: int, most_bytes: float, context: DistributedContext, is_packed: bool) -> None:
     every = max(1, round(run.samples / 100 / BATCH))
     rows = TrackedRows(run.model, run.optimizer.replicated, [CHECKPOINT])
     checkpointer = Checkpointer(
-        folder, run.model, run.optimizer, context, saves + 1, differential=Differential(rows, 100, most_bytes)
+        folder,
+        run.model,
+        run.optimizer,
+        context,
+        saves + 1,
+        differential=Differential(rows, 100, most_bytes, is_packed),
     )
     seconds = {True: [], False: []}  # type: dict[bool, list[float]]
     for number in range(saves + 1):
@@ -271,13 +276,14 @@ def main() -> None:
     parser.add_argument(
         "--most-bytes", type=float, default=0.5, help="of links, times the base's, before a base follows"
     )
+    parser.add_argument("--compressed", action="store_true", help="checkpoint.compress_links")
     parser.add_argument("--folder")
     options = parser.parse_args()
     context = init_distributed()
     run = Run(options.data, options.rows, context)
     run.steps(4)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        written(run, f"{folder}/checkpoints", options.saves, options.most_bytes, context)
+        written(run, f"{folder}/checkpoints", options.saves, options.most_bytes, context, options.compressed)
     if options.rounds:
         tracking(run, options.rounds)
 

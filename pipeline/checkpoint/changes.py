@@ -38,9 +38,11 @@ class ChangedRows(Protocol):
 class Differential:
     """Save links of a chain, by the rows that have changed.
 
-    A base follows after `most_links` of them, or where they hold more than `most_bytes` times the base's bytes.
+    A base follows after `most_links` of them, or where they hold more than `most_bytes` times the base's bytes. is_packed: their
+    shard files are compressed.
     """
 
     rows: ChangedRows
     most_links: int
     most_bytes: float = 0.5
+    is_packed: bool = False

@@ -47,6 +47,7 @@ from pipeline.checkpoint.step_writer import Save, StepWriter
 from pipeline.checkpoint.steps import (
     FORMAT_VERSION,
     LINK_VERSION,
+    PACKED_VERSION,
     file_path,
     list_steps,
     read_manifest,
@@ -162,7 +163,9 @@ class Checkpointer:
         owner = Owner(self._ranks.from_main(lambda: uuid.uuid4().hex), step, self._context.rank)
         manifest = self._describe(owner, values)
         if chain is not None:
+            assert self._differential is not None
             manifest |= {"format_version": LINK_VERSION, "chain": chain}
+            manifest |= {"format_version": PACKED_VERSION, "packed": True} if self._differential.is_packed else {}
         return Save(
             owner,
             self._steps.begin(step_name(step), owner.save_id[:8]),

@@ -26,7 +26,8 @@ from torch.futures import Future
 from pipeline.checkpoint.archives import values_offset
 from pipeline.checkpoint.first_weights import Mask, SampledPiece
 from pipeline.checkpoint.owners import HEADER_BYTES, check_metadata, check_shard
-from pipeline.checkpoint.steps import METADATA, file_path, read_manifest
+from pipeline.checkpoint.packed import PackedFile
+from pipeline.checkpoint.steps import METADATA, file_path, is_packed, read_manifest
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
@@ -84,7 +85,8 @@ class _VerifiedFiles(FileSystem):
                 check_shard(where, self._manifest, name, file.read(HEADER_BYTES))
                 file.seek(0)
                 self._known.add(name)
-            yield file
+            size = int(self._manifest["files"][name]["size_bytes"])
+            yield PackedFile(file, size, where) if is_packed(self._manifest) else file
 
 
 class TensorsOnlyReader(FileSystemReader):

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from pipeline.checkpoint.first_weights import SampledPiece, pack, rows_a_group
 from pipeline.checkpoint.owners import Owner, header_of_shard, shard_name, storage_meta
+from pipeline.checkpoint.packed import PackedWriter
 from pipeline.checkpoint.steps import METADATA
 from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.runtime.errors import CheckpointError, UserError
@@ -121,9 +122,11 @@ class HostCopy:
 
 
 def write_shards(
-    folder: str, owner: Owner, items: list[WriteItem], tensors: Tensors, read_back: bool
+    folder: str, owner: Owner, items: list[WriteItem], tensors: Tensors, read_back: bool, is_packed: bool = False
 ) -> tuple[dict[str, FileEntry], Places, Sampled]:
     """Write this rank's file into a local folder: its entry by name, where in it each shard lies, and what it leaves out.
+
+    is_packed: compressed; where shards lie is then as it would be without.
 
     Raises:
         OSError: the file cannot be written; it says where and how many bytes.
@@ -136,20 +139,24 @@ def write_shards(
     writer = ChecksummedWriter(storage.join(folder, name), read_back)
     with writer, _without_zip_checksums():
         writer.write(header_of_shard(owner))
+        out: ChecksummedWriter | PackedWriter = PackedWriter(writer) if is_packed else writer
         for item, tensor in zip(items, tensors, strict=True):
-            begin = writer.tell()
+            begin = out.tell()
             try:
                 if isinstance(tensor, StoredRows):
+                    assert out is writer, "a link holds rows, no store of them"
                     held = _save_stored(tensor, writer)
                     if tensor.column == 0 and not held.all():
                         left_out.append((_sampled_piece(item, tensor, name), pack(held)))
                 else:
-                    torch.save(_exact(tensor), writer)  # type: ignore[arg-type]
+                    torch.save(_exact(tensor), out)  # type: ignore[arg-type]
             except RuntimeError:
                 if writer.failure is not None:
                     raise writer.failure from None
                 raise
-            places[item.index] = _StorageInfo(name, begin, writer.tell() - begin)
+            places[item.index] = _StorageInfo(name, begin, out.tell() - begin)
+        if isinstance(out, PackedWriter):
+            out.finish()
         sampled = []
         for piece, bits in left_out:
             sampled.append(replace(piece, begin=writer.tell(), num_bytes=len(bits)).entry())

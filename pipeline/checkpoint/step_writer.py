@@ -17,6 +17,7 @@ from pipeline.checkpoint.steps import (
     base_of,
     file_path,
     is_link,
+    is_packed,
     list_steps,
     read_manifest,
     step_name,
@@ -82,7 +83,9 @@ class StepWriter:
     def _write_files(self, save: Save) -> tuple[dict[str, FileEntry], Places, Sampled]:
         attempt, rank = save.attempt, save.owner.rank
         os.makedirs(attempt.stage, exist_ok=True)
-        stored = write_shards(attempt.stage, save.owner, save.plan.items, save.tensors, self._is_local)
+        stored = write_shards(
+            attempt.stage, save.owner, save.plan.items, save.tensors, self._is_local, is_packed(save.manifest)
+        )
         files, places, sampled = stored
         for name, content in {random_state.file_name(rank): save.random, **save.files}.items():
             files |= write_bytes(attempt.stage, name, content, self._is_local)

@@ -19,6 +19,7 @@ METADATA = ".metadata"
 FORMAT_VERSION = 2
 LINK_VERSION = 3  # of a step that holds changed rows alone, which releases before it do not read
 SAMPLED_VERSION = 4  # of a step that leaves out rows that are as they began; likewise
+PACKED_VERSION = 5  # of a link whose shard files are compressed (pipeline.checkpoint.packed); likewise
 PREFIX = "step_"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
@@ -52,7 +53,7 @@ def read_manifest(path: str) -> dict[str, Any]:
     Raises:
         DamagedError: it is missing, not what was written, or of another release.
     """
-    manifest = open_manifest(f"{path}/{MANIFEST}", FORMAT_VERSION, LINK_VERSION, SAMPLED_VERSION)
+    manifest = open_manifest(f"{path}/{MANIFEST}", FORMAT_VERSION, LINK_VERSION, SAMPLED_VERSION, PACKED_VERSION)
     name = storage.join(path, "").rstrip("/").rsplit("/", 1)[-1]
     if STEP_FOLDER.fullmatch(name) and step_name(manifest["step"]) != name:
         raise DamagedError(f"{path}/{MANIFEST} is that of step {manifest['step']}")
@@ -70,6 +71,11 @@ def read_step_file(path: str, name: str) -> bytes | None:
 def is_link(manifest: dict[str, Any]) -> bool:
     """Whether a step holds the rows that changed since another step (pipeline.checkpoint.chains)."""
     return "chain" in manifest
+
+
+def is_packed(manifest: dict[str, Any]) -> bool:
+    """Whether a step's shard files are compressed."""
+    return bool(manifest.get("packed", False))
 
 
 def base_of(manifest: dict[str, Any]) -> int:

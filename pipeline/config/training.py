@@ -251,7 +251,8 @@ class CheckpointConfig:
 
     differential: a step holds the rows of tables that changed since the step before, and all else whole. Such steps are a chain
     that begins with a whole one; another whole one follows after max_links, or where the links hold more than half of its bytes.
-    keep_last_n and keep_best_n then count chains.
+    keep_last_n and keep_best_n then count chains. compress_links: their shard files are compressed, without loss; releases without it refuse
+    them by name.
     """
 
     folder: str | None = None  # None: run_dir/checkpoints; s3://bucket/prefix for an object store
@@ -264,6 +265,7 @@ class CheckpointConfig:
     asynchronous: bool = False  # copy the state to host memory, and write it while training goes on
     differential: bool = False
     max_links: int = 100
+    compress_links: bool = False
     on_failure: str = "stop"
     max_failures_in_a_row: int = 3  # on_failure=continue stops then
     resume: bool = True
@@ -280,6 +282,10 @@ class CheckpointConfig:
         check_at_least("checkpoint.keep_last_n", self.keep_last_n, 2)
         check_at_least("checkpoint.keep_best_n", self.keep_best_n, 0)
         check_at_least("checkpoint.max_links", self.max_links, 1)
+        if self.compress_links and not self.differential:
+            raise ConfigError(
+                "checkpoint.compress_links is of steps of changed rows: set checkpoint.differential=true, or leave it out"
+            )
         check_choice("checkpoint.on_failure", self.on_failure, SAVE_FAILURE_POLICIES)
         check_at_least("checkpoint.max_failures_in_a_row", self.max_failures_in_a_row, 1)
 

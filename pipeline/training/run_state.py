@@ -124,7 +124,10 @@ def open_checkpoints(
     from pipeline.checkpoint.changes import Differential
     from pipeline.checkpoint.checkpointer import Checkpointer
 
-    differential = Differential(rows, job.checkpoint.max_links) if job.checkpoint.differential and rows else None
+    settings = job.checkpoint
+    differential = None
+    if settings.differential and rows:
+        differential = Differential(rows, settings.max_links, is_packed=settings.compress_links)
 
     return Checkpointer(
         checkpoint_folder(job.run_dir, job.checkpoint),

@@ -29,14 +29,20 @@ ROWS = {**dict.fromkeys(MIXED, "row_wise"), "d": "column_wise"}
 
 
 def _open(
-    folder: str, kinds: dict[str, str] = MIXED, links: int = 9, most_bytes: float = 1e9, seed: int = 0, **options: Any
+    folder: str,
+    kinds: dict[str, str] = MIXED,
+    links: int = 9,
+    most_bytes: float = 1e9,
+    seed: int = 0,
+    is_packed: bool = False,
+    **options: Any,
 ) -> tuple[Any, Any, Any, Checkpointer]:
     """Collective. These models are too small for links of half of their base."""
     _, model, optimizer, context = build_sharded(kinds, seed=seed)
     rows = TrackedRows(model, optimizer.replicated, [CHECKPOINT])
     given = {"keep_last_n": 9, **options}
     checkpointer = Checkpointer(
-        folder, model, optimizer, context, differential=Differential(rows, links, most_bytes), **given
+        folder, model, optimizer, context, differential=Differential(rows, links, most_bytes, is_packed), **given
     )
     return model, optimizer, context, checkpointer
 
@@ -94,6 +100,26 @@ def test_a_chain_of_two_ranks_restores_exactly_under_another_plan(
     assert found == {step: digests[step] for step in (3, 5)}
 
 
+@pytest.mark.campaign
+def test_compressed_links_bring_back_every_bit_and_a_chain_may_hold_both_kinds(
+    ranks: RankPool, chain: tuple[str, dict[int, str]], tmp_path: Path
+) -> None:
+    plain, digests = chain
+    folder = str(tmp_path / "checkpoints")
+    assert ranks.run(2, _save_chain, folder, 5, 2, {"is_packed": True})[0] == digests
+    sizes = [sum(entry["size_bytes"] for entry in read_manifest(f"{each}/step_00000003")["files"].values()) for each in (plain, folder)]  # fmt: skip
+    assert sizes[1] < 0.8 * sizes[0] and not any(verify_step(folder, step) for step in range(1, 6))
+    assert ranks.run(2, _restore_each, folder, MIXED, [3, 1, 2, 4, 5])[0] == digests
+    found = ranks.run(1, _restore_weights, folder, {**MIXED, "d": "table_wise"}, [3, 5])[0]
+    assert found == {step: digests[step] for step in (3, 5)}
+    both = tmp_path / "both"
+    shutil.copytree(plain, both)
+    after, is_same = ranks.run(2, _go_on, str(both), True)[0]
+    assert list(after) == [5] and all(is_same)
+    kinds = {step: read_manifest(f"{both}/step_{step:08d}").get("packed", False) for step in list_steps(str(both))}
+    assert kinds == {1: False, 2: False, 3: False, 5: True}
+
+
 def _restore_weights(rank: int, folder: str, kinds: dict[str, str], steps: list[int]) -> dict[int, str]:
     _, model, _, context = build_sharded(kinds, seed=99)
     digests = {}
@@ -103,7 +129,7 @@ def _restore_weights(rank: int, folder: str, kinds: dict[str, str], steps: list[
     return digests
 
 
-def _go_on(rank: int, folder: str) -> tuple[dict[int, str], list[bool]]:
+def _go_on(rank: int, folder: str, is_packed: bool = False) -> tuple[dict[int, str], list[bool]]:
     """Restore step 3, save 4 as a link of its chain; a failed save in between loses no row."""
     fails: list[bool] = []
 
@@ -111,7 +137,7 @@ def _go_on(rank: int, folder: str) -> tuple[dict[int, str], list[bool]]:
         if fails:
             raise OSError("no commit now")
 
-    model, optimizer, context, checkpointer = _open(folder, fence=fence)
+    model, optimizer, context, checkpointer = _open(folder, fence=fence, is_packed=is_packed)
     checkpointer.restore(3)
     checkpointer.clear_after(3)
     dist.barrier()
