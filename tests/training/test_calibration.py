@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from pipeline.config.jobs.machine import CalibrateJob
@@ -12,9 +15,14 @@ from pipeline.config.planner import HardwareConfig
 from pipeline.planner.step_time.hardware_file import hardware_yaml
 from pipeline.planner.step_time.measurements import Conditions, Machine, Measurement, Measurements
 from pipeline.runtime.errors import ConfigError
-from pipeline.training.calibration.clock import fastest
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.training.calibration.clock import Bench, fastest
+from pipeline.training.calibration.job_steps import JobSteps
+from pipeline.training.calibration.jobs import SmallJob
 from pipeline.training.calibration.run import calibrate, default_setups
+from tests.planner.test_step_time import made_up_machine
 from tests.support.messages import names
+from tests.support.ranks import RankPool
 
 
 def test_the_hardware_that_is_written_is_a_hardware_config() -> None:
@@ -61,6 +69,24 @@ def test_setups_are_one_rank_and_a_rank_a_core() -> None:
 def test_a_mistake_in_the_job_is_told_before_anything_is_measured(words: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=names(message)):
         CalibrateJob(**words)  # type: ignore[arg-type]
+
+
+def _amounts_of_a_job(rank: int) -> list[dict[str, Any]]:
+    bench = Bench("1x1")
+    jobs = JobSteps(bench, 0, DistributedContext(rank, 1, rank, 1, torch.device("cpu"), "gloo"))
+    job = SmallJob(
+        [20, 30], [1, 2], dim=8, batch=16, model={"dense_arch_layer_sizes": [8], "over_arch_layer_sizes": [8, 1]}
+    )
+    jobs.time(job)
+    return [{"us": row.us, **row.shape} for row in jobs.amounts([*bench.rows, *made_up_machine("1x1").rows])]
+
+
+def test_a_small_job_steps_by_the_trainer_itself_and_says_what_its_kernels_should_take(ranks: RankPool) -> None:
+    (found,) = ranks.run(1, _amounts_of_a_job)
+    job = found[0]
+    assert job["us"] > 0 and json.loads(job["spec"])["batch"] == 16
+    assert job["constant"] == 1.0 and job["samples"] == 16 and job["features"] == 2
+    assert all(job[name] > 0 for name in ("operations", "products", "moves", "lookup", "update"))
 
 
 @pytest.mark.campaign

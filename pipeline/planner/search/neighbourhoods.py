@@ -25,6 +25,7 @@ NUM_SPREAD = 3  # tables on many ranks that may be, too
 NODES = 100  # of a program: its end on every machine
 GAP = 1e-4  # relative; nearer to a program's optimum nobody needs
 SHARPNESS = 60.0  # how much more likely than others the slowest ranks are freed
+REPAIRS = 0.5  # share of the programs that free an overfull rank where there is one, though loads are even
 FILLED = 0.6  # share of the other freed ranks that are taken from those of least load
 TARGET = 0.5  # of the way from a maximum to the mean of its ranks: load above it counts
 EXCESS = 0.02  # what it counts beside the maxima
@@ -125,12 +126,13 @@ class _Neighbourhoods:
         return bool(self._too_much().any())
 
     def _choose_ranks(self) -> list[int]:
-        """One of the slowest or overfull, and some that may have room for what it has too much of."""
+        """One of the slowest or, as often, an overfull one, and some that may have room for what it has too much of."""
         state, count = self.state, self.problem.world_size
         share = self._too_much().max(axis=1) / np.maximum(self.problem.capacity.max(), 1.0)
         highest = state.load.max(axis=0)
-        weight = np.exp(SHARPNESS * len(highest) * (state.load - highest) / highest.sum()).mean(axis=1) + 20 * share
-        first = self.generator.choices(range(count), weight.tolist())[0]
+        slowness = np.exp(SHARPNESS * len(highest) * (state.load - highest) / highest.sum()).mean(axis=1)
+        repairs = share.any() and self.generator.random() < REPAIRS
+        first = self.generator.choices(range(count), (share if repairs else slowness).tolist())[0]
         filled = (state.memory / np.maximum(self.problem.capacity, 1.0)).max(axis=1)
         wanted = min(count, self.generator.choice(NUM_FREED))
         by_load = np.argsort(filled if share[first] > 0 else state.load.sum(axis=1), kind="stable").tolist()

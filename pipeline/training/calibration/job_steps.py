@@ -38,13 +38,16 @@ class JobSteps:
         """Rows `job`, of which amounts() makes what step_time.host reads."""
         draw = random.Random(self._seed + 1000)
         for job in self._bench.within(seconds, small_jobs(draw), least=LEAST_JOBS):
-            training, spec = InMemoryTraining(job, self._context, self._bench.is_by_cpu), json.dumps(job.to_json())
-            took, spread = training.run(ROUNDS, STEPS)
-            self._bench.add("job", {"spec": spec}, took, spread)
-            if spec not in self._requests:
-                self._requests[spec] = self._request(job, training)
+            self.time(job)
 
-    def _request(self, job: SmallJob, training: InMemoryTraining) -> StepRequest:
+    def time(self, job: SmallJob) -> None:
+        training, spec = InMemoryTraining(job, self._context, self._bench.is_by_cpu), json.dumps(job.to_json())
+        took, spread = training.run(ROUNDS, STEPS)
+        self._bench.add("job", {"spec": spec}, took, spread)
+        if spec not in self._requests:
+            self._requests[spec] = self._request(training)
+
+    def _request(self, training: InMemoryTraining) -> StepRequest:
         hardware = resolve_hardware(
             training.resolved.job.hardware, self._context.world_size, local_world_size=self._context.local_world_size,
             device_type="cpu",

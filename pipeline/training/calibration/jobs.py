@@ -216,7 +216,7 @@ class NoCheckpoints:
 
     def check_free_space(self, num_saves: int) -> None: ...
 
-    def save(self, step: int, values: dict[str, Any]) -> str:
+    def save(self, step: int, values: dict[str, Any], files: dict[str, bytes] | None = None) -> str:
         return "nowhere"
 
     def wait(self) -> None: ...
