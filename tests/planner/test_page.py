@@ -194,7 +194,7 @@ def test_tables_in_tiers_are_listed_with_hits_and_reads_and_count_their_slots_in
     first, *others = plan.tables
     tiers = TierForecast(slots=first.num_embeddings // 4, hit_rate=0.875, rows_a_step=1234)
     page = render_page("tiers", replace(plan, tables=[replace(first, tiers=tiers), *others]), shardings)
-    for text in ("Tables on an SSD", "87.5 %", "1,234", f"{first.num_embeddings // 4:,}", show_bytes(1234 * 8192)):
+    for text in ("Tables on an SSD", "87.5 %", "1,234", f"{first.num_embeddings // 4:,}", show_bytes(tiers.read_bytes)):
         assert text in page
     assert "Tables on an SSD" not in render_page("memory", plan, shardings)
 
