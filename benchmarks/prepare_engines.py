@@ -30,11 +30,28 @@ KINDS = {"rows.arrow": "rows", "entries.parquet": "entries", "run.parquet": "run
          "answers.int32": "answers", "ids.int32": "ids", "values.parquet": "counts"}  # fmt: skip
 
 
+# Whose process it is, by a word of its command line; the first that fits.
+ROLES = (("gcs_server", "head"), ("raylet/raylet", "raylet"), ("dashboard/dashboard.py", "dashboard"), ("ray-dashboard-", "dashboard"),
+         ("dashboard/agent.py", "agents"), ("runtime_env/agent", "agents"), ("log_monitor.py", "log monitor"), ("autoscaler", "monitor"),
+         ("ray.scripts.scripts", "ray start"), ("ray_node", "ray start"), ("default_worker.py", "workers"), ("ray::", "workers"),
+         ("pipeline.prepare", "driver"))  # fmt: skip
+
+
 @dataclass
 class Run:
+    """`seconds` as prepare says, `whole_seconds` and `cpu` (seconds by role) of the whole command."""
+
     seconds: float = 0.0
+    whole_seconds: float = 0.0
     worker_mb: float = 0.0
     staged: Counter[str] = field(default_factory=Counter)
+    cpu: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    def cpu_by_role(self) -> list[tuple[str, float]]:
+        found: Counter[str] = Counter()
+        for role, seconds in self.cpu.values():
+            found[role] += seconds
+        return found.most_common()
 
 
 def command_of(name: str, words: list[str], source: str, path: Path, workers: int) -> list[str]:
@@ -51,6 +68,7 @@ def run(command: list[str], workers: int, folder: Path) -> Run:
     found, ended = Run(), threading.Event()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
     cores = sorted(os.sched_getaffinity(0))[:workers]
+    began = time.monotonic()
     process = subprocess.Popen(
         ["taskset", "-c", ",".join(map(str, cores)), *command], env=environment, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -58,6 +76,7 @@ def run(command: list[str], workers: int, folder: Path) -> Run:
     watcher = threading.Thread(target=_watch, args=(process.pid, folder, found, ended))
     watcher.start()
     output, _ = process.communicate()
+    found.whole_seconds = time.monotonic() - began
     ended.set()
     watcher.join()
     if process.returncode:
@@ -69,11 +88,14 @@ def run(command: list[str], workers: int, folder: Path) -> Run:
 
 
 def _watch(pid: int, folder: Path, found: Run, ended: threading.Event) -> None:
-    while not ended.wait(1.0):
+    while not ended.wait(0.5):
         with suppress(psutil.Error):
-            for each in psutil.Process(pid).children(recursive=True):
+            command = psutil.Process(pid)
+            for each in (command, *command.children(recursive=True)):
                 with suppress(psutil.Error):
                     title = " ".join(each.cmdline())
+                    role = found.cpu[each.pid][0] if each.pid in found.cpu else _role_of(title)
+                    found.cpu[each.pid] = role, sum(each.cpu_times()[:2])
                     if title.startswith("ray::") or "pipeline.prepare" in title:
                         found.worker_mb = max(found.worker_mb, each.memory_full_info().uss / 2**20)
         sizes: Counter[str] = Counter()
@@ -83,6 +105,10 @@ def _watch(pid: int, folder: Path, found: Run, ended: threading.Event) -> None:
                     if name in KINDS:
                         sizes[KINDS[name]] += os.path.getsize(os.path.join(parent, name))
         found.staged |= sizes
+
+
+def _role_of(title: str) -> str:
+    return next((role for word, role in ROLES if word in title), "others")
 
 
 def generate(folder: Path, num_rows: int, columns: list[str], num_files: int = 8) -> None:
@@ -151,8 +177,9 @@ def main() -> None:
             rate = rows / found.seconds / workers
             base = base or rate
             staged = ", ".join(f"{kind} {size / rows:.1f}" for kind, size in sorted(found.staged.items()))
-            print(f"{name}: {rows:,} rows in {found.seconds:.1f} s, {rate:,.0f} rows/s a core, {rate / base:.2f} of the first; "
-                  f"largest process {found.worker_mb:,.0f} MiB; staged bytes a row: {staged}", flush=True)  # fmt: skip
+            cpu = ", ".join(f"{role} {seconds:.1f}" for role, seconds in found.cpu_by_role())
+            print(f"{name}: {rows:,} rows in {found.seconds:.1f} s ({found.whole_seconds:.1f} the whole command), {rate:,.0f} rows/s a core, "
+                  f"{rate / base:.2f} of the first; CPU-seconds: {cpu}; largest process {found.worker_mb:,.0f} MiB; staged bytes a row: {staged}", flush=True)  # fmt: skip
             time.sleep(1)
 
 

@@ -117,16 +117,14 @@ def divide_file(recipe: Recipe, item: FileToDivide) -> DividedFile:
     def write(attempt: str) -> Json:
         staged = load_staged(item.folder)
         blocks = blocks_of_file(staged, item.boundaries, item.first_row)
-        with scratch_folder(recipe) as scratch, task_engine(recipe, scratch) as engine:
+        with scratch_folder(recipe) as scratch:
             recounted = os.path.join(scratch, "recounted.parquet")
             training = count_training(blocks, item.boundaries, features, recounted)
             entries = fetch(staged.entries_path, scratch) if blocks else None
             paths = [recounted] if entries is None else [entries, recounted]
-            run = write_run(engine, paths, training.blocks, features, attempt, scratch)
-            for number, name in enumerate(features.buckets):
-                count_numbers(engine, name, blocks, item.boundaries)
-                counted = engine.sql("SELECT value, count FROM counted ORDER BY value").to_arrow_reader(65_536)
-                write_table(counted, os.path.join(attempt, numbers_file(number)))
+            run = write_run(recipe, paths, training.blocks, attempt, scratch)
+            if features.buckets:
+                _write_numbers(recipe, blocks, item.boundaries, attempt, scratch)
         return {
             "first_row": item.first_row,
             "blocks": [list(block.per_split) for block in blocks],
@@ -147,6 +145,15 @@ def divide_file(recipe: Recipe, item: FileToDivide) -> DividedFile:
         num_run_rows=cast(int, found["num_run_rows"]),
         run_keys=[(int(feature), str(value)) for feature, value in cast(list[tuple[int, str]], found["run_keys"])],
     )
+
+
+def _write_numbers(recipe: Recipe, blocks: list[BlockRows], boundaries: Boundaries, folder: str, scratch: str) -> None:
+    """For each column that is to be in buckets its training values and their counts, by value."""
+    with task_engine(recipe, scratch) as engine:
+        for number, name in enumerate(recipe.features.buckets):
+            count_numbers(engine, name, blocks, boundaries)
+            counted = engine.sql("SELECT value, count FROM counted ORDER BY value").to_arrow_reader(65_536)
+            write_table(counted, os.path.join(folder, numbers_file(number)))
 
 
 def load_blocks(folder: str, path: str) -> list[BlockRows]:

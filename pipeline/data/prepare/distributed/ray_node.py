@@ -26,6 +26,8 @@ from pipeline.runtime.process.exit_codes import FAILED
 MEETING_S = 600  # how long a node waits for the head
 ENDING_S = 30
 STARTED = "Ray runtime started"  # of what `ray start` prints
+# Workers, which a node starts with itself, import what tasks need while the driver still starts.
+PRELOADED = ("pipeline.data.prepare.distributed.ray_engine", "pipeline.data.prepare.distributed.prepare")
 Process = subprocess.Popen[bytes]
 
 
@@ -42,7 +44,15 @@ def run_head(host: str, port: int, flags: list[str], words: list[str]) -> int:
     address = f"{_address_of(host)}:{port}"
     log = Path(folder) / "start.log"
     node = _start_node(
-        ["--head", f"--node-ip-address={_address_of(host)}", f"--port={port}", f"--temp-dir={folder}", *flags], log
+        [
+            "--head",
+            "--no-monitor",
+            f"--node-ip-address={_address_of(host)}",
+            f"--port={port}",
+            f"--temp-dir={folder}",
+            *flags,
+        ],
+        log,
     )
     try:
         if not _answers(host, port, node) or not _has_started(node, log):
@@ -77,8 +87,14 @@ def run_worker(host: str, port: int, flags: list[str]) -> int:
 
 def _start_node(words: list[str], log: Path) -> Process:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *words]
+    environment = {
+        "RAY_preload_python_modules": ",".join(PRELOADED),
+        "RAY_enable_worker_prestart": "1",
+        "RAY_enable_metrics_collection": "0",
+        **os.environ,
+    }
     with open(log, "wb") as out:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
 
 
 def _end(node: Process) -> None:
@@ -148,6 +164,7 @@ def main() -> None:
         "--address", required=True, help="HOST:PORT of the head, as all nodes know it; port 0: a free one"
     )
     parser.add_argument("--memory-mb", type=int, default=0, help="of this node, for tasks; 0: as Ray finds it")
+    parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard on the head")
     parser.add_argument("words", nargs="*", help="of prepare, behind --")
     typed = parser.parse_args()
     host, _, port = typed.address.rpartition(":")
@@ -156,6 +173,7 @@ def main() -> None:
     flags = [f"--num-cpus={os.environ.get('SLURM_CPUS_PER_TASK') or len(os.sched_getaffinity(0))}"]
     flags += [f"--memory={typed.memory_mb << 20}"] if typed.memory_mb else []
     if _is_head(host):
+        flags += [f"--include-dashboard={str(typed.dashboard).lower()}"]
         sys.exit(run_head(host, int(port) or _free_port(), flags, typed.words))
     sys.exit(run_worker(host, int(port), flags))
 
