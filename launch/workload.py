@@ -226,7 +226,8 @@ def prepare(doc: Optional[str], words: list[str], where: Where, check_data: bool
     if job.ray.address is not None:
         raise LaunchError(f"ray.address={job.ray.address}: the job starts a cluster of its own; leave ray.address out")
     memory = ["--memory-mb", str(where.memMB)] if where.memMB else []
-    command = [_python(where), "-m", RAY_NODE, "--address", ENDPOINT, *memory, "--", *words]
+    dashboard = ["--dashboard"] if job.ray.dashboard else []
+    command = [_python(where), "-m", RAY_NODE, "--address", ENDPOINT, *memory, *dashboard, "--", *words]
     return replace(_placed(Workload("prepare", _app_name(where.name or name), nodes, 1, command), where), on_ray=True)
 
 

@@ -24,6 +24,8 @@ def test_slurm_starts_a_node_of_ray_on_every_host() -> None:
         "distributed.ray_node --address \"$head_node:$port\" --memory-mb 64000 -- data=criteo_kaggle 'source=raw/day_*' engine=ray"
         in words
     )
+    asked = render("slurm", ["prepare", "-j", "8x1", "--", *JOB, "ray.dashboard=true"])
+    assert "--dashboard --" in " ".join(asked.replace("\\\n", " ").split())
 
 
 def test_kubernetes_gets_a_ray_job_of_a_head_and_workers() -> None:
