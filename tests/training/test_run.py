@@ -304,9 +304,9 @@ def test_evaluating_what_is_no_run_or_no_step_says_so(ranks: RankPool, trained: 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_the_command_line_trains_on_ranks_without_noise(prepared_clicks: str, tmp_path: Path, num_ranks: int) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "trainer.max_steps=10", "comms=fp16")
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}", "-m", "pipeline.train"]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}", "-m"] if num_ranks > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *launcher, *overrides]
+    command = [sys.executable, "-m", *launcher, "pipeline.train", *overrides]
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith("trained to step 10\n")

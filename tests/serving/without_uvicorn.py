@@ -1,0 +1,11 @@
+"""What a server says where uvicorn is not installed:  python -m tests.serving.without_uvicorn OVERRIDE ..."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.serving import servers
+
+if __name__ == "__main__":
+    sys.modules["uvicorn"] = None  # type: ignore[assignment]  # importing it is an ImportError
+    servers.main()
