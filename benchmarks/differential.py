@@ -164,7 +164,8 @@ def written(run: Run, folder: str, saves: int, most_bytes: float, context: Distr
     print(
         f"all {len(sizes):3} saves   {sum(sizes):,} bytes, {len(sizes) * whole / sum(sizes):.1f} x less than {len(sizes)} whole steps, bases included"
     )
-    count_kinds(folder)
+    if not is_packed:
+        count_kinds(folder)
     compare(run, folder)
 
 
