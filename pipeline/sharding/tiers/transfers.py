@@ -19,12 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.runtime.logs import get_logger
 from pipeline.sharding.kernels import transfer_kernels
 
 BUFFER_BYTES = 16 << 20
 PIECE_BYTES = 8 << 20
-AT_ONCE = 1024  # spans
+AT_ONCE = 512  # spans; a system allows 65,536 for all processes by itself (fs.aio-max-nr), and counts these twice
 THREADS = 16
+logger = get_logger(__name__)
 Array = np.ndarray[Any, Any]
 
 
@@ -139,7 +141,11 @@ def _context(at_once: int) -> int:
         return 0
     context = ctypes.c_ulong(0)
     failed = ctypes.CDLL(None, use_errno=True).syscall(transfer_kernels.SETUP, at_once, ctypes.byref(context))
-    return 0 if failed else context.value
+    if failed:
+        why = os.strerror(ctypes.get_errno())
+        logger.info("tiers read by %d threads, for the system does not allow io_setup: %s", THREADS, why)
+        return 0
+    return context.value
 
 
 def _groups(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
