@@ -14,9 +14,9 @@ from tests.support.sharded_models import build_sharded, digest, draw_batches, tr
 MIXED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
 
 
-def differential(model: Any, optimizer: Any, links: int) -> Differential:
+def differential(model: Any, optimizer: Any, links: int, is_packed: bool = False) -> Differential:
     """As checkpoint.differential=true, but for links of any size: these models are too small for half of their base."""
-    return Differential(TrackedRows(model, optimizer.replicated, [CHECKPOINT]), links, most_bytes=1e9)
+    return Differential(TrackedRows(model, optimizer.replicated, [CHECKPOINT]), links, 1e9, is_packed)
 
 
 def save_steps(
@@ -25,8 +25,9 @@ def save_steps(
     """Train to each of `steps`, save it, with `links` of a chain after each whole step; the digest of every one (on rank 0)."""
     _, model, optimizer, context = build_sharded(MIXED)
     given = {"keep_last_n": 99, **(options or {})}
+    is_packed = given.pop("is_packed", False)
     if links:
-        given["differential"] = differential(model, optimizer, links)
+        given["differential"] = differential(model, optimizer, links, is_packed)
     checkpointer = Checkpointer(folder, model, optimizer, context, **given)
     digests, done = {}, 0
     for step in steps:

@@ -39,10 +39,13 @@ def _flip(path: Path, bit: int) -> None:
 
 
 @pytest.mark.campaign
-def test_no_flipped_bit_of_a_chain_is_loaded(ranks: RankPool, tmp_path: Path, fault: FaultRecorder) -> None:
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "compressed"])
+def test_no_flipped_bit_of_a_chain_is_loaded(
+    ranks: RankPool, tmp_path: Path, fault: FaultRecorder, is_packed: bool
+) -> None:
     """Steps 2 and 3 are links on step 1."""
     folder = str(tmp_path / "checkpoints")
-    digests = ranks.run(2, save_steps, folder, [1, 2, 3], None, 9)[0]
+    digests = ranks.run(2, save_steps, folder, [1, 2, 3], {"is_packed": is_packed}, 9)[0]
     generator = random.Random(18)
     cases = [
         (step, name, generator.randrange(8 * os.path.getsize(f"{folder}/step_{step:08d}/{name}")))
@@ -62,7 +65,7 @@ def test_no_flipped_bit_of_a_chain_is_loaded(ranks: RankPool, tmp_path: Path, fa
     assert ranks.run(2, _load_flipped, str(whole), [])[0] == []
     fault(
         10,
-        f"0 of {len(cases)} flips in a chain silent: the steps before the damaged one load exactly",
+        f"0 of {len(cases)} flips in a chain{' of compressed links' if is_packed else ''} silent: the steps before the damaged one load exactly",
         count=len(cases),
         seed=18,
     )
