@@ -40,7 +40,7 @@ class DeepFMConfig(LinearVectorsConfig):
         from pipeline.models.layers.mlp import MLP
 
         deep = MLP(inputs.width, self.hidden_layer_sizes, self.layer_settings, out_features=1)
-        return FMAndDeep(inputs, num_dense_features, deep)
+        return FMAndDeep(inputs, num_dense_features, deep, self.linear_scale)
 
 
 @register("model", "simple_deepfm")

@@ -14,7 +14,7 @@ from pipeline.config.tables import InitConfig
 from pipeline.embeddings.table import Table
 from pipeline.models.checks import check_least_dim, check_one_dim, dims_of_features
 from pipeline.models.vectors import DENSE_FEATURES, DIM_WITHOUT_TABLES
-from pipeline.runtime.errors import check_choice
+from pipeline.runtime.errors import check_above, check_choice
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,13 +48,16 @@ class FMConfig(ModelConfig):
     """Factorisation machine of second order (Rendle, ICDM 2010).
 
     dense_features: "vectors": a dense feature is a learnt vector times its value; "values": a linear term alone.
+    linear_scale: as deepfm's.
     """
 
     kind: str = "fm"
     dense_features: str = "vectors"
+    linear_scale: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_above("model.linear_scale", self.linear_scale, 0.0)
         check_choice("model.dense_features", self.dense_features, DENSE_FEATURES)
 
     @property
@@ -74,7 +77,7 @@ class FMConfig(ModelConfig):
 
         dims = dims_of_features(tables)
         dim = next(iter(dims.values()), DIM_WITHOUT_TABLES)
-        over_arch = PairTerms(num_dense_features, dim - 1, self.dense_features == "vectors")
+        over_arch = PairTerms(num_dense_features, dim - 1, self.dense_features == "vectors", self.linear_scale)
         return RowsModel(build_embeddings(tables), list(dims), dim, over_arch)
 
 

@@ -9,7 +9,7 @@ from pipeline.config.model import LayersConfig
 from pipeline.config.tables import InitConfig
 from pipeline.embeddings.table import Table
 from pipeline.models.checks import check_least_dim, check_one_dim, dims_of_features
-from pipeline.runtime.errors import ConfigError, check_choice
+from pipeline.runtime.errors import ConfigError, check_above, check_choice
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,17 @@ class VectorsConfig(LayersConfig):
 
 @dataclass
 class LinearVectorsConfig(VectorsConfig):
-    """Of models that keep an id's linear weight in the last column of its row, beside its vector: one lookup for both."""
+    """Of models that keep an id's linear weight in the last column of its row, beside its vector: one lookup for both.
+
+    linear_scale: the logit takes so many times the ids' linear weights. tables.*.l2 is one for a row's vector and weight: with 3
+    and nine times the L2, weights are as free as before, and vectors of rare ids stay nearer to 0.
+    """
+
+    linear_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_above("model.linear_scale", self.linear_scale, 0.0)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         super().check_tables(tables, num_dense_features)

@@ -46,4 +46,4 @@ class XDeepFMConfig(LinearVectorsConfig):
 
         sizes = self.hidden_layer_sizes
         deep = MLP(inputs.width, sizes, self.layer_settings, out_features=1) if sizes else None
-        return CINAndDeep(inputs, num_dense_features, self.cin_layer_sizes, deep)
+        return CINAndDeep(inputs, num_dense_features, self.cin_layer_sizes, deep, self.linear_scale)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.models.layers.cin import CompressedInteraction
+from pipeline.models.layers.cin import CINAndDeep, CompressedInteraction
 from pipeline.models.layers.cross import CrossNetwork, MatrixCross, MixtureCross, VectorCross
 from pipeline.models.layers.features import FeatureInputs
 from pipeline.models.layers.fm import FMAndDeep, PairTerms, pair_products
@@ -90,6 +90,23 @@ def test_gradients_of_rows_are_those_of_autograd_bit_for_bit(num_dense: int) -> 
     products = (own.sum(dim=1).square().sum(dim=1, keepdim=True) - own.square().sum(dim=(1, 2))[:, None]) / 2
     linear = weights.sum(dim=1, keepdim=True) + deepfm.dense_term(dense)
     equal(deepfm(dense, rows), deepfm.deep(flat) + products + linear, rows, pull)
+
+
+def test_linear_weights_count_so_many_times() -> None:
+    torch.manual_seed(0)
+    rows, dense = torch.randn(NUM_ROWS, FEATURES, DIM + 1), torch.randn(NUM_ROWS, 2)
+    larger = torch.cat([rows[:, :, :-1], 3 * rows[:, :, -1:]], dim=2)
+    inputs = FeatureInputs(FEATURES, 2, DIM, dense_as_vectors=True)
+    deep = nn.Linear(inputs.width, 1)
+    for make in (
+        lambda scale: PairTerms(2, DIM, linear_scale=scale),
+        lambda scale: FMAndDeep(inputs, 2, deep, scale),
+        lambda scale: CINAndDeep(inputs, 2, [3], deep, scale),
+    ):
+        plain = make(1.0)
+        scaled = make(3.0)
+        scaled.load_state_dict(plain.state_dict())
+        torch.testing.assert_close(scaled(dense, rows), plain(dense, larger))
 
 
 def equal(found: torch.Tensor, expected: torch.Tensor, rows: torch.Tensor, pull: torch.Tensor) -> None:

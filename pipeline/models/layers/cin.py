@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipeline.models.layers.features import FeatureInputs
-from pipeline.models.layers.fm import DenseTerm, split_rows
+from pipeline.models.layers.fm import DenseTerm, scaled, split_rows
 
 
 class CompressedInteraction(nn.Module):
@@ -45,9 +45,15 @@ class CINAndDeep(nn.Module):
     """
 
     def __init__(
-        self, inputs: FeatureInputs, num_dense_features: int, layer_sizes: Sequence[int], deep: nn.Module | None
+        self,
+        inputs: FeatureInputs,
+        num_dense_features: int,
+        layer_sizes: Sequence[int],
+        deep: nn.Module | None,
+        linear_scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self._linear_scale = linear_scale
         self.inputs, self.deep = inputs, deep
         self.dense_term = DenseTerm(num_dense_features)
         self.cin = CompressedInteraction(inputs.num_vectors, layer_sizes)
@@ -56,6 +62,6 @@ class CINAndDeep(nn.Module):
     def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         own, weights = split_rows(rows)
         vectors, inputs = self.inputs(dense, own)
-        logits: torch.Tensor = self.last(self.cin(vectors)) + weights
+        logits: torch.Tensor = self.last(self.cin(vectors)) + scaled(weights, self._linear_scale)
         logits = logits + self.dense_term(dense)
         return logits if self.deep is None else logits + self.deep(inputs)

@@ -31,8 +31,11 @@ class PairTerms(nn.Module):
     `dense_as_vectors` False a linear term alone.
     """
 
-    def __init__(self, num_dense_features: int, dim: int, dense_as_vectors: bool = True) -> None:
+    def __init__(
+        self, num_dense_features: int, dim: int, dense_as_vectors: bool = True, linear_scale: float = 1.0
+    ) -> None:
         super().__init__()
+        self._linear_scale = linear_scale
         self.dense_term = DenseTerm(num_dense_features)
         has_vectors = bool(num_dense_features) and dense_as_vectors
         self.dense_vectors = nn.Parameter(torch.empty(num_dense_features, dim)) if has_vectors else None
@@ -45,7 +48,7 @@ class PairTerms(nn.Module):
             total = total + dense_features @ self.dense_vectors
             squares = squares + dense_features.square() @ self.dense_vectors.square()
         pairs = (total.square() - squares).sum(dim=1, keepdim=True) / 2
-        logits: torch.Tensor = pairs + linear + self.dense_term(dense_features)
+        logits: torch.Tensor = pairs + scaled(linear, self._linear_scale) + self.dense_term(dense_features)
         return logits
 
 
@@ -89,6 +92,10 @@ def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _SplitRows.apply(rows)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def scaled(weights: torch.Tensor, linear_scale: float) -> torch.Tensor:
+    return weights if linear_scale == 1.0 else weights * linear_scale
+
+
 class _PairProducts(torch.autograd.Function):
     """Backward computes (sum of vectors - vector) for all of them at once, in the roundings of autograd's own."""
 
@@ -118,14 +125,17 @@ class FMAndDeep(nn.Module):
     The last column of a row is its linear weight.
     """
 
-    def __init__(self, inputs: FeatureInputs, num_dense_features: int, deep: nn.Module) -> None:
+    def __init__(
+        self, inputs: FeatureInputs, num_dense_features: int, deep: nn.Module, linear_scale: float = 1.0
+    ) -> None:
         super().__init__()
+        self._linear_scale = linear_scale
         self.inputs, self.deep = inputs, deep
         self.dense_term = DenseTerm(num_dense_features)
 
     def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         own, weights = split_rows(rows)
         vectors, inputs = self.inputs(dense, own)
-        linear = weights + self.dense_term(dense)
+        linear = scaled(weights, self._linear_scale) + self.dense_term(dense)
         logits: torch.Tensor = self.deep(inputs) + pair_products(vectors) + linear
         return logits
