@@ -42,7 +42,15 @@ def test_dlrm_reaches_99_percent_in_three_epochs(ranks: RankPool, quickstart_dat
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(("experiment", "least"), [("quickstart_dlrm_dcn", 0.95), ("quickstart_deepfm", 0.90)])
+@pytest.mark.parametrize(
+    ("experiment", "least"),
+    [
+        ("quickstart_dlrm_dcn", 0.95),
+        ("quickstart_deepfm", 0.90),
+        ("deepfm_three_epochs", 0.985),
+        ("dcnv2_three_epochs", 0.985),
+    ],
+)
 def test_the_other_models_learn_the_teacher(
     ranks: RankPool, quickstart_data: str, tmp_path: Path, experiment: str, least: float
 ) -> None:
