@@ -22,6 +22,7 @@ from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.models.layers.dlrm import join_lookups_to_products, use_torchrec_layers
 from pipeline.models.layers.linear_products import FastLinear, speed_up_linear_layers
+from pipeline.models.layers.stack import speed_up_stacks
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import dense_part_bytes
@@ -129,8 +130,10 @@ def build_task(resolved: ResolvedJob, device_type: str) -> TaskModel:
     model = build_model(job.model, resolved.tables, num_dense, seed=trainer.seed, targets=resolved.targets)
     if not job.sharding.fast_cpu:
         use_torchrec_layers(model)
-    elif device_type == "cpu" and trainer.precision == "fp32":
-        speed_up_linear_layers(model)
+    elif device_type == "cpu":
+        speed_up_stacks(model, in_bf16=trainer.precision == "bf16")
+        if trainer.precision == "fp32":
+            speed_up_linear_layers(model)
     task = make_task(
         job.model,
         model,

@@ -64,6 +64,14 @@ class MLP(nn.Module):
         hidden: torch.Tensor = self._mlp(features)
         return hidden if self.last is None else self.last(hidden)
 
+    def linear_layers(self) -> list[tuple[nn.Linear, bool]]:
+        """Each with whether relu follows it; none where anything else stands between them."""
+        layers = list(self._mlp)
+        if not all(isinstance(layer, Layer) and layer.is_relu_alone and layer.dropout is None for layer in layers):
+            return []
+        last = [] if self.last is None else [(self.last, False)]
+        return [*((layer._linear, True) for layer in layers), *last]
+
 
 class Layer(nn.Module):
     """[B, in_features] -> [B, out_features]: linear, norm, activation, dropout."""
@@ -78,10 +86,10 @@ class Layer(nn.Module):
             self.norm = nn.LayerNorm(out_features)
         self._activation_fn = Activation(settings.activation, out_features)
         self.dropout = nn.Dropout(settings.dropout) if settings.dropout else None
-        self._is_relu_alone = self.norm is None and settings.activation == "relu"
+        self.is_relu_alone = self.norm is None and settings.activation == "relu"
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        if self._is_relu_alone:
+        if self.is_relu_alone:
             values = relu_of(self._linear, features)
         else:
             values = self._linear(features)

@@ -30,7 +30,7 @@ KINDS = {
     "tables backward": ("_PooledBackward", "split_embedding_backward"),
     "ids handed round": ("fbgemm::", "torchrec::"),
     "optimizer": ("_fused_", "_foreach_", "Optimizer.", "addcdiv", "addcmul", "lerp"),
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "gemm", "mkldnn"),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "gemm", "mkldnn", "_Stack", "_Linear"),
     "interaction": ("_Dots",),
     "copies and casts": ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "memcpy"),
     "other layers": ("aten::",),

@@ -1,0 +1,182 @@
+"""Train narrow stacks of linear layers with relu by kernels that go through all layers of a block of samples at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torchrec.modules.mlp
+from torch import nn
+
+from pipeline.models.layers.mlp import MLP
+from pipeline.runtime.kernels.optional import kernels
+from pipeline.runtime.process.kernel_pool import on_all_threads
+
+KERNELS = "pipeline.models.layers.stack_kernels"
+MOST_WEIGHTS = 1 << 16  # of a stack: more leave the second cache, and oneDNN multiplies wide layers faster
+LEAST_GROUP, MOST_GROUPS = 2, 32  # blocks whose gradients are summed together, and groups of a batch
+LEAST_LINES = 64  # rows of gradients: fewer are not worth a thread
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """sizes [L + 1]: of the inputs and of each layer's outputs; floors [L]: 0 where relu follows the layer."""
+
+    sizes: Array
+    floors: Array
+
+    @property
+    def padded(self) -> list[int]:
+        return [-(-int(size) // 16) * 16 for size in self.sizes]
+
+    @property
+    def num_packed(self) -> int:
+        return sum(wide * down for wide, down in zip(self.padded, self.padded[1:], strict=False))
+
+    @property
+    def num_weights(self) -> int:
+        sizes = [int(size) for size in self.sizes]
+        return sum((wide + 1) * down for wide, down in zip(sizes, sizes[1:], strict=False))
+
+
+class _Stack(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, inputs: torch.Tensor, shape: Shape, in_bf16: bool, dtype: torch.dtype, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        module = kernels(KERNELS)
+        assert module is not None
+        rows, count = int(module.ROWS), len(inputs)
+        blocks = -(-count // rows)
+        forth, back, biases = _packed(module, shape, in_bf16, weights)
+        acts = inputs.new_empty(blocks * rows * sum(shape.padded[1:]), dtype=torch.float32)
+        out = inputs.new_empty(count, int(shape.sizes[-1]), dtype=dtype)
+        inputs = inputs.contiguous()
+        kernel = module.forward_bf16 if in_bf16 else module.forward
+        arguments = (_flat(inputs), forth, biases, shape.sizes, shape.floors, acts.numpy(), _flat(out), np.uint64(count))
+        on_all_threads(kernel, arguments, blocks, LEAST_GROUP)
+        ctx.save_for_backward(inputs, acts)
+        ctx.shape, ctx.back = shape, back
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        module = kernels(KERNELS)
+        assert module is not None
+        inputs, acts = ctx.saved_tensors
+        shape, back, count = ctx.shape, ctx.back, len(inputs)
+        blocks = -(-count // int(module.ROWS))
+        groups = min(-(-blocks // LEAST_GROUP), MOST_GROUPS)
+        sums = np.empty(groups * (shape.num_packed + sum(shape.padded[1:])), np.float32)
+        to_inputs = torch.empty_like(inputs if ctx.needs_input_grad[0] else inputs[:0])
+        kernel = module.backward_bf16 if back.dtype == np.uint32 else module.backward
+        arguments = (
+            _flat(gradient.contiguous()), _flat(inputs), back, shape.sizes, shape.floors, acts.numpy(), sums,
+            _flat(to_inputs), np.uint64(count), np.uint64(groups),
+        )  # fmt: skip
+        on_all_threads(kernel, arguments, groups, 1)
+        gradients = torch.empty(shape.num_weights)
+        lines = int(shape.sizes[1:].sum()) + len(shape.floors)
+        on_all_threads(
+            module.add_groups, (sums, shape.sizes, np.uint64(groups), gradients.numpy()), lines, LEAST_LINES
+        )
+        wanted = ctx.needs_input_grad[0]
+        return to_inputs if wanted else None, None, None, None, *_split(gradients, shape)
+
+
+def _packed(module: Any, shape: Shape, in_bf16: bool, weights: Sequence[torch.Tensor]) -> tuple[Array, Array, Array]:
+    """The weights as the kernels multiply by them forward and backward, and the biases."""
+    flat = torch.cat([weight.detach().reshape(-1) for weight in weights]).numpy()
+    per, kind = (2, np.uint32) if in_bf16 else (1, np.float32)
+    forth, back = np.empty(shape.num_packed // per, kind), np.empty(shape.num_packed // per, kind)
+    biases = np.empty(sum(shape.padded[1:]), np.float32)
+    module.pack(flat, shape.sizes, np.uint64(per), forth, back, biases)
+    return forth, back, biases
+
+
+def _split(gradients: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
+    """Of each layer its weights' and its bias's."""
+    sizes = [int(size) for size in shape.sizes]
+    lengths = [each for wide, down in zip(sizes, sizes[1:], strict=False) for each in (wide * down, down)]
+    parts = gradients.split(lengths)
+    return [
+        part if index % 2 else part.view(-1, sizes[index // 2]) for index, part in enumerate(parts)
+    ]  # fmt: skip
+
+
+def _flat(values: torch.Tensor) -> Array:
+    """All numbers of a contiguous tensor in one row; bf16 as uint16."""
+    values = values.detach()
+    return (values if values.dtype == torch.float32 else values.view(torch.uint16)).numpy().reshape(-1)
+
+
+class FastStack:
+    """In place of a module's forward: [B, I] -> [B, O], by the kernels while it trains, else as before."""
+
+    def __init__(self, module: nn.Module, layers: Sequence[tuple[nn.Linear, bool]]) -> None:
+        """layers: each with whether relu follows."""
+        self._forward = module.forward
+        self._inside = [child for child in module.modules() if child is not module]
+        self._weights = [weight for layer, _ in layers for weight in (layer.weight, layer.bias)]
+        sizes = [layers[0][0].in_features, *(layer.out_features for layer, _ in layers)]
+        floors = [0.0 if is_relu else -np.inf for _, is_relu in layers]
+        self._shape = Shape(np.array(sizes, np.uint64), np.array(floors, np.float32))
+        self._ends_linear = not layers[-1][1]
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        in_bf16 = _is_bf16()
+        if not _takes_part(inputs, in_bf16) or any(child._forward_hooks for child in self._inside):
+            return self._forward(inputs)  # type: ignore[no-any-return]
+        # What a linear layer ends are logits, which the loss takes in fp32.
+        dtype = torch.bfloat16 if in_bf16 and not self._ends_linear else torch.float32
+        return _Stack.apply(inputs, self._shape, in_bf16, dtype, *self._weights)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _is_bf16() -> bool:
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def _takes_part(inputs: torch.Tensor, in_bf16: bool) -> bool:
+    """Not while torch.export, torch.compile or torch.fx traces, nor where nothing is trained."""
+    if torch.compiler.is_compiling() or type(inputs) is not torch.Tensor or not torch.is_grad_enabled():
+        return False
+    kinds = (torch.float32, torch.bfloat16) if in_bf16 else (torch.float32,)
+    return inputs.device.type == "cpu" and inputs.dtype in kinds and inputs.dim() == 2 and len(inputs) > 0
+
+
+def speed_up_stacks(model: nn.Module, in_bf16: bool) -> int:
+    """Replace the forward of each narrow stack in `model` whose products this CPU runs in the kernels; of how many."""
+    if (module := kernels(KERNELS)) is None or (in_bf16 and not module.multiplies_bf16()):
+        return 0
+    count, inside = 0, set[int]()
+    for each in model.modules():  # parents before their children
+        layers = [] if id(each) in inside else stack_of(each)
+        weights = [weight for layer, _ in layers for weight in (layer.weight, layer.bias)]
+        if layers and all(weight is not None and weight.dtype == torch.float32 for weight in weights):
+            inside.update(id(child) for child in each.modules())
+            if sum(weight.numel() for weight in weights) <= MOST_WEIGHTS:
+                each.forward = FastStack(each, layers)  # type: ignore[method-assign,assignment]
+                count += 1
+    return count
+
+
+def stack_of(module: nn.Module) -> list[tuple[nn.Linear, bool]]:
+    """The linear layers that a module runs one after the other, each with whether relu follows; none of any other module."""
+    if type(module) is MLP:
+        return module.linear_layers()
+    if type(module) is torchrec.modules.mlp.MLP and isinstance(module._mlp, nn.Sequential):
+        layers = list(module._mlp)
+        return [(layer._linear, True) for layer in layers] if all(map(_is_relu_layer, layers)) else []
+    if type(module) is nn.Sequential and len(module) == 2 and type(module[1]) is nn.Linear:
+        first = stack_of(module[0])
+        return [*first, (module[1], False)] if first and first[-1][1] else []
+    return []
+
+
+def _is_relu_layer(layer: nn.Module) -> bool:
+    return type(layer) is torchrec.modules.mlp.Perceptron and layer._activation_fn is torch.relu_
