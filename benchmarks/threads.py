@@ -125,7 +125,9 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--least", type=float, default=1.0, help="per cent of a step; smaller serial parts are one line")
+    parser.add_argument(
+        "--least", type=float, default=1.0, help="per cent of a step; smaller serial parts are one line"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     print(f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}")

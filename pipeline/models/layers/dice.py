@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.models.layers.batch_norm import BatchNorm, gather_statistics
+from pipeline.runtime.kernels.optional import kernels
 from pipeline.runtime.process.comms_wait import waiting
 from pipeline.runtime.process.kernel_pool import on_all_threads
 
@@ -75,22 +75,22 @@ class _BentByKernels(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, mean, scale, alpha)
         ctx.count = count
-        out, kernels = torch.empty_like(rows), _kernels()
-        assert kernels is not None
-        on_all_threads(kernels.bend, [_array(each) for each in (rows, mean, scale, alpha, out)], len(rows))
+        out, compiled = torch.empty_like(rows), _kernels()
+        assert compiled is not None
+        on_all_threads(compiled.bend, [_array(each) for each in (rows, mean, scale, alpha, out)], len(rows))
         return out
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, torch.Tensor, None]:
-        kernels, gradient = _kernels(), gradient.contiguous()
-        assert kernels is not None
+        compiled, gradient = _kernels(), gradient.contiguous()
+        assert compiled is not None
         rows, mean, scale, alpha = ctx.saved_tensors
         inputs = [_array(each) for each in (rows, gradient, mean, scale, alpha)]
-        blocks = _num_blocks(rows, kernels)
+        blocks = _num_blocks(rows, compiled)
         sums = rows.new_empty(blocks, 3, rows.shape[1])
-        on_all_threads(kernels.gradient_sums, [*inputs, _array(sums)], blocks, least_share=1)
+        on_all_threads(compiled.gradient_sums, [*inputs, _array(sums)], blocks, least_share=1)
         total = sums.double().sum(dim=0).float()
         over_rows, to_alpha = total[:2].contiguous(), total[2]
         if ctx.count and _num_ranks() > 1:
@@ -98,19 +98,19 @@ class _BentByKernels(torch.autograd.Function):
                 dist.all_reduce(over_rows)
         level, slope = over_rows / ctx.count if ctx.count else torch.zeros_like(over_rows)
         out = torch.empty_like(rows)
-        on_all_threads(kernels.unbend, [*inputs, *(_array(each) for each in (level, slope, out))], len(rows))
+        on_all_threads(compiled.unbend, [*inputs, *(_array(each) for each in (level, slope, out))], len(rows))
         return out, None, None, to_alpha, None
 
 
 def _statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Mean [width], variance [width] and number of the rows of all ranks. Collective where there are several ranks."""
-    kernels = _kernels()
-    assert kernels is not None
-    blocks = _num_blocks(rows, kernels)
+    compiled = _kernels()
+    assert compiled is not None
+    blocks = _num_blocks(rows, compiled)
     means, squares = rows.new_empty(2, blocks, rows.shape[1])
-    on_all_threads(kernels.statistics, [_array(each) for each in (rows, means, squares)], blocks, least_share=1)
-    sizes = torch.full((blocks, 1), float(kernels.BLOCK), dtype=torch.float64)
-    sizes[-1:] = len(rows) - int(kernels.BLOCK) * (blocks - 1)
+    on_all_threads(compiled.statistics, [_array(each) for each in (rows, means, squares)], blocks, least_share=1)
+    sizes = torch.full((blocks, 1), float(compiled.BLOCK), dtype=torch.float64)
+    sizes[-1:] = len(rows) - int(compiled.BLOCK) * (blocks - 1)
     of_blocks, divisor = means.double(), max(len(rows), 1)
     mean = (sizes * of_blocks).sum(dim=0) / divisor
     about = squares.double().sum(dim=0) + (sizes * (of_blocks - mean).square()).sum(dim=0)
@@ -125,8 +125,8 @@ def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _num_blocks(rows: torch.Tensor, kernels: ModuleType) -> int:
-    return -(-len(rows) // int(kernels.BLOCK))
+def _num_blocks(rows: torch.Tensor, compiled: ModuleType) -> int:
+    return -(-len(rows) // int(compiled.BLOCK))
 
 
 def _array(values: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -140,10 +140,5 @@ def _fits_kernels(rows: torch.Tensor, alpha: torch.Tensor) -> bool:
     return rows.dtype == alpha.dtype == torch.float32 and rows.is_contiguous() and _kernels() is not None
 
 
-@cache
 def _kernels() -> ModuleType | None:
-    try:
-        from pipeline.models.layers import dice_kernels
-    except ImportError:
-        return None
-    return dice_kernels
+    return kernels("pipeline.models.layers.dice_kernels")

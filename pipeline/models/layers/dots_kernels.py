@@ -29,11 +29,13 @@ L = U(LANES)
 
 @part()
 def _move(source, at, into, position, count):  # type: ignore[no-untyped-def]
-    whole = count // L * L
-    for k in range(U(0), whole, L):
+    if count < L:
+        for k in range(count):
+            move_1(source, at + k, into, position + k)
+        return
+    for k in range(U(0), count - L, L):
         move_16(source, at + k, into, position + k)
-    for k in range(whole, count):
-        move_1(source, at + k, into, position + k)
+    move_16(source, at + count - L, into, position + count - L)  # over what the one before has moved, in part
 
 
 @part()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from pipeline.runtime.kernels.optional import kernels
 from pipeline.runtime.process.kernel_pool import is_recorded, on_all_threads, record
 
 AS_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}  # what the kernel moves
@@ -232,13 +233,9 @@ def _fits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
     return rows.device.type == "cpu" and dtype in AS_BITS
 
 
-@cache
 def _kernel() -> Callable[..., None] | None:
-    try:
-        from pipeline.models.layers.dots_kernels import take
-    except ImportError:
-        return None
-    return take  # type: ignore[no-any-return]
+    compiled = kernels("pipeline.models.layers.dots_kernels")
+    return None if compiled is None else compiled.take
 
 
 def _take(

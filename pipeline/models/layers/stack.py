@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,29 +18,23 @@ from pipeline.runtime.process.kernel_pool import on_all_threads
 KERNELS = "pipeline.models.layers.stack_kernels"
 MOST_WEIGHTS = 1 << 16  # of a stack: more leave the second cache, and oneDNN multiplies wide layers faster
 LEAST_GROUP, MOST_GROUPS = 2, 32  # blocks whose gradients are summed together, and groups of a batch
-LEAST_LINES = 64  # rows of gradients: fewer are not worth a thread
+LEAST_LINES = 128  # rows of gradients: fewer are not worth a thread
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
 class Shape:
-    """sizes [L + 1]: of the inputs and of each layer's outputs; floors [L]: 0 where relu follows the layer."""
+    """What the kernels ask about a stack; `sizes`: of the inputs and of each layer's outputs."""
 
-    sizes: Array
-    floors: Array
-
-    @property
-    def padded(self) -> list[int]:
-        return [-(-int(size) // 16) * 16 for size in self.sizes]
-
-    @property
-    def num_packed(self) -> int:
-        return sum(wide * down for wide, down in zip(self.padded, self.padded[1:], strict=False))
-
-    @property
-    def num_weights(self) -> int:
-        sizes = [int(size) for size in self.sizes]
-        return sum((wide + 1) * down for wide, down in zip(sizes, sizes[1:], strict=False))
+    def __init__(self, sizes: Sequence[int], has_relu: Sequence[bool]) -> None:
+        self.sizes = np.array(sizes, np.uint64)
+        self.floors = np.array([0.0 if each else -np.inf for each in has_relu], np.float32)
+        padded = [-(-size // 16) * 16 for size in sizes]
+        self.acts_per_row = self.num_biases = sum(padded[1:])
+        self.num_packed = sum(wide * down for wide, down in pairwise(padded))
+        self.lengths = [each for wide, down in pairwise(sizes) for each in (wide * down, down)]  # weights and biases
+        self.num_weights, self.num_lines = sum(self.lengths), sum(sizes[1:]) + len(has_relu)
+        self.out_features = sizes[-1]
+        self.shapes = [each for wide, down in pairwise(sizes) for each in ((down, wide), (down,))]
 
 
 class _Stack(torch.autograd.Function):
@@ -53,11 +47,20 @@ class _Stack(torch.autograd.Function):
         rows, count = int(module.ROWS), len(inputs)
         blocks = -(-count // rows)
         forth, back, biases = _packed(module, shape, in_bf16, weights)
-        acts = inputs.new_empty(blocks * rows * sum(shape.padded[1:]), dtype=torch.float32)
-        out = inputs.new_empty(count, int(shape.sizes[-1]), dtype=dtype)
+        acts = torch.empty(blocks * rows * shape.acts_per_row)
+        out = torch.empty(count, shape.out_features, dtype=dtype)
         inputs = inputs.contiguous()
         kernel = module.forward_bf16 if in_bf16 else module.forward
-        arguments = (_flat(inputs), forth, biases, shape.sizes, shape.floors, acts.numpy(), _flat(out), np.uint64(count))
+        arguments = (
+            _flat(inputs),
+            forth,
+            biases,
+            shape.sizes,
+            shape.floors,
+            acts.numpy(),
+            _flat(out),
+            np.uint64(count),
+        )
         on_all_threads(kernel, arguments, blocks, LEAST_GROUP)
         ctx.save_for_backward(inputs, acts)
         ctx.shape, ctx.back = shape, back
@@ -72,7 +75,7 @@ class _Stack(torch.autograd.Function):
         shape, back, count = ctx.shape, ctx.back, len(inputs)
         blocks = -(-count // int(module.ROWS))
         groups = min(-(-blocks // LEAST_GROUP), MOST_GROUPS)
-        sums = np.empty(groups * (shape.num_packed + sum(shape.padded[1:])), np.float32)
+        sums = np.empty(groups * (shape.num_packed + shape.num_biases), np.float32)
         to_inputs = torch.empty_like(inputs if ctx.needs_input_grad[0] else inputs[:0])
         kernel = module.backward_bf16 if back.dtype == np.uint32 else module.backward
         arguments = (
@@ -81,12 +84,10 @@ class _Stack(torch.autograd.Function):
         )  # fmt: skip
         on_all_threads(kernel, arguments, groups, 1)
         gradients = torch.empty(shape.num_weights)
-        lines = int(shape.sizes[1:].sum()) + len(shape.floors)
-        on_all_threads(
-            module.add_groups, (sums, shape.sizes, np.uint64(groups), gradients.numpy()), lines, LEAST_LINES
-        )
-        wanted = ctx.needs_input_grad[0]
-        return to_inputs if wanted else None, None, None, None, *_split(gradients, shape)
+        arguments = (sums, shape.sizes, np.uint64(groups), gradients.numpy())
+        on_all_threads(module.add_groups, arguments, shape.num_lines, LEAST_LINES)
+        parts = map(torch.Tensor.view, gradients.split_with_sizes(shape.lengths), shape.shapes)
+        return to_inputs if ctx.needs_input_grad[0] else None, None, None, None, *parts
 
 
 def _packed(module: Any, shape: Shape, in_bf16: bool, weights: Sequence[torch.Tensor]) -> tuple[Array, Array, Array]:
@@ -94,19 +95,9 @@ def _packed(module: Any, shape: Shape, in_bf16: bool, weights: Sequence[torch.Te
     flat = torch.cat([weight.detach().reshape(-1) for weight in weights]).numpy()
     per, kind = (2, np.uint32) if in_bf16 else (1, np.float32)
     forth, back = np.empty(shape.num_packed // per, kind), np.empty(shape.num_packed // per, kind)
-    biases = np.empty(sum(shape.padded[1:]), np.float32)
+    biases = np.empty(shape.num_biases, np.float32)
     module.pack(flat, shape.sizes, np.uint64(per), forth, back, biases)
     return forth, back, biases
-
-
-def _split(gradients: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
-    """Of each layer its weights' and its bias's."""
-    sizes = [int(size) for size in shape.sizes]
-    lengths = [each for wide, down in zip(sizes, sizes[1:], strict=False) for each in (wide * down, down)]
-    parts = gradients.split(lengths)
-    return [
-        part if index % 2 else part.view(-1, sizes[index // 2]) for index, part in enumerate(parts)
-    ]  # fmt: skip
 
 
 def _flat(values: torch.Tensor) -> Array:
@@ -124,8 +115,7 @@ class FastStack:
         self._inside = [child for child in module.modules() if child is not module]
         self._weights = [weight for layer, _ in layers for weight in (layer.weight, layer.bias)]
         sizes = [layers[0][0].in_features, *(layer.out_features for layer, _ in layers)]
-        floors = [0.0 if is_relu else -np.inf for _, is_relu in layers]
-        self._shape = Shape(np.array(sizes, np.uint64), np.array(floors, np.float32))
+        self._shape = Shape(sizes, [is_relu for _, is_relu in layers])
         self._ends_linear = not layers[-1][1]
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -150,8 +140,11 @@ def _takes_part(inputs: torch.Tensor, in_bf16: bool) -> bool:
 
 
 def speed_up_stacks(model: nn.Module, in_bf16: bool) -> int:
-    """Replace the forward of each narrow stack in `model` whose products this CPU runs in the kernels; of how many."""
-    if (module := kernels(KERNELS)) is None or (in_bf16 and not module.multiplies_bf16()):
+    """Replace the forward of each narrow stack in `model`, where the CPU has the instructions; of how many."""
+    intrinsics = kernels("pipeline.runtime.kernels.layer_intrinsics")
+    if intrinsics is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return 0
+    if in_bf16 and not intrinsics.multiplies_bf16():
         return 0
     count, inside = 0, set[int]()
     for each in model.modules():  # parents before their children

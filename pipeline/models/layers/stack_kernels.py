@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pipeline.runtime.kernels.layer_intrinsics import lay_16, multiplies_bf16, product_8x1, product_8x2
+from pipeline.runtime.kernels.layer_intrinsics import lay_16, product_8x1, product_8x2
 from pipeline.runtime.kernels.llvm_intrinsics import LANES, move_1, move_16, transpose_16
 from pipeline.runtime.kernels.parts import part
 
@@ -66,9 +66,13 @@ def _multiply(a, at, step, rows, b, begin, width, count, start, first, start_ste
             left, place = at + row * step, into + row * width + column
             begins = first + row * start_step + column
             if is_pair:
-                product_8x2(a, left, step, b, begin + column, width, count, start, begins, start_step, floor, c, place, width)
+                product_8x2(
+                    a, left, step, b, begin + column, width, count, start, begins, start_step, floor, c, place, width
+                )
             else:
-                product_8x1(a, left, step, b, begin + column, width, count, start, begins, start_step, floor, c, place, width)
+                product_8x1(
+                    a, left, step, b, begin + column, width, count, start, begins, start_step, floor, c, place, width
+                )
         column += U(2) * L if is_pair else L
 
 
@@ -109,10 +113,14 @@ def forward(inputs, forth, biases, sizes, floors, acts, out, num_samples, begin,
             count, wide, down = sizes[layer], _pad(sizes[layer]), _pad(sizes[layer + 1])
             here = target + block * ROWS * down
             if layer == 0:
-                _multiply(first, U(0), wide, rows, forth, place, down, count, biases, bias, U(0), floors[layer], acts, here)
+                _multiply(
+                    first, U(0), wide, rows, forth, place, down, count, biases, bias, U(0), floors[layer], acts, here
+                )
             else:
                 at = source + block * ROWS * wide
-                _multiply(acts, at, wide, rows, forth, place, down, count, biases, bias, U(0), floors[layer], acts, here)
+                _multiply(
+                    acts, at, wide, rows, forth, place, down, count, biases, bias, U(0), floors[layer], acts, here
+                )
             source = target
             target += all_rows * down
             place += wide * down
@@ -224,7 +232,9 @@ def backward(  # type: ignore[no-untyped-def]
                     _multiply(turned, U(0), ROWS, down, acts, below, wide, rows, own, at, wide, NO_FLOOR, own, at)
                 if layer > 0 or len(to_inputs) > 0:
                     count = sizes[layer + 1]
-                    _multiply(here, U(0), down, rows, back, place, wide, count, nothing, U(0), U(0), NO_FLOOR, there, U(0))
+                    _multiply(
+                        here, U(0), down, rows, back, place, wide, count, nothing, U(0), U(0), NO_FLOOR, there, U(0)
+                    )
                     here, there = there, here
             if len(to_inputs) > 0:
                 _store_from(here, sizes[0], block, num_samples, to_inputs)
@@ -270,7 +280,9 @@ def backward_bf16(  # type: ignore[no-untyped-def]
                 if layer > 0 or len(to_inputs) > 0:
                     pairs = (sizes[layer + 1] + U(1)) // two
                     _move(here, U(0), lefts, U(0), rows * down)
-                    _multiply(lefts, U(0), down, rows, back, place, wide, pairs, nothing, U(0), U(0), NO_FLOOR, there, U(0))
+                    _multiply(
+                        lefts, U(0), down, rows, back, place, wide, pairs, nothing, U(0), U(0), NO_FLOOR, there, U(0)
+                    )
                     here, there = there, here
             if len(to_inputs) > 0:
                 _store_from(here, sizes[0], block, num_samples, to_inputs)

@@ -139,7 +139,9 @@ def _make_adam(lanes: int) -> Any:
         square_decay: Any, square_share: Any, square_scale: Any, eps: Any,
     ) -> tuple[Signature, Any]:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            means, spreads, fresh = (array_data(context, builder, signature, arguments, position) for position in (0, 1, 4))
+            means, spreads, fresh = (
+                array_data(context, builder, signature, arguments, position) for position in (0, 1, 4)
+            )
             decay, share, square_decay, square_share, scale, eps = (
                 splat(builder, number, lanes) for number in arguments[6:]
             )
@@ -175,11 +177,15 @@ def _make_multiply(rows: int, vectors: int) -> Any:
             with cgutils.for_range(builder, count) as loop:
                 first = builder.add(begin, builder.mul(loop.index, width))
                 factors = [
-                    load_numbers(builder, right, builder.add(first, constant(LANES * vector)), types.float32, False, LANES)
+                    load_numbers(
+                        builder, right, builder.add(first, constant(LANES * vector)), types.float32, False, LANES
+                    )
                     for vector in range(vectors)
                 ]
                 for row_begin, totals in zip(begins, sums, strict=True):
-                    number = splat(builder, load_numbers(builder, row_begin, loop.index, types.float32, False, 1), LANES)
+                    number = splat(
+                        builder, load_numbers(builder, row_begin, loop.index, types.float32, False, 1), LANES
+                    )
                     for total, factor in zip(totals, factors, strict=True):
                         product = builder.fmul(number, factor, flags=("contract",))
                         builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
