@@ -23,6 +23,7 @@ def precompile() -> bool:
     _first_weights()
     _replicated_tables()
     _dot_products()
+    _stacks()
     _dice()
     _rows_to_score()
     return True
@@ -84,6 +85,20 @@ def _dot_products() -> None:
     for in_bf16 in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
             DotInteraction(3)(*inputs).sum().backward()
+
+
+def _stacks() -> None:
+    import torch
+
+    from pipeline.models.layers.mlp import MLP
+    from pipeline.models.layers.stack import speed_up_stacks
+
+    for in_bf16 in (False, True):
+        stack = MLP(4, [4], out_features=1)
+        if speed_up_stacks(stack, in_bf16):
+            for dtype in (torch.float32, torch.bfloat16) if in_bf16 else (torch.float32,):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
+                    stack(torch.zeros(2, 4, dtype=dtype, requires_grad=True)).sum().backward()
 
 
 def _dice() -> None:

@@ -19,6 +19,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.models.layers.interaction import DotInteraction
 from pipeline.models.layers.linear_products import FastLinear, onednn_multiplies_faster
+from pipeline.models.layers.stack import FastStack
 from pipeline.sharding.collectives import host_exchange
 from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost, keep_ids
 from pipeline.sharding.torchrec.cpu_tables import FastLookup
@@ -33,6 +34,8 @@ BOUND = 1e-6  # relative
 ON_EVERY_NUMBER = {"allocator", "lookups and updates", "dot products", "activations", "replicated tables' update"}
 if onednn_multiplies_faster():
     ON_EVERY_NUMBER |= {"linear layers"}
+if torch.backends.cpu.get_cpu_capability() == "AVX512":
+    ON_EVERY_NUMBER |= {"stacks of layers"}
 EXPECTED = {
     1: ON_EVERY_NUMBER | {"id exchange of one rank"},
     2: ON_EVERY_NUMBER | {"shared memory", "ids through memory", "embeddings through memory", "gradient average",
@@ -60,6 +63,7 @@ def _replaced(model: nn.Module, optimizers: list[ReplicatedTablesOptimizer], num
         "replicated tables' update": any(optimizer._flat is not None for optimizer in optimizers),
         "dot products": any(isinstance(each, DotInteraction) for each in modules),
         "linear layers": any(isinstance(each.forward, FastLinear) for each in modules),
+        "stacks of layers": any(isinstance(each.forward, FastStack) for each in modules),
         "activations": any(isinstance(each, Perceptron) and each._activation_fn is torch.relu_ for each in modules),
     }
     return {name for name, is_ours in checks.items() if is_ours}

@@ -40,7 +40,7 @@ class Shape:
 class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, inputs: torch.Tensor, shape: Shape, in_bf16: bool, dtype: torch.dtype, *weights: torch.Tensor
+        ctx: Any, inputs: torch.Tensor, shape: Shape, in_bf16: bool, *weights: torch.Tensor
     ) -> torch.Tensor:
         module = kernels(KERNELS)
         assert module is not None
@@ -48,7 +48,7 @@ class _Stack(torch.autograd.Function):
         blocks = -(-count // rows)
         forth, back, biases = _packed(module, shape, in_bf16, weights)
         acts = torch.empty(blocks * rows * shape.acts_per_row)
-        out = torch.empty(count, shape.out_features, dtype=dtype)
+        out = torch.empty(count, shape.out_features)
         inputs = inputs.contiguous()
         kernel = module.forward_bf16 if in_bf16 else module.forward
         arguments = (
@@ -79,7 +79,7 @@ class _Stack(torch.autograd.Function):
         to_inputs = torch.empty_like(inputs if ctx.needs_input_grad[0] else inputs[:0])
         kernel = module.backward_bf16 if back.dtype == np.uint32 else module.backward
         arguments = (
-            _flat(gradient.contiguous()), _flat(inputs), back, shape.sizes, shape.floors, acts.numpy(), sums,
+            _flat(gradient.float().contiguous()), _flat(inputs), back, shape.sizes, shape.floors, acts.numpy(), sums,
             _flat(to_inputs), np.uint64(count), np.uint64(groups),
         )  # fmt: skip
         on_all_threads(kernel, arguments, groups, 1)
@@ -87,7 +87,7 @@ class _Stack(torch.autograd.Function):
         arguments = (sums, shape.sizes, np.uint64(groups), gradients.numpy())
         on_all_threads(module.add_groups, arguments, shape.num_lines, LEAST_LINES)
         parts = map(torch.Tensor.view, gradients.split_with_sizes(shape.lengths), shape.shapes)
-        return to_inputs if ctx.needs_input_grad[0] else None, None, None, None, *parts
+        return to_inputs if ctx.needs_input_grad[0] else None, None, None, *parts
 
 
 def _packed(module: Any, shape: Shape, in_bf16: bool, weights: Sequence[torch.Tensor]) -> tuple[Array, Array, Array]:
@@ -107,24 +107,22 @@ def _flat(values: torch.Tensor) -> Array:
 
 
 class FastStack:
-    """In place of a module's forward: [B, I] -> [B, O], by the kernels while it trains, else as before."""
+    """In place of a module's forward: [B, I] -> [B, O] in fp32, by the kernels while it trains, else as before."""
 
     def __init__(self, module: nn.Module, layers: Sequence[tuple[nn.Linear, bool]]) -> None:
         """layers: each with whether relu follows."""
         self._forward = module.forward
         self._inside = [child for child in module.modules() if child is not module]
-        self._weights = [weight for layer, _ in layers for weight in (layer.weight, layer.bias)]
+        self._layers = [layer for layer, _ in layers]
         sizes = [layers[0][0].in_features, *(layer.out_features for layer, _ in layers)]
         self._shape = Shape(sizes, [is_relu for _, is_relu in layers])
-        self._ends_linear = not layers[-1][1]
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         in_bf16 = _is_bf16()
         if not _takes_part(inputs, in_bf16) or any(child._forward_hooks for child in self._inside):
             return self._forward(inputs)  # type: ignore[no-any-return]
-        # What a linear layer ends are logits, which the loss takes in fp32.
-        dtype = torch.bfloat16 if in_bf16 and not self._ends_linear else torch.float32
-        return _Stack.apply(inputs, self._shape, in_bf16, dtype, *self._weights)  # type: ignore[no-any-return,no-untyped-call]
+        weights = [layer._parameters[name] for layer in self._layers for name in ("weight", "bias")]
+        return _Stack.apply(inputs, self._shape, in_bf16, *weights)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _is_bf16() -> bool:
