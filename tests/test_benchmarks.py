@@ -13,6 +13,7 @@ from benchmarks.comms import promised
 from benchmarks.compression import Row, report
 from benchmarks.startup import show, timed
 from benchmarks.startup_rank import IMPORTED, STAGES
+from benchmarks.threads import section_of, sections
 
 
 def test_a_stage_counts_from_the_end_of_the_one_before() -> None:
@@ -103,3 +104,14 @@ def test_growth_names_curves_that_are_steeper_than_they_may_be() -> None:
     line = growth.report(points).splitlines()[-1]
     assert line.startswith("| save | 1, 10, 100 rows") and line.endswith("| 1.92 (!) | 10, 10, 10 | flat |")
     assert "(!)" not in growth.report([*points[:2], growth.Point("save", 100, 1.0, 10.0)])
+
+
+def test_what_a_second_thread_does_not_shorten_is_serial() -> None:
+    one, two = (
+        {"shared": 4.0, "half": 4.0, "alone": 1.0, "woken": 0.1},
+        {"shared": 2.0, "half": 3.0, "alone": 1.0, "woken": 0.5},
+    )
+    found = {each.name: each.serial_percent for each in sections("tiny", "fp32", one, {**two, "": 10.0})}
+    assert found == pytest.approx({"half": 20.0, "alone": 10.0, "woken": 5.0, "shared": 0.0})
+    assert list(found) == ["half", "alone", "woken", "shared"]
+    assert section_of("autograd::engine::evaluate_function: _StackBackward") == "_StackBackward"
