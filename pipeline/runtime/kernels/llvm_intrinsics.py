@@ -84,12 +84,12 @@ def splat(builder: Any, number: Any, lanes: int) -> Any:
     return builder.shuffle_vector(builder.insert_element(nothing, number, INT32(0)), nothing, whole(INT32, lanes, 0))
 
 
-def _make_add(lanes: int) -> Any:
+def _make_add(lanes: int, is_table: bool = False) -> Any:
     def typed(_: Any, into: Any, at: Any, source: Any, begin: Any, scale: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             sums, data = (array_data(context, builder, signature, arguments, position) for position in (0, 2))
             factor = splat(builder, arguments[4], lanes)
-            numbers = load_numbers(builder, data, arguments[3], source.dtype, False, lanes)
+            numbers = load_numbers(builder, data, arguments[3], source.dtype, is_table, lanes)
             before = load_numbers(builder, sums, arguments[1], into.dtype, False, lanes)
             # In one rounding where the CPU can: "contract".
             total = builder.fadd(before, builder.fmul(numbers, factor, flags=("contract",)), flags=("contract",))
@@ -250,6 +250,8 @@ multiply_4x1, multiply_4x2 = named("multiply_4x1", _make_multiply(4, 1)), named(
 transpose_16 = named("transpose_16", _transpose_16)
 # add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes], `sums` in fp32.
 add_16, add_1 = named("add_16", _make_add(LANES)), named("add_1", _make_add(1))
+# The same of a table's rows: uint16 is fp16.
+add_row_16, add_row_1 = named("add_row_16", _make_add(LANES, True)), named("add_row_1", _make_add(1, True))
 # moment(moments, at, gradient, k, decay, share): moments[at:][:lanes] and then gradient[k:][:lanes] become
 # decay * moments + share * gradient.
 moment_16, moment_1 = named("moment_16", _make_moment(LANES)), named("moment_1", _make_moment(1))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pipeline.runtime.kernels.llvm_intrinsics import LANES, add_1, add_16, copy_1, copy_16, prefetch_to_read
+from pipeline.runtime.kernels.llvm_intrinsics import LANES, add_row_1, add_row_16, copy_1, copy_16, prefetch_to_read
 from pipeline.runtime.kernels.parts import part
 
 U = np.uint64
-AHEAD = 8  # samples
+AHEAD = 8  # ids
 BLOCK = 32  # samples whose pooled rows stay in the second cache until the last feature's are there
 
 
@@ -27,19 +27,30 @@ def _copy(table, at, into, position, dim):  # type: ignore[no-untyped-def]
 
 
 @part()
-def _sum(table, begin, indices, factors, first, last, scale, dim, row, sums):  # type: ignore[no-untyped-def]
-    """sums[:dim] = scale * the rows of indices[first:last], each times its factor where there are some; `row` is a buffer."""
+def _prefetch(table, begin, indices, position, limit, dim):  # type: ignore[no-untyped-def]
+    """The row of an id that nobody has checked yet."""
+    if position < U(len(indices)):
+        at = begin + min(U(indices[position]), limit) * dim
+        for k in range(U(0), dim, U(LANES)):
+            prefetch_to_read(table, at + k)
+
+
+@part()
+def _sum(table, begin, indices, factors, first, last, scale, dim, limit, sums):  # type: ignore[no-untyped-def]
+    """sums[:dim] = scale * the rows of indices[first:last], each times its factor where there are some."""
     sums[:dim] = np.float32(0)
     whole = dim // U(LANES) * U(LANES)
     for position in range(first, last):
+        if position > first:
+            _prefetch(table, begin, indices, position + U(AHEAD), limit, dim)
         share = scale
         if len(factors):
             share = scale * factors[position]
-        _copy(table, begin + U(indices[position]) * dim, row, U(0), dim)
+        at = begin + U(indices[position]) * dim
         for k in range(U(0), whole, U(LANES)):
-            add_16(sums, k, row, k, share)
+            add_row_16(sums, k, table, at + k, share)
         for k in range(whole, dim):
-            add_1(sums, k, row, k, share)
+            add_row_1(sums, k, table, at + k, share)
 
 
 # Numba compiles plain arrays and numbers: no object can bundle them.
@@ -57,7 +68,7 @@ def look_up(  # type: ignore[no-untyped-def]
     widest = U(0)
     for feature in range(num_features):
         widest = max(widest, U(columns[feature + U(1)] - columns[feature]))
-    sums, row = np.empty(widest + U(LANES), np.float32), np.empty(widest + U(LANES), np.float32)
+    sums = np.empty(widest + U(LANES), np.float32)
     for block in range(begin, end, U(BLOCK)):
         last_sample = min(block + U(BLOCK), end)
         for feature in range(num_features):
@@ -68,10 +79,10 @@ def look_up(  # type: ignore[no-untyped-def]
                 first, last = U(offsets[bag]), U(offsets[bag + U(1)])
                 if first > last or last > U(len(indices)):
                     return False
-                coming = first + U(AHEAD)  # of a neighbour's bag, where bags are short
-                if coming < U(len(indices)):
-                    for k in range(U(0), dim, U(LANES)):
-                        prefetch_to_read(table, table_begin + min(U(indices[coming]), limit) * dim + k)
+                if last > first:
+                    _prefetch(
+                        table, table_begin, indices, first + U(AHEAD), limit, dim
+                    )  # a neighbour's, where bags are short
                 for position in range(first, last):
                     if U(indices[position]) >= limit:  # a negative id is a large one
                         return False
@@ -82,6 +93,6 @@ def look_up(  # type: ignore[no-untyped-def]
                     scale = np.float32(1)
                     if is_mean and last > first:
                         scale = np.float32(1) / np.float32(last - first)
-                    _sum(table, table_begin, indices, factors, first, last, scale, dim, row, sums)
+                    _sum(table, table_begin, indices, factors, first, last, scale, dim, limit, sums)
                     _copy(sums, U(0), out, target, dim)
     return True

@@ -152,10 +152,15 @@ def _moment(states, at, gradient, begin, numbers, dim):  # type: ignore[no-untyp
 @part()
 def _chain(indices, begin, end, slots, rows, heads, tails, following):  # type: ignore[no-untyped-def]
     """Distinct ids of indices[begin:end] into `rows`, and for each the chain of its positions; the number of ids."""
-    mask = U(len(slots) - 1)
-    slots[:] = -1
+    size = U(16)
+    while size < U(2) * (end - begin):
+        size *= U(2)
+    mask = size - U(1)
+    slots[:size] = -1
     count = U(0)
     for position in range(begin, end):
+        if position + U(AHEAD) < end:
+            prefetch_to_write(slots, ((U(indices[position + U(AHEAD)]) * HASH) >> U(32)) & mask)
         row = indices[position]
         slot = ((U(row) * HASH) >> U(32)) & mask
         while slots[slot] >= 0 and rows[U(slots[slot])] != row:
@@ -174,16 +179,21 @@ def _chain(indices, begin, end, slots, rows, heads, tails, following):  # type: 
 
 
 @part(fastmath=True)
-def _bags(offsets, factors, first_bag, last_bag, begin, is_mean, sources, scales):  # type: ignore[no-untyped-def]
-    """For each position in a table's ids: its bag, and the factor of its gradient."""
-    for bag in range(first_bag, last_bag):
-        first, last = U(offsets[bag]), U(offsets[bag + U(1)])
-        scale = np.float32(1)
-        if is_mean and last > first:
-            scale = np.float32(1) / np.float32(last - first)
-        for position in range(first, last):
-            sources[position - begin] = bag
-            scales[position - begin] = scale * factors[position] if len(factors) else scale
+def _bags(  # type: ignore[no-untyped-def]
+    offsets, factors, first_feature, last_feature, num_samples, width, columns, begin, is_mean, sources, scales
+):  # fmt: skip
+    """For each position in a table's ids: where its bag's gradient begins, and the factor of that."""
+    for feature in range(first_feature, last_feature):
+        for sample in range(num_samples):
+            bag = feature * num_samples + sample
+            source = sample * width + U(columns[feature])
+            first, last = U(offsets[bag]), U(offsets[bag + U(1)])
+            scale = np.float32(1)
+            if is_mean and last > first:
+                scale = np.float32(1) / np.float32(last - first)
+            for position in range(first, last):
+                sources[position - begin] = source
+                scales[position - begin] = scale * factors[position] if len(factors) else scale
 
 
 @part()
@@ -270,15 +280,11 @@ def _prefetch(values, at, count, line):  # type: ignore[no-untyped-def]
 
 
 @part(fastmath=True)
-def _gather(  # type: ignore[no-untyped-def]
-    gradient, gradients, position, following, sources, scales, num_samples, width, columns, dim
-):  # fmt: skip
+def _gather(gradient, gradients, position, following, sources, scales, dim):  # type: ignore[no-untyped-def]
     """The sum of a row's gradients, along its chain of positions."""
     gradient[:] = np.float32(0)
     while position >= 0:
-        bag = sources[U(position)]
-        feature, sample = bag // num_samples, bag % num_samples
-        _add(gradient, gradients, sample * width + U(columns[feature]), scales[U(position)], dim)
+        _add(gradient, gradients, sources[U(position)], scales[U(position)], dim)
         position = following[U(position)]
 
 
@@ -368,7 +374,7 @@ def update_tables(  # type: ignore[no-untyped-def]
         state_dim = dim if kind != ROWWISE_ADAGRAD else U(1)
         square_dim = dim if kind != ROWWISE_ADAM else U(1)
         count = _chain(indices, begin, end, slots, rows, heads, tails, following)
-        _bags(offsets, factors, first * num_samples, last * num_samples, begin, is_mean, sources, scales)
+        _bags(offsets, factors, first, last, num_samples, width, columns, begin, is_mean, sources, scales)
         gradient, touched = np.empty(dim, np.float32), np.zeros(every[table], np.bool_)
         begins = (U(weight_begins[first]), U(state_begins[first]), U(square_begins[first]))
         sizes = (dim, state_dim, square_dim)
@@ -378,8 +384,9 @@ def update_tables(  # type: ignore[no-untyped-def]
             if entry + U(AHEAD) < count:
                 _prefetch_row(U(rows[entry + U(AHEAD)]), weights, halves, is_half, states, squares, kind, begins, sizes)
                 source = sources[U(heads[entry + U(AHEAD)])]
-                prefetch_to_read(gradients, source % num_samples * width + U(columns[source // num_samples]))
-            _gather(gradient, gradients, heads[entry], following, sources, scales, num_samples, width, columns, dim)
+                for k in range(U(0), dim, U(LANES)):
+                    prefetch_to_read(gradients, source + k)
+            _gather(gradient, gradients, heads[entry], following, sources, scales, dim)
             if skips and _largest(gradient, U(0), dim) == np.float32(0):
                 continue
             row = U(rows[entry])
