@@ -18,15 +18,15 @@ from pipeline.runtime.kernels.llvm_intrinsics import (
     FLOAT,
     INT32,
     LANES,
-    across,
-    array_data,
-    as_bf16_bits,
-    constant,
-    load_numbers,
-    named,
-    splat,
-    store_numbers,
-    whole,
+    _across,
+    _as_bf16_bits,
+    _data,
+    _load,
+    _named,
+    _offset,
+    _splat,
+    _store,
+    _whole,
 )
 
 DOT = "llvm.x86.avx512bf16.dpbf16ps.512"  # sums + the products of pairs, in fp32
@@ -52,7 +52,7 @@ def _across_row(builder: Any, begin: Any, index: Any, is_bf16: bool) -> Any:
     scalar = INT32 if is_bf16 else FLOAT
     value = builder.load(builder.gep(builder.bitcast(begin, scalar.as_pointer()), [index]), align=2 if is_bf16 else 4)
     nothing = ir.Constant(ir.VectorType(scalar, LANES), ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(nothing, value, INT32(0)), nothing, whole(INT32, LANES, 0))
+    return builder.shuffle_vector(builder.insert_element(nothing, value, INT32(0)), nothing, _whole(INT32, LANES, 0))
 
 
 def _make_product(rows: int, vectors: int) -> Any:
@@ -65,23 +65,23 @@ def _make_product(rows: int, vectors: int) -> Any:
         is_bf16 = b.dtype == types.uint32
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            left, right, starts, out = (array_data(context, builder, signature, arguments, k) for k in (0, 3, 7, 11))
+            left, right, starts, out = (_data(context, builder, signature, arguments, k) for k in (0, 3, 7, 11))
             _, at, step, _, begin, width, count, _, first, start_step, floor, _, into, stride = arguments
-            kind = across(FLOAT, LANES)
+            kind = _across(FLOAT, LANES)
             sums = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
             for row, totals in enumerate(sums):
-                begins_at = builder.add(first, builder.mul(start_step, constant(row)))
+                begins_at = builder.add(first, builder.mul(start_step, _offset(row)))
                 for vector, total in enumerate(totals):
-                    place = builder.add(begins_at, constant(LANES * vector))
-                    builder.store(load_numbers(builder, starts, place, types.float32, False, LANES), total)
-            begins = [builder.gep(left, [builder.add(at, builder.mul(step, constant(row)))]) for row in range(rows)]
+                    place = builder.add(begins_at, _offset(LANES * vector))
+                    builder.store(_load(builder, starts, place, types.float32, False, LANES), total)
+            begins = [builder.gep(left, [builder.add(at, builder.mul(step, _offset(row)))]) for row in range(rows)]
             kind_of_right = ir.VectorType(INT32 if is_bf16 else FLOAT, LANES)
             with cgutils.for_range(builder, count) as loop:
                 row_of_right = builder.gep(right, [builder.add(begin, builder.mul(loop.index, width))])
                 factors = [
                     builder.load(
                         builder.bitcast(
-                            builder.gep(row_of_right, [constant(LANES * vector)]), kind_of_right.as_pointer()
+                            builder.gep(row_of_right, [_offset(LANES * vector)]), kind_of_right.as_pointer()
                         ),
                         align=4,
                     )
@@ -91,14 +91,14 @@ def _make_product(rows: int, vectors: int) -> Any:
                     number = _across_row(builder, row_begin, loop.index, is_bf16)
                     for total, factor in zip(totals, factors, strict=True):
                         builder.store(_multiplied(builder, builder.load(total), number, factor, is_bf16), total)
-            least = splat(builder, floor, LANES)
+            least = _splat(builder, floor, LANES)
             for row, totals in enumerate(sums):
-                place = builder.add(into, builder.mul(stride, constant(row)))
+                place = builder.add(into, builder.mul(stride, _offset(row)))
                 for vector, total in enumerate(totals):
                     numbers = builder.load(total)
                     is_less = builder.fcmp_ordered("<", numbers, least)  # not of NaN, which stays
-                    target = builder.add(place, constant(LANES * vector))
-                    store_numbers(builder, builder.select(is_less, least, numbers), out, target, types.float32, LANES)
+                    target = builder.add(place, _offset(LANES * vector))
+                    _store(builder, builder.select(is_less, least, numbers), out, target, types.float32, LANES)
             return context.get_dummy_value()
 
         place = types.uint64
@@ -111,15 +111,15 @@ def _make_product(rows: int, vectors: int) -> Any:
 
 def _lay_16(_: Any, source: Any, at: Any, step: Any, into: Any, position: Any) -> tuple[Signature, Any]:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, target = (array_data(context, builder, signature, arguments, k) for k in (0, 3))
+        rows, target = (_data(context, builder, signature, arguments, k) for k in (0, 3))
         _, at, step, _, position = arguments
-        first = load_numbers(builder, rows, at, types.float32, False, LANES)
+        first = _load(builder, rows, at, types.float32, False, LANES)
         if into.dtype == types.float32:
-            store_numbers(builder, first, target, position, types.float32, LANES)
+            _store(builder, first, target, position, types.float32, LANES)
             return context.get_dummy_value()
-        second = load_numbers(builder, rows, builder.add(at, step), types.float32, False, LANES)
-        low, high = (as_bf16_bits(builder, numbers, LANES) for numbers in (first, second))
-        pairs = builder.or_(low, builder.shl(high, whole(INT32, LANES, 16)))
+        second = _load(builder, rows, builder.add(at, step), types.float32, False, LANES)
+        low, high = (_as_bf16_bits(builder, numbers, LANES) for numbers in (first, second))
+        pairs = builder.or_(low, builder.shl(high, _whole(INT32, LANES, 16)))
         place = builder.bitcast(builder.gep(target, [position]), ir.VectorType(INT32, LANES).as_pointer())
         builder.store(pairs, place, align=4)
         return context.get_dummy_value()
@@ -131,6 +131,6 @@ def _lay_16(_: Any, source: Any, at: Any, step: Any, into: Any, position: Any) -
 # product_RxV(a, at, step, b, begin, width, count, start, first, start_step, floor, c, into, stride): c[into + r stride:][:16 V] =
 # start[first + r start_step:][:16 V] + the sum over k < count of a[at + r step:][k] b[begin + k width:][:16 V], for R rows r, in the
 # order of k, and no less than `floor`. Of numbers in bf16, k counts pairs, in a as in b.
-product_8x1, product_8x2 = named("product_8x1", _make_product(8, 1)), named("product_8x2", _make_product(8, 2))
+product_8x1, product_8x2 = _named("product_8x1", _make_product(8, 1)), _named("product_8x2", _make_product(8, 2))
 # lay_16(source, at, step, into, position): into[position:][:16] = source[at:][:16], or in bf16 pairs of that and source[at + step:][:16].
-lay_16 = named("lay_16", _lay_16)
+lay_16 = _named("lay_16", _lay_16)

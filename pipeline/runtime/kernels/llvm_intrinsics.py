@@ -18,58 +18,58 @@ LANES = 16
 FLOAT, HALF, INT32, INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
 
 
-def across(kind: Any, lanes: int) -> Any:
+def _across(kind: Any, lanes: int) -> Any:
     return ir.VectorType(kind, lanes) if lanes > 1 else kind
 
 
-def whole(kind: Any, lanes: int, value: int) -> Any:
-    return ir.Constant(across(kind, lanes), [value] * lanes if lanes > 1 else value)
+def _whole(kind: Any, lanes: int, value: int) -> Any:
+    return ir.Constant(_across(kind, lanes), [value] * lanes if lanes > 1 else value)
 
 
-def array_data(context: Any, builder: Any, signature: Any, arguments: Any, position: int) -> Any:
+def _data(context: Any, builder: Any, signature: Any, arguments: Any, position: int) -> Any:
     return context.make_array(signature.args[position])(context, builder, arguments[position]).data
 
 
 def _pointer(builder: Any, data: Any, index: Any, kind: Any, lanes: int) -> Any:
-    return builder.bitcast(builder.gep(data, [index]), across(kind, lanes).as_pointer())
+    return builder.bitcast(builder.gep(data, [index]), _across(kind, lanes).as_pointer())
 
 
-def load_numbers(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes: int) -> Any:
+def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes: int) -> Any:
     """fp32, from fp32, fp16 (a table) or bf16."""
     if dtype == types.float32:
         return builder.load(_pointer(builder, data, index, FLOAT, lanes), align=4)
     bits = builder.load(_pointer(builder, data, index, INT16, lanes), align=2)
     if is_table:
-        return builder.fpext(builder.bitcast(bits, across(HALF, lanes)), across(FLOAT, lanes))
-    wide = builder.shl(builder.zext(bits, across(INT32, lanes)), whole(INT32, lanes, 16))
-    return builder.bitcast(wide, across(FLOAT, lanes))
+        return builder.fpext(builder.bitcast(bits, _across(HALF, lanes)), _across(FLOAT, lanes))
+    wide = builder.shl(builder.zext(bits, _across(INT32, lanes)), _whole(INT32, lanes, 16))
+    return builder.bitcast(wide, _across(FLOAT, lanes))
 
 
-def store_numbers(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes: int) -> None:
+def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes: int) -> None:
     """fp32 to fp32, or to bf16: to the nearest, halves to even, NaN stays NaN, as torch rounds."""
     if dtype == types.float32:
         builder.store(numbers, _pointer(builder, data, index, FLOAT, lanes), align=4)
         return
-    short = builder.trunc(as_bf16_bits(builder, numbers, lanes), across(INT16, lanes))
+    short = builder.trunc(_as_bf16_bits(builder, numbers, lanes), _across(INT16, lanes))
     builder.store(short, _pointer(builder, data, index, INT16, lanes), align=2)
 
 
-def as_bf16_bits(builder: Any, numbers: Any, lanes: int) -> Any:
+def _as_bf16_bits(builder: Any, numbers: Any, lanes: int) -> Any:
     """fp32 -> bf16 in the lower half of 32 bits."""
-    bits = builder.bitcast(numbers, across(INT32, lanes))
-    sixteen = whole(INT32, lanes, 16)
-    odd = builder.and_(builder.lshr(bits, sixteen), whole(INT32, lanes, 1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, whole(INT32, lanes, 0x7FFF))), sixteen)
+    bits = builder.bitcast(numbers, _across(INT32, lanes))
+    sixteen = _whole(INT32, lanes, 16)
+    odd = builder.and_(builder.lshr(bits, sixteen), _whole(INT32, lanes, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _whole(INT32, lanes, 0x7FFF))), sixteen)
     is_nan = builder.fcmp_unordered("uno", numbers, numbers)
-    return builder.select(is_nan, whole(INT32, lanes, 0x7FC0), rounded)
+    return builder.select(is_nan, _whole(INT32, lanes, 0x7FC0), rounded)
 
 
 def _make_copy(lanes: int, is_table: bool = True) -> Any:
     def typed(_: Any, table: Any, at: Any, into: Any, position: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            source, target = (array_data(context, builder, signature, arguments, position) for position in (0, 2))
-            numbers = load_numbers(builder, source, arguments[1], table.dtype, is_table, lanes)
-            store_numbers(builder, numbers, target, arguments[3], into.dtype, lanes)
+            source, target = (_data(context, builder, signature, arguments, position) for position in (0, 2))
+            numbers = _load(builder, source, arguments[1], table.dtype, is_table, lanes)
+            _store(builder, numbers, target, arguments[3], into.dtype, lanes)
             return context.get_dummy_value()
 
         return types.void(table, types.uint64, into, types.uint64), generate
@@ -77,23 +77,23 @@ def _make_copy(lanes: int, is_table: bool = True) -> Any:
     return typed
 
 
-def splat(builder: Any, number: Any, lanes: int) -> Any:
+def _splat(builder: Any, number: Any, lanes: int) -> Any:
     if lanes == 1:
         return number
-    nothing = ir.Constant(across(FLOAT, lanes), ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(nothing, number, INT32(0)), nothing, whole(INT32, lanes, 0))
+    nothing = ir.Constant(_across(FLOAT, lanes), ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(nothing, number, INT32(0)), nothing, _whole(INT32, lanes, 0))
 
 
 def _make_add(lanes: int, is_table: bool = False) -> Any:
     def typed(_: Any, into: Any, at: Any, source: Any, begin: Any, scale: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            sums, data = (array_data(context, builder, signature, arguments, position) for position in (0, 2))
-            factor = splat(builder, arguments[4], lanes)
-            numbers = load_numbers(builder, data, arguments[3], source.dtype, is_table, lanes)
-            before = load_numbers(builder, sums, arguments[1], into.dtype, False, lanes)
+            sums, data = (_data(context, builder, signature, arguments, position) for position in (0, 2))
+            factor = _splat(builder, arguments[4], lanes)
+            numbers = _load(builder, data, arguments[3], source.dtype, is_table, lanes)
+            before = _load(builder, sums, arguments[1], into.dtype, False, lanes)
             # In one rounding where the CPU can: "contract".
             total = builder.fadd(before, builder.fmul(numbers, factor, flags=("contract",)), flags=("contract",))
-            store_numbers(builder, total, sums, arguments[1], into.dtype, lanes)
+            _store(builder, total, sums, arguments[1], into.dtype, lanes)
             return context.get_dummy_value()
 
         return types.void(into, types.uint64, source, types.uint64, types.float32), generate
@@ -119,13 +119,13 @@ def _root(builder: Any, numbers: Any, lanes: int) -> Any:
 def _make_moment(lanes: int) -> Any:
     def typed(_: Any, moments: Any, at: Any, gradient: Any, k: Any, decay: Any, share: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            stored, fresh = (array_data(context, builder, signature, arguments, position) for position in (0, 2))
-            decay, share = (splat(builder, number, lanes) for number in arguments[4:])
-            numbers = load_numbers(builder, fresh, arguments[3], types.float32, False, lanes)
-            before = load_numbers(builder, stored, arguments[1], types.float32, False, lanes)
+            stored, fresh = (_data(context, builder, signature, arguments, position) for position in (0, 2))
+            decay, share = (_splat(builder, number, lanes) for number in arguments[4:])
+            numbers = _load(builder, fresh, arguments[3], types.float32, False, lanes)
+            before = _load(builder, stored, arguments[1], types.float32, False, lanes)
             moment = _blend(builder, before, decay, numbers, share)
-            store_numbers(builder, moment, stored, arguments[1], types.float32, lanes)
-            store_numbers(builder, moment, fresh, arguments[3], types.float32, lanes)
+            _store(builder, moment, stored, arguments[1], types.float32, lanes)
+            _store(builder, moment, fresh, arguments[3], types.float32, lanes)
             return context.get_dummy_value()
 
         return types.void(moments, types.uint64, gradient, types.uint64, types.float32, types.float32), generate
@@ -139,21 +139,19 @@ def _make_adam(lanes: int) -> Any:
         square_decay: Any, square_share: Any, square_scale: Any, eps: Any,
     ) -> tuple[Signature, Any]:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            means, spreads, fresh = (
-                array_data(context, builder, signature, arguments, position) for position in (0, 1, 4)
-            )
+            means, spreads, fresh = (_data(context, builder, signature, arguments, position) for position in (0, 1, 4))
             decay, share, square_decay, square_share, scale, eps = (
-                splat(builder, number, lanes) for number in arguments[6:]
+                _splat(builder, number, lanes) for number in arguments[6:]
             )
-            numbers = load_numbers(builder, fresh, arguments[5], types.float32, False, lanes)
-            mean = load_numbers(builder, means, arguments[2], types.float32, False, lanes)
-            spread = load_numbers(builder, spreads, arguments[3], types.float32, False, lanes)
+            numbers = _load(builder, fresh, arguments[5], types.float32, False, lanes)
+            mean = _load(builder, means, arguments[2], types.float32, False, lanes)
+            spread = _load(builder, spreads, arguments[3], types.float32, False, lanes)
             mean = _blend(builder, mean, decay, numbers, share)
             spread = _blend(builder, spread, square_decay, builder.fmul(numbers, numbers), square_share)
-            store_numbers(builder, mean, means, arguments[2], types.float32, lanes)
-            store_numbers(builder, spread, spreads, arguments[3], types.float32, lanes)
+            _store(builder, mean, means, arguments[2], types.float32, lanes)
+            _store(builder, spread, spreads, arguments[3], types.float32, lanes)
             root = builder.fadd(_root(builder, builder.fmul(spread, scale), lanes), eps)
-            store_numbers(builder, builder.fdiv(mean, root), fresh, arguments[5], types.float32, lanes)
+            _store(builder, builder.fdiv(mean, root), fresh, arguments[5], types.float32, lanes)
             return context.get_dummy_value()
 
         numbers = [types.float32] * 6
@@ -167,33 +165,29 @@ def _make_multiply(rows: int, vectors: int) -> Any:
 
     def typed(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width: Any, count: Any, c: Any, into: Any, stride: Any) -> tuple[Signature, Any]:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            left, right, out = (array_data(context, builder, signature, arguments, position) for position in (0, 3, 7))
+            left, right, out = (_data(context, builder, signature, arguments, position) for position in (0, 3, 7))
             _, at, step, _, begin, width, count, _, into, stride = arguments
-            kind = across(FLOAT, LANES)
+            kind = _across(FLOAT, LANES)
             sums = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
             for each in (each for row in sums for each in row):
                 builder.store(ir.Constant(kind, [0.0] * LANES), each)
-            begins = [builder.gep(left, [builder.add(at, builder.mul(step, constant(row)))]) for row in range(rows)]
+            begins = [builder.gep(left, [builder.add(at, builder.mul(step, _offset(row)))]) for row in range(rows)]
             with cgutils.for_range(builder, count) as loop:
                 first = builder.add(begin, builder.mul(loop.index, width))
                 factors = [
-                    load_numbers(
-                        builder, right, builder.add(first, constant(LANES * vector)), types.float32, False, LANES
-                    )
+                    _load(builder, right, builder.add(first, _offset(LANES * vector)), types.float32, False, LANES)
                     for vector in range(vectors)
                 ]
                 for row_begin, totals in zip(begins, sums, strict=True):
-                    number = splat(
-                        builder, load_numbers(builder, row_begin, loop.index, types.float32, False, 1), LANES
-                    )
+                    number = _splat(builder, _load(builder, row_begin, loop.index, types.float32, False, 1), LANES)
                     for total, factor in zip(totals, factors, strict=True):
                         product = builder.fmul(number, factor, flags=("contract",))
                         builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
             for row in range(rows):
-                place = builder.add(into, builder.mul(stride, constant(row)))
+                place = builder.add(into, builder.mul(stride, _offset(row)))
                 for vector, total in enumerate(sums[row]):
-                    target = builder.add(place, constant(LANES * vector))
-                    store_numbers(builder, builder.load(total), out, target, types.float32, LANES)
+                    target = builder.add(place, _offset(LANES * vector))
+                    _store(builder, builder.load(total), out, target, types.float32, LANES)
             return context.get_dummy_value()
 
         place = types.uint64
@@ -206,12 +200,12 @@ def _transpose_16(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width:
     """Pairs of rows exchange halves, quarters and so on: 64 shuffles."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = (array_data(context, builder, signature, arguments, position) for position in (0, 3))
+        source, target = (_data(context, builder, signature, arguments, position) for position in (0, 3))
         _, at, step, _, begin, width = arguments
         rows = []
         for row in range(LANES):
-            place = builder.add(at, builder.mul(step, constant(row)))
-            rows.append(load_numbers(builder, source, place, types.float32, False, LANES))
+            place = builder.add(at, builder.mul(step, _offset(row)))
+            rows.append(_load(builder, source, place, types.float32, False, LANES))
         for size in (1, 2, 4, 8):
             upper = [lane if not lane & size else LANES + lane - size for lane in range(LANES)]
             lower = [lane + size if not lane & size else LANES + lane for lane in range(LANES)]
@@ -221,43 +215,43 @@ def _transpose_16(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width:
                 rows[first] = builder.shuffle_vector(*pair, ir.Constant(kind, upper))
                 rows[first + size] = builder.shuffle_vector(*pair, ir.Constant(kind, lower))
         for row, numbers in enumerate(rows):
-            place = builder.add(begin, builder.mul(width, constant(row)))
-            store_numbers(builder, numbers, target, place, types.float32, LANES)
+            place = builder.add(begin, builder.mul(width, _offset(row)))
+            _store(builder, numbers, target, place, types.float32, LANES)
         return context.get_dummy_value()
 
     place = types.uint64
     return types.void(a, place, place, b, place, place), generate
 
 
-def constant(value: int) -> Any:
+def _offset(value: int) -> Any:
     return ir.Constant(ir.IntType(64), value)
 
 
-def named(name: str, typed: Any) -> Any:
+def _named(name: str, typed: Any) -> Any:
     typed.__name__ = typed.__qualname__ = name
     return intrinsic(typed)
 
 
 # copy(table, at, into, position): into[position:][:lanes] = table[at:][:lanes], rounded to bf16 where `into` holds that.
-copy_16, copy_1 = named("copy_16", _make_copy(LANES)), named("copy_1", _make_copy(1))
+copy_16, copy_1 = _named("copy_16", _make_copy(LANES)), _named("copy_1", _make_copy(1))
 # move(source, at, into, position): into[position:][:lanes] = source[at:][:lanes], where uint16 is bf16 on either side.
-move_16, move_1 = named("move_16", _make_copy(LANES, False)), named("move_1", _make_copy(1, False))
+move_16, move_1 = _named("move_16", _make_copy(LANES, False)), _named("move_1", _make_copy(1, False))
 # multiply_RxV(a, at, step, b, begin, width, count, c, into, stride): c[into + r stride:][:16 V] = the sum over k < count of
 # a[at + r step + k] b[begin + k width:][:16 V], for R rows r; all fp32, in the order of k.
-multiply_8x1, multiply_8x2 = named("multiply_8x1", _make_multiply(8, 1)), named("multiply_8x2", _make_multiply(8, 2))
-multiply_4x1, multiply_4x2 = named("multiply_4x1", _make_multiply(4, 1)), named("multiply_4x2", _make_multiply(4, 2))
+multiply_8x1, multiply_8x2 = _named("multiply_8x1", _make_multiply(8, 1)), _named("multiply_8x2", _make_multiply(8, 2))
+multiply_4x1, multiply_4x2 = _named("multiply_4x1", _make_multiply(4, 1)), _named("multiply_4x2", _make_multiply(4, 2))
 # transpose_16(a, at, step, b, begin, width): b[begin + k width + r] = a[at + r step + k], for 16 rows r and columns k; fp32.
-transpose_16 = named("transpose_16", _transpose_16)
+transpose_16 = _named("transpose_16", _transpose_16)
 # add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes], `sums` in fp32.
-add_16, add_1 = named("add_16", _make_add(LANES)), named("add_1", _make_add(1))
+add_16, add_1 = _named("add_16", _make_add(LANES)), _named("add_1", _make_add(1))
 # The same of a table's rows: uint16 is fp16.
-add_row_16, add_row_1 = named("add_row_16", _make_add(LANES, True)), named("add_row_1", _make_add(1, True))
+add_row_16, add_row_1 = _named("add_row_16", _make_add(LANES, True)), _named("add_row_1", _make_add(1, True))
 # moment(moments, at, gradient, k, decay, share): moments[at:][:lanes] and then gradient[k:][:lanes] become
 # decay * moments + share * gradient.
-moment_16, moment_1 = named("moment_16", _make_moment(LANES)), named("moment_1", _make_moment(1))
+moment_16, moment_1 = _named("moment_16", _make_moment(LANES)), _named("moment_1", _make_moment(1))
 # adam(moments, squares, at, square_at, gradient, k, decay, share, square_decay, square_share, square_scale, eps): both moments
 # are updated, and gradient[k:][:lanes] becomes moments / (sqrt(squares * square_scale) + eps).
-adam_16, adam_1 = named("adam_16", _make_adam(LANES)), named("adam_1", _make_adam(1))
+adam_16, adam_1 = _named("adam_16", _make_adam(LANES)), _named("adam_1", _make_adam(1))
 
 
 def _cast(name: str, from_type: Any, to_type: Any, steps: list[tuple[str, Any]]) -> Any:
@@ -272,7 +266,7 @@ def _cast(name: str, from_type: Any, to_type: Any, steps: list[tuple[str, Any]])
 
         return to_type(from_type), generate
 
-    return named(name, typed)
+    return _named(name, typed)
 
 
 bits = _cast("bits", types.float32, types.uint32, [("bitcast", INT32)])
@@ -284,7 +278,7 @@ narrow = _cast("narrow", types.float32, types.uint16, [("fptrunc", HALF), ("bitc
 def _make_prefetch(to_write: int) -> Any:
     def typed(_: Any, array: Any, index: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            data = array_data(context, builder, signature, arguments, 0)
+            data = _data(context, builder, signature, arguments, 0)
             line = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
             kind = ir.FunctionType(ir.VoidType(), [line.type, INT32, INT32, INT32])
             function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
@@ -297,5 +291,5 @@ def _make_prefetch(to_write: int) -> Any:
 
 
 # prefetch(array, index): load the cache line that array[index] lies in, to read it or to write to it.
-prefetch_to_read = named("prefetch_to_read", _make_prefetch(0))
-prefetch_to_write = named("prefetch_to_write", _make_prefetch(1))
+prefetch_to_read = _named("prefetch_to_read", _make_prefetch(0))
+prefetch_to_write = _named("prefetch_to_write", _make_prefetch(1))
