@@ -66,8 +66,8 @@ class MLP(nn.Module):
 
     def linear_layers(self) -> list[tuple[nn.Linear, bool]]:
         """Each with whether relu follows it; none where anything else stands between them."""
-        layers = list(self._mlp)
-        if not all(isinstance(layer, Layer) and layer.is_relu_alone and layer.dropout is None for layer in layers):
+        layers = [layer for layer in self._mlp if isinstance(layer, Layer)]
+        if not all(layer.is_relu_alone and layer.dropout is None for layer in layers):
             return []
         last = [] if self.last is None else [(self.last, False)]
         return [*((layer._linear, True) for layer in layers), *last]

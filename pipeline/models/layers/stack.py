@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -84,8 +84,8 @@ class _Stack(torch.autograd.Function):
         )  # fmt: skip
         on_all_threads(kernel, arguments, groups, 1)
         gradients = torch.empty(shape.num_weights)
-        arguments = (sums, shape.sizes, np.uint64(groups), gradients.numpy())
-        on_all_threads(module.add_groups, arguments, shape.num_lines, LEAST_LINES)
+        to_add = sums, shape.sizes, np.uint64(groups), gradients.numpy()
+        on_all_threads(module.add_groups, to_add, shape.num_lines, LEAST_LINES)
         parts = map(torch.Tensor.view, gradients.split_with_sizes(shape.lengths), shape.shapes)
         return to_inputs if ctx.needs_input_grad[0] else None, None, None, *parts
 
@@ -161,13 +161,13 @@ def stack_of(module: nn.Module) -> list[tuple[nn.Linear, bool]]:
     if type(module) is MLP:
         return module.linear_layers()
     if type(module) is torchrec.modules.mlp.MLP and isinstance(module._mlp, nn.Sequential):
-        layers = list(module._mlp)
-        return [(layer._linear, True) for layer in layers] if all(map(_is_relu_layer, layers)) else []
+        layers = [layer for layer in module._mlp if _is_relu_layer(layer)]
+        return [(layer._linear, True) for layer in layers] if len(layers) == len(module._mlp) else []
     if type(module) is nn.Sequential and len(module) == 2 and type(module[1]) is nn.Linear:
         first = stack_of(module[0])
         return [*first, (module[1], False)] if first and first[-1][1] else []
     return []
 
 
-def _is_relu_layer(layer: nn.Module) -> bool:
+def _is_relu_layer(layer: nn.Module) -> TypeGuard[torchrec.modules.mlp.Perceptron]:
     return type(layer) is torchrec.modules.mlp.Perceptron and layer._activation_fn is torch.relu_
