@@ -25,7 +25,9 @@ NUM_SPREAD = 3  # tables on many ranks that may be, too
 NODES = 100  # of a program: its end on every machine
 GAP = 1e-4  # relative; nearer to a program's optimum nobody needs
 SHARPNESS = 60.0  # how much more likely than others the slowest ranks are freed
-REPAIRS = 0.5  # share of the programs that free an overfull rank where there is one, though loads are even
+REPAIRS = (
+    0.7  # share of the programs after one in vain that free an overfull rank, where there is one: loads may be even
+)
 FILLED = 0.6  # share of the other freed ranks that are taken from those of least load
 TARGET = 0.5  # of the way from a maximum to the mean of its ranks: load above it counts
 EXCESS = 0.02  # what it counts beside the maxima
@@ -64,20 +66,20 @@ class _Neighbourhoods:
             for table in group:
                 self.group_of[table] = group[0]
         self.room_ms = OVERFULL * state.scale_ms / np.maximum(self.problem.capacity.max(axis=0), 1.0)  # [M], a byte
+        self.in_vain = 0  # programs in a row that led to nothing better
         state.restore(start)
 
     def run(self, rounds: int, enough: float, remaining_s: Callable[[], float]) -> Assignment | None:
         best: Assignment | None = None
         best_value = np.inf
-        in_vain = 0
         for number in range(rounds + 1):
             if not self._is_overfull() and self.state.value < best_value:
                 best, best_value = self.state.assignment(), self.state.value
-            done = number == rounds or best_value <= enough or (in_vain == GIVE_UP and best is not None)
+            done = number == rounds or best_value <= enough or (self.in_vain == GIVE_UP and best is not None)
             if done or (seconds := remaining_s()) <= 0:
                 break
-            in_vain = 0 if self._step(seconds) else in_vain + 1
-            if in_vain and in_vain % PATIENCE == 0 and self._is_overfull():
+            self.in_vain = 0 if self._step(seconds) else self.in_vain + 1
+            if self.in_vain and self.in_vain % PATIENCE == 0 and self._is_overfull():
                 self.room_ms = 2 * self.room_ms
         return best
 
@@ -126,12 +128,12 @@ class _Neighbourhoods:
         return bool(self._too_much().any())
 
     def _choose_ranks(self) -> list[int]:
-        """One of the slowest or, as often, an overfull one, and some that may have room for what it has too much of."""
+        """One of the slowest, or an overfull one where the last program was in vain; some that may have room for what it has too much of."""
         state, count = self.state, self.problem.world_size
         share = self._too_much().max(axis=1) / np.maximum(self.problem.capacity.max(), 1.0)
         highest = state.load.max(axis=0)
         slowness = np.exp(SHARPNESS * len(highest) * (state.load - highest) / highest.sum()).mean(axis=1)
-        repairs = share.any() and self.generator.random() < REPAIRS
+        repairs = self.in_vain > 0 and share.any() and self.generator.random() < REPAIRS
         first = self.generator.choices(range(count), (share if repairs else slowness).tolist())[0]
         filled = (state.memory / np.maximum(self.problem.capacity, 1.0)).max(axis=1)
         wanted = min(count, self.generator.choice(NUM_FREED))
