@@ -241,6 +241,29 @@ def test_a_table_that_grows_without_a_restart_ends_with_the_bits_of_one_that_was
     assert known[0] == known[1] == known[2] and len(known[0].values["cat_3"]) > 200
 
 
+@pytest.mark.campaign
+def test_tables_of_two_ranks_grow_to_the_bits_of_tables_that_were_as_large(
+    prepared_clicks: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.tsv").write_bytes(_with_new_values(prepared_clicks, 0, 2050))
+
+    def command(run: Path, *more: str) -> WarmCommand:
+        words = ["--nproc-per-node", "2", "-m", "pipeline.retrain"]
+        given = _words(prepared_clicks, source, run, FIXED, "stream.idle_s=1", *more)
+        return WarmCommand("pipeline.agent", [*words, *given], output=(1, 2))
+
+    runs = {"wide": "stream.new_values.spare=20", "grown": "stream.new_values.spare=0.01"}
+    for name, words in runs.items():
+        assert command(tmp_path / name, words).wait(200) == 0
+    assert "tables have grown: " in (tmp_path / "grown/follow/train.log").read_text()
+    wide, grown = (_values(tmp_path / name, 20) for name in runs)
+    assert wide.keys() == grown.keys()
+    for key, values in grown.items():
+        assert torch.equal(wide[key][: len(values)] if values.dim() else wide[key], values), key
+
+
 def _file(run: Path) -> bytes:
     return (run / "follow/checkpoints/step_00000040/new_values.json.z").read_bytes()
 
