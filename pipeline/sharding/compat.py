@@ -197,6 +197,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names("torch._subclasses.fake_tensor", "checkpoint/archives.py planner/step_time/record.py", "FakeTensorMode"),
     *_names("torch.utils._python_dispatch", "planner/step_time/record.py", "TorchDispatchMode"),
     *_names("torch.nn:Module", "planner/step_time/record.py", "_parameters", "_buffers"),
+    *_names("torch.nn:Module", "models/layers/stack.py", "_parameters", "_forward_hooks"),
     *_names("torch", "checkpoint/archives.py", "_C"),
     *_names("torch:Tensor", "checkpoint/stored_rows.py", "_make_wrapper_subclass"),
     # TorchRec's planner.
@@ -207,8 +208,8 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(ENUMERATOR, ESTIMATOR, "populate_estimates", "self sharding_options"),
     _call(f"{TORCHREC}.planner.utils", ESTIMATOR, "build_sharder_data_map", "sharder_map"),
     # Layers.
-    *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py models/layers/linear_products.py", "_activation_fn"),
-    *_names("torchrec.modules.mlp:Perceptron", "models/layers/linear_products.py", "_linear"),
+    *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py models/layers/linear_products.py models/layers/stack.py", "_activation_fn"),
+    *_names("torchrec.modules.mlp:Perceptron", "models/layers/linear_products.py models/layers/stack.py", "_linear"),
     *_names("torch.ops:mkldnn", "runtime/kernels/products.py", "_linear_pointwise"),
-    *_names("torchrec.modules.mlp:MLP", "models/layers/dlrm.py", "_mlp"),
+    *_names("torchrec.modules.mlp:MLP", "models/layers/dlrm.py models/layers/stack.py", "_mlp"),
 ]  # fmt: skip
