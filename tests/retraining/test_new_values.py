@@ -100,6 +100,30 @@ def _ids_of_cat_0(batch: Batch) -> list[int]:
     return keyed.values().view(len(keyed.keys()), -1)[list(keyed.keys()).index("cat_0")].tolist()
 
 
+def test_a_step_keeps_the_values_of_its_last_batch_though_no_row_has_come_behind_it(
+    prepared_clicks: str, folder: Path, tmp_path: Path
+) -> None:
+    """A training that waits for rows is stopped, and goes on when there are some: as one that was never stopped."""
+    whole = _until(_reader(prepared_clicks, folder, tmp_path / "whole", 10).batches(0), EndOfInputError)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    rows = (folder / "a.tsv").read_bytes().splitlines(keepends=True)
+    (begun / "a.tsv").write_bytes(b"".join(rows[:BATCH]))
+    stopped = _reader(prepared_clicks, begun, tmp_path / "run", 10)
+    assert len(_until(stopped.batches(0), EndOfInputError)) == 1
+    kept = stopped.values_of(1)
+    assert kept == Known({"cat_0": ["new-a"]}, {})
+    place = stopped.place(1)
+    stopped.close()
+    for file in folder.iterdir():
+        (begun / file.name).write_bytes(file.read_bytes())
+    goes_on = _reader(prepared_clicks, begun, tmp_path / "run", 10)
+    goes_on.go_to(1, place)
+    goes_on.restore_values(1, kept)
+    given = _until(goes_on.batches(0, 1), EndOfInputError)
+    assert [_ids_of_cat_0(batch) for batch in given] == [_ids_of_cat_0(batch) for batch in whole[1:]]
+
+
 def test_a_new_value_has_a_row_from_the_next_batch_on(prepared_clicks: str, folder: Path, tmp_path: Path) -> None:
     first = load_dataset(prepared_clicks).sparse_feature("cat_0").cardinality
     reader = _reader(prepared_clicks, folder, tmp_path / "wide", 10)

@@ -97,8 +97,10 @@ class StreamReader:
     def _read(self, start: int, round_: int, stopped: threading.Event) -> Generator[Batch, None, None]:
         number = start
         try:
+            added, full = self._admit(number)
+            self._end_if(full)
             for parts in self._parts(start, stopped):
-                ranges, added = [part.range for part in parts], self._admit(number)
+                ranges = [part.range for part in parts]
                 others: list[list[Rows]] = []
                 if self._ranks is not None:
                     parts, *others = _split(parts, self.batch_size)
@@ -108,20 +110,25 @@ class StreamReader:
                 batch = self._batch(parts, ranges)
                 for share in others if self._values.rooms else ():
                     self._encoder.encode(share)  # for the unknown values among them
+                added, full = self._admit(number)  # ahead of the yield: a step behind this batch keeps them
                 yield batch
+                self._end_if(full)
         except Exception as error:
             if self._ranks is not None:
                 self._ranks.end(round_, number, error)
             raise
 
-    def _admit(self, number: int) -> Values:
-        """New values that have ids from batch `number` on: of those that the batch before held. Raises TablesFullError."""
+    def _admit(self, number: int) -> tuple[Values, set[str]]:
+        """New values that have ids from batch `number` on, of those that the batch before held; and tables without a row for one."""
         added, full = self._values.admit(number, self._encoder.take_unknown())
         self._encoder.add(added)
+        return added, full
+
+    def _end_if(self, full: set[str]) -> None:
+        """Raises TablesFullError where these tables are any."""
         if full:
             self.full = sorted(full)
             raise TablesFullError(full)
-        return added
 
     def _read_own(self, start: int, round_: int, stopped: threading.Event) -> Generator[Batch, None, None]:
         """On other ranks than 0, which know of offsets what they need to count batches."""
