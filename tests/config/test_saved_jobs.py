@@ -1,12 +1,17 @@
-"""A run folder of an earlier release is read by this one."""
+"""A saved job loads as the job that it was, also of an earlier release, and a damaged one is refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml
+from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml, load_saved_job, save_job
+from pipeline.models.deepfm import DeepFMConfig
+from pipeline.runtime.errors import ConfigError
+from tests.support.messages import names
 
 # What 0.1.0 saved for experiment=quickstart_dlrm_dcn with a hashed table and a warm start.
 SAVED = (Path(__file__).parent / "saved_by_0_1_0.yaml").read_text()
@@ -46,3 +51,36 @@ def test_what_an_earlier_release_saved_as_deepfm_is_torchrecs_model() -> None:
     assert job_from_yaml(TrainJob, earlier) == job
     own = load_config(TrainJob, ["data=quickstart", "model=deepfm"])
     assert job_from_yaml(TrainJob, job_to_yaml(own)) == own
+
+
+def test_a_saved_job_comes_back_equal_with_its_models_class(tmp_path: Path) -> None:
+    job = load_config(
+        TrainJob, ["data=quickstart", "model=deepfm", "tables.cat_1.init.scale=0.5", "trainer.max_steps=9"]
+    )
+    save_job(job, str(tmp_path / "config.yaml"))
+    loaded = load_saved_job(TrainJob, str(tmp_path / "config.yaml"))
+    assert loaded == job and type(loaded.model) is DeepFMConfig
+    assert "!!" not in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("global_batch_size: 2048", "global_batch: 2048", "global_batch_size"),
+        ("kind: dlrm", "kind: transformer", "model.kind='transformer' dlrm"),
+        ("seed: 0", "seed: zero", "zero"),
+        ("seed: 0", "seed: !!python/object/apply:os.getcwd []", "os.getcwd"),
+    ],
+)
+def test_a_damaged_saved_job_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    save_job(load_config(TrainJob, ["experiment=quickstart", "trainer.global_batch_size=2048"]), str(path))
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ConfigError, match=names(message)):
+        load_saved_job(TrainJob, str(path))
+
+
+def test_a_folder_without_a_saved_job_is_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        load_saved_job(TrainJob, str(tmp_path / "config.yaml"))

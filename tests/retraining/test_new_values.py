@@ -40,7 +40,16 @@ from pipeline.runtime.process.exit_codes import REQUEUE
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.scoring.patching import catch_up
 from pipeline.serving.scoring.predictor import Predictor
-from tests.retraining.test_follow import CRITEO, FAST, _newest, _rows, _values, _wait, _words
+from tests.retraining.following import (
+    CRITEO,
+    FAST,
+    follow_words,
+    newest_step,
+    rows_of,
+    start_retrain,
+    values_of,
+    wait_until,
+)
 from tests.serving.test_artifacts_served import raw_rows
 from tests.support.forks import WarmCommand
 from tests.support.messages import names
@@ -132,7 +141,7 @@ def test_a_new_value_has_a_row_from_the_next_batch_on(prepared_clicks: str, fold
     assert [ids[row] for row in BROUGHT] == [0, 0, first, 0, 0, 0, 0, first + 4]
     assert reader.values_of(1) == Known({"cat_0": ["new-a"]}, {})
     assert reader.values_of(3).values == {"cat_0": ["new-a", "new-b", "new-c", "new-d", "new-e"]}
-    whole = [row for batch in given for row in _rows(batch)]
+    whole = [row for batch in given for row in rows_of(batch)]
 
     narrow = _reader(prepared_clicks, folder, tmp_path / "narrow", 3)
     before = _until(narrow.batches(0), TablesFullError)
@@ -145,19 +154,21 @@ def test_a_new_value_has_a_row_from_the_next_batch_on(prepared_clicks: str, fold
     grown.go_to(3, place)
     grown.restore_values(3, known)
     after = _until(grown.batches(0, 3), EndOfInputError)
-    assert [row for batch in [*before, *after] for row in _rows(batch)] == whole, "as if there had been room"
+    assert [row for batch in [*before, *after] for row in rows_of(batch)] == whole, "as if there had been room"
     with pytest.raises(DamagedError):
         from_bytes(content[:-3])
 
 
 def test_values_are_those_of_the_step_that_is_gone_back_to(prepared_clicks: str, folder: Path, tmp_path: Path) -> None:
     reader = _reader(prepared_clicks, folder, tmp_path, 10)
-    given = [_rows(batch) for batch in _until(reader.batches(0), EndOfInputError)]
+    given = [rows_of(batch) for batch in _until(reader.batches(0), EndOfInputError)]
     again = _reader(prepared_clicks, folder, tmp_path, 10)
     again.go_to(2, {"name": "clicks", "batch": 2, "offsets": {"a.tsv": _end_of(folder, 100)}, "event_time": None})
     again.restore_values(2, Known({"cat_0": ["new-a"]}, {}))
-    assert [_rows(batch) for batch in _until(again.batches(0, 2), EndOfInputError)] == given[2:]
-    assert [_rows(batch) for batch in _until(again.batches(0, 2), EndOfInputError)] == given[2:], "as after a rollback"
+    assert [rows_of(batch) for batch in _until(again.batches(0, 2), EndOfInputError)] == given[2:]
+    assert [rows_of(batch) for batch in _until(again.batches(0, 2), EndOfInputError)] == given[2:], (
+        "as after a rollback"
+    )
 
 
 def _end_of(folder: Path, rows: int) -> int:
@@ -200,7 +211,7 @@ def _read_on_ranks(rank: int, prepared: str, folder: str, run: str) -> tuple[lis
     world_size = dist.get_world_size()
     ranks = StreamRanks(own_store("stream"), rank, world_size) if world_size > 1 else None
     reader = _reader(prepared, Path(folder), Path(run), 10, ranks)
-    return [_rows(batch) for batch in _until(reader.batches(0), EndOfInputError)], reader.values_of(3)
+    return [rows_of(batch) for batch in _until(reader.batches(0), EndOfInputError)], reader.values_of(3)
 
 
 @pytest.mark.campaign
@@ -237,8 +248,7 @@ def test_a_table_that_grows_without_a_restart_ends_with_the_bits_of_one_that_was
     (source / "a.tsv").write_bytes(_with_new_values(prepared_clicks, 0, 4050))
 
     def command(run: Path, *more: str) -> WarmCommand:
-        words = _words(prepared_clicks, source, run, FIXED, *more)
-        return WarmCommand("pipeline.retrain", words, output=(1, 2))
+        return start_retrain(follow_words(prepared_clicks, source, run, FIXED, *more))
 
     runs = {name: tmp_path / name for name in ("wide", "grown", "killed")}
     assert command(runs["wide"], "stream.idle_s=1", "stream.new_values.spare=100").wait(200) == 0
@@ -249,13 +259,13 @@ def test_a_table_that_grows_without_a_restart_ends_with_the_bits_of_one_that_was
     for wanted in (7, 14, 28):
         process = command(runs["killed"], small)
         try:
-            _wait(lambda wanted=wanted: _newest(runs["killed"]) >= wanted, process)  # type: ignore[misc]
+            wait_until(lambda wanted=wanted: newest_step(runs["killed"]) >= wanted, process)  # type: ignore[misc]
             process.send_signal(signal.SIGKILL)
             assert process.wait(60) == -signal.SIGKILL
         finally:
             process.kill()
     assert command(runs["killed"], "stream.idle_s=1", small).wait(200) == 0
-    wide, grown, killed = (_values(run, 40) for run in runs.values())
+    wide, grown, killed = (values_of(run, 40) for run in runs.values())
     assert wide.keys() == grown.keys() == killed.keys()
     assert all(torch.equal(grown[key], killed[key]) for key in grown)
     for key, values in grown.items():
@@ -274,16 +284,15 @@ def test_tables_of_two_ranks_grow_to_the_bits_of_tables_that_were_as_large(
     (source / "a.tsv").write_bytes(_with_new_values(prepared_clicks, 0, 2050))
 
     def command(run: Path, *more: str) -> WarmCommand:
-        words = ["--nproc-per-node", "2", "-m", "pipeline.retrain"]
         same_plan = "tables.default.sharding.sharding_types=[table_wise]"  # for sums to be taken in the same order
-        given = _words(prepared_clicks, source, run, FIXED, same_plan, "stream.idle_s=1", *more)
-        return WarmCommand("pipeline.agent", [*words, *given], output=(1, 2))
+        given = follow_words(prepared_clicks, source, run, FIXED, same_plan, "stream.idle_s=1", *more)
+        return start_retrain(given, num_ranks=2)
 
     runs = {"wide": "stream.new_values.spare=100", "grown": "stream.new_values.spare=0.01"}
     for name, words in runs.items():
         assert command(tmp_path / name, words).wait(200) == 0
     assert "tables have grown: " in (tmp_path / "grown/follow/train.log").read_text()
-    wide, grown = (_values(tmp_path / name, 20) for name in runs)
+    wide, grown = (values_of(tmp_path / name, 20) for name in runs)
     assert wide.keys() == grown.keys()
     for key, values in grown.items():
         assert torch.equal(wide[key][: len(values)] if values.dim() else wide[key], values), key
@@ -298,13 +307,13 @@ def test_a_server_knows_the_values_that_a_training_has_given_rows(prepared_click
     """By deltas, and by the artifact that begins a chain anew where a table has grown: as a whole export of that step does."""
     source, run = tmp_path / "source", tmp_path / "run"
     source.mkdir()
-    words = _words(
+    words = follow_words(
         prepared_clicks, source, run, "publishing.when=every_5_steps", "publishing.gate.max_rows=300",
         "checkpoint.keep_last_n=9", "stream.new_values.spare=3", "publishing.max_chain=null",
         "publishing.gate.max_ne_increase=1",
     )  # fmt: skip
     folder, log = run / "follow/artifacts", run / "follow/publish.log"
-    process, written = WarmCommand("pipeline.retrain", words, output=(1, 2)), 0
+    process, written = start_retrain(words), 0
 
     def write(count: int) -> None:
         nonlocal written
@@ -320,7 +329,7 @@ def test_a_server_knows_the_values_that_a_training_has_given_rows(prepared_click
             time.sleep(0.4)
             return is_there()
 
-        _wait(look, process)
+        wait_until(look, process)
 
     try:
         until(lambda: (folder / "published/manifest.json").exists(), 3000)

@@ -28,7 +28,18 @@ from pipeline.retraining.follow.encode import LineEncoder
 from pipeline.retraining.follow.reader import StreamReader
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
-from tests.retraining.test_follow import CRITEO, FAST, _newest, _rows, _until_the_end, _values, _wait, _words
+from tests.retraining.following import (
+    CRITEO,
+    FAST,
+    copy_journal,
+    follow_words,
+    newest_step,
+    rows_of,
+    start_retrain,
+    until_the_end,
+    values_of,
+    wait_until,
+)
 from tests.support.forks import WarmCommand
 from tests.support.messages import names
 from tests.support.object_store import BUCKET, FaultyProxy, environment, store  # noqa: F401
@@ -109,7 +120,7 @@ def test_rows_of_parquet_are_encoded_as_their_lines(prepared_clicks: str) -> Non
         TableRows("d", 5, _table(lines[45:], pa.large_string())),
     ]  # fmt: skip
     typed = encoders[1].encode(parts)
-    assert _rows(typed.batch) == _rows(text.batch) and typed.bad_rows == []
+    assert rows_of(typed.batch) == rows_of(text.batch) and typed.bad_rows == []
     bad = _table(lines[:3]).set_column(0, "label", pa.array([0, 7, 1]))
     torn = encoders[1].encode([TableRows("a", 0, _table(lines[:2])), TableRows("a", 2, bad)])
     assert [row.line for row in torn.bad_rows] == [4]
@@ -130,17 +141,17 @@ def _is_read_once(folder: str, run: Path, data: DataConfig, write: Callable[[str
     write("b", lines[:130])
     write("c", lines[130:230])
     reader = _reader(folder, run, data)
-    given = _until_the_end(reader.batches(0))
+    given = until_the_end(reader.batches(0))
     place = json.loads(json.dumps(reader.place(2)))
     reader.close()
     write("a", lines[230:330])
     again = _reader(folder, run, data)
     again.go_to(2, place)
-    found = _until_the_end(again.batches(0, 2))
+    found = until_the_end(again.batches(0, 2))
     assert len(given) == 4 and found[:2] == given[2:] and len(found) == 4
     encoder = LineEncoder(replace(CRITEO, path=data.path), load_dataset(data.path), FAST, [Target("label")], lambda features: features)  # fmt: skip
     order = lines[:200] + lines[230:330]
-    expected = _rows(encoder.encode([Lines("all", 0, order, list(range(len(order))))]).batch)
+    expected = rows_of(encoder.encode([Lines("all", 0, order, list(range(len(order))))]).batch)
     assert [row for batch in [*given[:2], *found] for row in batch] == expected
 
 
@@ -205,25 +216,23 @@ def test_a_training_that_follows_objects_and_is_killed_goes_on_to_the_bits_of_on
     def command(run: Path, *more: str) -> WarmCommand:
         columns = ["label=label", f"dense=[{','.join(NAMES[1:14])}]", f"sparse=[{','.join(NAMES[14:])}]"]
         typed = ["data.format=parquet", "data.synthetic=null", *(f"data.columns.{each}" for each in columns)]
-        words = _words(prepared_clicks, Path("x"), run, *typed, *more)
-        return WarmCommand("pipeline.retrain", [*words, f"source={folder}"], output=(1, 2))
+        words = follow_words(prepared_clicks, Path("x"), run, *typed, *more)
+        return start_retrain([*words, f"source={folder}"])
 
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     write("b", 0, 2500)
     process = command(killed)
     try:
-        _wait(lambda: _newest(killed) >= 14, process)
+        wait_until(lambda: newest_step(killed) >= 14, process)
         write("a", 2500, 4050)
         process.send_signal(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
     finally:
         process.kill()
     assert command(killed, "stream.idle_s=2").wait(200) == 0
-    assert _newest(killed) == 40
-    (whole / "follow/stream").mkdir(parents=True)
-    journal = (killed / "follow/stream/journal.jsonl").read_text()
-    (whole / "follow/stream/journal.jsonl").write_text(journal)
+    assert newest_step(killed) == 40
+    journal = copy_journal(killed, whole)
     assert command(whole, "stream.idle_s=2").wait(200) == 0
-    ours, theirs = (_values(each, 40) for each in (killed, whole))
+    ours, theirs = (values_of(each, 40) for each in (killed, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert sum(end % WHOLE - begin for entry in map(json.loads, journal.splitlines()) for _, begin, end in entry["ranges"]) == 4000  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -145,6 +146,12 @@ def build(
     plan = plan_of(model, tables, local_size)
     sharded = shard_model(model, plan, comms or default_comms(), context(rank), seed=seed)
     return sharded, build_optimizer(sharded, optimizer)
+
+
+def refusal_of_build(rank: int, tables: list[TinyTable], optimizer: OptimizerConfig) -> str:
+    with pytest.raises(ValueError) as error:
+        build(rank, tables, optimizer)
+    return str(error.value)
 
 
 def batches(
