@@ -13,7 +13,6 @@ from numba import njit
 
 from pipeline.runtime.kernels.llvm_intrinsics import (
     LANES,
-    move_1,
     move_16,
     multiply_4x1,
     multiply_4x2,
@@ -21,21 +20,11 @@ from pipeline.runtime.kernels.llvm_intrinsics import (
     multiply_8x2,
     transpose_16,
 )
+from pipeline.runtime.kernels.moves import move
 from pipeline.runtime.kernels.parts import part
 
 U = np.uint64
 L = U(LANES)
-
-
-@part()
-def _move(source, at, into, position, count):  # type: ignore[no-untyped-def]
-    if count < L:
-        for k in range(count):
-            move_1(source, at + k, into, position + k)
-        return
-    for k in range(U(0), count - L, L):
-        move_16(source, at + k, into, position + k)
-    move_16(source, at + count - L, into, position + count - L)  # over what the one before has moved, in part
 
 
 @part()
@@ -71,7 +60,7 @@ def dots(rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped
     a, b = np.zeros(width * dim + L, np.float32), np.empty((dim + L) * width, np.float32)
     c, pairs = np.zeros(padded * width + L, np.float32), np.empty(num_pairs + width + L, np.float32)
     for sample in range(begin, end):
-        _move(rows, sample * num_rows * dim, a, U(0), num_rows * dim)
+        move(rows, sample * num_rows * dim, a, U(0), num_rows * dim)
         for row in range(U(0), width, L):
             for k in range(U(0), dim, L):
                 transpose_16(a, row * dim + k, dim, b, k * width + row, width)
@@ -84,8 +73,8 @@ def dots(rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped
                 move_16(c, row * width + row + U(1) + k, pairs, at + k)
             at += count
         place = sample * (lead + num_pairs)
-        _move(a, U(0), out, place, lead)
-        _move(pairs, U(0), out, place + lead, num_pairs)
+        move(a, U(0), out, place, lead)
+        move(pairs, U(0), out, place + lead, num_pairs)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -97,9 +86,9 @@ def dots_backward(gradient, rows, num_rows, dim, lead, out, begin, end):  # type
     s, b = np.zeros(padded * num_rows + U(2) * L, np.float32), np.zeros(num_rows * width, np.float32)
     c = np.empty(padded * width, np.float32)
     for sample in range(begin, end):
-        _move(gradient, sample * (lead + num_pairs), g, U(0), lead + num_pairs)
+        move(gradient, sample * (lead + num_pairs), g, U(0), lead + num_pairs)
         for row in range(num_rows):
-            _move(rows, (sample * num_rows + row) * dim, b, row * width, dim)
+            move(rows, (sample * num_rows + row) * dim, b, row * width, dim)
         at = lead
         for row in range(num_rows - U(1)):
             count = num_rows - U(1) - row
@@ -114,7 +103,7 @@ def dots_backward(gradient, rows, num_rows, dim, lead, out, begin, end):  # type
         for k in range(lead):
             c[k] += g[k]
         for row in range(num_rows):
-            _move(c, row * width, out, (sample * num_rows + row) * dim, dim)
+            move(c, row * width, out, (sample * num_rows + row) * dim, dim)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]

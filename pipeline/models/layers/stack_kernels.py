@@ -15,7 +15,8 @@ import numpy as np
 from numba import njit
 
 from pipeline.runtime.kernels.layer_intrinsics import lay_16, product_8x1, product_8x2
-from pipeline.runtime.kernels.llvm_intrinsics import LANES, move_1, move_16, transpose_16
+from pipeline.runtime.kernels.llvm_intrinsics import LANES, transpose_16
+from pipeline.runtime.kernels.moves import move
 from pipeline.runtime.kernels.parts import part
 
 U = np.uint64
@@ -35,17 +36,6 @@ def _widest(sizes):  # type: ignore[no-untyped-def]
     for size in sizes:
         widest = max(widest, _pad(size))
     return widest
-
-
-@part()
-def _move(source, at, into, position, count):  # type: ignore[no-untyped-def]
-    if count < L:
-        for k in range(count):
-            move_1(source, at + k, into, position + k)
-        return
-    for k in range(U(0), count - L, L):
-        move_16(source, at + k, into, position + k)
-    move_16(source, at + count - L, into, position + count - L)  # over what the one before has moved, in part
 
 
 @part()
@@ -87,14 +77,14 @@ def pack(weights, sizes, per, forth, back, biases):  # type: ignore[no-untyped-d
         across, down = _pad(inputs), _pad(outputs)
         plain[: across * down] = np.float32(0)
         for row in range(outputs):
-            _move(weights, at + row * inputs, plain, row * across, inputs)
+            move(weights, at + row * inputs, plain, row * across, inputs)
         for row in range(U(0), down, L):
             for k in range(U(0), across, L):
                 transpose_16(plain, row * across + k, across, turned, k * down + row, down)
         _lay(plain, U(0), across, down, per, back, place)
         _lay(turned, U(0), down, across, per, forth, place)
         biases[bias : bias + down] = np.float32(0)
-        _move(weights, at + outputs * inputs, biases, bias, outputs)
+        move(weights, at + outputs * inputs, biases, bias, outputs)
         at += outputs * inputs + outputs
         place += across * down // per
         bias += down
@@ -141,9 +131,9 @@ def forward_bf16(inputs, forth, biases, sizes, floors, acts, out, num_samples, b
             pairs, wide, down = (sizes[layer] + U(1)) // U(2), _pad(sizes[layer]), _pad(sizes[layer + 1])
             here = target + block * ROWS * down
             if layer == 0:
-                _move(first, U(0), lefts, U(0), rows * wide)
+                move(first, U(0), lefts, U(0), rows * wide)
             else:
-                _move(acts, source + block * ROWS * wide, lefts, U(0), rows * wide)
+                move(acts, source + block * ROWS * wide, lefts, U(0), rows * wide)
             _multiply(lefts, U(0), wide, rows, forth, place, down, pairs, biases, bias, U(0), floors[layer], acts, here)
             source = target
             target += all_rows * down
@@ -158,7 +148,7 @@ def _load_block(source, width, block, num_samples, into):  # type: ignore[no-unt
     across, first = _pad(width), block * ROWS
     rows = min(ROWS, num_samples - first)
     for row in range(rows):
-        _move(source, (first + row) * width, into, row * across, width)
+        move(source, (first + row) * width, into, row * across, width)
     into[rows * across : ROWS * across] = np.float32(0)
     return (rows + U(7)) // U(8) * U(8)
 
@@ -168,7 +158,7 @@ def _store_block(source, begin, width, block, num_samples, into):  # type: ignor
     """into [B, width] = a block's rows of [.., P], which begin at `begin`."""
     across, first = _pad(width), block * ROWS
     for row in range(first, min(first + ROWS, num_samples)):
-        _move(source, begin + row * across, into, row * width, width)
+        move(source, begin + row * across, into, row * width, width)
 
 
 @part()
@@ -191,6 +181,15 @@ def _transpose(source, width, into):  # type: ignore[no-untyped-def]
     for row in range(U(0), ROWS, L):
         for k in range(U(0), width, L):
             transpose_16(source, row * width + k, width, into, k * ROWS + row, ROWS)
+
+
+@part()
+def _through_bias(acts, begin, floor, gradient, width, rows, sums, at, turned):  # type: ignore[no-untyped-def]
+    """A layer's gradient ahead of its relu, in place and transposed; its bias's is added to sums[at:]."""
+    if floor == np.float32(0):
+        _mask(acts, begin, gradient, rows * width)
+    _add_rows(gradient, width, rows, sums, at)
+    _transpose(gradient, width, turned)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -219,12 +218,9 @@ def backward(  # type: ignore[no-untyped-def]
                 wide, down = _pad(sizes[layer]), _pad(sizes[layer + 1])
                 place -= wide * down
                 act -= all_blocks * ROWS * down
-                if floors[layer] == np.float32(0):
-                    _mask(acts, act + block * ROWS * down, here, rows * down)
                 at -= down
-                _add_rows(here, down, rows, own, at)
+                _through_bias(acts, act + block * ROWS * down, floors[layer], here, down, rows, own, at, turned)
                 at -= wide * down
-                _transpose(here, down, turned)
                 if layer == 0:
                     _multiply(turned, U(0), ROWS, down, first, U(0), wide, rows, own, at, wide, NO_FLOOR, own, at)
                 else:
@@ -265,13 +261,10 @@ def backward_bf16(  # type: ignore[no-untyped-def]
                 wide, down = _pad(sizes[layer]), _pad(sizes[layer + 1])
                 place -= wide * down // two
                 act -= all_blocks * ROWS * down
-                if floors[layer] == np.float32(0):
-                    _mask(acts, act + block * ROWS * down, here, rows * down)
                 at -= down
-                _add_rows(here, down, rows, own, at)
+                _through_bias(acts, act + block * ROWS * down, floors[layer], here, down, rows, own, at, turned)
                 at -= wide * down
-                _transpose(here, down, turned)
-                _move(turned, U(0), lefts, U(0), down * ROWS)
+                move(turned, U(0), lefts, U(0), down * ROWS)
                 if layer == 0:
                     _lay(first, U(0), wide, rows, two, rights, U(0))
                 else:
@@ -279,7 +272,7 @@ def backward_bf16(  # type: ignore[no-untyped-def]
                 _multiply(lefts, U(0), ROWS, down, rights, U(0), wide, rows // two, own, at, wide, NO_FLOOR, own, at)
                 if layer > 0 or len(to_inputs) > 0:
                     pairs = (sizes[layer + 1] + U(1)) // two
-                    _move(here, U(0), lefts, U(0), rows * down)
+                    move(here, U(0), lefts, U(0), rows * down)
                     _multiply(
                         lefts, U(0), down, rows, back, place, wide, pairs, nothing, U(0), U(0), NO_FLOOR, there, U(0)
                     )
@@ -305,7 +298,7 @@ def _store_from(source, width, block, num_samples, into):  # type: ignore[no-unt
     """into [B, width] = the rows of a block [ROWS, P]."""
     across, first = _pad(width), block * ROWS
     for row in range(min(ROWS, num_samples - first)):
-        _move(source, row * across, into, (first + row) * width, width)
+        move(source, row * across, into, (first + row) * width, width)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -320,7 +313,7 @@ def add_groups(sums, sizes, num_groups, gradients, begin, end):  # type: ignore[
             count = inputs if row < outputs else outputs
             if line >= begin and line < end:
                 source, target = at + (row if row < outputs else down) * across, place + row * inputs
-                _move(sums, source, gradients, target, count)
+                move(sums, source, gradients, target, count)
                 for group in range(U(1), num_groups):
                     for k in range(count):
                         gradients[target + k] += sums[group * total + source + k]
