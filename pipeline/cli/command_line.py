@@ -178,12 +178,13 @@ def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
     folders = config_folders(config_dir)
     config_name = CONFIG_NAMES[job_type]
     defaults = _defaults(folders, config_name)
-    lines = [doc.strip(), "", "choose an option of a group (* is the default):"]
+    lines = []
     for group, options in with_registered_models(group_options(folders)).items():
         if group in defaults and options != ["default"]:  # nothing to choose until a --config-dir adds an option
             marked = [f"{option}*" if option == defaults[group] else option for option in options]
             lines.append(f"  {group + '=':14}{' '.join(marked)}")
-    lines += ["", "set any value by its key (all of them: --cfg):"]
+    chosen = ["", "choose an option of a group (* is the default):", *lines] if lines else []
+    lines = [doc.strip(), *chosen, "", "set any value by its key (all of them: --cfg):"]
     for field in dataclasses.fields(job_type):  # type: ignore[arg-type]
         hint = get_type_hints(job_type)[field.name]
         if dataclasses.is_dataclass(hint):

@@ -32,6 +32,7 @@ from pipeline.runtime.errors import ConfigError, did_you_mean
 
 Job = TypeVar("Job")
 _stored: dict[tuple[str | None, str], type] = {}  # (group, name) -> schema, of those in Hydra's store
+TAKES_A_WORD = ("experiment", "source", "run", "artifact", "registry")  # what a word without a key is taken to be for
 STAR = "__star__"  # stands for the * of tables.cat_*.embedding_dim=8 where Hydra reads keys, which may hold none
 
 
@@ -42,7 +43,7 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
         ConfigError: one line that names the key or option and the nearest valid one.
     """
     folders = config_folders(config_dir)
-    parsed = _parse(overrides)
+    parsed = _parse(overrides, _first_words(job_type))
     load_plugins(_given_plugins(parsed))  # first, for what they register are options of groups and types of values
     groups = with_registered_models(group_options(folders))
     # A verb's own field may bear a group's name and hold a word: evaluate's tables=own.
@@ -171,26 +172,51 @@ def _given_plugins(overrides: list[Override]) -> list[str]:
     return []
 
 
-def _parse(argv: Iterable[str]) -> list[Override]:
+def _parse(argv: Iterable[str], keys: Iterable[str] = ()) -> list[Override]:
+    """`keys`: of the job, for a hint where a word has none."""
     parser = OverridesParser.create()
     overrides = []
     for word in argv:
-        try:
-            key, equals, value = word.partition("=")
-            override = parser.parse_override(key.replace("*", STAR) + equals + value)
-            override.key_or_group, override.input_line = override.key_or_group.replace(STAR, "*"), word
-        except HydraException as error:
-            reason = str(error).splitlines()[0].rstrip(".")
-            hint = "overrides look like key=value" if "=" not in word else "quote it as 'key=\"value\"' if it is text"
-            section, _, inner = key.partition(".")
-            if " " in key and inner:  # a column's name
-                name, _, setting = inner.rpartition(".")
-                hint = f"write '{section}={{{name or inner}: {{{setting}: {value}}}}}'" if name else hint
-            raise ConfigError(f"cannot read {word!r} ({reason}); {hint}") from None
+        override = _parse_word(parser, word, keys)
         if override.is_sweep_override():
-            raise ConfigError(f"{word!r} names several values; a list is key=[a,b], and a sweep is one job a value")
+            raise ConfigError(
+                f"{word!r} names several values: a list is key=[a,b]; `python -m pipeline.sweep` tries several values"
+            )
         overrides.append(override)
     return overrides
+
+
+def _parse_word(parser: OverridesParser, word: str, keys: Iterable[str]) -> Override:
+    """A value that is no list, mapping or quoted text and that Hydra cannot read is the text that it is."""
+    key, equals, value = word.partition("=")
+    if not equals and not word.startswith("~"):
+        named = next((each for each in TAKES_A_WORD if each in keys), "key")
+        is_key = word.partition(".")[0] in keys
+        raise ConfigError(f"{word!r} is no key=value; write {f'{word}=<value>' if is_key else f'{named}={word}'}")
+    key = key.replace("*", STAR)
+    plain = [f'{key}="{value}"'] if value == "," or not set(value) & set("[]{}'\"$,\\") else []
+    for text in [key + equals + value, *plain]:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            continue
+        override.key_or_group, override.input_line = override.key_or_group.replace(STAR, "*"), word
+        return override
+    raise ConfigError(f"cannot read {word!r}: {_why_unreadable(*word.partition('=')[::2])}")
+
+
+def _why_unreadable(key: str, value: str) -> str:
+    section, _, inner = key.partition(".")
+    name, _, setting = inner.rpartition(".")
+    if " " in key and name:  # a column's name
+        return f"write '{section}={{{name}: {{{setting}: {value}}}}}'"
+    if not re.fullmatch(r"[\w.@/:+~*-]+", key):
+        return "a key is names and dots"
+    if any(value.count(first) != value.count(last) for first, last in ("[]", "{}")) or value.count('"') % 2:
+        return "a bracket or a quote in it is not closed"
+    if re.search(r"[{,]\s*[\"'][^\"']*[\"']\s*:", value):
+        return "names in braces have no quotes, {name: value}"
+    return "quote it as 'key=\"value\"' if it is text"
 
 
 def _split_overrides(
@@ -203,6 +229,10 @@ def _split_overrides(
         if group not in groups or isinstance(value, dict):
             values.append(override)
             continue
+        if override.is_delete():
+            raise ConfigError(
+                f"{override.input_line!r}: a group has one option, choose another: {', '.join(groups[group])}"
+            )
         for option in value if isinstance(value, list) else [value]:
             if option is not None and str(option) not in groups[group]:
                 near = did_you_mean(str(option), groups[group])

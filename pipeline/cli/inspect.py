@@ -20,7 +20,7 @@ def inspect(job: InspectJob) -> str:
     from pipeline.data.inspect.propose import as_text, as_yaml, propose
 
     name = job.data_name or re.sub(r"\W+", "_", Path(job.source).name.partition(".")[0]).strip("_").lower()
-    found = profile(job.source, job.label, job.max_rows)
+    found = profile(job.source, job.label, job.max_rows, job.label_values, job.label_threshold)
     proposal = propose(found, name)
     path = job.output or f"{name}.yaml"
     storage.publish_text(path, as_yaml(proposal, found))

@@ -25,7 +25,9 @@ SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where 
 
 def job_to_yaml(job: Any) -> str:
     """A job with nothing left to resolve, as plain YAML."""
-    return yaml.safe_dump(dataclasses.asdict(job), sort_keys=False, default_flow_style=None, width=120)
+    return yaml.safe_dump(
+        dataclasses.asdict(job), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True
+    )
 
 
 def job_from_yaml(job_type: type[Job], text: str) -> Job:

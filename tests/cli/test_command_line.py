@@ -12,6 +12,7 @@ from pipeline.cli import command_line
 from pipeline.cli.command_line import load_config, print_user_errors
 from pipeline.cli.verb import Verb
 from pipeline.config import saved_jobs
+from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
@@ -46,6 +47,10 @@ def test_help_lists_groups_options_and_keys(
     assert out.startswith("Train one model:")
     assert "model=        autoint bst dcn dcnv2 deepfm din dlrm*" in out
     assert "quickstart_deepfm" in out and "global_batch_size" in out and "--config-dir DIR" in out
+
+
+def test_help_of_a_verb_without_options_has_no_heading_for_them() -> None:
+    assert "choose an option" not in command_line.help_text(EvaluateJob, "doc")
 
 
 def test_cfg_prints_yaml_that_loads_as_the_job(

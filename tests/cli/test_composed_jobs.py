@@ -12,6 +12,7 @@ from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.reader import ReaderConfig
+from pipeline.config.saved_jobs import job_to_yaml
 from pipeline.models.dlrm import DLRMDCNConfig
 from pipeline.runtime.errors import ConfigError
 from tests.support.messages import names
@@ -88,8 +89,13 @@ def test_an_optional_section_comes_to_be_when_a_field_of_it_is_set() -> None:
         (["trainer=3"], "trainer=3 default"),
         (["trainer.global_batch_size=0"], "trainer.global_batch_size=0"),
         (["comms.forward_precision=bf61"], "bf16 fp16 fp32 int8"),
-        (["trainer.seed"], "key=value"),
-        (["trainer.seed=["], "trainer.seed=["),
+        (["trainer.seed"], "key=value trainer.seed=<value>"),
+        (["quickstart_deepfm"], "key=value experiment=quickstart_deepfm"),
+        (["~trainer"], "~trainer default"),
+        (["tables[cat_1]=3"], "tables[cat_1]=3 names and dots"),
+        (["tables={\"cat_1\": {embedding_dim: 8}}"], "no quotes"),
+        (["name='x"], "name='x quote"),
+        (["trainer.seed=["], "trainer.seed=[ not closed"),
         (["trainer.seed=1,2"], "key=[a,b]"),
         (["~trainer.seed"], "~trainer.seed"),
         (["run_dir=${nmae}"], "nmae"),
@@ -101,7 +107,14 @@ def test_an_optional_section_comes_to_be_when_a_field_of_it_is_set() -> None:
 def test_what_cannot_be_is_said_in_one_line_with_the_way_out(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=names(message)) as failure:
         load_config(TrainJob, [QUICKSTART, *overrides])
-    assert "\n" not in str(failure.value)
+    assert "\n" not in str(failure.value) and "expecting" not in str(failure.value), "a parser's words"
+
+
+@pytest.mark.parametrize("text", ["a=b", "50%", "(x)", "ü", "a&b", "!", "<x>", ";", ",", "~/x", "a b"])
+def test_text_need_not_be_quoted_for_signs_that_a_parser_knows(text: str) -> None:
+    job = load_config(TrainJob, [QUICKSTART, f"name={text}"])
+    assert job.name == text
+    assert f"name: '{text}'\n" in job_to_yaml(job) or f"name: {text}\n" in job_to_yaml(job)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +14,10 @@ import yaml
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.inspect import inspect
-from pipeline.config.jobs.prepare import InspectJob
+from pipeline.config.jobs.prepare import InspectJob, PrepareJob
 from pipeline.data.inspect.profile import profile
 from pipeline.data.inspect.propose import as_text, propose
+from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError, DataError
 from tests.support.messages import names
 
@@ -111,3 +113,46 @@ def test_a_file_without_a_clear_label_asks_for_it(tmp_path: Path) -> None:
         profile(str(tmp_path / "absent.csv"), None, 1000)
     with pytest.raises(ConfigError, match=names("output=x.txt .yaml")):
         load_config(InspectJob, [f"source={path}", "output=x.txt"])
+
+
+@pytest.mark.parametrize(
+    ("texts", "words", "columns", "rate"),
+    [
+        (["1", "3", "4", "5"], ["label=rating", "label_threshold=4"], {"label": "rating", "label_threshold": 4.0}, 0.5),
+        (["no", "yes", "no", "no"], ["label=rating"], {"label": "rating", "label_values": {"no": 0, "yes": 1}}, 0.25),
+        (["buy", "go", "", "go"], ["label=rating", "label_values={buy: 1, go: 0}"], {"label": "rating", "label_values": {"buy": 1, "go": 0}}, 1 / 3),
+    ],
+    ids=["stars", "yes and no", "texts"],
+)  # fmt: skip
+def test_a_label_that_is_not_0_and_1_is_looked_at_by_what_it_means(
+    tmp_path: Path, texts: list[str], words: list[str], columns: dict[str, Any], rate: float
+) -> None:
+    source = tmp_path / "rows.csv"
+    source.write_text("rating,user\n" + "".join(f"{texts[row % 4]},u{row % 7}\n" for row in range(400)))
+    path = tmp_path / "conf" / "data" / "rows.yaml"
+    said = inspect(load_config(InspectJob, [f"source={source}", f"output={path}", *words]))
+    config = yaml.safe_load(path.read_text())
+    assert config["columns"] == {**columns, "sparse": ["user"]}
+    assert f"rate {rate:.4f}" in said
+    words = [f"--config-dir={tmp_path}/conf", "data=rows", f"source={source}", f"data.path={tmp_path}/rows"]
+    job = load_config(PrepareJob, [*words, "data.max_quarantined_fraction=0.5"])
+    assert prepare(job).dataset.accepted_rows == 400 - 100 * texts.count("")
+
+
+@pytest.mark.parametrize(
+    ("texts", "words", "says"),
+    [
+        (["1", "3", "4", "5"], ["label=rating"], "label=rating 4 numbers 1 5 label_threshold=4"),
+        (["buy", "go", "go"], ["label=rating"], "label=rating 2 'label_values={go: 1, buy: 0}'"),
+        (["1", "3", "4", "5"], [], "rating user label_threshold=<number>"),
+        (["1", "0"], ["label_threshold=4"], "label=<column>"),
+        (["1", "0"], ["label=ratings"], "label=ratings 'rating'"),
+    ],
+)
+def test_a_label_whose_meaning_is_not_known_is_asked_for(
+    tmp_path: Path, texts: list[str], words: list[str], says: str
+) -> None:
+    source = tmp_path / "rows.csv"
+    source.write_text("rating,user\n" + "".join(f"{texts[row % len(texts)]},u{row % 7}\n" for row in range(420)))
+    with pytest.raises(DataError, match=names(says)):
+        inspect(load_config(InspectJob, [f"source={source}", f"output={tmp_path}/c.yaml", *words]))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pipeline.data.quality import auc
+from pipeline.training.runs.compare import describe
 from pipeline.training.runs.details import Blocks, EvaluationDetails, summarize_rows
 from pipeline.training.runs.intervals import difference, resampled_measures
 
@@ -95,3 +97,18 @@ def test_runs_of_the_same_three_seeds_are_paired() -> None:
     assert same.is_called and not other.is_called
     spread = np.std([-0.0019, -0.0021, -0.0020], ddof=1)
     assert same.half_width == pytest.approx(6.965 * spread / np.sqrt(3), rel=1e-3)
+
+
+def test_rows_of_one_class_that_are_drawn_say_nothing_and_warn_of_nothing() -> None:
+    """Of 100 blocks one holds the only click: every third draw has none."""
+    labels = np.arange(4000) == 7
+    logits = np.random.default_rng(4).normal(0, 1.0, 4000)
+    blocks, _ = summarize_rows(np.arange(4000) // 40, logits, labels.astype(np.uint8), 100)
+    resampled = resampled_measures({"a": blocks, "b": blocks}, {"a": 0.5, "b": 0.5}, 200)
+    for measure in ("ne", "calibration", "auc"):
+        drawn = resampled[measure]["a"]
+        assert 20 < np.isnan(drawn).sum() < 180 and not np.isinf(drawn).any(), measure
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = difference({0: "a"}, {0: "b"}, {"a": 0.5, "b": 0.5}, resampled[measure], CONFIDENCE)
+        assert describe(measure, "B", found) == "B: the same, to rounding"

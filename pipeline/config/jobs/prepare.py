@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pipeline.config.data import DataConfig
 from pipeline.config.ids import BaseVocabularyConfig
 from pipeline.config.jobs.job import Job
+from pipeline.config.labels import LabelConfig
 from pipeline.config.paths import PathsConfig
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given
 
@@ -94,6 +95,8 @@ class InspectJob(Job):
 
     source: str = "???"
     label: str | None = None  # None: by values and name
+    label_values: dict[str, int] = field(default_factory=dict)  # of a label that is text
+    label_threshold: float | None = None  # of a label of other numbers
     data_name: str | None = None  # None: the file's
     output: str | None = None  # None: <data_name>.yaml
     max_rows: int = 1_000_000
@@ -101,5 +104,6 @@ class InspectJob(Job):
     def __post_init__(self) -> None:
         check_given("source", self.source)
         check_at_least("max_rows", self.max_rows, 100)
+        LabelConfig(values=self.label_values, threshold=self.label_threshold)  # checks them
         if self.output is not None and not self.output.endswith(".yaml"):
             raise ConfigError(f"output={self.output} must end in .yaml")

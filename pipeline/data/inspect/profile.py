@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.quality import auc
-from pipeline.runtime.errors import DataError
+from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
 SEPARATORS = ("|", ";")
@@ -60,10 +61,18 @@ class Profile:
     columns: list[Column]
     label: str
     label_rate: float
+    label_values: dict[str, int] = field(default_factory=dict)
+    label_threshold: float | None = None
 
 
-def profile(path: str, label: str | None, max_rows: int) -> Profile:
-    """Raises DataError for a file that cannot be read, or that has no column of 0 and 1 for a label."""
+def profile(
+    path: str,
+    label: str | None,
+    max_rows: int,
+    label_values: Mapping[str, int] | None = None,
+    label_threshold: float | None = None,
+) -> Profile:
+    """Raises DataError for a file that cannot be read, or that has no column for a label."""
     if not storage.is_local(path) or not os.path.isfile(path):
         raise DataError(f"source={path} is no file on this machine: give one of the raw files, the others are like it")
     connection = duckdb.connect()
@@ -74,21 +83,29 @@ def profile(path: str, label: str | None, max_rows: int) -> Profile:
     if not rows:
         raise DataError(f"source={path} holds no rows")
     columns = [_column(connection, name, rows) for name in names]
-    found = _label(columns, label, path)
-    labels = np.asarray(
-        connection.execute(f"SELECT try_cast({_quoted(found)} AS DOUBLE) FROM raw").fetchnumpy()[
-            _first(connection, found)
-        ]
-    )
-    labels = np.ma.filled(labels.astype(np.float64), np.nan)
+    if label is not None and label not in names:
+        raise DataError(
+            f"label={label}: {path} has no such column{did_you_mean(label, names)}; it has {', '.join(names)}"
+        )
+    given = bool(label_values) or label_threshold is not None
+    if given and label is None:
+        raise DataError("label_values and label_threshold say what a label's values mean: give label=<column> too")
+    found = label if label is not None else _found_label(columns, path)
+    column = next(each for each in columns if each.name == found)
+    values = dict(label_values or {})
+    if not given:
+        values, label_threshold = _meaning(column)
+    labels = _labels(connection, found, values, label_threshold)
     columns = [each if each.name == found else _with_auc(connection, each, labels) for each in columns]
-    whole = rows < max_rows
-    return Profile(path, kind, delimiter, header, rows, whole, columns, found, float(np.nanmean(labels)))
+    rate = float(np.nanmean(labels)) if np.isfinite(labels).any() else math.nan
+    return Profile(
+        path, kind, delimiter, header, rows, rows < max_rows, columns, found, rate, values, label_threshold
+    )  # fmt: skip
 
 
 def _open(connection: duckdb.DuckDBPyConnection, path: str, max_rows: int) -> tuple[str, str | None, list[str]]:
     """Fill the table `raw` with text; (format, delimiter, header)."""
-    literal = "'" + path.replace("'", "''") + "'"
+    literal = _literal(path)
     try:
         if path.endswith(".parquet"):
             connection.execute(f"CREATE TABLE typed AS SELECT * FROM read_parquet({literal}) LIMIT {max_rows}")
@@ -162,33 +179,68 @@ def _column(connection: duckdb.DuckDBPyConnection, name: str, rows: int) -> Colu
     )  # fmt: skip
 
 
+WORDS = {"yes": 1, "no": 0, "true": 1, "false": 0, "y": 1, "n": 0, "t": 1, "f": 0}
 LABEL_NAMES = re.compile(
     r"(is_?)?(label|click|clicked|target|y|conversion|converted|purchase|purchased|like|liked)", re.IGNORECASE
 )
 
 
-def _label(columns: list[Column], wanted: str | None, path: str) -> str:
-    binary = [
-        each.name
-        for each in columns
-        if each.distinct == 2 and (each.low, each.high) == (0.0, 1.0) and each.numbers == 1.0
-    ]
-    if wanted is not None:
-        if wanted not in [each.name for each in columns]:
-            raise DataError(
-                f"label={wanted}: {path} has no such column; it has {', '.join(each.name for each in columns)}"
-            )
-        if wanted not in binary:
-            raise DataError(
-                f"label={wanted}: its values are not 0 and 1; columns of 0 and 1 are {', '.join(binary) or 'none'}"
-            )
-        return wanted
+def _is_binary(column: Column) -> bool:
+    return column.distinct == 2 and (column.low, column.high) == (0.0, 1.0) and column.numbers == 1.0
+
+
+def _words(column: Column) -> dict[str, int]:
+    """The column's two words -> what they say, of yes and no and the like."""
+    values = {text: WORDS.get(text.lower(), -1) for text in column.examples} if column.distinct == 2 else {}
+    return values if set(values.values()) == {0, 1} else {}
+
+
+def _found_label(columns: list[Column], path: str) -> str:
+    """The one column of 0 and 1 that is called like a label, else the only one; else one of yes and no that is called so."""
+    binary = [each.name for each in columns if _is_binary(each)]
     named = [name for name in binary if LABEL_NAMES.fullmatch(name)]
     if len(named) == 1 or (not named and len(binary) == 1):
         return (named or binary)[0]
+    worded = [each.name for each in columns if _words(each) and LABEL_NAMES.fullmatch(each.name)]
+    if not binary and len(worded) == 1:
+        return worded[0]
+    holds = f"{', '.join(binary)} hold 0 and 1 alone" if binary else "no column holds 0 and 1 alone"
     raise LabelError(
-        f"{path}: which column is the label? Columns of 0 and 1 are {', '.join(binary) or 'none'}; give label=<column>"
+        f"{path}: which column is the label? {holds}; give label=<column>, and label_threshold=<number> where it holds "
+        f"other numbers; columns are {', '.join(each.name for each in columns)}"
     )
+
+
+def _meaning(column: Column) -> tuple[dict[str, int], float | None]:
+    """label_values and label_threshold of a chosen label that is not 0 and 1. Raises LabelError where they must be given."""
+    if _is_binary(column):
+        return {}, None
+    if words := _words(column):
+        return words, None
+    if column.numbers == 1.0 and column.distinct > 1:
+        raise LabelError(
+            f"label={column.name} holds {column.distinct:,} numbers of {column.low:g} to {column.high:g}: "
+            f"say from which one on it is 1, label_threshold={math.ceil(column.mean):g}"
+        )
+    few = [f"{text}: {int(not place)}" for place, text in enumerate(column.examples)]
+    raise LabelError(
+        f"label={column.name} holds {column.distinct:,} values that are not 0 and 1: say what is 1, "
+        f"'label_values={{{', '.join(few)}}}'"
+    )
+
+
+def _labels(
+    connection: duckdb.DuckDBPyConnection, name: str, values: Mapping[str, int], threshold: float | None
+) -> NDArray[np.float64]:
+    """0, 1 and NaN where a row has none."""
+    number = f"try_cast({_quoted(name)} AS DOUBLE)"
+    if threshold is not None:
+        number = f"CAST({number} >= {float(threshold)} AS DOUBLE)"
+    elif values:
+        cases = " ".join(f"WHEN {_literal(text)} THEN {int(meant)}" for text, meant in values.items())
+        number = f"CAST(CASE {_quoted(name)} {cases} END AS DOUBLE)"
+    found = connection.execute(f"SELECT {number} AS label FROM raw").fetchnumpy()["label"]
+    return np.ma.filled(found.astype(np.float64), np.nan)
 
 
 def _with_auc(connection: duckdb.DuckDBPyConnection, column: Column, labels: NDArray[np.float64]) -> Column:
@@ -215,8 +267,8 @@ def _with_auc(connection: duckdb.DuckDBPyConnection, column: Column, labels: NDA
     return replace(column, alone_auc=auc(scores[known], labels[known]))
 
 
-def _first(connection: duckdb.DuckDBPyConnection, name: str) -> str:
-    return str(connection.execute(f"SELECT try_cast({_quoted(name)} AS DOUBLE) FROM raw LIMIT 0").description[0][0])
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _quoted(name: str) -> str:

@@ -40,6 +40,8 @@ def propose(profile: Profile, name: str) -> Proposal:
     for column, (role, _) in roles.items():
         by_role.setdefault(role, []).append(column)
     columns: dict[str, Any] = {"label": profile.label}
+    columns |= {"label_values": profile.label_values} if profile.label_values else {}
+    columns |= {"label_threshold": profile.label_threshold} if profile.label_threshold is not None else {}
     columns |= {role: by_role[role] for role in ("dense", "sparse", "multi_hot") if role in by_role}
     if times := by_role.get("timestamp"):
         columns["timestamp"] = times[0]
@@ -65,7 +67,10 @@ def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
     """(dense, sparse, multi_hot, timestamp, label or left out, why)."""
     rows = profile.rows * (1 - column.missing)
     if column.name == profile.label:
-        return "label", f"0 and 1, {profile.label_rate:.2%} are 1"
+        ones = [text for text, number in profile.label_values.items() if number]
+        what = f"1 is {' or '.join(ones)}" if ones else "0 and 1"
+        what = what if profile.label_threshold is None else f"1 from {profile.label_threshold:g} on"
+        return "label", f"{what}, {profile.label_rate:.2%} are 1"
     if not column.name.strip() or (
         column.distinct >= rows and column.whole > 0.99 and column.high - column.low <= 1.01 * rows
     ):

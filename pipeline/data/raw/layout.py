@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 TIME_PREFIX = "\0time "  # no column of a source has such a name
+LONGEST_NAME_SHOWN = 60
 OTHER_DELIMITERS = (";", "\t", "|", ",")
 
 
@@ -182,13 +183,19 @@ def with_group(layout: Layout, group_column: str | None) -> Layout:
     return replace(layout, carried=(*layout.carried, group_column))
 
 
+def _shown(name: str) -> str:
+    """A name may be empty; and a whole line, of a file of another kind."""
+    return name if 0 < len(name) <= LONGEST_NAME_SHOWN else f"{name[:LONGEST_NAME_SHOWN]}..." if name else "(no name)"
+
+
 def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
     """Raises DataError where a needed column is missing, naming the nearest one that is there."""
     missing = [name for name in layout.needed if name not in names]
     if missing:
-        listed = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in missing[:5])
+        near = {name: did_you_mean(name, names).lstrip("; ") for name in missing[:5]}
+        listed = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in near.items())
         has = (
-            f"It has {', '.join(names[:60])}; correct data.columns"
+            f"It has {', '.join(map(_shown, names[:60]))}; correct data.columns"
             if names
             else "No column was found in it; correct data.format"
         )

@@ -21,6 +21,8 @@ from pipeline.training.runs.intervals import MEASURES, Difference, difference, r
 SAME_VARIANT = ("name", "run_dir", "trainer.seed")  # keys that may differ within a variant, and sections:
 SAME_VARIANT_SECTIONS = ("paths.", "logger.")
 SPLITS = ("test", "validation")  # looked for in this order
+ROUNDING = 1e-6  # two trainings of one config differ by as much, on several ranks by the order of sums
+LEAST_WIDTH = 22
 LEFT_OUT = ("num_samples", "num_groups", "num_one_class_groups", "label_rate")
 
 
@@ -197,6 +199,8 @@ def differing_config(variants: Sequence[Variant]) -> dict[str, list[str]]:
 
 def describe(metric: str, letter: str, found: Difference) -> str:
     """A sentence: B is better by 0.0012 ± 0.0004 (98 %)."""
+    if max(abs(found.value), found.half_width) < ROUNDING:
+        return f"{letter}: the same, to rounding"
     amount = f"{abs(found.value):.{_places(found.half_width)}f} ± {found.half_width:.{_places(found.half_width)}f}"
     chance = f"({100 * found.confidence:g} %)"
     if not found.is_significant:
@@ -262,12 +266,13 @@ def _section(title: str, rows: dict[str, list[str]], variants: Sequence[Variant]
     if not rows:
         return []
     width = max(len(key) for key in rows)
-    header = f"\n{title:<{width + 2}}" + "".join(f"{each.letter:<24}" for each in variants)
-    return [header.rstrip(), *(f"  {key:<{width}}" + _cells(values) for key, values in rows.items())]
+    columns = [max(LEAST_WIDTH, *map(len, cells)) for cells in zip(*rows.values(), strict=True)]
+    header = f"\n{title:<{width + 2}}" + _cells([each.letter for each in variants], columns)
+    return [header, *(f"  {key:<{width}}" + _cells(values, columns) for key, values in rows.items())]
 
 
-def _cells(values: list[str]) -> str:
-    return "".join(f"  {value:<22}" if len(value) <= 22 else f"  {value}" for value in values).rstrip()
+def _cells(values: list[str], widths: list[int]) -> str:
+    return "".join(f"  {value:<{width}}" for value, width in zip(values, widths, strict=True)).rstrip()
 
 
 def _number(value: float) -> str:

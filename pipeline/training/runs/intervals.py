@@ -52,7 +52,10 @@ class Difference:
 def resampled_measures(
     runs: Mapping[str, Blocks], aucs: Mapping[str, float], num_samples: int = NUM_SAMPLES, seed: int = 0
 ) -> dict[str, dict[str, Floats]]:
-    """measure -> run -> [num_samples], of the same blocks in every run: run -> its blocks, and its AUC."""
+    """measure -> run -> [num_samples], of the same blocks in every run: run -> its blocks, and its AUC.
+
+    NaN where the rows that were drawn are of one class.
+    """
     names = list(runs)
     num_blocks = len(runs[names[0]].rows)
     columns = np.concatenate(
@@ -71,6 +74,8 @@ def resampled_measures(
         entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
         found = {"ne": loss / rows / entropy, "logloss": loss / rows, "calibration": predictions / labels}
     found["auc"] = auc_term + np.array([aucs[name] for name in names])
+    has_both = (labels > 0) & (labels < rows)  # rows of one class have no NE, and no AUC
+    found |= {measure: np.where(has_both, found[measure], np.nan) for measure in ("ne", "calibration", "auc")}
     return {measure: {name: found[measure][:, index] for index, name in enumerate(names)} for measure in MEASURES}
 
 

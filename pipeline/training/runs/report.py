@@ -211,7 +211,7 @@ def _starts(run: Run) -> Iterator[str]:
 
 
 def _config(run: Run) -> Iterator[str]:
-    text = yaml.safe_dump(run.config, sort_keys=False, default_flow_style=None, width=100)
+    text = yaml.safe_dump(run.config, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True)
     yield f"<h2>Config</h2>{folded('config.yaml, nothing left out', scrolled(text, 'config'))}"
     yield f'<p class="faint">Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {escape(run.path)}.</p>'
 
