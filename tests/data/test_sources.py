@@ -26,7 +26,7 @@ from pipeline.data.prepare.limit import most_rows_to_come
 from pipeline.data.prepare.run import PrepareSummary, describe, prepare
 from pipeline.data.raw import rows as raw_rows
 from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.source import Block, Source
+from pipeline.data.raw.source import Block, Source, find_sources
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.serving.artifact.package import schema_of
 from pipeline.serving.scoring.column_lists import ColumnLists
@@ -167,6 +167,40 @@ def test_json_lines_are_read_and_bad_ones_quarantined(tmp_path: Path) -> None:
     assert dataset.quarantined_rows == 3
     with pytest.raises(DataError, match=names("'z' lacks 1 of 2 y, x, c, m")):
         _prepare(tmp_path / "other", source, {"label": "y", "sparse": ["z"]}, format="jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(b"y,c\n1,a\n"), "rows.csv gzip .gz"), (bytes([0x28, 0xB5, 0x2F, 0xFD]) + b"..", "rows.csv zstd"),
+        (b"PK\x03\x04..", "rows.csv zip"), (b"PAR1....", "rows.csv data.format=parquet"),
+        ("y,c\n1,a\n".encode("utf-16"), "rows.csv UTF-16 iconv"),
+        (b"# Read me\n", "rows.csv 'y' quoted glob"), (f"{'x' * 500}\n".encode(), "rows.csv xxx..."),
+        (b"y,c\n" + b"yes,a\n" * 9, "9 of 9 'yes' data.columns.label_values label_threshold"),
+    ],
+    ids=["gzip", "zstd", "zip", "parquet", "utf-16", "read me", "long line", "label"],
+)  # fmt: skip
+def test_a_file_that_is_no_text_of_these_columns_says_what_it_is(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=names(says)) as failure:
+        _prepare(tmp_path, str(path), {"label": "y", "sparse": ["c"]})
+    assert len(str(failure.value)) < 400
+
+
+def test_a_folder_without_files_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=names("empty' folder without data files")) as failure:
+        find_sources(str(tmp_path / "empty"))
+    assert "did you mean" not in str(failure.value)
+
+
+def test_columns_without_values_and_labels_of_one_class_are_remarked_on(tmp_path: Path) -> None:
+    source = _write(tmp_path / "rows.csv", ["y,c,d", *(f"{int(row == 7)},,d{row % 3}" for row in range(100))])
+    summary = _prepare(tmp_path, source, {"label": "y", "sparse": ["c", "d"]}, split=SplitConfig())
+    assert len(summary.hints) == 2
+    assert mentions(summary.hints[0], "y 0 in all 10 validation rows 10 test") and "train" not in summary.hints[0]
+    assert mentions(summary.hints[1], "c data.ids.min_frequency")
 
 
 def test_a_wrong_delimiter_is_named(tmp_path: Path) -> None:

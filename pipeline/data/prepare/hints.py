@@ -28,7 +28,13 @@ def find_hints(dataset: Dataset, folder: str, num_negative: Mapping[str, int]) -
         and each.frequency_curve.ranks[:1] == [1]
         and each.frequency_curve.shares[0] >= ONE_VALUE_SHARE
     ]
-    lines = []
+    empty = [each.name for each in dataset.sparse_features if each.vocabulary and each.cardinality == 1]
+    lines = _of_labels(dataset)
+    if empty:
+        lines.append(
+            f"no value with an id of its own: {_named(empty)}; a column without values, or with rarer ones than "
+            "data.ids.min_frequency"
+        )
     if num_negative:
         rows = dataset.accepted_rows
         counts = [f"{name} ({count:,} of {rows:,})" for name, count in num_negative.items()]
@@ -52,6 +58,20 @@ def find_hints(dataset: Dataset, folder: str, num_negative: Mapping[str, int]) -
             f"one value in {ONE_VALUE_SHARE:.0%} of the rows or more: {_named(constant)}; is that the right column?"
         )
     return lines
+
+
+def _of_labels(dataset: Dataset) -> list[str]:
+    """Splits in which a binary main label is the same in all rows."""
+    kind = next((label.kind for label in dataset.labels if label.name == dataset.label), "binary")
+    same = {
+        name: int(split.num_positives > 0)
+        for name, split in dataset.splits.items()
+        if split.num_rows and split.num_positives in (0, split.num_rows)
+    }
+    if kind != "binary" or not same:
+        return []
+    counts = ", ".join(f"{value} in all {dataset.splits[name].num_rows:,} {name} rows" for name, value in same.items())
+    return [f"{dataset.label} is {counts}: nothing can be learnt, or measured, of one class"]
 
 
 def _frequent(feature: SparseFeature, folder: str) -> list[str]:

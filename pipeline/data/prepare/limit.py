@@ -24,10 +24,14 @@ GZIP_MARGIN = 10  # of the rows in a compressed byte: those to come may be so ma
 def refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> None:
     """Raises DataError where more rows are quarantined than the config allows."""
     if quarantined > config.max_quarantined_fraction * rows:
+        is_label = ", not 0 or 1" in example
+        label = (
+            " For a label of other values there are data.columns.label_values and label_threshold." if is_label else ""
+        )
         raise DataError(
             f"{quarantined:,} of {rows:,} rows ({quarantined / rows:.2%}) cannot be read and "
             f"data.max_quarantined_fraction allows {config.max_quarantined_fraction:.2%}; the first is {example}. "
-            "Check data.format and data.columns, correct the source, or allow more"
+            f"Check data.format and data.columns, correct the source, or allow more.{label}"
         )
 
 

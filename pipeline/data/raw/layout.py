@@ -199,7 +199,7 @@ def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
             if names
             else "No column was found in it; correct data.format"
         )
-        hint = ""
+        hint = ", or let a quoted glob as source leave this file out" if len(missing) == len(layout.needed) else ""
         if (
             len(names) == 1
             and layout.header is None

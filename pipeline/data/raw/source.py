@@ -40,6 +40,16 @@ TEACHER_SUFFIX = ".teacher.parquet"
 TEACHER_COLUMN = "probability"
 SAMPLE_BYTES = 1 << 16
 NUM_SAMPLES = 64
+NO_TEXT = {  # what a file begins with -> what it is, what to do
+    b"\x1f\x8b": ("gzip", "let its name end in .gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "decompress it, or compress it by gzip"),
+    b"BZh": ("compressed by bzip2", "decompress it, or compress it by gzip"),
+    b"\xfd7zXZ": ("compressed by xz", "decompress it, or compress it by gzip"),
+    b"PK\x03\x04": ("a zip file", "unpack it"),
+    b"PAR1": ("Parquet", "set data.format=parquet"),
+    b"\xff\xfe": ("text in UTF-16", "convert it by iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("text in UTF-16", "convert it by iconv -f UTF-16 -t UTF-8"),
+}
 GLOB_SIGNS = "*?["
 
 
@@ -121,6 +131,8 @@ def _paths(source: str) -> list[str]:
     else:
         paths = list(files_below(source))
     paths = [path for path in paths if storage.is_file(path) and not path.endswith((TEACHER_SUFFIX, ".partial"))]
+    if not paths and storage.is_local(source) and os.path.isdir(source):
+        raise DataError(f"source={source!r} is a folder without data files; names that begin with . or _ are no data")
     if not paths:
         siblings = storage.list_folder(storage.dirname(source))
         hint = did_you_mean(source.rpartition("/")[2], siblings)
@@ -163,12 +175,22 @@ def _describe(path: str) -> Source:
     return Source(path, name_of(path), size, digest.hexdigest(), partitions=partitions_of(path))
 
 
+def _refuse_no_text(file: IO[bytes], source: Source) -> None:
+    """Raises DataError for a file whose first bytes say that it is something else, and how it becomes text."""
+    begin = file.read(max(map(len, NO_TEXT)))
+    file.seek(0)
+    for signature, (what, cure) in NO_TEXT.items():
+        if begin.startswith(signature) and not (what == "gzip" and source.name.endswith(".gz")):
+            raise DataError(f"{source.path} is {what}, and is read as text: {cure}")
+
+
 class TextReader:
     """The lines of a text file, plain or .gz. `position` is how many of the file's bytes were read."""
 
     def __init__(self, source: Source, block_bytes: int) -> None:
         self._source, self._block_bytes = source, block_bytes
         self._file: IO[bytes] = storage.open_file(source.path, "rb")
+        _refuse_no_text(self._file, source)
         self._stream: Any = gzip.GzipFile(fileobj=self._file) if source.name.endswith(".gz") else self._file
         self._line, self._row = 1, 0
 

@@ -1,8 +1,8 @@
 """Move spans between files and memory, many at once, by kernels that Numba compiles.
 
 Linux's io_submit starts as many transfers as a step needs in one call, and io_getevents waits for all of them: one thread
-keeps the SSD busy, for a third of the processor's time that threads take which read one span each. Kernels return the errno of the
-first transfer that failed, SHORT for a file that ended, and 0.
+keeps the SSD busy, for a third of the processor's time that threads take which read one span each. Kernels return the first span that
+failed and its errno, or SHORT for a file that ended; and an errno of 0 where none did.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def _move(is_write, file, offset, size, address):  # type: ignore[no-untyped-def
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def move_each(is_write, files, offsets, sizes, addresses, begin, end):  # type: ignore[no-untyped-def]
-    """Spans [begin, end), one after the other."""
+    """Spans [begin, end), one after the other; (span, errno)."""
     for at in range(begin, end):
         error = _move(is_write, files[at], offsets[at], sizes[at], addresses[at])
         if error != 0:
-            return error
-    return int64(0)
+            return int64(at), error
+    return int64(end), int64(0)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -74,7 +74,7 @@ def move_together(context, is_write, files, offsets, sizes, addresses, requests,
             requests[position, 3], requests[position, 4] = addresses[at], sizes[at]
             requests[position, 5], requests[position, 6], requests[position, 7] = offsets[at], 0, 0
             pointers[position] = requests.ctypes.data + 8 * REQUEST_NUMBERS * position
-        error, submitted, finished = int64(0), 0, 0
+        failed, error, submitted, finished = int64(0), int64(0), 0, 0
         while finished < submitted or (submitted < count and error == 0):
             if submitted < count and error == 0:
                 waiting = pointers.ctypes.data + 8 * submitted
@@ -83,7 +83,7 @@ def move_together(context, is_write, files, offsets, sizes, addresses, requests,
                     submitted += taken
                 elif submitted == finished:  # nothing whose end would leave room
                     at = first + submitted
-                    error = _move(is_write, files[at], offsets[at], sizes[at], addresses[at])
+                    failed, error = int64(at), _move(is_write, files[at], offsets[at], sizes[at], addresses[at])
                     submitted += 1
                     finished += 1
                     continue
@@ -98,8 +98,8 @@ def move_together(context, is_write, files, offsets, sizes, addresses, requests,
             for position in range(max(found, 0)):
                 at = events[position, 0]
                 if events[position, 2] != sizes[at] and error == 0:
-                    error = _move(is_write, files[at], offsets[at], sizes[at], addresses[at])
+                    failed, error = int64(at), _move(is_write, files[at], offsets[at], sizes[at], addresses[at])
             finished += max(found, 0)
         if error != 0:
-            return error
-    return int64(0)
+            return failed, error
+    return int64(len(files)), int64(0)

@@ -91,38 +91,36 @@ class Transfers:
     def _move(self, group: Sequence[Piece], is_write: bool, only_read: bool = False) -> None:
         sizes = np.concatenate([piece.sizes for piece in group])
         offsets = np.concatenate([piece.offsets for piece in group])
-        files = np.repeat([piece.file for piece in group], [len(piece.sizes) for piece in group])
+        owners = np.repeat(np.arange(len(group)), [len(piece.sizes) for piece in group])
+        files = np.array([piece.file for piece in group])[owners]
         addresses = self._bytes.ctypes.data + np.concatenate([[0], sizes.cumsum()[:-1]])
         if only_read:
             kept = np.concatenate([piece.is_read for piece in group])  # type: ignore[arg-type]
             files, offsets, sizes, addresses = files[kept], offsets[kept], sizes[kept], addresses[kept]
-        if error := self._errno(is_write, files, offsets, sizes, addresses):
-            group[0].check(error)
+            owners = owners[kept]
+        span, error = self._first_failure(is_write, files, offsets, sizes, addresses)
+        if error:
+            group[owners[span]].check(error)
 
-    def _errno(self, is_write: bool, files: Array, offsets: Array, sizes: Array, addresses: Array) -> int:
+    def _first_failure(
+        self, is_write: bool, files: Array, offsets: Array, sizes: Array, addresses: Array
+    ) -> tuple[int, int]:
+        """The span and its errno, which is 0 where none fails."""
         if not len(files):
-            return 0
+            return 0, 0
         if self._threads is None:
-            return int(
-                transfer_kernels.move_together(
-                    self._context,
-                    is_write,
-                    files,
-                    offsets,
-                    sizes,
-                    addresses,
-                    self._requests,
-                    self._pointers,
-                    self._events,
-                )
+            span, error = transfer_kernels.move_together(
+                self._context, is_write, files, offsets, sizes, addresses, self._requests, self._pointers, self._events
             )
+            return int(span), int(error)
         bounds = np.linspace(0, len(files), min(THREADS, len(files)) + 1).astype(np.int64)
         spans = (files, offsets, sizes, addresses)
         moves = [
             self._threads.submit(transfer_kernels.move_each, is_write, *spans, begin, end)
             for begin, end in itertools.pairwise(bounds)
         ]
-        return next((error for error in [int(move.result()) for move in moves] if error), 0)
+        ended = [(int(span), int(error)) for span, error in [move.result() for move in moves]]
+        return next((each for each in ended if each[1]), (0, 0))
 
 
 def transfers() -> Transfers:

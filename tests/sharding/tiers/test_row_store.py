@@ -134,6 +134,23 @@ def test_an_io_error_is_one_too(tmp_path: Path) -> None:
         store.load(rows, rows, _columns(30, (64, 0, 0)))
 
 
+@pytest.mark.parametrize("is_asynchronous", [True, False], ids=["io_submit", "threads"])
+def test_of_several_tables_the_error_names_the_one_whose_file_failed(tmp_path: Path, is_asynchronous: bool) -> None:
+    stores = [RowStore(str(tmp_path), name, 100, (64, 0, 0)) for name in ("clicks", "views", "buys")]
+    rows, columns = np.arange(0, 100, 7), _columns(100, (64, 0, 0))
+    for store in stores:
+        store.store(np.arange(100), np.ones((100, 64), np.float32))
+    stores[1].close()
+    stores[1]._fd = os.open("/dev/full", os.O_RDWR)
+    mover = Transfers(is_asynchronous)
+    with pytest.raises(TierError, match=r"'views' could not be written .* No space left on device"):
+        mover.write([piece for store in stores for piece in store._writes(rows, np.ones((len(rows), 64), np.float32))])
+    stores[1].close()
+    stores[1]._fd = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(TierError, match=r"'views' could not be read .* Is a directory"):
+        mover.read([piece for store in stores for piece in store.begin_load(rows, rows, columns)])
+
+
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError, match=r"'t' cannot have a row store .* set sharding.tier_folder"):
