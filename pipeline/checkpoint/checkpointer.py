@@ -274,7 +274,9 @@ class Checkpointer:
             CheckpointError: the step is missing, damaged (DamagedError), or does not fit this model and plan.
         """
         if step not in (steps := list_steps(self.folder)):
-            raise CheckpointError(f"there is no step {step} in {self.folder}; there are {steps}")
+            raise CheckpointError(
+                f"there is no step {step} in {self.folder}; there are steps {', '.join(map(str, steps)) or 'none'}"
+            )
         try:
             manifest = self._manifest_of(step)
             self._load(step, manifest)

@@ -90,7 +90,9 @@ def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepT
         raise CheckpointError(f"{folder} holds no checkpoint; train first: python -m pipeline.train run_dir=... ...")
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
-        raise CheckpointError(f"there is no step {chosen} in {folder}; there are {steps}")
+        raise CheckpointError(
+            f"there is no step {chosen} in {folder}; there are steps {', '.join(map(str, steps)) or 'none'}"
+        )
     path = step_path(folder, chosen)
     try:
         return chosen, read_manifest(path), open_tensors(path)

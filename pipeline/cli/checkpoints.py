@@ -68,7 +68,9 @@ def verify_checkpoints(job: CheckpointsJob) -> dict[int, str]:
     folder = folder_of(job.run)
     steps = list_steps(folder)
     if not steps or (job.step is not None and job.step not in steps):
-        raise ConfigError(f"there is no step {'' if job.step is None else job.step} in {folder}; there are {steps}")
+        raise ConfigError(
+            f"there is no step {'' if job.step is None else job.step} in {folder}; there are steps {', '.join(map(str, steps)) or 'none'}"
+        )
     return {step: verify_step(folder, step) for step in (steps if job.step is None else [job.step])}
 
 
@@ -95,7 +97,7 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
     found = [replace(table, name=job.table) for table in ([tables[name]] if name in tables else parts)]
     if not found:
         raise ConfigError(
-            f"step {step} has no table {job.table!r} among {len(tables)}{did_you_mean(job.table, tables)}"
+            f"step {step} has no table {job.table!r} among {len(tables)}{did_you_mean(job.table, tables)}; `show` lists them"
         )
     if problem := verify_step(folder, step):
         raise ConfigError(

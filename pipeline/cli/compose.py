@@ -190,9 +190,9 @@ def _parse_word(parser: OverridesParser, word: str, keys: Iterable[str]) -> Over
     """A value that is no list, mapping or quoted text and that Hydra cannot read is the text that it is."""
     key, equals, value = word.partition("=")
     if not equals and not word.startswith("~"):
-        named = next((each for each in TAKES_A_WORD if each in keys), "key")
+        named = next((f"{each}={word}" for each in TAKES_A_WORD if each in keys), "key=value")
         is_key = word.partition(".")[0] in keys
-        raise ConfigError(f"{word!r} is no key=value; write {f'{word}=<value>' if is_key else f'{named}={word}'}")
+        raise ConfigError(f"{word!r} is no key=value; write {f'{word}=<value>' if is_key else named}")
     key = key.replace("*", STAR)
     plain = [f'{key}="{value}"'] if value == "," or not set(value) & set("[]{}'\"$,\\") else []
     for text in [key + equals + value, *plain]:

@@ -44,7 +44,10 @@ def list_versions(job: RegistryJob) -> list[str]:
             f"{name:<10}{lineage['created_at']:<22}{lineage.get('window') or '-':<28}{lineage.get('parent') or '-':<10}"
             f"{version.size_bytes / 2**20:>8.1f} M  {ne}{mark}"
         )
-    return lines if len(lines) > 1 else [f"{job.registry} has no version yet"]
+    if len(lines) > 1:
+        return lines
+    absent = "" if storage.exists(job.registry) else ": there is no such folder"
+    return [f"{job.registry} has no version yet{absent}"]
 
 
 def show_history(job: RegistryJob) -> list[str]:

@@ -55,3 +55,8 @@ def test_errors_of_the_system_are_one_line_with_path_and_way_out(tmp_path: Path)
         "No space left on device (runs/x); free some space, or choose a folder on another disk"
     )
     assert describe_os_error(ConnectionResetError(104, "reset")) == ""  # no user's fault: it keeps its traceback
+
+
+def test_a_full_disk_is_said_in_the_systems_words_whichever_library_met_it() -> None:
+    error = OSError(28, "Error writing bytes to file. Detail: [errno 28] No space left on device")
+    assert describe_os_error(error, "data").startswith("No space left on device (data); free some space")

@@ -14,11 +14,11 @@ from pipeline.cli import runs as runs_verb
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.runs import ReportJob, RunsJob
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.pages.charts import MOST_POINTS, Line, line_chart, thinned
+from pipeline.runtime.pages.charts import LEFT, MOST_POINTS, WIDTH, Line, line_chart, thinned
 from pipeline.training.runs.details import Slice
 from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.report import render_report, warnings_of
-from pipeline.training.runs.report_features import worst_slices
+from pipeline.training.runs.report_features import _known, worst_slices
 from tests.support.browser import open_page
 from tests.support.messages import names
 
@@ -121,6 +121,13 @@ def test_long_lines_are_thinned_and_odd_ones_drawn() -> None:
         drawn = line_chart("l", "u", [Line("a", "train", [(float(x), y) for x, y in enumerate(values)])])
         assert "<polyline" in drawn and "nan" not in drawn and "inf" not in drawn
     assert ">0.01<" in line_chart("l", "u", [Line("a", "train", [(0.0, 0.02), (1.0, 0.5)])], log=True)
+    for only in ([(31.0, 0.5)], [(31.0, 0.5), (31.0, 0.6)]):
+        drawn = line_chart("l", "u", [Line("a", "train", [point], marks=True) for point in only])
+        assert drawn.count(">31<") == 1 and f'cx="{LEFT + WIDTH / 2:.1f}"' in drawn, "in the middle, under its step"
+
+
+def test_what_a_slice_does_not_have_is_a_dash() -> None:
+    assert (_known(float("nan"), 3), _known(2.0, 3)) == ("-", "2.000")
 
 
 def test_the_verb_writes_where_it_is_told(run_as_trained: Path, tmp_path: Path) -> None:

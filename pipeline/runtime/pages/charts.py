@@ -52,7 +52,10 @@ def line_chart(
     if not points:
         return ""
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    left, right = min(xs), max(max(xs), min(xs) + 1e-12)
+    left, right = min(xs), max(xs)
+    is_one = left == right and not diagonal  # place: in the middle
+    if is_one:
+        left, right, log_x = left - 1.0, right + 1.0, False
     low, high = bounds or _bounds(min(ys), max(ys), log)
     if diagonal:
         left = low = 0.0
@@ -66,7 +69,10 @@ def line_chart(
         along = math.log(x / left) / math.log(right / left) if log_x else (x - left) / (right - left)
         return LEFT + WIDTH * along, TOP + HEIGHT * (1 - min(1.0, max(0.0, share)))
 
-    parts = [*_value_axis(_ticks(low, high, log), unit, lambda y: at(left, y)[1]), *_step_axis(left, right, x_name)]
+    parts = [
+        *_value_axis(_ticks(low, high, log), unit, lambda y: at(left, y)[1]),
+        *_step_axis([xs[0]] if is_one else [left, right], x_name),
+    ]
     if diagonal:
         (x1, y1), (x2, y2) = at(left, low), at(right, high)
         parts.append(f'<line class="limit" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
@@ -140,10 +146,15 @@ def _tick_text(tick: float, digits: int) -> str:
     return f"{tick:,.0f}" if abs(tick) >= 1000 else f"{tick:.{digits}g}"
 
 
-def _step_axis(left: float, right: float, name: str) -> list[str]:
-    y = TOP + HEIGHT + 16
-    ends = [text(LEFT, y, f"{left:,.4g}", "start", "faint"), text(LEFT + WIDTH, y, f"{right:,.6g}", "end", "faint")]
-    return [*ends, text(LEFT + WIDTH / 2, y + 14, name, "middle", "faint")]
+def _step_axis(steps: Sequence[float], name: str) -> list[str]:
+    """`steps`: at both ends, or the only one."""
+    y, middle = TOP + HEIGHT + 16, LEFT + WIDTH / 2
+    ends = [
+        text(LEFT, y, f"{steps[0]:,.6g}", "start", "faint"),
+        text(LEFT + WIDTH, y, f"{steps[-1]:,.6g}", "end", "faint"),
+    ]
+    ends = ends if len(steps) > 1 else [text(middle, y, f"{steps[0]:,.6g}", "middle", "faint")]
+    return [*ends, text(middle, y + 14, name, "middle", "faint")]
 
 
 def _line(line: Line, at: Callable[[float, float], Point], x_name: str) -> list[str]:

@@ -34,7 +34,7 @@ def describe_os_error(error: OSError, folder: str = "") -> str:
         return ""
     named = error.filename2 or error.filename or folder
     path = f" ({named})" if named else ""
-    return mask(f"{error.strerror or os.strerror(error.errno or 0)}{path}; {hint}")
+    return mask(f"{os.strerror(error.errno or 0)}{path}; {hint}")  # a library has other words of its own for it
 
 
 def write_error_file(message: str, error: BaseException | None = None) -> None:

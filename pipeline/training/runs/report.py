@@ -129,11 +129,12 @@ def warnings_of(run: Run, metrics: dict[str, float], details: EvaluationDetails 
         )
     if throughput.get("input_stall_percent", 0.0) > 20:
         yield f"Training waited for input {throughput['input_stall_percent']:.0f} % of the time: see data.reader.decode_threads."
-    yield from (each for each in run.summary.get("remarks", []) if not (is_off and each.startswith("calibration")))
+    remarks = [each for each in run.summary.get("remarks", []) if not (is_off and each.startswith("calibration"))]
+    yield from (f"{each[:1].upper()}{each[1:]}." for each in remarks)
     if bad := run.summary.get("num_bad_rows"):
         yield f"{bad:,} bad rows were left out; the folder quarantine lists them."
     if run.starts and run.starts[-1].commit.endswith("-dirty"):
-        yield f"The code had changes beyond commit {run.starts[-1].commit.removesuffix('-dirty')}: it cannot be had back from git."
+        yield f"The code had changes beyond commit {run.starts[-1].commit.removesuffix('-dirty')}: git cannot restore it."
     measured = [
         (step, each["ne"]) for (split, step), each in run.evaluations.items() if split == "validation" and "ne" in each
     ]

@@ -75,7 +75,7 @@ def _feature_rows(
 
 def _importance(run: Run, feature: str) -> str:
     value = run.importance.get(feature)
-    return "-" if value is None else f"{value[0]:.4f} ± {2 * value[1]:.4f}"
+    return "-" if value is None else f"{value[0]:z.4f} ± {2 * value[1]:z.4f}"
 
 
 def _share_of_head(feature: SparseFeature) -> str:
@@ -83,6 +83,10 @@ def _share_of_head(feature: SparseFeature) -> str:
     wanted, curve = max(1, feature.cardinality // 100), feature.frequency_curve
     below = [share for rank, share in zip(curve.ranks, curve.shares, strict=True) if rank <= wanted]
     return f"{below[-1]:.1%}" if below else "-"
+
+
+def _known(value: float, places: int) -> str:
+    return f"{value:.{places}f}" if math.isfinite(value) else "-"
 
 
 def slices_section(dataset: Dataset | None, details: EvaluationDetails | None, run: Run) -> Iterator[str]:
@@ -94,14 +98,14 @@ def slices_section(dataset: Dataset | None, details: EvaluationDetails | None, r
         [
             each.feature, values[each.feature].get(each.id, "unknown or rare" if each.id == 0 else f"id {each.id}"),
             f"{each.rows:,}", f"{each.labels / each.rows:.4f}", f"{each.predictions / each.rows:.4f}",
-            f"{each.calibration:.3f}", f"{each.ne:.4f}", f"{doubt(each):+.1f}",
+            _known(each.calibration, 3), _known(each.ne, 4), f"{doubt(each):+z.1f}",
         ]
         for each in worst
     ]  # fmt: skip
     yield "<h2>Worst slices</h2>"
     yield (
-        "<p>Of each feature's most frequent values those whose predictions are off by more than chance: by so many standard "
-        f"deviations of the number of positives. Slices of fewer than {LEAST_SLICE_ROWS} rows are left out.</p>"
+        "<p>Of each feature's most frequent values those whose predictions are furthest off, in standard deviations of the number "
+        f"of positives: more than 3 are hardly chance. Slices of fewer than {LEAST_SLICE_ROWS} rows are left out.</p>"
     )
     headings = ("feature", "value", "rows", "label rate", "mean prediction", "calibration", "NE", "deviations")
     yield table(headings, rows, range(2, len(headings)), "worst slices")
