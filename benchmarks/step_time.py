@@ -9,6 +9,7 @@ calibration's, and run under the setups of <ranks>x<threads> in turn: each is tr
 The report sets what `plan` would predict beside that. Further: kernels of fresh shapes, and on several ranks the same jobs under each
 sharding, and as the planner chooses, whose order the prediction is to tell; regret is what the plan that it puts first, or that
 the planner chooses, takes longer than the fastest.
+The machine's rate is measured beside each job: the report tells errors as they are, and those of predictions for that rate.
 --clock cpu counts CPU seconds of one rank with one thread, on a machine that others use.
 """
 
@@ -23,9 +24,9 @@ import os
 import random
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,12 @@ from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware
 from pipeline.planner.planner import make_plan
 from pipeline.planner.request import PlanRequest
-from pipeline.planner.step_time.kernels import DOTS, MeasuredTimes
+from pipeline.planner.step_time.kernels import MeasuredTimes
+from pipeline.planner.step_time.layer_kernels import DOTS, STACKS
+from pipeline.planner.step_time.machine_state import PROBES, calibrated_probes, slowdown
 from pipeline.planner.step_time.measurements import Measurement, Measurements, read_measurements, this_machine
-from pipeline.planner.step_time.predict import predict_step
+from pipeline.planner.step_time.predict import StepRequest, predict_step
+from pipeline.planner.step_time.products import Multiplied
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.process.openmp import wait_briefly
@@ -55,7 +59,7 @@ CHOSEN, BY_STEP = "critical_path", "step_time"  # planner.objective
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 APART = 1.1  # measured steps of a pair of plans whose order counts
 ROUNDS, STEPS = 3, 8
-KERNELS = ("gemm", "bmm", "dots", "dots_backward", "lookup", "update")
+KERNELS = ("gemm", "bmm", *DOTS, *STACKS, "lookup", "update")
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,12 @@ class Timed:
     group: str = ""  # plans of one job have one group
     spec: dict[str, Any] | None = None
     kernel: dict[str, Any] | None = None
+    beside: dict[str, float] = field(default_factory=dict)  # of a job: what the probes took
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One job, or kernel, under one setup; milliseconds."""
+    """One job, or kernel, under one setup; milliseconds. slower: by probe, how many times as long it took as in the calibration."""
 
     what: str
     setup: str
@@ -81,6 +86,7 @@ class Compared:
     predicted_ms: float
     spread: float
     group: str = ""
+    slower: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -96,8 +102,8 @@ def run_jobs(jobs: list[tuple[str, str, SmallJob]], bench: Bench, setup: Setup, 
             if not number:
                 print(f"{what}: left out, {str(error).splitlines()[0]}", flush=True)
             continue
-        took, spread = training.run(ROUNDS, STEPS)
-        bench.add("job", {"what": what, "group": group, "spec": json.dumps(job.to_json())}, took, spread)
+        took, spread, beside = training.run(ROUNDS, STEPS)
+        bench.add("job", {"what": what, "group": group, "spec": json.dumps(job.to_json())}, took, spread, beside)
     bench.rows = fastest(bench.rows)
 
 
@@ -164,33 +170,40 @@ def _timed(row: Measurement) -> Timed:
     if row.kind != "job":
         return Timed(row.kind, row.setup, row.us / 1e3, row.spread, "kernel", kernel={"kind": row.kind, "shape": shape})
     spec = json.loads(str(shape["spec"]))
-    return Timed(str(shape["what"]), row.setup, row.us / 1e3, row.spread, str(shape["group"]), spec)
+    return Timed(str(shape["what"]), row.setup, row.us / 1e3, row.spread, str(shape["group"]), spec, beside=row.beside)
 
 
-def compare(timed: list[Timed], measured: Measurements) -> list[Compared]:
-    """Jobs and kernels whose setup the calibration has, beside what it predicts."""
+def compare(timed: list[Timed], measured: Measurements, at_rate_beside: bool = False) -> list[Compared]:
+    """Jobs and kernels whose setup the calibration has, beside what it predicts.
+
+    at_rate_beside: jobs alone, as predicted for the rate that the machine had beside each.
+    """
     kernels = {setup: MeasuredTimes(measured, setup) for setup in measured.setups}
     found = []
     for each in timed:
-        if each.setup not in kernels:
+        slower: dict[str, float] = {}
+        if each.setup not in kernels or (at_rate_beside and not each.beside):
             continue
         if each.spec is not None:
             job = SmallJob(**each.spec)
             what = (
                 f"{each.what} {job.kind} {job.precision} {job.sparse} dim {job.dim} x {len(job.rows)} batch {job.batch}"
             )
-            predicted = predict_job(job, each.setup, measured)
+            predicted = predict_job(job, each.setup, measured, each.beside if at_rate_beside else {})
+            slower = slowdown(each.beside, calibrated_probes(measured, each.setup)) if each.beside else {}
         else:
             assert each.kernel is not None
             what = each.what
             row = Measurement(each.kernel["kind"], each.setup, each.kernel["shape"], 0.0)
             predicted = kernel_us(kernels[each.setup], row) / 1e3
-        found.append(Compared(what, each.setup, each.ms, predicted, each.spread, each.group))
+        found.append(Compared(what, each.setup, each.ms, predicted, each.spread, each.group, slower))
     return found
 
 
-def predict_job(job: SmallJob, setup: str, measured: Measurements) -> float:
-    """Milliseconds of a step, from the job's config alone: planned, recorded, predicted."""
+@cache
+def _request(spec: str, setup: str) -> StepRequest:
+    """Of a job, from its config alone: planned and recorded."""
+    job = SmallJob(**json.loads(spec))
     ranks, threads = map(int, setup.split("x"))
     resolved = job.resolve(ranks)
     hardware = resolve_hardware(resolved.job.hardware, ranks)
@@ -205,7 +218,12 @@ def predict_job(job: SmallJob, setup: str, measured: Measurements) -> float:
         step_cost=partial(step_cost, resolved, hardware, threads),
     )
     plan = make_plan(resolved.job.planner, request)
-    return predict_step(step_request(resolved, plan, hardware, threads), measured).step_ms
+    return step_request(resolved, plan, hardware, threads)
+
+
+def predict_job(job: SmallJob, setup: str, measured: Measurements, beside: dict[str, float]) -> float:
+    """Milliseconds of a step."""
+    return predict_step(_request(json.dumps(job.to_json()), setup), measured, beside).step_ms
 
 
 def kernel_us(times: MeasuredTimes, row: Measurement) -> float:
@@ -213,9 +231,10 @@ def kernel_us(times: MeasuredTimes, row: Measurement) -> float:
     shape = row.shape
     if row.kind in ("gemm", "bmm"):
         sizes = (float(shape.get(name, 1)) for name in ("b", "m", "n", "k"))
-        return times.product_us(row.kind, str(shape["layout"]), str(shape["dtype"]), *sizes)
-    if row.kind in DOTS:
-        return times.dots_us(row.kind, str(shape["dtype"]), times.dots_amounts(row)) or math.nan
+        how = Multiplied(row.kind, str(shape["layout"]), str(shape["dtype"]), str(shape.get("library", "")))
+        return times.product_us(how, *sizes)
+    if row.kind in DOTS + STACKS:
+        return times.layer_kernel_us(row) or math.nan
     return times.table_us(row.kind, times.amounts_of(row))
 
 
@@ -225,16 +244,31 @@ def report(found: list[Compared]) -> Iterator[str]:
         yield (
             f"{each.setup:<4} {each.what:<75} measured {each.measured_ms:8.2f} ms ({100 * each.spread:4.1f} %)  predicted "
             f"{each.predicted_ms:8.2f}  {100 * (each.ratio - 1):+6.1f} %"
+            + "".join(f"  {name} x {ratio:.2f}" for name, ratio in each.slower.items())
         )
-    for name in (*sorted({each.setup for each in jobs}), ""):
-        of_setup = [each for each in jobs if name in ("", each.setup)]
-        if of_setup:
-            yield f"steps {name or 'all'}: {_errors(of_setup)}"
+    yield from _summaries(jobs)
     for kind in KERNELS:
         kernels = [each for each in found if each.group == "kernel" and each.what == kind]
         if kernels:
             yield f"kernel {kind}: {_errors(kernels)}"
     yield from _plans([each for each in found if each.group.startswith("plans")])
+
+
+def _summaries(jobs: list[Compared], words: str = "") -> Iterator[str]:
+    for name in (*sorted({each.setup for each in jobs}), ""):
+        of_setup = [each for each in jobs if name in ("", each.setup)]
+        if of_setup:
+            yield f"steps {name or 'all'}{words}: {_errors(of_setup)}"
+
+
+def report_at_rate(found: list[Compared]) -> Iterator[str]:
+    """How far off jobs are, and how fast the machine was, where that was measured beside them."""
+    jobs = [each for each in found if not each.group]
+    yield from _summaries(jobs, " at the rate measured beside them")
+    for name in PROBES:
+        ratios = sorted(each.slower[name] for each in jobs)
+        if ratios:
+            yield f"probe {name}: {ratios[0]:.2f} to {ratios[-1]:.2f} times the calibration's, {ratios[len(ratios) // 2]:.2f} at the median"
 
 
 def _errors(found: list[Compared]) -> str:
@@ -304,6 +338,7 @@ def main() -> None:
         print(*(value["about"] for value in values), sep="\n")
         timed = [Timed(**row) for value in values for row in value["timed"]]
         print(*report(compare(timed, measured)), sep="\n")
+        print(*report_at_rate(compare(timed, measured, at_rate_beside=True)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.modules.mlp import Perceptron
 
-from pipeline.runtime.kernels.products import gradient_of_inputs, gradient_of_weight, onednn_multiplies_faster, outputs
+from pipeline.runtime.kernels.products import (
+    RECORDED,
+    gradient_of_inputs,
+    gradient_of_weight,
+    onednn_multiplies_faster,
+    outputs,
+)
+from pipeline.runtime.process.kernel_pool import is_recorded
 
 
 class _Linear(torch.autograd.Function):
@@ -50,7 +57,8 @@ def linear(
 
 def _takes_part(inputs: torch.Tensor) -> bool:
     """Not under autocast, whose products are bf16, nor while torch.export, torch.compile or torch.fx traces."""
-    if torch.compiler.is_compiling() or type(inputs) is not torch.Tensor or inputs.dtype != torch.float32:
+    is_plain = type(inputs) is torch.Tensor or is_recorded(RECORDED)
+    if torch.compiler.is_compiling() or not is_plain or inputs.dtype != torch.float32:
         return False
     return inputs.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 

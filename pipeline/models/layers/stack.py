@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline.models.layers.mlp import MLP
 from pipeline.runtime.kernels.optional import kernels
-from pipeline.runtime.process.kernel_pool import on_all_threads
+from pipeline.runtime.process.kernel_pool import is_recorded, on_all_threads, record
 
 KERNELS = "pipeline.models.layers.stack_kernels"
 MOST_WEIGHTS = 1 << 16  # of a stack: more leave the second cache, and oneDNN multiplies wide layers faster
@@ -42,52 +42,83 @@ class _Stack(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, inputs: torch.Tensor, shape: Shape, in_bf16: bool, *weights: torch.Tensor
     ) -> torch.Tensor:
-        module = kernels(KERNELS)
-        assert module is not None
-        rows, count = int(module.ROWS), len(inputs)
-        blocks = -(-count // rows)
-        forth, back, biases = _packed(module, shape, in_bf16, weights)
-        acts = torch.empty(blocks * rows * shape.acts_per_row)
-        out = torch.empty(count, shape.out_features)
+        ctx.shape, ctx.in_bf16 = shape, in_bf16
+        if type(inputs) is not torch.Tensor:
+            out = inputs.new_empty(len(inputs), shape.out_features, dtype=torch.float32)
+            record("layer_stack", _factors(in_bf16), inputs, *weights, out)
+            ctx.save_for_backward(inputs, *weights)
+            return out
         inputs = inputs.contiguous()
-        kernel = module.forward_bf16 if in_bf16 else module.forward
-        arguments = (
-            _flat(inputs),
-            forth,
-            biases,
-            shape.sizes,
-            shape.floors,
-            acts.numpy(),
-            _flat(out),
-            np.uint64(count),
-        )
-        on_all_threads(kernel, arguments, blocks, LEAST_GROUP)
+        out, acts, ctx.back = _run_forward(inputs, shape, in_bf16, weights)
         ctx.save_for_backward(inputs, acts)
-        ctx.shape, ctx.back = shape, back
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        module = kernels(KERNELS)
-        assert module is not None
-        inputs, acts = ctx.saved_tensors
-        shape, back, count = ctx.shape, ctx.back, len(inputs)
-        blocks = -(-count // int(module.ROWS))
-        groups = min(-(-blocks // LEAST_GROUP), MOST_GROUPS)
-        sums = np.empty(groups * (shape.num_packed + shape.num_biases), np.float32)
-        to_inputs = torch.empty_like(inputs if ctx.needs_input_grad[0] else inputs[:0])
-        kernel = module.backward_bf16 if back.dtype == np.uint32 else module.backward
-        arguments = (
-            _flat(gradient.float().contiguous()), _flat(inputs), back, shape.sizes, shape.floors, acts.numpy(), sums,
-            _flat(to_inputs), np.uint64(count), np.uint64(groups),
-        )  # fmt: skip
-        on_all_threads(kernel, arguments, groups, 1)
-        gradients = torch.empty(shape.num_weights)
-        to_add = sums, shape.sizes, np.uint64(groups), gradients.numpy()
-        on_all_threads(module.add_groups, to_add, shape.num_lines, LEAST_LINES)
-        parts = map(torch.Tensor.view, gradients.split_with_sizes(shape.lengths), shape.shapes)
-        return to_inputs if ctx.needs_input_grad[0] else None, None, None, *parts
+        inputs, *saved = ctx.saved_tensors
+        for_inputs, shape = ctx.needs_input_grad[0], ctx.shape
+        if type(inputs) is not torch.Tensor:
+            to_inputs, parts = torch.empty_like(inputs if for_inputs else inputs[:0]), map(torch.empty_like, saved)
+            record("layer_stack_backward", _factors(ctx.in_bf16), inputs, *saved, to_inputs)
+        else:
+            to_inputs, gradients = _run_backward(gradient, inputs, saved[0], ctx.back, shape, for_inputs)
+            parts = map(torch.Tensor.view, gradients.split_with_sizes(shape.lengths), shape.shapes)
+        return to_inputs if for_inputs else None, None, None, *parts
+
+
+def _run_forward(
+    inputs: torch.Tensor, shape: Shape, in_bf16: bool, weights: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, Array]:
+    """The outputs of contiguous inputs, and what backward needs: all layers' outputs, and the weights as it multiplies by them."""
+    module = kernels(KERNELS)
+    assert module is not None
+    rows, count = int(module.ROWS), len(inputs)
+    blocks = -(-count // rows)
+    forth, back, biases = _packed(module, shape, in_bf16, weights)
+    acts = torch.empty(blocks * rows * shape.acts_per_row)
+    out = torch.empty(count, shape.out_features)
+    kernel = module.forward_bf16 if in_bf16 else module.forward
+    arguments = (
+        _flat(inputs),
+        forth,
+        biases,
+        shape.sizes,
+        shape.floors,
+        acts.numpy(),
+        _flat(out),
+        np.uint64(count),
+    )
+    on_all_threads(kernel, arguments, blocks, LEAST_GROUP)
+    return out, acts, back
+
+
+def _run_backward(
+    gradient: torch.Tensor, inputs: torch.Tensor, acts: torch.Tensor, back: Array, shape: Shape, for_inputs: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the inputs, of none unless they are wanted, and of all weights and biases in one row."""
+    module = kernels(KERNELS)
+    assert module is not None
+    count = len(inputs)
+    blocks = -(-count // int(module.ROWS))
+    groups = min(-(-blocks // LEAST_GROUP), MOST_GROUPS)
+    sums = np.empty(groups * (shape.num_packed + shape.num_biases), np.float32)
+    to_inputs = torch.empty_like(inputs if for_inputs else inputs[:0])
+    kernel = module.backward_bf16 if back.dtype == np.uint32 else module.backward
+    arguments = (
+        _flat(gradient.float().contiguous()), _flat(inputs), back, shape.sizes, shape.floors, acts.numpy(), sums,
+        _flat(to_inputs), np.uint64(count), np.uint64(groups),
+    )  # fmt: skip
+    on_all_threads(kernel, arguments, groups, 1)
+    gradients = torch.empty(shape.num_weights)
+    to_add = sums, shape.sizes, np.uint64(groups), gradients.numpy()
+    on_all_threads(module.add_groups, to_add, shape.num_lines, LEAST_LINES)
+    return to_inputs, gradients
+
+
+def _factors(in_bf16: bool) -> torch.Tensor:
+    """In what a recorded stack multiplies: the first of its tensors."""
+    return torch.empty(0, dtype=torch.bfloat16 if in_bf16 else torch.float32)
 
 
 def _packed(module: Any, shape: Shape, in_bf16: bool, weights: Sequence[torch.Tensor]) -> tuple[Array, Array, Array]:
@@ -125,24 +156,48 @@ class FastStack:
         return _Stack.apply(inputs, self._shape, in_bf16, *weights)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def stack_kernels(sizes: Sequence[int], batch: int, in_bf16: bool) -> dict[str, Callable[[], object]]:
+    """Calls of the kernels on a stack of such widths, of the inputs first, and a batch; none where this CPU lacks the instructions."""
+    layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
+    if (
+        not runs_here(in_bf16)
+        or sum(weight.numel() for layer in layers for weight in layer.parameters()) > MOST_WEIGHTS
+    ):
+        return {}
+    shape = Shape(sizes, [index < len(layers) - 1 for index in range(len(layers))])
+    weights = [weight.detach() for layer in layers for weight in (layer.weight, layer.bias)]
+    inputs, gradient = torch.randn(batch, sizes[0]), torch.randn(batch, sizes[-1])
+    _, acts, back = _run_forward(inputs, shape, in_bf16, weights)
+    return {
+        "layer_stack": lambda: _run_forward(inputs, shape, in_bf16, weights),
+        "layer_stack_backward": lambda: _run_backward(gradient, inputs, acts, back, shape, True),
+    }
+
+
 def _is_bf16() -> bool:
     return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
 
 
 def _takes_part(inputs: torch.Tensor, in_bf16: bool) -> bool:
     """Not while torch.export, torch.compile or torch.fx traces, nor where nothing is trained."""
-    if torch.compiler.is_compiling() or type(inputs) is not torch.Tensor or not torch.is_grad_enabled():
+    is_plain = type(inputs) is torch.Tensor or is_recorded("layer_stack")
+    if torch.compiler.is_compiling() or not is_plain or not torch.is_grad_enabled():
         return False
     kinds = (torch.float32, torch.bfloat16) if in_bf16 else (torch.float32,)
     return inputs.device.type == "cpu" and inputs.dtype in kinds and inputs.dim() == 2 and len(inputs) > 0
 
 
-def speed_up_stacks(model: nn.Module, in_bf16: bool) -> int:
-    """Replace the forward of each narrow stack in `model`, where the CPU has the instructions; of how many."""
+def runs_here(in_bf16: bool) -> bool:
+    """Whether this CPU has the kernels' instructions."""
     intrinsics = kernels("pipeline.runtime.kernels.layer_intrinsics")
     if intrinsics is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return 0
-    if in_bf16 and not intrinsics.multiplies_bf16():
+        return False
+    return not in_bf16 or bool(intrinsics.multiplies_bf16())
+
+
+def speed_up_stacks(model: nn.Module, in_bf16: bool) -> int:
+    """Replace the forward of each narrow stack in `model`, where the CPU has the instructions; of how many."""
+    if not runs_here(in_bf16):
         return 0
     count, inside = 0, set[int]()
     for each in model.modules():  # parents before their children

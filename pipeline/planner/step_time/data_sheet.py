@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 
 from pipeline.planner.hardware import BYTES_PER_MS, Hardware
-from pipeline.planner.step_time.kernels import NOTHING, PRODUCTS
-from pipeline.planner.step_time.record import Operation
+from pipeline.planner.step_time.by_bytes import NOTHING
+from pipeline.planner.step_time.record import PRODUCTS, Operation
 from pipeline.runtime.errors import ConfigError
 
 SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.75, 0.79

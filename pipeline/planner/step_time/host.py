@@ -1,23 +1,24 @@
 """Fit what whole steps take beyond their kernels: the trainer's own work, Python between operations, caches that are cold.
 
 The rows `job` of a calibration are small trainings: what their kernels should take, and what a step took. Coefficients are
-found by least squares of relative errors (kernels.fit_rates); factors on kernels are drawn towards 1, and no coefficient is
-below zero.
+found by least squares of relative errors (rates.fit_rates), first of all setups together with factors on kernels drawn towards 1, then
+of each setup drawn towards those; no coefficient is below zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.planner.step_time.kernels import fit_rates
-from pipeline.planner.step_time.measurements import Measurement
+from pipeline.planner.step_time.machine_state import at_rate, calibrated_probes, slowdown
+from pipeline.planner.step_time.measurements import Measurement, Measurements
+from pipeline.planner.step_time.rates import fit_rates
 
 FACTORS = ("products", "moves", "lookup", "update", "comms")  # microseconds that the kernels should take
-COUNTS = ("constant", "operations", "samples", "features")
-DRAWN_TO_ONE = 0.3
+COUNTS = ("constant", "operations", "handed", "samples", "features")
+DRAWN = 0.3  # a rate twice as high as expected counts as a job that is so far off
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,34 @@ class HostModel:
 PLAIN = HostModel({**dict.fromkeys(COUNTS, 0.0), **dict.fromkeys(FACTORS, 1.0)}, 0.0)
 
 
-def fit_host(rows: Sequence[Measurement]) -> HostModel:
-    """PLAIN where no job was measured."""
+def host_model(measurements: Measurements, setup: str) -> HostModel:
+    """Of the jobs of a setup, drawn towards what those of all setups say together; PLAIN where no job was measured."""
+    by_setup = {name: _weighed(measurements, name) for name in measurements.setups}
+    everything = [row for rows in by_setup.values() for row in rows]
+    return fit_host(by_setup.get(setup, []), fit_host(everything)) if everything else PLAIN
+
+
+def _weighed(measurements: Measurements, setup: str) -> list[Measurement]:
+    """The rows `job`, whose amounts are as they weighed at the rate that the machine had then."""
+    probes = calibrated_probes(measurements, setup)
+    found = []
+    for row in measurements.of("job", setup):
+        amounts = {name: float(row.shape.get(name, 0.0)) for name in (*COUNTS, *FACTORS)}
+        found.append(replace(row, shape={**at_rate(amounts, slowdown(row.beside, probes))}))
+    return found
+
+
+def fit_host(rows: Sequence[Measurement], drawn_to: HostModel = PLAIN) -> HostModel:
+    """Rates are drawn towards those of another model, but for what it has none of; that model where no job was measured."""
     if not rows:
-        return PLAIN
+        return drawn_to
     names = (*COUNTS, *FACTORS)
     times = np.array([row.us for row in rows])
-    terms = np.array([[float(row.shape[name]) for name in names] for row in rows])
-    drawn = np.zeros((len(FACTORS), len(names)))
-    for index in range(len(FACTORS)):
-        drawn[index, len(COUNTS) + index] = DRAWN_TO_ONE
-    rates = fit_rates(terms, times, drawn, np.full(len(FACTORS), DRAWN_TO_ONE))
+    terms = np.array([[float(row.shape.get(name, 0.0)) for name in names] for row in rows])
+    known = [index for index, name in enumerate(names) if drawn_to.rates[name] > 0]
+    drawn = np.zeros((len(known), len(names)))
+    for row, index in enumerate(known):
+        drawn[row, index] = DRAWN / drawn_to.rates[names[index]]
+    rates = fit_rates(terms, times, drawn, np.full(len(known), DRAWN))
     error = float(np.abs(terms @ rates / times - 1).mean())
     return HostModel(dict(zip(names, map(float, rates), strict=True)), error)

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -28,13 +28,15 @@ Number = float | int | str
 
 @dataclass(frozen=True)
 class Measurement:
-    """`us`: median microseconds of one call; `spread`: half the distance of its quartiles, as a share of the median."""
+    """`us`: median microseconds of one call; `spread`: half the distance of its quartiles, as a share of the median. beside: of a job,
+    microseconds of each of machine_state.PROBES before and after it."""
 
     kind: str
     setup: str
     shape: dict[str, Number]
     us: float
     spread: float = 0.0
+    beside: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

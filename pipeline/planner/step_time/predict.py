@@ -10,12 +10,15 @@ from pipeline.planner.collectives import links_of
 from pipeline.planner.cost_model import Wire
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.record import PHASES, PlanRecord, RankLoad
+from pipeline.planner.step_time.by_bytes import NOTHING
 from pipeline.planner.step_time.clocks import COMMS, Clocks, Span, StepClocks, Time
 from pipeline.planner.step_time.data_sheet import DataSheetTimes
-from pipeline.planner.step_time.host import HostModel, fit_host
-from pipeline.planner.step_time.kernels import PRODUCTS, MeasuredTimes
+from pipeline.planner.step_time.host import HostModel, host_model
+from pipeline.planner.step_time.kernels import MeasuredTimes
+from pipeline.planner.step_time.layer_kernels import DOTS, STACKS
+from pipeline.planner.step_time.machine_state import at_rate, calibrated_probes, slowdown
 from pipeline.planner.step_time.measurements import Measurements
-from pipeline.planner.step_time.record import DensePart, Operation
+from pipeline.planner.step_time.record import PRODUCTS, DensePart, Operation
 from pipeline.planner.step_time.shards import Placement, PlannedTables, placements_of, planned_tables
 from pipeline.planner.step_time.table_work import TableWork, work_of
 from pipeline.runtime.errors import ConfigError
@@ -23,6 +26,7 @@ from pipeline.runtime.errors import ConfigError
 FLAG_BYTES = 40  # pipeline.training.agreement
 BUCKET_BYTES = 25 << 20  # of DistributedDataParallel: what is still to be averaged when backward ends
 MOST_SHARED = 8  # ranks that exchange through shared memory
+HANDED_NUMBERS = 32_768  # at::internal::GRAIN_SIZE
 BATCH_NORMS = ("native_batch_norm", "native_batch_norm_backward")
 NORM_PASSES, NORM_STEPS = (
     7,
@@ -65,14 +69,18 @@ class StepPrediction:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-def predict_step(request: StepRequest, measurements: Measurements | None = None) -> StepPrediction:
+def predict_step(
+    request: StepRequest, measurements: Measurements | None = None, beside: Mapping[str, float] | None = None
+) -> StepPrediction:
     """By the measurements where there are some, else by the hardware's data sheet.
+
+    beside: of what the probes take on the machine at the time, for its rate then (machine_state); None: the calibration's.
 
     Raises:
         ConfigError: the measurements lack the setup.
     """
     if measurements is not None and request.hardware.compute_device == "cpu":
-        return _measured_step(request, measurements)
+        return _measured_step(request, measurements, beside or {})
     return _data_sheet_step(request)
 
 
@@ -89,7 +97,8 @@ def layer_amounts(request: StepRequest, times: MeasuredTimes) -> dict[str, float
         operations = [each for operation in operations for each in _over_all_ranks(operation)]
     amounts = {
         "constant": 1.0,
-        "operations": float(sum(not each.is_view for each in operations)),
+        "operations": float(sum(not each.is_view and each.name not in NOTHING for each in operations)),
+        "handed": float(sum(map(_is_handed, operations))) if request.threads > 1 else 0.0,
         "samples": float(request.batch_size),
         "features": float(sum(len(table.feature_names) for table in request.tables)),
     }
@@ -99,6 +108,12 @@ def layer_amounts(request: StepRequest, times: MeasuredTimes) -> dict[str, float
     amounts["products"] = sum(amounts[f"{name}_products"] for name in ("forward", "backward", "optimizer"))
     amounts["moves"] = sum(amounts[f"{name}_moves"] for name in ("forward", "backward", "optimizer"))
     return amounts
+
+
+def _is_handed(operation: Operation) -> bool:
+    """Whether torch hands a part of it to other threads."""
+    numbers = max(operation.in_bytes, operation.out_bytes) / (2 if operation.dtype == "bf16" else 4)
+    return not operation.is_view and operation.name not in NOTHING and numbers >= HANDED_NUMBERS
 
 
 def _over_all_ranks(operation: Operation) -> list[Operation]:
@@ -127,8 +142,9 @@ def table_amounts(request: StepRequest, placements: Sequence[Placement], times: 
 
 
 def _split(operations: Sequence[Operation], times: MeasuredTimes) -> tuple[float, float]:
-    products = sum(times.operation_us(each) for each in operations if each.name in PRODUCTS)
-    return products, sum(times.operation_us(each) for each in operations if each.name not in PRODUCTS)
+    multiply = PRODUCTS + DOTS + STACKS
+    products = sum(times.operation_us(each) for each in operations if each.name in multiply)
+    return products, sum(times.operation_us(each) for each in operations if each.name not in multiply)
 
 
 def _work(request: StepRequest, shapes: Sequence[object]) -> TableWork:
@@ -180,10 +196,11 @@ def _comms_us(request: StepRequest, planned: PlannedTables, times: MeasuredTimes
     return found
 
 
-def _measured_step(request: StepRequest, measurements: Measurements) -> StepPrediction:
+def _measured_step(request: StepRequest, measurements: Measurements, beside: Mapping[str, float]) -> StepPrediction:
     times = MeasuredTimes(measurements, f"{request.hardware.world_size}x{request.threads}")
-    model = fit_host(measurements.of("job", times.setup))
-    amounts = step_amounts(request, times)
+    model = host_model(measurements, times.setup)
+    slower = slowdown(beside, calibrated_probes(measurements, times.setup))
+    amounts = at_rate(step_amounts(request, times), slower)
     return _walk_cpu(request, amounts, model, f"calibration {measurements.name}, {measurements.conditions.date[:10]}")
 
 
@@ -309,7 +326,7 @@ class StepCost:
             self._sheet = SheetLayers(request)
             return
         self._measured = MeasuredTimes(measurements, f"{request.hardware.world_size}x{request.threads}")
-        self._host = fit_host(measurements.of("job", self._measured.setup))
+        self._host = host_model(measurements, self._measured.setup)
         self._layers = layer_amounts(request, self._measured)
 
     def ms(self, placements: Sequence[Placement], loads: Sequence[RankLoad] = ()) -> float:

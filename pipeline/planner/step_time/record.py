@@ -26,7 +26,8 @@ from pipeline.runtime.process.kernel_pool import recording
 
 PHASES = ("forward", "backward", "optimizer")
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-KERNELS = ("take", "dots", "dots_backward")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "onednn_mm")
+KERNELS = ("take", "dots", "dots_backward", "layer_stack", "layer_stack_backward", "onednn_mm")
 Numbers: TypeAlias = tuple[int, ...]
 
 
@@ -226,7 +227,7 @@ def _operation(
 ) -> Operation:
     main = outputs[0] if outputs else inputs[0] if inputs else None
     floating = next((each for each in [*inputs, *outputs] if each.dtype in DTYPE_NAMES), main)
-    products = [each for each in inputs if each.dim() >= 2][-2:] if name in ("mm", "addmm", "bmm", "baddbmm") else []
+    products = [each for each in inputs if each.dim() >= 2][-2:] if name in PRODUCTS else []
     return Operation(
         name,
         phase,

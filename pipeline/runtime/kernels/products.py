@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from pipeline.runtime.process.kernel_pool import record
+
+RECORDED = "onednn_mm"  # its name where products are recorded
 LEAST_WIDTH = 8  # columns: narrower products are bound by memory, where oneDNN is no faster
 LEAST_PRODUCTS = 1 << 20  # of numbers: below, a call of oneDNN's wrapper takes longer than MKL does
 
@@ -30,7 +33,9 @@ def outputs(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_relu: bool = False
 ) -> torch.Tensor:
     """inputs [B, I] times weight [O, I] transposed, plus bias [O]: [B, O]."""
-    if _is_for_onednn(inputs, weight, inputs.shape[-1]):
+    if is_for_onednn(inputs, weight, inputs.shape[-1]):
+        if type(inputs) is not torch.Tensor:
+            return _record(inputs, weight.t())
         return _multiply(inputs, weight, bias, is_relu)
     values = F.linear(inputs, weight, bias)
     return values.relu_() if is_relu else values
@@ -38,26 +43,37 @@ def outputs(
 
 def gradient_of_inputs(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[B, O] times [O, I]: [B, I]."""
-    return _multiply(gradient, weight.t()) if _is_for_onednn(gradient, weight, len(weight)) else gradient @ weight
+    if not is_for_onednn(gradient, weight, len(weight)):
+        return gradient @ weight
+    return _record(gradient, weight) if type(gradient) is not torch.Tensor else _multiply(gradient, weight.t())
 
 
 def gradient_of_weight(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """[B, O] transposed times [B, I]: [O, I]. The narrower one is transposed in memory, by oneDNN's wrapper."""
-    if not _is_for_onednn(gradient, inputs, len(inputs)):
+    if not is_for_onednn(gradient, inputs, len(inputs)):
         return gradient.t() @ inputs
+    if type(gradient) is not torch.Tensor:
+        return _record(gradient.t(), inputs)
     if 2 * inputs.shape[1] < gradient.shape[1]:
         return _multiply(inputs.t(), gradient.t()).t()
     return _multiply(gradient.t(), inputs.t())
 
 
-def _is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool:
-    """`inner`: the dimension that is summed over, of both."""
+def is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool:
+    """Whether these are multiplied by it. `inner`: the dimension that is summed over, of both."""
     return (
         first.dtype == second.dtype == torch.float32
         and min(*first.shape, *second.shape) >= LEAST_WIDTH
         and first.numel() * second.numel() >= LEAST_PRODUCTS * inner
         and onednn_multiplies_faster()
     )
+
+
+def _record(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """[M, K] times [K, N] of fake tensors, where is_recorded(RECORDED): [M, N]."""
+    out = first.new_empty(first.shape[0], second.shape[1])
+    record(RECORDED, first, second, out)
+    return out
 
 
 def _multiply(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -52,8 +52,16 @@ class Bench:
         seconds, spread = time_call(call, self.seconds_each, self.clock)
         self.add(kind, shape, seconds, spread)
 
-    def add(self, kind: str, shape: dict[str, Number], seconds: float, spread: float) -> None:
-        self.rows.append(Measurement(kind, self.setup, shape, round(1e6 * seconds, 4), round(spread, 4)))
+    def add(
+        self,
+        kind: str,
+        shape: dict[str, Number],
+        seconds: float,
+        spread: float,
+        beside: Mapping[str, float] | None = None,
+    ) -> None:
+        probes = {name: round(us, 2) for name, us in (beside or {}).items()}
+        self.rows.append(Measurement(kind, self.setup, shape, round(1e6 * seconds, 4), round(spread, 4), probes))
 
     def time_reference(self) -> None:
         square = torch.ones(REFERENCE_SIZE, REFERENCE_SIZE)

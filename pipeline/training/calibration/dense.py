@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import pairwise, product
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from pipeline.config.optimizers import all_optimizers, find_optimizer
 from pipeline.config.training import DenseOptimizerConfig
+from pipeline.models.layers.stack import MOST_WEIGHTS, stack_kernels
 from pipeline.planner.step_time.measurements import Number
-from pipeline.runtime.kernels.products import gradient_of_inputs, gradient_of_weight, outputs
+from pipeline.runtime.kernels.products import gradient_of_inputs, gradient_of_weight, is_for_onednn, outputs
 from pipeline.training.calibration.clock import Bench
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -19,16 +22,20 @@ MOST_FLOPS = 6e9
 WIDTHS = (1, 8, 13, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SIZES = tuple(int(4**power) for power in (3, 5, 6, 7, 8, 9, 10, 11))  # numbers
 BatchShape = tuple[int, int, int]
+T = TypeVar("T")
 
 
 def measure_dense(bench: Bench, seconds: float, seed: int) -> None:
     """About `seconds` in all. Shapes are drawn by the seed, so ranks that measure at once, and passes, measure the same."""
-    layers, dots = (random.Random(f"{seed} {kind}") for kind in ("layers", "dots"))
-    for (batch, out, into), dtype in bench.within(0.5 * seconds, _with_dtypes(_linear_shapes(layers)), least=12):
-        _time_linear(bench, batch, out, into, dtype)
-    for (batch, rows, dim), dtype in bench.within(0.25 * seconds, _with_dtypes(_dot_shapes(dots)), least=8):
+    layers, stacks, dots = (random.Random(f"{seed} {kind}") for kind in ("layers", "stacks", "dots"))
+    shapes = enumerate(bench.within(0.4 * seconds, _with_dtypes(_linear_shapes(layers)), least=12))
+    for number, ((batch, out, into), dtype) in shapes:
+        _time_linear(bench, batch, out, into, dtype, number % 4 == 0)
+    for (batch, sizes), dtype in bench.within(0.2 * seconds, _with_dtypes(_stack_shapes(stacks)), least=8):
+        _time_stack(bench, batch, sizes, dtype)
+    for (batch, rows, dim), dtype in bench.within(0.2 * seconds, _with_dtypes(_dot_shapes(dots)), least=8):
         _time_dots(bench, batch, rows, dim, dtype)
-    for (name, call), dtype in bench.within(0.25 * seconds, product(BY_BYTES.items(), DTYPES), least=10**6):
+    for (name, call), dtype in bench.within(0.2 * seconds, product(BY_BYTES.items(), DTYPES), least=10**6):
         for size in SIZES if name not in SLOW else SIZES[:-2]:
             _time_by_bytes(bench, name, call, size, dtype)
     sizes = product(_dense_optimizers(), SIZES[1:7], NUM_TENSORS)
@@ -36,7 +43,7 @@ def measure_dense(bench: Bench, seconds: float, seed: int) -> None:
         _time_optimizer(bench, name, numbers, tensors)
 
 
-def _with_dtypes(shapes: Iterator[BatchShape]) -> Iterator[tuple[BatchShape, str]]:
+def _with_dtypes(shapes: Iterator[T]) -> Iterator[tuple[T, str]]:
     return ((shape, dtype) for shape in shapes for dtype in DTYPES)
 
 
@@ -56,28 +63,52 @@ def _dot_shapes(draw: random.Random) -> Iterator[BatchShape]:
         yield batch, rows, draw.choice((8, 16, 32, 64, 128))
 
 
-def _time_linear(bench: Bench, batch: int, out: int, into: int, dtype: str) -> None:
-    """A layer's three products: its outputs, the gradient of its inputs, and that of its weights."""
+def _stack_shapes(draw: random.Random) -> Iterator[tuple[int, list[int]]]:
+    """Batch, and the widths of a narrow stack's inputs and layers, each about half of the one before, or one output at the end."""
+    while True:
+        batch = draw.choice((64, 128, 256, 512, 1024, 2048, 4096))
+        into = draw.choice((13, 16, 32, 64)) if draw.random() < 0.5 else int(2 ** draw.uniform(5, 11))
+        first = draw.choice((16, 32, 64, 128, 256, 512))
+        sizes = [into, *(max(first >> shift, 8) for shift in range(draw.choice((1, 2, 3))))]
+        sizes += draw.choice(([], [1], [1], [draw.choice((8, 16, 32, 64))]))
+        if sum(wide * down + down for wide, down in pairwise(sizes)) <= MOST_WEIGHTS:
+            yield batch, sizes
+
+
+def _time_stack(bench: Bench, batch: int, sizes: list[int], dtype: str) -> None:
+    shape: dict[str, Number] = {"dtype": dtype, "b": batch, "sizes": " ".join(map(str, sizes))}
+    for name, run in stack_kernels(sizes, batch, dtype == "bf16").items():
+        bench.time(name, shape, run)
+
+
+def _time_linear(bench: Bench, batch: int, out: int, into: int, dtype: str, by_both: bool) -> None:
+    """A layer's three products: its outputs, the gradient of its inputs, and that of its weights.
+
+    by_both: by torch's own library too where layers take oneDNN, for not all that multiplies is a layer.
+    """
     inputs = torch.randn(batch, into).to(DTYPES[dtype])
     weights = torch.randn(out, into).to(DTYPES[dtype])
     gradient = torch.randn(batch, out).to(DTYPES[dtype])
     bias = torch.randn(out).to(DTYPES[dtype])
-    shape: dict[str, Number] = {"dtype": dtype}
-    bench.time(
-        "gemm",
-        {**shape, "layout": "nt", "m": batch, "n": out, "k": into},
-        lambda: outputs(inputs, weights, bias),
-    )
-    bench.time(
-        "gemm",
-        {**shape, "layout": "nn", "m": batch, "n": into, "k": out},
-        lambda: gradient_of_inputs(gradient, weights),
-    )
-    bench.time(
-        "gemm",
-        {**shape, "layout": "tn", "m": out, "n": into, "k": batch},
-        lambda: gradient_of_weight(gradient, inputs),
-    )
+    products: dict[str, tuple[BatchShape, bool, Callable[[], object], Callable[[], object]]] = {
+        "nt": (
+            (batch, out, into), is_for_onednn(inputs, weights, into),
+            lambda: outputs(inputs, weights, bias), lambda: F.linear(inputs, weights, bias),
+        ),
+        "nn": (
+            (batch, into, out), is_for_onednn(gradient, weights, out),
+            lambda: gradient_of_inputs(gradient, weights), lambda: gradient @ weights,
+        ),
+        "tn": (
+            (out, into, batch), is_for_onednn(gradient, inputs, batch),
+            lambda: gradient_of_weight(gradient, inputs), lambda: gradient.t() @ inputs,
+        ),
+    }  # fmt: skip
+    for layout, ((m, n, k), by_onednn, chosen, torchs) in products.items():
+        shape: dict[str, Number] = {"dtype": dtype, "layout": layout, "m": m, "n": n, "k": k}
+        bench.time("gemm", {**shape, "library": "onednn"} if by_onednn else shape, chosen)
+        if by_onednn and by_both:
+            bench.time("gemm", shape, torchs)
 
 
 def _time_dots(bench: Bench, batch: int, rows: int, dim: int, dtype: str) -> None:
@@ -123,6 +154,8 @@ BY_BYTES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], float]
     "sum": (lambda a, b: a.sum(), 1.0),
     "sum_columns": (lambda a, b: a.sum(1), 1.0),
     "fill": (lambda a, b: torch.zeros_like(a), 1.0),
+    "sum_middle": (lambda a, b: a.view(-1, 4, 16).sum(1), 1.0),
+    "spread": (lambda a, b: a.view(-1, 4, 16) * b.view(-1, 4, 16)[:, :1], 2.0),
     "softmax": (lambda a, b: torch.softmax(a, 1), 2.0),
     "norm": (lambda a, b: torch.layer_norm(a, (a.shape[1],)), 2.0),
     "dropout": (lambda a, b: torch.native_dropout(a, 0.2, True), 2.0),

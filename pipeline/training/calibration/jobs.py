@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ from pipeline.planner.step_time.frequency import power_law
 from pipeline.planner.step_time.measurements import median_and_spread
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.assembly import Assembly, assemble
+from pipeline.training.calibration.probes import Probes
 from pipeline.training.hooks.base import TrainingParts
 from pipeline.training.hooks.build import build_hooks
 from pipeline.training.optimizer import build_optimizer
@@ -155,12 +157,19 @@ class InMemoryTraining:
         config = self.resolved.job
         self._optimizer = build_optimizer(self.assembly.model, config.optimizer, config.model.l2)
         self._batches = draw_batches(job, context.rank)
+        self._probes = Probes(time.process_time if by_cpu else time.perf_counter)
 
-    def run(self, rounds: int, steps: int) -> tuple[float, float]:
-        """Median seconds of a step over the rounds, and their spread; two rounds before, and each one's first step, are not timed."""
+    def run(self, rounds: int, steps: int) -> tuple[float, float, dict[str, float]]:
+        """Median seconds of a step over the rounds, their spread, and what the probes took before and after, in microseconds.
+
+        Two rounds before, and each one's first step, are not timed.
+        """
         for _ in range(WARM_UP):
             self._round(steps)
-        return median_and_spread(self._round(steps) for _ in range(rounds))
+        before = self._probes.measure()
+        took, spread = median_and_spread([self._round(steps) for _ in range(rounds)])
+        after = self._probes.measure()
+        return took, spread, {name: (us + after[name]) / 2 for name, us in before.items()}
 
     def _round(self, steps: int) -> float:
         job = self.resolved.job

@@ -1,0 +1,109 @@
+"""Predict matrix products: a roofline fitted to the measurements, and a correction that shapes alike share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from scipy.optimize import nnls
+
+from pipeline.planner.step_time.correction import Correction, Floats
+from pipeline.planner.step_time.measurements import Measurement
+from pipeline.planner.step_time.rates import LEAST_US
+
+# How far likeness reaches: doublings of a size, a size that fits no block, another layout, precision or library, another setup
+REACH, ODD, APART, SETUPS = 2.0, 3.0, 1.5, 2.0
+
+
+class Multiplied(NamedTuple):
+    """kind: gemm or bmm; layout: of both inputs, n as they are or t transposed. library: "onednn" where runtime.kernels.products takes it
+    in the place of torch's own."""
+
+    kind: str
+    layout: str
+    dtype: str
+    library: str = ""
+
+
+Group: TypeAlias = tuple[Multiplied, str]  # and the setup
+
+
+class ProductTimes:
+    """Of all ways and setups that were measured: a roofline for each, and a correction that they share: what is slow about a shape is so
+    in other layouts and setups too, the more alike, the more."""
+
+    def __init__(self, rows: Sequence[Measurement]) -> None:
+        groups: dict[Group, list[Measurement]] = {}
+        for row in rows:
+            groups.setdefault(_group(row), []).append(row)
+        self._rates = {group: self._roofline(of_group) for group, of_group in groups.items()}
+        places = [_place(_group(row), *_product_shape(row)) for row in rows]
+        formula = np.array([self._base(_group(row), *_product_shape(row)) for row in rows])
+        self._correction = Correction.fit(places, np.array([row.us for row in rows]), formula)
+
+    @staticmethod
+    def _roofline(rows: Sequence[Measurement]) -> Floats:
+        times = np.array([row.us for row in rows])
+        terms = np.array([_roofline_terms(*_product_shape(row)) for row in rows])
+        rates, _ = nnls(terms / times[:, None], np.ones(len(times)))
+        return np.asarray(rates)
+
+    def us(self, how: Multiplied, setup: str, *sizes: float) -> float:
+        """sizes: products, rows, columns, inner. As what is most like it, where it was not measured this way."""
+        here = [each for each, of_setup in self._rates if of_setup == setup and each.kind == how.kind]
+        nearest = max(here, key=lambda each: (each.dtype == how.dtype, each.layout == how.layout, each == how))
+        group = nearest, setup
+        return self._base(group, *sizes) * self._correction.factor(_place(group, *sizes))
+
+    def _base(self, group: Group, *shape: float) -> float:
+        return max(float(np.array(_roofline_terms(*shape)) @ self._rates[group]), LEAST_US)
+
+
+def _group(row: Measurement) -> Group:
+    shape = row.shape
+    how = Multiplied(row.kind, str(shape["layout"]), str(shape["dtype"]), str(shape.get("library", "")))
+    return how, row.setup
+
+
+def _product_shape(row: Measurement) -> tuple[float, float, float, float]:
+    shape = row.shape
+    return float(shape.get("b", 1)), float(shape["m"]), float(shape["n"]), float(shape["k"])
+
+
+def _roofline_terms(batch: float, rows: float, columns: float, inner: float) -> tuple[float, ...]:
+    """A call, its products one by one, its multiplications, its numbers, and what whole blocks of 16 columns would take."""
+    blocks = batch * rows * math.ceil(columns / 16) * 16 * inner
+    return 1.0, batch, batch * rows * columns * inner, batch * (rows * inner + inner * columns + rows * columns), blocks
+
+
+def _place(group: Group, batch: float, rows: float, columns: float, inner: float) -> tuple[float, ...]:
+    """Where in the space of shapes and groups: doublings by REACH, sizes that no block fits by ODD, groups by APART."""
+    how, setup = group
+    sizes = (math.log2(size) / REACH for size in (batch, rows, columns, inner))
+    odd = (
+        columns == 1,
+        inner == 1,
+        columns % 16 != 0,
+        inner % 16 != 0,
+        rows % 16 != 0,
+        columns % 2 != 0,
+        inner % 2 != 0,
+    )
+    apart = (
+        how.layout == "nt",
+        how.layout == "nn",
+        how.layout == "tn",
+        how.dtype == "bf16",
+        how.kind == "bmm",
+        how.library == "onednn",
+    )
+    ranks, _, threads = setup.partition("x")
+    return (
+        *sizes,
+        *(float(each) / ODD for each in odd),
+        *(float(each) / APART for each in apart),
+        math.log2(float(ranks)) / SETUPS,
+        math.log2(float(threads)) / SETUPS,
+    )
