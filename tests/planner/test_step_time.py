@@ -20,7 +20,7 @@ from pipeline.planner.request import PlanRequest
 from pipeline.planner.step_time.clocks import COMMS, COMPUTE, HOST, Clocks
 from pipeline.planner.step_time.frequency import bands_of, block_of, even, power_law, touched
 from pipeline.planner.step_time.host import COUNTS, FACTORS, PLAIN, fit_host
-from pipeline.planner.step_time.kernels import MeasuredTimes, Rates
+from pipeline.planner.step_time.kernels import MeasuredTimes
 from pipeline.planner.step_time.measurements import (
     Conditions,
     Machine,
@@ -32,8 +32,10 @@ from pipeline.planner.step_time.measurements import (
     read_measurements,
 )
 from pipeline.planner.step_time.predict import NORM_PASSES, StepPrediction, predict_step
+from pipeline.planner.step_time.products import Multiplied
+from pipeline.planner.step_time.rates import Rates
 from pipeline.planner.step_time.record import DensePart, Inputs, record_dense
-from pipeline.planner.step_time.table_work import TableSample, TableShape, TableWork, work_of
+from pipeline.planner.step_time.table_work import TableSample, TableShape, TableWork, table_place, work_of
 from pipeline.runtime.errors import ConfigError
 from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task
@@ -109,7 +111,7 @@ def test_kernels_of_dots_have_rates_of_their_own_and_torch_s_where_none_were_mea
     plain = MeasuredTimes(table, "1x1")
     kernel = next(operation for operation in layers_of(JOB, on_cpu=True).operations if operation.name == "dots")
     features = len(JOB.rows) + 1
-    as_products = plain.product_us("bmm", "nt", "fp32", JOB.batch, features, features, JOB.dim)
+    as_products = plain.product_us(Multiplied("bmm", "nt", "fp32"), JOB.batch, features, features, JOB.dim)
     assert plain.operation_us(kernel) == pytest.approx(as_products)
     rows = [
         Measurement("dots", "1x1", {"dtype": "fp32", "b": batch, "m": 4, "k": 16}, 5 + 0.5 * batch)
@@ -188,7 +190,7 @@ def test_rates_are_found_again_in_times_that_were_made_of_them() -> None:
         )
         work = work_of([shape], "rowwise_adagrad", 4, 1).lookup
         rows.append((work, 5 + 0.01 * work["ids"] + 0.001 * work["missed_bytes_4"]))
-    rates = Rates.fit(*zip(*rows, strict=True))
+    rates = Rates.fit(*zip(*rows, strict=True), table_place)
     assert rates.error < 0.001 and rates.rates["missed_bytes_4"] == pytest.approx(0.001, rel=0.01)
     assert rates.us(work) == pytest.approx(rows[-1][1], rel=0.01)
 

@@ -14,6 +14,9 @@ import numpy as np
 from pipeline.planner.search.problem import Assignment, Option, Ranks, Rule, SearchProblem, loads, violations
 
 LEAST_GAIN = 1e-6  # of the price: less is rounding
+TRUSTED_GAIN = (
+    0.03  # of the first start's price: so far apart the prices of two plans of one job may be by the price's own error
+)
 MANY_RANKS = 8  # from here on a free shard is tried on the least loaded ranks alone
 NUM_TRIED = 3
 NUM_DESCENTS = 3  # from the cheapest starts
@@ -31,7 +34,10 @@ class Refined:
 
 
 def refine(problem: SearchProblem, starts: Sequence[Assignment], price: Price, stop: Callable[[], bool]) -> Refined:
-    """Down from the best of `starts` and of one-kind variants of the first, to where no single change lowers the price."""
+    """Down from the best of `starts` and of one-kind variants of the first, to where no single change lowers the price.
+
+    The first of the starts stays where the price falls by less than TRUSTED_GAIN.
+    """
     return _Descent(problem, price, stop).run(starts)
 
 
@@ -54,6 +60,8 @@ class _Descent:
             begun.append((self._price_of(variant), variant))
         ends = [self._descend(*start) for start in sorted(begun, key=lambda start: start[0])[:NUM_DESCENTS]]
         value, assignment = min(ends, key=lambda end: end[0])
+        if value > first * (1 - TRUSTED_GAIN):
+            value, assignment = first, starts[0]
         return Refined(assignment, value, first, self.priced)
 
     def _descend(self, value: float, start: Assignment) -> tuple[float, Assignment]:

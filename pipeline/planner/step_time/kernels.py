@@ -7,7 +7,6 @@ sum of rates of what they have to do (rates.Rates).
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise, product
@@ -27,10 +26,8 @@ from pipeline.planner.step_time.measurements import Measurement, Measurements
 from pipeline.planner.step_time.products import Multiplied, ProductTimes
 from pipeline.planner.step_time.rates import Rates
 from pipeline.planner.step_time.record import PRODUCTS, Operation
-from pipeline.planner.step_time.table_work import TableSample, TableWork, work_of
+from pipeline.planner.step_time.table_work import TableSample, TableWork, table_place, work_of
 from pipeline.runtime.errors import ConfigError
-
-AMOUNTS, SHARES = 3.0, 0.75  # how far likeness of tables' kernels reaches: doublings of an amount, shares of the ids
 
 
 class OperationTimes(Protocol):
@@ -100,7 +97,7 @@ class MeasuredTimes:
         found = {}
         for kind in ("lookup", "update"):
             if rows := self._rows(kind):
-                found[kind] = Rates.fit([self.amounts_of(row) for row in rows], [row.us for row in rows], _table_place)
+                found[kind] = Rates.fit([self.amounts_of(row) for row in rows], [row.us for row in rows], table_place)
         return found
 
     def operation_us(self, operation: Operation) -> float:
@@ -203,15 +200,3 @@ class MeasuredTimes:
         """None where this collective was not measured."""
         rows = self._rows(kind)
         return Line.through(rows).us(num_bytes) if rows else None
-
-
-def _table_place(amounts: Mapping[str, float]) -> tuple[float, ...]:
-    """Where a lookup or update is among others: doublings of its ids and their likes, and shares of them, by their reach."""
-    ids, bags = max(amounts["ids"], 1e-9), max(amounts["bags"], 1e-9)
-    sizes = (ids, amounts["row_bytes"] / ids, amounts["tables"], ids / bags, amounts["pooled_bytes"] / bags)
-    shares = (amounts["distinct"], amounts["missed_rows_1"], amounts["missed_rows_16"])
-    return (
-        *(math.log2(1 + size) / AMOUNTS for size in sizes),
-        *(share / ids / SHARES for share in shares),
-        amounts["other_threads"] / AMOUNTS,
-    )

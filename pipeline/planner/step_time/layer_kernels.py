@@ -81,7 +81,8 @@ def _padded(size: int) -> int:
 def amounts_of(row: Measurement, threads: int) -> dict[str, float]:
     """Of a measured kernel of DOTS or STACKS."""
     if row.kind in DOTS:
-        return dots_amounts(*(int(row.shape[name]) for name in ("b", "m", "k")), threads=threads)
+        batch, rows, dim = (int(row.shape[name]) for name in ("b", "m", "k"))
+        return dots_amounts(batch, rows, dim, threads)
     return stack_amounts([int(size) for size in str(row.shape["sizes"]).split()], int(row.shape["b"]), threads)
 
 
@@ -89,7 +90,7 @@ def recorded_amounts(operation: Operation, threads: int) -> dict[str, float]:
     """Of a recorded kernel of DOTS or STACKS."""
     if operation.name in DOTS:
         batch, rows, dim = operation.shapes[0]
-        return dots_amounts(batch, rows, dim, threads=threads)
+        return dots_amounts(batch, rows, dim, threads)
     sizes, batch = stack_sizes(operation)
     for_inputs = operation.name == "layer_stack" or operation.shapes[-1][0] > 0
     return stack_amounts(sizes, batch, threads, for_inputs)

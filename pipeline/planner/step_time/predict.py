@@ -134,6 +134,8 @@ def table_amounts(request: StepRequest, placements: Sequence[Placement], times: 
     numbers = max((rank.replicated_bytes for rank in planned.ranks), default=0.0) / 4
     replicated = times.dense_update_us(request.optimizer, numbers) if numbers and len(planned.ranks) > 1 else 0.0
     return {
+        # Each kind of sharding has modules and exchanges of its own.
+        "shardings": float(len({placed.kind for placed in placements})) if len(planned.ranks) > 1 else 0.0,
         "lookup": max((times.lookup_us(work) for work in works), default=0.0),
         "update": max((times.update_us(work) for work in works), default=0.0) + replicated,
         **{f"comms_{name}": value for name, value in comms.items()},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config.optimizers import find_optimizer
@@ -12,6 +13,7 @@ CACHE_MIB = (1, 4, 16, 32)  # sizes of caches whose misses have a rate each
 POOLED_BYTES = 8 << 20  # of pooled rows or gradients: more do not stay in the caches between kernels
 LANES = 16  # numbers that the kernels move at once; what is left over goes one by one
 BAG_WORK, ROW_WORK = 256, 16  # of pipeline.sharding.torchrec.cpu_tables.partition_tables
+AMOUNTS, SHARES = 3.0, 0.75  # how far likeness of tables' kernels reaches: doublings of an amount, shares of the ids
 LEAST_SHARE = 256  # samples of a thread, of pipeline.runtime.process.kernel_pool
 
 
@@ -120,3 +122,15 @@ def _share_of_slowest(work: Sequence[float], threads: int) -> float:
     for amount in sorted(work, reverse=True):
         loads[loads.index(min(loads))] += amount
     return max(loads) / max(sum(loads), 1e-12)
+
+
+def table_place(amounts: Mapping[str, float]) -> tuple[float, ...]:
+    """Where a lookup or update is among others: doublings of its ids and their likes, and shares of them, by their reach."""
+    ids, bags = max(amounts["ids"], 1e-9), max(amounts["bags"], 1e-9)
+    sizes = (ids, amounts["row_bytes"] / ids, amounts["tables"], ids / bags, amounts["pooled_bytes"] / bags)
+    shares = (amounts["distinct"], amounts["missed_rows_1"], amounts["missed_rows_16"])
+    return (
+        *(math.log2(1 + size) / AMOUNTS for size in sizes),
+        *(share / ids / SHARES for share in shares),
+        amounts["other_threads"] / AMOUNTS,
+    )

@@ -18,6 +18,7 @@ from pipeline.planner.step_time.measurements import (
     this_machine,
 )
 from pipeline.planner.step_time.predict import StepRequest, step_amounts
+from pipeline.runtime.errors import UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.calibration.clock import Bench
 from pipeline.training.calibration.jobs import InMemoryTraining, SmallJob, small_jobs
@@ -25,6 +26,7 @@ from pipeline.training.predicted_step import step_request
 
 ROUNDS, STEPS = 3, 8
 LEAST_JOBS = 3
+SHARDINGS = ("row_wise", "data_parallel", "column_wise")  # of all tables, of every third job on several ranks
 
 
 class JobSteps:
@@ -37,11 +39,19 @@ class JobSteps:
     def measure(self, seconds: float) -> None:
         """Rows `job`, of which amounts() makes what step_time.host reads."""
         draw = random.Random(self._seed + 1000)
-        for job in self._bench.within(seconds, small_jobs(draw), least=LEAST_JOBS):
+        for number, job in enumerate(self._bench.within(seconds, small_jobs(draw), least=LEAST_JOBS)):
+            forced, kind = divmod(number, 3)
+            if self._context.world_size > 1 and kind == 2:
+                job = replace(job, sharding=SHARDINGS[forced % len(SHARDINGS)])
             self.time(job)
 
     def time(self, job: SmallJob) -> None:
-        training, spec = InMemoryTraining(job, self._context, self._bench.is_by_cpu), json.dumps(job.to_json())
+        """Nothing where its tables cannot be sharded so."""
+        try:
+            training = InMemoryTraining(job, self._context, self._bench.is_by_cpu)
+        except UserError:
+            return
+        spec = json.dumps(job.to_json())
         took, spread, beside = training.run(ROUNDS, STEPS)
         self._bench.add("job", {"spec": spec}, took, spread, beside)
         for name, us in beside.items():
