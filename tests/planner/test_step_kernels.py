@@ -13,6 +13,7 @@ from pipeline.models.layers import stack
 from pipeline.models.layers.stack_kernels import ROWS
 from pipeline.planner.step_time import layer_kernels
 from pipeline.planner.step_time.by_bytes import bytes_kind
+from pipeline.planner.step_time.frequency import even
 from pipeline.planner.step_time.host import COUNTS, FACTORS, host_model
 from pipeline.planner.step_time.kernels import MeasuredTimes
 from pipeline.planner.step_time.layer_kernels import recorded_amounts, stack_amounts, stack_sizes
@@ -21,7 +22,9 @@ from pipeline.planner.step_time.measurements import Measurement
 from pipeline.planner.step_time.predict import _is_handed
 from pipeline.planner.step_time.products import Multiplied
 from pipeline.planner.step_time.record import Operation
+from pipeline.planner.step_time.table_work import TableShape, work_of
 from pipeline.runtime.kernels.products import onednn_multiplies_faster
+from pipeline.training.allocator import LARGEST_KEPT_BYTES
 from pipeline.training.calibration.probes import Probes
 from tests.planner.test_step_time import JOB, NUM_DENSE, layers_of, made_up_machine, measured, step_on
 
@@ -116,6 +119,14 @@ def test_blocks_that_are_spread_or_summed_are_kinds_of_their_own(
     name: str, shapes: tuple[tuple[int, ...], ...], kind: str
 ) -> None:
     assert bytes_kind(Operation(name, "forward", shapes, 8, 8, "fp32")) == kind
+
+
+def test_pooled_rows_that_the_c_library_does_not_keep_are_new_pages_each_time() -> None:
+    def new_pages(samples: int) -> float:
+        return work_of([TableShape(even(100), 128, 1.0, samples)], "sgd", 4, 1).lookup["new_page_bytes"]
+
+    most = LARGEST_KEPT_BYTES // (4 * 128)
+    assert (new_pages(most), new_pages(most + 1)) == (0.0, LARGEST_KEPT_BYTES + 4 * 128)
 
 
 def test_work_weighs_as_much_more_as_its_probe_was_slower() -> None:

@@ -10,6 +10,9 @@ from pipeline.config.optimizers import find_optimizer
 from pipeline.planner.step_time.frequency import Bands, power_law, touched
 
 CACHE_MIB = (1, 4, 16, 32)  # sizes of caches whose misses have a rate each
+KEPT_BYTES = (
+    64 << 20
+)  # of pooled rows: larger blocks are new pages of the kernel's each time (pipeline.training.allocator)
 POOLED_BYTES = 8 << 20  # of pooled rows or gradients: more do not stay in the caches between kernels
 LANES = 16  # numbers that the kernels move at once; what is left over goes one by one
 BAG_WORK, ROW_WORK = 256, 16  # of pipeline.sharding.torchrec.cpu_tables.partition_tables
@@ -79,6 +82,7 @@ def work_of(tables: Sequence[TableShape], optimizer: str, number_bytes: int, thr
         "pooled_beyond_bytes": max(0.0, pooled - POOLED_BYTES),
     }
     lookup = shared | {
+        "new_page_bytes": pooled if pooled > KEPT_BYTES else 0.0,
         "sums": sum(table.samples * table.features for table in several),
         "sum_bytes": sum(table.samples * table.features * 4 * table.dim for table in several),
         "bag_ids": sum(table.ids for table in several),
