@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.growth_stages import STAGES, Stage
+from pipeline.runtime.process.huge_pages import use_huge_pages
 
 FLAT = 1.25
 
@@ -47,6 +48,7 @@ def run_point(stage: str, size: int, folder: Path) -> Point:
 
 def run(stages: list[str], folder: Path, output: Path, most: int | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    use_huge_pages()  # as verbs do; each point's process inherits it
     for name in stages:
         for size in STAGES[name].sizes:
             points = read_points(output)

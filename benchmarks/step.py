@@ -6,7 +6,7 @@ Both sides train the same model on the same batches, drawn beforehand, with row-
 the layers. TorchRec's side is the loop of its documentation: default planner and sharders, DistributedModelParallel,
 TrainPipelineSparseDist, fp32. Ours is the product's Trainer, its metrics, guards and log lines included, under the
 overrides named in each row. --sides "ours fp32" "ours adam" compares the tables' optimizers. Each side has processes of its own, one a rank, for settings of a process (allocator, OpenMP)
-are part of what is compared; `torchrec, our settings` is TorchRec's loop with ours. The sides run in turns,
+are part of what is compared; `torchrec, our settings` is TorchRec's loop with ours, and `small pages` are ours without huge pages. The sides run in turns,
 A B C A B C; those whose turn it is not wait. `cpu` is CPU-seconds a step of all ranks: it tells more than the clock on
 a machine that others use too.
 """
@@ -28,12 +28,14 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.reader import cpu_name
+from pipeline.runtime.process.huge_pages import use_huge_pages
 from pipeline.runtime.process.openmp import wait_briefly
 
 VARIANTS = {
@@ -47,10 +49,14 @@ OPTIMIZERS = {
     for name in ("adam", "adamw", "partial_rowwise_adam", "adagrad", "sgd")
 }
 OPTIMIZERS["ours adam l2"] = [*OPTIMIZERS["ours adam"], "tables.default.l2=0.001"]
+SMALL_PAGES = {  # likewise
+    "ours fp32, small pages": [],
+    "ours bf16, small pages": ["trainer.precision=bf16"],
+}
 
 
 TORCHREC, TORCHREC_KEPT = "torchrec", "torchrec, our settings"
-SIDES = (TORCHREC, TORCHREC_KEPT, *VARIANTS, *OPTIMIZERS)
+SIDES = (TORCHREC, TORCHREC_KEPT, *VARIANTS, *OPTIMIZERS, *SMALL_PAGES)
 
 
 @dataclass
@@ -87,7 +93,7 @@ def run_side(rank: int, ranks: int, threads: int, preset_name: str, side: str, s
     context = DistributedContext(rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
     preset = PRESETS[preset_name]
     raw = draw(preset, rank)
-    ours = (VARIANTS | OPTIMIZERS).get(side)
+    ours = (VARIANTS | OPTIMIZERS | SMALL_PAGES).get(side)
     run = torchrec_loop(preset, raw, context) if ours is None else our_loop(preset, raw, context, ours)
     run(2)  # compiles, builds, warms
     pipe.send(preset.batch_size * ranks)
@@ -106,19 +112,21 @@ class Side:
         self._pipes: list[Connection] = []
         context = multiprocessing.get_context("spawn")
         store = f"{folder}/{SIDES.index(name)}"
-        if name != TORCHREC:
-            wait_briefly()  # as train does, before torch is imported; the processes inherit it
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=run_side, args=(rank, ranks, threads, preset, name, store, theirs))
-            process.daemon = True
-            process.start()
-            theirs.close()  # else the death of a rank would not end our wait
-            self._stack.callback(process.join)
-            self._stack.callback(ours.close)  # which ends the rank's wait
-            self._pipes.append(ours)
-        if name != TORCHREC:
-            del os.environ["GOMP_SPINCOUNT"]
+        with patch.dict(os.environ):  # the processes inherit it
+            if name in SMALL_PAGES:
+                os.environ["THP_MEM_ALLOC_ENABLE"] = "0"
+            if name != TORCHREC:
+                wait_briefly()  # as train does, before torch is imported
+                use_huge_pages()
+            for rank in range(ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=run_side, args=(rank, ranks, threads, preset, name, store, theirs))
+                process.daemon = True
+                process.start()
+                theirs.close()  # else the death of a rank would not end our wait
+                self._stack.callback(process.join)
+                self._stack.callback(ours.close)  # which ends the rank's wait
+                self._pipes.append(ours)
 
     def __enter__(self) -> Side:
         return self

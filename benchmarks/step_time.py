@@ -42,6 +42,7 @@ from pipeline.planner.step_time.predict import StepRequest, predict_step
 from pipeline.planner.step_time.products import Multiplied
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.runtime.process.huge_pages import use_huge_pages
 from pipeline.runtime.process.openmp import wait_briefly
 from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task
@@ -328,6 +329,7 @@ def main() -> None:
     if options.measure:
         os.environ.pop("OMP_NUM_THREADS", None)
         wait_briefly()
+        use_huge_pages()
         options.measure.write_text(json.dumps(measure(options), indent=1))
         print(f"written  {options.measure}")
     if options.report:

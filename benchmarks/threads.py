@@ -28,6 +28,7 @@ import torch.multiprocessing as multiprocessing
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reader import cpu_name
+from pipeline.runtime.process.huge_pages import use_huge_pages
 from pipeline.runtime.process.openmp import wait_briefly
 
 THREADS = (1, 2)
@@ -95,6 +96,7 @@ def measure(preset: str, precision: str, rounds: int, steps: int) -> tuple[list[
     """Medians over the rounds; and milliseconds a step without the profiler."""
     context = multiprocessing.get_context("spawn")
     wait_briefly()
+    use_huge_pages()
     found: dict[int, list[dict[str, float]]] = {threads: [] for threads in THREADS}
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = {}, []

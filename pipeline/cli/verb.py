@@ -31,6 +31,7 @@ from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED
 from pipeline.runtime.process.failures import masked_traceback, write_error_file
+from pipeline.runtime.process.huge_pages import use_huge_pages
 from pipeline.runtime.process.kernel_cache import find_kernel_cache
 from pipeline.runtime.process.openmp import wait_briefly
 from pipeline.runtime.process.processes import die_with_parent
@@ -52,7 +53,7 @@ class Verb(Generic[Job, Result]):
     commands, default: the words that may stand before key=value (see Command). written_to: the folder or file that errors of
     the file system are about. runs_on_ranks: it may run on many ranks and for long, so it has a watchdog and ends with the
     agent that started it. when_interrupted: what is there after Ctrl-C. handles_sigterm: SIGTERM asks it to put away what it holds, and ends it there.
-    runs_kernels: our CPU kernels run beside OpenMP's threads, which then have to sleep soon.
+    runs_kernels: our CPU kernels run beside OpenMP's threads, which then have to sleep soon, on tensors that huge pages suit.
     """
 
     job: type[Job]
@@ -105,6 +106,7 @@ class Verb(Generic[Job, Result]):
     def _prepare_process(self) -> None:
         if self.runs_kernels:
             wait_briefly()
+            use_huge_pages()
             find_kernel_cache()
         if self.handles_sigterm:
             preemption.listen()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pipeline.runtime.process.huge_pages import use_huge_pages
 from pipeline.runtime.process.openmp import wait_briefly
 
 TRAIN = """
@@ -44,10 +46,17 @@ def test_training_compiles_nothing_after_it(prepared_clicks: str, tmp_path: Path
     assert _compiled(cache) == before
 
 
-def test_openmps_threads_wait_briefly_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    wait_briefly()
-    assert os.environ["GOMP_SPINCOUNT"] == "1000"
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    wait_briefly()
-    assert os.environ["GOMP_SPINCOUNT"] == "7"
+@pytest.mark.parametrize(
+    ("ask", "variable", "usual", "own"),
+    [(wait_briefly, "GOMP_SPINCOUNT", "1000", "7"), (use_huge_pages, "THP_MEM_ALLOC_ENABLE", "1", "0")],
+    ids=["openmp", "huge_pages"],
+)
+def test_libraries_have_our_settings_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[], None], variable: str, usual: str, own: str
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    ask()
+    assert os.environ[variable] == usual
+    monkeypatch.setenv(variable, own)
+    ask()
+    assert os.environ[variable] == own

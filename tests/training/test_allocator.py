@@ -1,13 +1,16 @@
-"""Memory that was freed is there for the next step without a page fault."""
+"""Memory that was freed is there for the next step without a page fault, and large tensors lie in huge pages."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+VARIABLE = "THP_MEM_ALLOC_ENABLE"
 SCRIPT = """
 import resource, sys, torch
 from pipeline.training.allocator import keep_freed_memory
@@ -32,3 +35,33 @@ def test_freed_memory_is_used_again_without_page_faults() -> None:
         for how in ("kept", "given back")
     }
     assert 3 * faults["kept"] < faults["given back"], faults
+
+
+LARGE = """
+import resource, sys
+from pipeline.runtime.process.huge_pages import use_huge_pages
+use_huge_pages()
+import torch
+from pipeline.training.allocator import keep_freed_memory
+keep_freed_memory()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    large = torch.ones(32 << 20)  # 128 MiB: more than what is kept
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this kernel has no transparent huge pages"
+)
+@pytest.mark.campaign
+def test_tensors_that_are_not_kept_cost_few_page_faults() -> None:
+    faults = {}
+    for setting in ("0", None):
+        environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+        environment |= {VARIABLE: setting} if setting else {}
+        answer = subprocess.run([sys.executable, "-c", LARGE], env=environment, check=True, capture_output=True)
+        faults[setting] = int(answer.stdout)
+    assert faults["0"] >= 4 * (128 << 20) // (4 << 10), faults
+    assert 10 * faults[None] < faults["0"], faults
