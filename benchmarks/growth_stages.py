@@ -332,10 +332,17 @@ def _step(work: Path, shape: Shape) -> Cost:
         run(2)
         marks = []
         for steps in (5, 25):  # the difference leaves out what a fit begins and ends with
-            began = time.process_time()
+            began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF)
             run(steps)
-            marks.append(time.process_time() - began)
-    return Cost((marks[1] - marks[0]) / 20, cost.peak_mib)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            kernel, faults = after.ru_stime - before.ru_stime, after.ru_minflt - before.ru_minflt
+            marks.append((time.process_time() - began, kernel, faults))
+    cpu_seconds, kernel, faults = ((longer - shorter) / 20 for shorter, longer in zip(*marks, strict=True))
+    print(
+        f"a step: {kernel:.4f} of {cpu_seconds:.4f} CPU-seconds in the kernel, {faults:,.0f} page faults",
+        file=sys.stderr,
+    )
+    return Cost(cpu_seconds, cost.peak_mib)
 
 
 @stage("rows a request", 1, 256, 4096)

@@ -170,7 +170,10 @@ def main() -> None:
         assert isinstance(context, DistributedContext)
         folder, source = Path(name), f"{memory}/table"
         model = Table(table_in_memory(source, num_rows))
-        print(f"{num_rows:,} rows of {DIM} numbers, {num_rows * DIM * 4 / 2**30:.2f} GiB, {options.rounds} rounds", flush=True)
+        print(
+            f"{num_rows:,} rows of {DIM} numbers, {num_rows * DIM * 4 / 2**30:.2f} GiB, {options.rounds} rounds",
+            flush=True,
+        )
         rounds = [one_round(folder, source, model, context) for _ in range(options.rounds)]
         if options.beside:
             rounds.append(beside_training(folder, model, context, options.rounds))

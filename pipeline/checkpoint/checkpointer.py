@@ -18,37 +18,26 @@ from dataclasses import asdict
 from importlib import metadata as installed
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint import random_state
 from pipeline.checkpoint.async_save import InFlight
-from pipeline.checkpoint.chains import link_after, open_reader
+from pipeline.checkpoint.chains import link_after
 from pipeline.checkpoint.changes import CHECKPOINT, Differential, ShardRows
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.free_space import shortage
 from pipeline.checkpoint.links import link_state
-from pipeline.checkpoint.owners import Owner, check_random_state
-from pipeline.checkpoint.replicas import Replicas, describe_replicas, holds_own_tables, state_to_load, state_to_save
-from pipeline.checkpoint.reshard import (
-    begin_stored_rows,
-    check_fit,
-    fill_row_states,
-    fill_stored_rows,
-    grown_tables,
-    stored_keys,
-    without,
-)
+from pipeline.checkpoint.owners import Owner
+from pipeline.checkpoint.replicas import Replicas, describe_replicas, state_to_save
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.shards import HostCopy, ShardPlanner, bytes_to_write
+from pipeline.checkpoint.step_loader import StepLoader, Trained, newest_usable
 from pipeline.checkpoint.step_writer import Save, StepWriter
 from pipeline.checkpoint.steps import (
     FORMAT_VERSION,
     LINK_VERSION,
     PACKED_VERSION,
-    file_path,
     list_steps,
     read_manifest,
     read_step_file,
@@ -56,13 +45,11 @@ from pipeline.checkpoint.steps import (
     step_name,
     step_path,
 )
-from pipeline.checkpoint.tables import flatten, inventory_of_state, inventory_of_step, merge
-from pipeline.checkpoint.tensors import StepTensors
+from pipeline.checkpoint.tables import flatten
 from pipeline.runtime.errors import CheckpointError, DamagedError, StepTakenError
 from pipeline.runtime.logs import fields, get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.checksums import read_verified
 
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 logger = get_logger(__name__)
@@ -99,20 +86,20 @@ class Checkpointer:
     ) -> None:
         assert replicas is None or differential is None, "hosts' averages change every row"
         self.folder, self.asynchronous = folder, asynchronous
-        self._model, self._optimizer, self._context = model, optimizer, context
+        self._trained, self._context = Trained(model, optimizer), context
         self._about, self._staging = about or {}, staging
-        self._average_row_state = average_row_state
         self._replicas = replicas
         self._is_local = storage.is_local(folder)
         self._retention = Retention(keep_last_n, keep_best_n, best_metric)
         self._ranks = Ranks(context, own_group=asynchronous)
         self._steps = step_folders(folder, staging)
         self._writer = StepWriter(self._steps, self._ranks, self._retention, fence)
+        self._loader = StepLoader(folder, self._trained, self._ranks, replicas, average_row_state)
         self._planners = {is_link: ShardPlanner(context, self._ranks.group) for is_link in (False, True)}
         self._host_copies = {is_link: HostCopy() for is_link in (False, True)}
         self._differential = differential
         self._previous: int | None = None  # the step that a link may build on; None: the next step is a base
-        self._grow: Callable[[str], None] | None = None
+        self._grow: Callable[[str], None] | None = None  # of the last restore_latest(), for a rollback as well
         self._taken: ShardRows | None = None  # the changed rows of a save whose end is not known
         self._in_flight: InFlight | None = None
 
@@ -150,7 +137,7 @@ class Checkpointer:
         self, step: int, values: dict[str, Any], chain: dict[str, Any] | None, files: dict[str, bytes]
     ) -> Save:
         """A whole step, or a link where `chain` says what it builds on."""
-        state = self._state()
+        state = self._trained.state()
         if chain is not None:
             assert self._taken is not None
             state = link_state(flatten(state), self._taken, self._context.rank)
@@ -222,7 +209,7 @@ class Checkpointer:
 
         `num_saves` are the saves to come, if they are fewer than the steps to be kept.
         """
-        state = self._state()
+        state = self._trained.state()
         whole = state_to_save(state, self._replicas, average=False) if self._replicas else state
         self._planners[False].plan(whole)
         num_bytes = bytes_to_write(self._planners[False].tensors())
@@ -242,7 +229,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there are steps, and not one can be used.
         """
-        return self._walk_back(self._writer.verify)
+        return newest_usable(self.folder, self._ranks, self._writer, self._writer.verify)
 
     def restore_latest(
         self, check: Callable[[dict[str, Any]], None] | None = None, grow: Callable[[str], None] | None = None
@@ -255,17 +242,16 @@ class Checkpointer:
         Raises:
             CheckpointError: as newest() and restore() do.
         """
-
         self._grow = grow
 
         def load(step: int) -> dict[str, Any]:
-            manifest = self._manifest_of(step)
+            manifest = self._loader.manifest(step)
             if check is not None:
                 check(manifest)
             self._load(step, manifest)
             return manifest
 
-        return self._walk_back(load)
+        return newest_usable(self.folder, self._ranks, self._writer, load)
 
     def restore(self, step: int, verified: bool = False) -> dict[str, Any]:
         """Restore step `step` in place, whatever plan and world size wrote it, and return its manifest.
@@ -278,7 +264,7 @@ class Checkpointer:
                 f"there is no step {step} in {self.folder}; there are steps {', '.join(map(str, steps)) or 'none'}"
             )
         try:
-            manifest = self._manifest_of(step)
+            manifest = self._loader.manifest(step)
             self._load(step, manifest)
         except DamagedError as error:
             path = step_path(self.folder, step)
@@ -302,13 +288,6 @@ class Checkpointer:
             self._steps.remove_leftovers()
 
         self._ranks.from_main(clear)
-
-    def _state(self) -> dict[str, Any]:
-        state = {"model": self._model.state_dict()}
-        # Plain SGD has no state, and DCP stores an empty dict as a pickled value.
-        if self._optimizer is not None and flatten(own := self._optimizer.state_dict()):
-            state["optimizer"] = own
-        return state
 
     def _describe(self, owner: Owner, values: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -351,132 +330,20 @@ class Checkpointer:
                 continue
         return held
 
-    def _walk_back(self, use: Callable[[int], dict[str, Any]]) -> dict[str, Any] | None:
-        """What `use` returns for the newest step for which it does not raise DamagedError."""
-        steps, problems = self._ranks.read(lambda: list_steps(self.folder), self._is_local), []
-        lost: set[int] = set()
-        for step in reversed(steps):
-            if step in lost:
-                continue
-            try:
-                return use(step)
-            except DamagedError as error:
-                problems.append(f"step {step}: {error}")
-                lost |= (own := self._lost_with(step))
-                what = f"checkpoint step {step} does not verify ({error})"
-                if len(own) > 1:
-                    what += f"; it builds on step {min(own)}, which is damaged, so that {len(own)} steps are lost"
-                earlier = max((other for other in steps if other < step and other not in lost), default=None)
-                logger.warning("%s; going back to %s", what, "nothing" if earlier is None else f"step {earlier}")
-        if problems:
-            raise CheckpointError(
-                f"none of the {len(steps)} checkpoints in {self.folder} can be used ({'; '.join(problems)[:600]}); "
-                "restore that folder from a copy, or choose another run_dir"
-            )
-        return None
-
-    def _lost_with(self, step: int) -> set[int]:
-        """Collective: of the damaged `step`, and those that it builds on, all from the first that is damaged."""
-        path = step_path(self.folder, step)
-        chain = self._ranks.from_main(lambda: self._writer.known_chain(path))
-        if len(chain) == 1:
-            return {step}
-        for number, member in enumerate(chain):
-            if not self._writer.is_intact_itself(member):
-                return set(chain[number:])
-        return {step}
-
-    def _manifest_of(self, step: int) -> dict[str, Any]:
-        return self._ranks.read(lambda: read_manifest(step_path(self.folder, step)), self._is_local)
-
     def _load(self, step: int, manifest: dict[str, Any]) -> None:
         """Raises DamagedError, with the state half overwritten, or CheckpointError for what does not fit."""
         path, began = step_path(self.folder, step), time.monotonic()
-        reader = self._ranks.read(lambda: open_reader(path, manifest), self._is_local)
-        tensors = self._ranks.read(lambda: StepTensors(path, reader), self._is_local)
-        random = self._ranks.read(lambda: self._read_random_state(path, manifest), self._is_local)
-        state = self._state()
-        wanted = merge(self._ranks.gather(inventory_of_state(flat := flatten(state))))
-        recut = check_fit(
-            tensors,
-            wanted,
-            storage.dirname(self.folder),
-            with_optimizer=self._optimizer is not None,
-            average_row_state=self._average_row_state,
-            may_grow=self._grow is not None,
-        )
-        if self._grow is not None and grown_tables(inventory_of_step(tensors), wanted):
-            self._grow(path)
-            self._go_on_from(step, path, random, began, is_same=False)
-            return
-        own = self._replicas is not None and holds_own_tables(manifest, self._replicas)
-        if own and recut:
-            raise CheckpointError(
-                f"checkpoint {path} holds each host's own tables, and the plan cuts their columns elsewhere: keep the plan "
-                "(planner=file planner.plan_file=<run>/plan.json), or start from their mean: run_dir=<another> "
-                f"warm_start.run={storage.dirname(self.folder)}"
-            )
-        keyed = state_to_load(state, self._replicas) if own and self._replicas else state
-        self._log_replicas(manifest, own)
-        try:
-            stored = stored_keys(flat)  # those that do not lie in memory
-            dcp.load(without(keyed, [*recut, *stored]), storage_reader=reader, process_group=self._ranks.group)
-        except CheckpointException as error:
-            for cause, _ in error.failures.values():
-                if isinstance(cause, DamagedError):
-                    raise cause from None
-                if isinstance(cause, OSError) and self._is_local:
-                    raise DamagedError(str(cause)) from None
-                if isinstance(cause, OSError):
-                    raise CheckpointError(f"checkpoint {path} cannot be read: {cause}") from None
-            raise CheckpointError(_misfit(path, error)) from None
-        self._ranks.read(lambda: begin_stored_rows(tensors, flat, stored), self._is_local)
-        self._ranks.read(lambda: fill_row_states(tensors, flat, recut, wanted), self._is_local)
-        kept = [key for key in stored if key not in recut]
-        self._ranks.read(lambda: fill_stored_rows(tensors, flat, kept), self._is_local)
-        self._model.load_state_dict(state["model"])
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(state.get("optimizer", {"state": {}}))
-        if self._replicas:
-            self._replicas.equal = not own
-        self._go_on_from(step, path, random, began, is_same=not recut)
-
-    def _go_on_from(self, step: int, path: str, random: bytes | None, began: float, *, is_same: bool) -> None:
-        """Model and optimizer are filled. is_same: with the step's numbers, so that a link may build on it."""
-        if self._optimizer is not None and random is not None:
-            random_state.restore_random_state(random, self._context.device)
+        loaded = self._loader.load(step, manifest, self._grow)
+        if self._trained.optimizer is not None and loaded.random is not None:
+            random_state.restore_random_state(loaded.random, self._context.device)
         self._writer.mark_verified(step)
         if self._differential is not None:  # averages of row-wise states are those of no step
             self._differential.rows.take(CHECKPOINT)
-            self._previous = step if is_same else None
+            self._previous = step if loaded.is_same else None
         if self._context.is_main:
             seconds = time.monotonic() - began
             told = fields(event="loaded", step=step, checkpoint=path, seconds=round(seconds, 3))
             logger.info("step %d  loaded from %s in %.1f s", step, path, seconds, extra=told)
-
-    def _log_replicas(self, manifest: dict[str, Any], own: bool) -> None:
-        stored = manifest.get("replicas") or {}
-        if not stored.get("apart") or not self._context.is_main:
-            return
-        if own:
-            logger.info(
-                "step %d holds tables of each of %d hosts: each goes on with its own",
-                manifest["step"],
-                stored["num_hosts"],
-            )
-        else:
-            logger.warning(
-                "step %d holds tables of each of %d hosts: their mean is loaded", manifest["step"], stored["num_hosts"]
-            )
-
-    def _read_random_state(self, path: str, manifest: dict[str, Any]) -> bytes | None:
-        """This rank's; None where another number of ranks saved: nobody's generators go on then."""
-        name = random_state.file_name(self._context.rank)
-        if manifest["world_size"] != self._context.world_size:
-            return None
-        content = read_verified(where := file_path(path, manifest, name), manifest["files"][name])
-        check_random_state(where, manifest, self._context.rank, content)
-        return content
 
 
 def _library_versions() -> dict[str, str]:
@@ -487,11 +354,3 @@ def _library_versions() -> dict[str, str]:
         except installed.PackageNotFoundError:
             continue
     return versions
-
-
-def _misfit(path: str, error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "Error" in line]
-    return (
-        f"checkpoint {path} does not fit this model, optimizer or plan: {(lines or [str(error)])[-1][:400]}. "
-        "Train with the config in its manifest.json, or choose another run_dir"
-    )
