@@ -186,7 +186,7 @@ def _restored(rank: int, folder: str) -> tuple[int, str, list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("pipeline.checkpoint.checkpointer")
+    logger = logging.getLogger("pipeline.checkpoint.step_loader")
     logger.addHandler(handler)
     try:
         _, model, _, context = build_sharded({**MIXED, "d": "table_wise"}, seed=99)
