@@ -9,17 +9,28 @@ from __future__ import annotations
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-# Larger blocks are tables, checkpoints' buffers, and activations of very large batches. Kept as well, up to 256 MiB, these made a step of
-# 65,536 samples 1.5 times as fast, in 2.3 times the memory (docs/performance.md).
 LARGEST_KEPT_BYTES = 64 << 20
 MOST_KEPT_BYTES = 512 << 20
+# Blocks above that are tables, checkpoints' buffers, and activations of very large batches. Kept as well, these make a step of 65,536
+# samples twice as fast, and leave holes in memory, 1 to 2 GiB of them (docs/performance.md): only where there is room.
+ROOMY_BYTES = 8 << 30
+LARGEST_KEPT_IN_ROOM_BYTES = 256 << 20
+MOST_KEPT_IN_ROOM_BYTES = 2 << 30
 
 
-def keep_freed_memory() -> bool:
-    """For the rest of this process; False where the C library is not glibc."""
+def kept_bytes(memory_bytes: int) -> tuple[int, int]:
+    """The largest block that is kept, and how much at most at the end of the heap, by a rank's share of its host's memory."""
+    if memory_bytes < ROOMY_BYTES:
+        return LARGEST_KEPT_BYTES, MOST_KEPT_BYTES
+    return LARGEST_KEPT_IN_ROOM_BYTES, min(MOST_KEPT_IN_ROOM_BYTES, memory_bytes // 8)
+
+
+def keep_freed_memory(memory_bytes: int = 0) -> bool:
+    """For the rest of this process; False where the C library is not glibc. `memory_bytes`: this rank's share of its host's."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # musl, macOS
         return False
-    set_one = mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
-    return bool(set_one and mallopt(M_TRIM_THRESHOLD, MOST_KEPT_BYTES))
+    largest, most = kept_bytes(memory_bytes)
+    set_one = mallopt(M_MMAP_THRESHOLD, largest)
+    return bool(set_one and mallopt(M_TRIM_THRESHOLD, most))

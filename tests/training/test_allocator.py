@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.training.allocator import kept_bytes
+
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
 SCRIPT = """
 import resource, sys, torch
 from pipeline.training.allocator import keep_freed_memory
 if sys.argv[1] == "kept":
-    assert keep_freed_memory()
+    assert keep_freed_memory(int(sys.argv[2]) << 30)
 def step():
-    first, second = torch.ones(4 << 20), torch.ones(8 << 20)  # 16 and 32 MiB
+    first, second = torch.ones(int(sys.argv[3]) << 18), torch.ones(int(sys.argv[3]) << 19)
 for _ in range(20):  # until the heap has found its shape
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -28,13 +30,20 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of another C library is left alone")
+@pytest.mark.parametrize(("gib", "mib"), [(1, 16), (16, 100)], ids=["little_memory", "room"])
 @pytest.mark.campaign
-def test_freed_memory_is_used_again_without_page_faults() -> None:
-    faults = {
-        how: int(subprocess.run([sys.executable, "-c", SCRIPT, how], check=True, capture_output=True).stdout)
-        for how in ("kept", "given back")
-    }
+def test_freed_memory_is_used_again_without_page_faults(gib: int, mib: int) -> None:
+    faults = {}
+    for how in ("kept", "given back"):
+        command = [sys.executable, "-c", SCRIPT, how, str(gib), str(mib)]
+        faults[how] = int(subprocess.run(command, check=True, capture_output=True).stdout)
     assert 3 * faults["kept"] < faults["given back"], faults
+
+
+def test_large_blocks_are_kept_where_there_is_room() -> None:
+    assert kept_bytes(0) == kept_bytes(4 << 30) == (64 << 20, 512 << 20)
+    assert kept_bytes(8 << 30) == (256 << 20, 1 << 30)
+    assert kept_bytes(1 << 40) == (256 << 20, 2 << 30)
 
 
 LARGE = """
