@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.ids import IdsConfig
+from pipeline.data.prepare import vocabulary
 from pipeline.data.prepare.vocabulary import (
     ENTRIES_SCHEMA,
     RankedFeature,
@@ -124,7 +125,11 @@ def write_entries(path: Path, blocks: list[list[list[tuple[str, int]]]]) -> None
     pq.write_table(pa.Table.from_pylist(rows, schema=ENTRIES_SCHEMA), path)
 
 
-def test_ids_come_from_training_blocks_only_and_map_every_entry(tmp_path: Path) -> None:
+@pytest.mark.parametrize("joined_values", [1 << 24, 2], ids=["at_once", "in_parts"])
+def test_ids_come_from_training_blocks_only_and_map_every_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined_values: int
+) -> None:
+    monkeypatch.setattr(vocabulary, "JOINED_VALUES", joined_values)
     blocks = [
         [[("x", 2), ("y", 1)], [("17", 4)]],
         [[("y", 1), ("z", 1)], [("17", 1), ("3", 2)]],
@@ -139,6 +144,7 @@ def test_ids_come_from_training_blocks_only_and_map_every_entry(tmp_path: Path) 
         rank_values(batches(ranked[0], 2), IdsConfig(), 5, str(tmp_path / "0.parquet"))
         outputs = [(str(tmp_path / "ids"), 7), (str(tmp_path / "none"), 0), (str(tmp_path / "more"), 3)]
         map_entries(engine, entries, {0: str(tmp_path / "0.parquet")}, [1], outputs, str(tmp_path / "ids.parquet"))
+    assert not list(tmp_path.glob("ids.parquet*"))
     assert ranked == {0: [("x", 2), ("y", 2), ("z", 1)], 1: [("17", 5), ("3", 2)]}
     assert [np.fromfile(path, np.int32).tolist() for path, _ in outputs] == [[1, 2, 17, 2, 3, 17, 3], [], [0, 3, 5]]
 
