@@ -115,7 +115,7 @@ def join(rank: int, store: str) -> Any:
     from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.allocator import keep_freed_memory
 
-    keep_freed_memory()
+    keep_freed_memory(RANKS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     return DistributedContext(rank, RANKS, rank, RANKS, torch.device("cpu"), "gloo")
 

@@ -320,11 +320,10 @@ def step_ids(work: Path, size: int) -> Cost:
 def _step(work: Path, shape: Shape) -> Cost:
     """Of DLRM-DCN, whose layers grow as tables do: the dot products of DLRM would by their square."""
     from benchmarks.step_models import Preset, draw, our_side
-    from pipeline.planner.hardware import host_memory_bytes
     from pipeline.training.allocator import keep_freed_memory
 
     torch.set_num_threads(1)
-    keep_freed_memory(host_memory_bytes())  # as train does
+    keep_freed_memory()  # as train does
     preset = Preset([100_000] * shape.tables, 16, [64, 16], [64, 1], shape.batch, [shape.ids] * shape.tables, dcn=True)
     words = ["model.dcn_num_layers=1", "model.dcn_low_rank_dim=16", "planner.timeout_s=10"]
     raw = draw(preset, 0)

@@ -204,7 +204,7 @@ def run_side(rank: int, ranks: int, side: str, kind: str, store: str, pipe: Conn
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     if side == OURS:
-        keep_freed_memory()  # as train does
+        keep_freed_memory(ranks)  # as train does
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     context = DistributedContext(rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
     raw = draw(kind)

@@ -84,12 +84,11 @@ def run_side(rank: int, ranks: int, threads: int, preset_name: str, side: str, s
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(threads)
     from benchmarks.step_models import PRESETS, draw, our_loop, torchrec_loop
-    from pipeline.planner.hardware import host_memory_bytes
     from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.allocator import keep_freed_memory
 
     if side != TORCHREC:
-        keep_freed_memory(host_memory_bytes() // ranks)  # as train does
+        keep_freed_memory(ranks)  # as train does
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     context = DistributedContext(rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
     preset = PRESETS[preset_name]

@@ -54,11 +54,10 @@ def run_side(threads: int, preset_name: str, precision: str, steps: int, store: 
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(threads)
     from benchmarks.step_models import PRESETS, draw, our_loop
-    from pipeline.planner.hardware import host_memory_bytes
     from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.allocator import keep_freed_memory
 
-    keep_freed_memory(host_memory_bytes())
+    keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     preset = PRESETS[preset_name]
     context = DistributedContext(0, 1, 0, 1, torch.device("cpu"), "gloo")

@@ -25,12 +25,16 @@ def kept_bytes(memory_bytes: int) -> tuple[int, int]:
     return LARGEST_KEPT_IN_ROOM_BYTES, min(MOST_KEPT_IN_ROOM_BYTES, memory_bytes // 8)
 
 
-def keep_freed_memory(memory_bytes: int = 0) -> bool:
-    """For the rest of this process; False where the C library is not glibc. `memory_bytes`: this rank's share of its host's."""
+def keep_freed_memory(num_ranks: int = 1) -> bool:
+    """For the rest of this process; False where the C library is not glibc. num_ranks: on this host, which share its memory."""
+    from pipeline.planner.hardware import host_memory_bytes
+
+    return keep_blocks(*kept_bytes(host_memory_bytes() // num_ranks))
+
+
+def keep_blocks(largest_bytes: int, most_bytes: int) -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # musl, macOS
         return False
-    largest, most = kept_bytes(memory_bytes)
-    set_one = mallopt(M_MMAP_THRESHOLD, largest)
-    return bool(set_one and mallopt(M_TRIM_THRESHOLD, most))
+    return bool(mallopt(M_MMAP_THRESHOLD, largest_bytes) and mallopt(M_TRIM_THRESHOLD, most_bytes))

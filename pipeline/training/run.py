@@ -127,7 +127,6 @@ def _train(
     with none_while_importing():
         from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
         from pipeline.data.dataset import load_dataset
-        from pipeline.planner.hardware import host_memory_bytes
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
         from pipeline.training.allocator import keep_freed_memory
         from pipeline.training.assembly import assemble, open_reader, resolve
@@ -148,7 +147,7 @@ def _train(
     reader = on_all_ranks(partial(open_input or _open_training_split, resolved, context), context)
     validation_reader = on_all_ranks(partial(open_reader, resolved, "validation", context), context)
     if context.device.type == "cpu" and job.sharding.fast_cpu:
-        keep_freed_memory(host_memory_bytes() // context.local_world_size)
+        keep_freed_memory(context.local_world_size)
     memory = MemoryWatch(context)
     assembly = assemble(resolved, context, initialize=False)
     savings = _log_plan(assembly, context)

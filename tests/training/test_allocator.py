@@ -15,9 +15,9 @@ from pipeline.training.allocator import kept_bytes
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
 SCRIPT = """
 import resource, sys, torch
-from pipeline.training.allocator import keep_freed_memory
+from pipeline.training.allocator import keep_blocks, kept_bytes
 if sys.argv[1] == "kept":
-    assert keep_freed_memory(int(sys.argv[2]) << 30)
+    assert keep_blocks(*kept_bytes(int(sys.argv[2]) << 30))
 def step():
     first, second = torch.ones(int(sys.argv[3]) << 18), torch.ones(int(sys.argv[3]) << 19)
 for _ in range(20):  # until the heap has found its shape
@@ -51,8 +51,8 @@ import resource, sys
 from pipeline.runtime.process.huge_pages import use_huge_pages
 use_huge_pages()
 import torch
-from pipeline.training.allocator import keep_freed_memory
-keep_freed_memory()
+from pipeline.training.allocator import keep_blocks, kept_bytes
+keep_blocks(*kept_bytes(0))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(4):
     large = torch.ones(32 << 20)  # 128 MiB: more than what is kept

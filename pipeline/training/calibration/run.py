@@ -164,13 +164,12 @@ def _run_rank(rank: int, setup: Setup, work: Work, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from pipeline.planner.hardware import host_memory_bytes
     from pipeline.runtime.process.distributed import DistributedContext
     from pipeline.training.allocator import keep_freed_memory
     from pipeline.training.calibration.clock import Bench
 
     torch.set_num_threads(setup.threads)
-    keep_freed_memory(host_memory_bytes() // setup.ranks)
+    keep_freed_memory(setup.ranks)
     store = f"file://{setup.folder}/{setup.name}.store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=setup.ranks)
     context = DistributedContext(rank, setup.ranks, rank, setup.ranks, torch.device("cpu"), "gloo")
