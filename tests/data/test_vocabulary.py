@@ -125,11 +125,11 @@ def write_entries(path: Path, blocks: list[list[list[tuple[str, int]]]]) -> None
     pq.write_table(pa.Table.from_pylist(rows, schema=ENTRIES_SCHEMA), path)
 
 
-@pytest.mark.parametrize("joined_values", [1 << 24, 2], ids=["at_once", "in_parts"])
+@pytest.mark.parametrize("most_values", [3, 2], ids=["at_once", "one_after_the_other"])
 def test_ids_come_from_training_blocks_only_and_map_every_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined_values: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_values: int
 ) -> None:
-    monkeypatch.setattr(vocabulary, "JOINED_VALUES", joined_values)
+    monkeypatch.setattr(vocabulary, "VALUES_JOINED_AND_SORTED", most_values)
     blocks = [
         [[("x", 2), ("y", 1)], [("17", 4)]],
         [[("y", 1), ("z", 1)], [("17", 1), ("3", 2)]],

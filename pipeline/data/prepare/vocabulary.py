@@ -36,7 +36,7 @@ ENTRIES_SCHEMA = pa.schema(
 )
 VOCABULARY_SCHEMA = pa.schema([("value", pa.string()), ("count", pa.int64()), ("id", pa.int32())])
 VOCABULARY_GROUP_ROWS = 65_536  # whatever the batches that values come in: the same bytes from every engine
-JOINED_VALUES = 1 << 24  # of vocabularies, that entries are joined with at once
+VALUES_JOINED_AND_SORTED = 1 << 24  # of vocabularies, by one statement
 # 1, 2, 3, 5, 7, 10, ... 10^10: evenly spaced in logarithm, past any table's end.
 CURVE_RANKS = np.unique(np.round(10.0 ** (np.arange(61) / 6)).astype(np.int64))
 
@@ -196,29 +196,21 @@ def map_entries(
         f"SELECT {feature} AS feature, value, id FROM {_parquet([path])}" for feature, path in vocabularies.items()
     )
     is_hashed = f"feature IN ({', '.join(map(str, hashed))})" if hashed else "false"
-    num_values = sum(pq.read_metadata(path).num_rows for path in vocabularies.values())
-    parts = max(1, -(-num_values // JOINED_VALUES))
-
-    def joined(part: int) -> str:
-        chosen = f"WHERE hash(value) % {parts} = {part}" if parts > 1 else ""
-        return (
-            f"SELECT entry, CASE WHEN {is_hashed} THEN value::INTEGER ELSE coalesce(id, 0) END AS id "
-            f"FROM (FROM {_parquet(entries)} {chosen}) LEFT JOIN (FROM ({known or nothing}) {chosen}) USING (feature, value)"
-        )
-
-    found = f"({joined(0)})"
-    in_parts = [f"{table}.{part}" for part in range(parts)] if parts > 1 else []
-    for part, path in enumerate(in_parts):  # DuckDB's join of all of them would not spill enough
-        what = f"giving ids, part {part + 1} of {parts}"
-        _run(engine, what, f"COPY ({joined(part)}) TO {sql_text(path)} (FORMAT parquet, COMPRESSION lz4_raw)")
-        found = _parquet(in_parts)
+    joined = f"""
+        SELECT entry, CASE WHEN {is_hashed} THEN value::INTEGER ELSE coalesce(id, 0) END AS id
+        FROM {_parquet(entries)} LEFT JOIN ({known or nothing}) USING (feature, value)"""
+    ids, unsorted = f"({joined})", f"{table}.unsorted"
+    if is_large := sum(pq.read_metadata(path).num_rows for path in vocabularies.values()) > VALUES_JOINED_AND_SORTED:
+        # A join and a sort that both spill do not share the memory limit: of 50M values DuckDB 2.0 ran out of it.
+        _run(engine, "finding ids", f"COPY ({joined}) TO {sql_text(unsorted)} (FORMAT parquet, COMPRESSION lz4_raw)")
+        ids = _parquet([unsorted])
     _run(
         engine,
         "giving ids",
-        f"COPY (SELECT id FROM {found} ORDER BY entry) TO {sql_text(table)} (FORMAT parquet, COMPRESSION lz4_raw)",
+        f"COPY (SELECT id FROM {ids} ORDER BY entry) TO {sql_text(table)} (FORMAT parquet, COMPRESSION lz4_raw)",
     )
-    for path in in_parts:
-        os.remove(path)
+    if is_large:
+        os.remove(unsorted)
     with pq.ParquetFile(table) as file:
         write_in_parts((batch["id"].to_numpy() for batch in file.iter_batches()), outputs)
     os.remove(table)
