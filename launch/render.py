@@ -25,7 +25,7 @@ from launch.resources import this_host
 from launch.slurm import SlurmOptions, render_sbatch
 from launch.workload import SERVICES, WORKLOADS, Where, Workload, check_one_task, make_workload
 from pipeline.cli.command_line import print_user_errors
-from pipeline.runtime.errors import LaunchError
+from pipeline.runtime.errors import LaunchError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,10 @@ def main() -> None:
         print(render_chain(argv[1:]), end="")
         return
     asked = argv[:1] in (["-h"], ["--help"])
+    if argv and not asked:
+        targets = [*_targets(), "chain"]
+        with print_user_errors():
+            raise LaunchError(f"{argv[0]!r} is none of {', '.join(targets)}{did_you_mean(argv[0], targets)}")
     print((__doc__ or "").strip(), file=sys.stdout if asked else sys.stderr)
     sys.exit(0 if asked else 2)
 

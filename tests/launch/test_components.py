@@ -15,6 +15,7 @@ from torchx.specs.builders import materialize_appdef
 from torchx.specs.file_linter import validate
 
 from launch import components
+from launch.render import main as render_main
 from launch.render import render
 from launch.resources import CLOUD_HOSTS, Host, asked_host, named_host, parse_shape, this_host, threads_per_rank
 from pipeline.cli.command_line import load_config
@@ -202,6 +203,18 @@ def test_shapes_and_threads() -> None:
     with pytest.raises(ValueError, match=names("h100_80gb_x8")):
         asked_host(None, None, None, "h100_80gbx8")
     assert this_host().cpu >= 1 and this_host().mem_mb > 100
+
+
+def test_a_typo_in_what_is_rendered_for_is_answered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["render", "slrum", "train"])
+    with pytest.raises(SystemExit) as stop:
+        render_main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        "error: 'slrum' is none of slurm, kubernetes, serving, torchrun, chain; did you"
+    )
 
 
 def test_a_job_is_composed_and_validated_without_torch(data: str) -> None:

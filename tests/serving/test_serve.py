@@ -93,6 +93,9 @@ def test_the_pages_say_what_there_is(server: Server) -> None:
     assert list(row["properties"]) == ["price", "age", "city", "device", "tags"]
     docs = server.client.get(f"{server.url}/docs").text
     assert "curl" in docs and "citty" not in docs and f"{server.url}/score" in docs and "<script" not in docs
+    assert "prefers-color-scheme" in docs and "white-space: pre-wrap" in docs, (
+        "the look of all pages, and no line cut off"
+    )
     assert server.client.get(f"{server.url}/health").json() == {"status": "ready", "artifact": "v1"}
 
 

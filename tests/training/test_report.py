@@ -117,9 +117,11 @@ def test_long_lines_are_thinned_and_odd_ones_drawn() -> None:
     points = [(float(step), 1.0 / (step + 1)) for step in range(10_000)]
     assert len(thinned(points)) == MOST_POINTS and thinned(points)[-1] == points[-1]
     assert line_chart("none", "", [Line("a", "train", [(1.0, float("nan"))])]) == ""
-    for values in ([0.0], [5.0, 5.0], [-1.0, 3.0], [1e-9, 2e-9], [1e6, 3e6]):
+    for values in ([0.0], [5.0, 5.0], [-1.0, 3.0], [1e-9, 2e-9], [1e6, 3e6], [1.39614848, 1.39614855]):
         drawn = line_chart("l", "u", [Line("a", "train", [(float(x), y) for x, y in enumerate(values)])])
         assert "<polyline" in drawn and "nan" not in drawn and "inf" not in drawn
+        ticks = re.findall(r'text-anchor="end"[^>]*>([^<]*)<', drawn)[:-1]
+        assert len(set(ticks)) == len(ticks) > 1 and max(map(len, ticks)) < 10, ticks
     assert ">0.01<" in line_chart("l", "u", [Line("a", "train", [(0.0, 0.02), (1.0, 0.5)])], log=True)
     for only in ([(31.0, 0.5)], [(31.0, 0.5), (31.0, 0.6)]):
         drawn = line_chart("l", "u", [Line("a", "train", [point], marks=True) for point in only])

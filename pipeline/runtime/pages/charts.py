@@ -14,6 +14,7 @@ BAR_NAMES, BAR_STEP, BAR_LETTERS = (
     20,
     18,
 )  # of a bar chart: where bars begin, how far they are apart, and of a name
+NEAR = 1e-5  # values so much apart, of their size, are drawn as one: numbers on the axis would not tell them apart
 MOST_POINTS = 300  # of a line: more cannot be told apart
 Point = tuple[float, float]
 
@@ -103,7 +104,7 @@ def _bounds(low: float, high: float, log: bool) -> tuple[float, float]:
         return 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high) + 1e-9)
     if 0 <= low < 0.35 * high:
         return 0.0, round_up(high)
-    if high - low < 1e-9 * max(abs(high), 1.0):
+    if high == low or high - low < NEAR * max(abs(high), abs(low)):
         low, high = low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0)
     step = _tick_step(low, high)
     return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import html
 import json
+import shlex
 from typing import Any
 
 from pipeline.config.server import LimitsConfig
+from pipeline.runtime.pages.html import document, table
 from pipeline.serving.http.openapi import openapi_page
 from pipeline.serving.scoring.scorer import Scorer, retrieves
 
-STYLE = "body{font:16px/1.5 sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem}pre{background:#eee;padding:.6rem;overflow:auto}td,th{text-align:left;padding:.1rem .8rem .1rem 0}"
+STYLE = "pre { white-space: pre-wrap; overflow-wrap: anywhere; }\n"
 
 
 def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
@@ -21,7 +23,7 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
     body: dict[str, Any] = (
         {"rows": [row], "k": min(10, limits.k), "excluded": ["a"]} if retrieves(scorer) else {"rows": [row]}
     )
-    command = f"curl -H 'Content-Type: application/json' {address}{path} -d '{json.dumps(body)}'"
+    command = f"curl -H 'Content-Type: application/json' {address}{path} \\\n    -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
     columns = scorer.columns
     kinds = [
         *((name, "number") for name in columns.dense),
@@ -32,7 +34,8 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
         for name in columns.lists
     ]
     parts = [
-        f"<h1>{title}</h1><p>Artifact {html.escape(scorer.version)}. <a href=openapi.json>openapi.json</a> says the same to machines.</p>",
+        f"<h1>{title}</h1>",
+        f'<p>Artifact {html.escape(scorer.version)}. <a href="openapi.json">openapi.json</a> says the same to machines.</p>',
         f"<pre>{html.escape(command)}</pre>",
         f"<p>At most {limits.rows:,} rows and {limits.body_bytes:,} bytes a request. A column may be null, or left out.</p>",
         *(
@@ -40,11 +43,10 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
             for path, methods in page["paths"].items()
             for method, about in methods.items()
         ),
-        "<h2>Columns</h2><table>",
-        *(f"<tr><td>{html.escape(name)}<td>{kind}" for name, kind in kinds),
-        "</table>",
+        "<h2>Columns</h2>",
+        table(("column", "takes"), kinds, (), "columns"),
     ]
-    return f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>{''.join(parts)}"
+    return document(title, parts, STYLE)
 
 
 def example_row(scorer: Scorer) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def example_row(scorer: Scorer) -> dict[str, Any]:
 
 
 def _operation(path: str, method: str, about: dict[str, Any]) -> str:
-    answers = "".join(
-        f"<tr><td>{status}<td>{html.escape(answer['description'])}" for status, answer in about["responses"].items()
-    )
-    return f"<h2>{method.upper()} {path}</h2><p>{html.escape(about['summary'])}</p><table>{answers}</table>"
+    answers = [(status, answer["description"]) for status, answer in about["responses"].items()]
+    is_said = [description for _, description in answers] == [about["summary"]]
+    listed = "" if is_said else table(("status", "meaning"), answers, (), f"answers of {path}")
+    return f"<h2>{method.upper()} {path}</h2><p>{html.escape(about['summary'])}</p>{listed}"

@@ -21,7 +21,7 @@ from pipeline.training.runs.intervals import MEASURES, Difference, difference, r
 SAME_VARIANT = ("name", "run_dir", "trainer.seed")  # keys that may differ within a variant, and sections:
 SAME_VARIANT_SECTIONS = ("paths.", "logger.")
 SPLITS = ("test", "validation")  # looked for in this order
-ROUNDING = 1e-6  # two trainings of one config differ by as much, on several ranks by the order of sums
+ROUNDING = 5e-6  # two trainings of one config differ by as much, on several ranks by the order of sums
 LEAST_WIDTH = 22
 LEFT_OUT = ("num_samples", "num_groups", "num_one_class_groups", "label_rate")
 
@@ -71,7 +71,7 @@ class Comparison:
     def as_text(self) -> str:
         lines = [variant.label for variant in self.variants]
         lines += _section("config", self.config, self.variants)
-        lines.append(f"\n{self.split} split")
+        lines.append(f"\n{f'{self.split} split':<24}" + "".join(f"{variant.letter:>12}" for variant in self.variants))
         for row in self.metrics:
             lines.append(f"  {row.name:<22}" + "".join(f"{_number(mean):>12}" for mean in row.means))
             lines += [
