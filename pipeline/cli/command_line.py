@@ -38,7 +38,7 @@ from pipeline.training.preflight import check_geometry, check_world_sizes, valid
 
 __all__ = [
     "has_dataset", "load_config", "parse_command_line", "print_user_errors", "validate_evaluation", "validate_geometry",
-    "validate_train", "validate_world_sizes",
+    "validate_train", "validate_world_sizes", "write_out",
 ]  # fmt: skip
 
 Job = TypeVar("Job")
@@ -61,13 +61,12 @@ def parse_command_line(
         if "--help" in flags:
             keys = [word for word in [flags["--help"], *overrides] if word and "=" not in word]
             load_plugins_of(word for word in overrides if "=" in word)
-            print(
-                *[explain_key(key, job_type) for key in keys] or [help_text(job_type, doc or "", config_dir)], sep="\n"
-            )
+            explained = [explain_key(key, job_type) for key in keys]
+            write_out("\n".join(explained or [help_text(job_type, doc or "", config_dir)]))
             sys.exit(0)
         job = load_config(job_type, overrides, config_dir)
         if "--cfg" in flags:
-            print(job_to_yaml(job), end="")
+            write_out(job_to_yaml(job).removesuffix("\n"))
             sys.exit(0)
         if validate is not None:
             validate(job)
@@ -92,6 +91,14 @@ def validate_world_sizes(job: TrainJob, world_sizes: list[int]) -> None:
 def has_dataset(job: TrainJob) -> bool:
     """Whether dataset.json can be read from here."""
     return storage.is_file(storage.join(job.data.path, FILE_NAME))
+
+
+def write_out(text: str) -> None:
+    """Lines to stdout; that their reader has seen enough (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
 
 
 def is_rank_zero() -> bool:

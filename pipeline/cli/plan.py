@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 import pipeline
-from pipeline.cli.command_line import parse_command_line, validate_train
+from pipeline.cli.command_line import parse_command_line, validate_train, write_out
 from pipeline.cli.compose import config_folders
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, Words
@@ -316,11 +316,11 @@ def describe(summary: PlanSummary) -> str:
 
 
 def _show(words: Words) -> None:
-    print(show(words.values["file"]))
+    write_out(show(words.values["file"]))
 
 
 def _diff(words: Words) -> None:
-    print(diff(words.values["a"], words.values["b"]))
+    write_out(diff(words.values["a"], words.values["b"]))
 
 
 def _check(words: Words) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from pipeline.cli.command_line import is_rank_zero, parse_command_line, print_user_errors
+from pipeline.cli.command_line import is_rank_zero, parse_command_line, print_user_errors, write_out
 from pipeline.cli.words import Command, read_words
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import register
@@ -119,7 +119,7 @@ class Verb(Generic[Job, Result]):
         with print_user_errors(self.written_to(job)):
             result = self.run(job)
             if self.describe is not None and is_rank_zero():
-                print(self.describe(result), flush=True)
+                write_out(self.describe(result))
 
 
 def goes_on(job: object) -> str:

@@ -52,7 +52,11 @@ def _values_of(text: str) -> dict[str, Any]:
     try:
         values = yaml.load(text, SAFE_LOADER)
     except yaml.YAMLError as error:
-        raise ConfigError(f"saved job: {' '.join(str(error).split())}") from None
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(
+            f"saved job{line}: {getattr(error, 'problem', None) or error}; restore the file, it was cut off or changed"
+        ) from None
     if not isinstance(values, dict):
         raise ConfigError(f"saved job: a {type(values).__name__} is no job")
     if key := _interpolation(values):
@@ -102,7 +106,10 @@ def load_saved_job(job_type: type[Job], path: str) -> Job:
     """Raises ConfigError where there is no file, or one that does not fit `job_type`."""
     if not storage.is_file(path):
         raise ConfigError(f"there is no saved job at {path!r}: is that a run folder?")
-    return job_from_yaml(job_type, storage.read_text(path))
+    try:
+        return job_from_yaml(job_type, storage.read_text(path))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def instantiate(config: DictConfig, job_type: type[Job]) -> Job:

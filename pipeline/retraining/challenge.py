@@ -167,7 +167,7 @@ def parity_metrics(exported: ExportSummary) -> dict[str, Any]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
 
 
 def log_findings(what: str, findings: list[Finding]) -> None:

@@ -48,7 +48,7 @@ def reigns(records: Sequence[Record]) -> list[Reign]:
     """Oldest first; `records` ascend."""
     crowned = [record for record in records if record.state in CROWNING and record.version]
     ends = [record.time for record in crowned[1:]] + [""]
-    return [Reign(record.version, record.time, end, record) for record, end in zip(crowned, ends, strict=True)]
+    return [Reign(record.version, record.time, end, record) for record, end in zip(crowned, ends, strict=False)]
 
 
 def _heading(

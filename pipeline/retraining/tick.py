@@ -149,7 +149,8 @@ class Tick:
         from pipeline.retraining.challenge import Challenge
 
         champion = self.registry.champion()
-        logger.info("window %s: champion %s, judged on %s", window.name, champion and champion.name, judged_on.name)
+        before = f"champion {champion.name}" if champion else "no champion yet"
+        logger.info("window %s: %s, judged on %s", window.name, before, judged_on.name)
         outcome = Challenge(
             self.job, self._runner(), self.ledger, window, judged_on, champion, pointer, self._about()
         ).run()

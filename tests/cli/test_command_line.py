@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeline.embeddings.row_frequencies import merge_frequencies
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.process.exit_codes import FAILED, USER_ERROR
 from pipeline.training.preflight import validate_job
+from tests.support.forks import WarmCommand
 from tests.support.messages import mentions
 
 QUICKSTART = "experiment=quickstart"
@@ -74,6 +76,17 @@ def test_an_error_is_one_line_and_exit_code_2(
 def test_only_rank_0_says_the_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert _run(capsys, monkeypatch, "experiment=quickstrat") == (2, "", "")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--cfg", QUICKSTART]], ids=["help", "cfg"])
+def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
+    """As `python -m pipeline.train --help | head -1`, of a reader that is gone before the first line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = WarmCommand("pipeline.train", words, output=(writer, (errors := os.memfd_create("errors"))))
+    os.close(writer)
+    assert process.wait(60) == 0
+    assert os.pread(errors, 4000, 0) == b""
 
 
 @pytest.fixture

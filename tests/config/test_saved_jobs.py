@@ -81,6 +81,15 @@ def test_a_damaged_saved_job_is_refused(tmp_path: Path, old: str, new: str, mess
         load_saved_job(TrainJob, str(path))
 
 
+def test_a_saved_job_that_was_cut_off_is_named_with_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    save_job(load_config(TrainJob, ["experiment=quickstart"]), str(path))
+    path.write_text(path.read_text() + "half a li")
+    with pytest.raises(ConfigError, match=names(f"{path} line restore")) as failure:
+        load_saved_job(TrainJob, str(path))
+    assert "unicode string" not in str(failure.value)
+
+
 def test_a_folder_without_a_saved_job_is_no_run_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         load_saved_job(TrainJob, str(tmp_path / "config.yaml"))

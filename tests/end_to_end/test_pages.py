@@ -132,6 +132,14 @@ def test_a_registrys_page_says_who_was_champion_when_and_why(tmp_path: Path) -> 
     assert not re.search(r"(src|href)=|https?:", page)
 
 
+def test_a_registry_that_has_rejected_all_has_a_page_too(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path))
+    assert "no champion yet" in render_registry(Registry(str(tmp_path)), ledger)
+    ledger.append(Record(REJECTED, "dt=2026-11-01", reasons=["NE 1.0001 is not below gate.max_ne=1"]))
+    page = render_registry(Registry(str(tmp_path)), ledger)
+    assert "no champion yet" in page and "NE 1.0001 is not below" in page and reigns(list(ledger.newest())) == []
+
+
 def test_a_sweeps_page_names_what_matters_and_the_winners_command(tmp_path: Path) -> None:
     page = sweep_page(tmp_path)
     assert 'aria-label="what each knob explains"' in page and "rates &amp; dims" in page
