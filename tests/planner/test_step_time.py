@@ -132,12 +132,13 @@ def test_each_tensor_of_an_optimizer_has_a_part_of_its_time() -> None:
 
 
 def test_a_lookup_is_handed_to_threads_from_as_many_samples_as_are_worth_one() -> None:
-    def work(samples: int) -> TableWork:
-        return work_of([TableShape(power_law(1000, 2.0), 16, 1.0, samples)] * 3, "adam", 4, 2)
+    def work(samples: int, pooling: float = 1.0) -> TableWork:
+        return work_of([TableShape(power_law(1000, 2.0), 16, pooling, samples)] * 3, "adam", 4, 2)
 
     few, many = work(500), work(512)
     assert few.lookup["other_threads"] == 0 and few.lookup["ids"] == 1500
     assert many.lookup["other_threads"] == 1 and many.lookup["ids"] == 768
+    assert [work(samples, 8.0).lookup["other_threads"] for samples in (63, 64)] == [0, 1]
     assert many.update["other_threads"] == 1 and many.update["ids"] == pytest.approx(1024)
     assert "rows_by_adam" in many.update and many.lookup["waited_rows_1"] == 0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -14,6 +16,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
+from pipeline.sharding.torchrec import cpu_tables
 from pipeline.sharding.torchrec.cpu_tables import partition_tables, speed_up_cpu_tables
 from pipeline.sharding.torchrec.weighted_means import divide_weights_of_means
 
@@ -204,9 +207,54 @@ def test_an_id_out_of_range_is_still_found() -> None:
         lookup(ids, offsets)
 
 
-def test_tables_are_shared_out_evenly_and_each_once() -> None:
+def _units(work: list[int], threads: int, **options: Any) -> list[tuple[int, int, int]]:
+    torch.set_num_threads(threads)
+    first_ids, dims = torch.tensor([0, *work]).cumsum(0).numpy(), torch.full((len(work),), 16).numpy()
+    return [tuple(unit) for unit in partition_tables(first_ids, dims, **options).tolist()]
+
+
+def test_the_largest_tables_come_first_and_each_once() -> None:
+    assert _units([10, 10, 500, 300, 250], 2) == [(2, 0, 1), (3, 0, 1), (4, 0, 1), (0, 0, 1), (1, 0, 1)]
+
+
+def test_a_table_with_more_than_half_of_a_threads_work_is_split_by_its_rows() -> None:
+    work = [60_000, 10_000, 15_000, 15_000]
+    assert [unit for unit in _units(work, 2) if unit[0] == 0] == [(0, part, 4) for part in range(4)]
+    assert sorted(unit[0] for unit in _units(work, 2)) == [0, 0, 0, 0, 1, 2, 3]
+    every = np.array([60_000, 0, 0, 0])
+    for whole in (_units(work, 1), _units(work, 2, can_split=False), _units(work, 2, every=every)):
+        assert whole == [(0, 0, 1), (2, 0, 1), (3, 0, 1), (1, 0, 1)]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
+def test_a_split_table_has_the_bits_of_a_whole_one(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str, pooling: PoolingMode
+) -> None:
     torch.set_num_threads(2)
-    work = [100, 100, 5000, 3000, 2500]
-    shares = partition_tables(torch.tensor([0, *work]).cumsum(0).numpy(), torch.full((5,), 16).numpy())
-    assert sorted(table for share in shares for table in share.tolist()) == [0, 1, 2, 3, 4]
-    assert abs(sum(work[i] for i in shares[0]) - sum(work[i] for i in shares[1])) < 1000
+    whole, split = (_lookup(OPTIMIZERS[optimizer], pooling) for _ in range(2))
+    assert speed_up_cpu_tables([whole, split]) == 2
+    expected = _train(whole, 9)
+    units: list[list[int]] = []
+    monkeypatch.setattr(cpu_tables, "LEAST_UNIT", 1)
+    monkeypatch.setattr(cpu_tables, "SHARES", 20)
+    kept = partition_tables
+    monkeypatch.setattr(
+        cpu_tables, "partition_tables", lambda *a, **k: units.extend((u := kept(*a, **k)).tolist()) or u
+    )
+    assert all(torch.equal(one, two) for one, two in zip(expected, _train(split, 9), strict=True))
+    assert {parts for _, _, parts in units} == {4, 8, 32}
+
+
+@pytest.mark.parametrize(("most", "num_shares"), [(1, 1), (39, 3)], ids=["one_hot", "multi_hot"])
+def test_a_batch_of_many_ids_is_looked_up_in_shares(
+    monkeypatch: pytest.MonkeyPatch, most: int, num_shares: int
+) -> None:
+    """Of 96 samples, which are not worth a second thread with an id each."""
+    torch.set_num_threads(2)
+    lookup, found = _lookup(EmbOptimType.EXACT_SGD), []
+    speed_up_cpu_tables([lookup])
+    kept = cpu_tables.on_all_threads
+    monkeypatch.setattr(cpu_tables, "on_all_threads", lambda *a: found.append(kept(*a)) or found[-1])
+    lookup(*_inputs(most, 0), None)
+    assert [len(each) for each in found] == [num_shares]

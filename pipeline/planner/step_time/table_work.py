@@ -15,9 +15,10 @@ KEPT_BYTES = (
 )  # of pooled rows: larger blocks are new pages of the kernel's each time (pipeline.training.allocator)
 POOLED_BYTES = 8 << 20  # of pooled rows or gradients: more do not stay in the caches between kernels
 LANES = 16  # numbers that the kernels move at once; what is left over goes one by one
-BAG_WORK, ROW_WORK = 256, 16  # of pipeline.sharding.torchrec.cpu_tables.partition_tables
+# Of pipeline.sharding.torchrec.cpu_tables.partition_tables, which is said there.
+BAG_WORK, ROW_WORK, UNIT_SHARES, LEAST_UNIT, MOST_SPLITS = 256, 16, 2, 100_000, 6
 AMOUNTS, SHARES = 3.0, 0.75  # how far likeness of tables' kernels reaches: doublings of an amount, shares of the ids
-LEAST_SHARE = 256  # samples of a thread, of pipeline.runtime.process.kernel_pool
+LEAST_SHARE, LEAST_SAMPLES = 256, 32  # of a thread, of pipeline.runtime.process.kernel_pool and of FastLookup.fill
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,14 @@ def work_of(tables: Sequence[TableShape], optimizer: str, number_bytes: int, thr
         each.distinct * table.dim for each, table in zip(found, tables, strict=True)
     )
     samples = max((table.samples for table in tables), default=0.0)
-    shares = max(1, min(threads, int(samples) // LEAST_SHARE))
-    work = [table.ids * (table.dim + ROW_WORK) + BAG_WORK for table in tables]
+    worth = LEAST_SHARE / max(
+        1.0, shared["ids"] / max(shared["bags"], 1.0)
+    )  # of a thread: counted in ids where bags have several
+    shares = max(1, min(threads, int(samples / max(worth, LEAST_SAMPLES))))
+    work = _units([table.ids * (table.dim + ROW_WORK) + BAG_WORK for table in tables], threads)
     return TableWork(
         _of_thread(lookup, 1 / shares, shares),
-        _of_thread(update, _share_of_slowest(work, threads), max(1, min(threads, len(tables)))),
+        _of_thread(update, _share_of_slowest(work, threads), max(1, min(threads, len(work)))),
     )
 
 
@@ -120,8 +124,17 @@ def _of_thread(amounts: dict[str, float], share: float, threads: int) -> dict[st
     return {name: value * share for name, value in amounts.items()} | {"other_threads": threads - 1.0}
 
 
+def _units(work: Sequence[float], threads: int) -> list[float]:
+    """What threads take one after the other: tables, and parts of those that are large."""
+    if threads < 2:
+        return list(work)
+    most = max(sum(work) / (UNIT_SHARES * threads), LEAST_UNIT)
+    parts = [1 << min(math.ceil(math.log2(max(amount / most, 1.0))), MOST_SPLITS) for amount in work]
+    return [amount / count for amount, count in zip(work, parts, strict=True) for _ in range(count)]
+
+
 def _share_of_slowest(work: Sequence[float], threads: int) -> float:
-    """Tables go to threads whole: what the one with most of them has of all work."""
+    """What the thread with most of these units has of all work."""
     loads = [0.0] * max(1, min(threads, len(work)))
     for amount in sorted(work, reverse=True):
         loads[loads.index(min(loads))] += amount

@@ -77,6 +77,24 @@ def _make_copy(lanes: int, is_table: bool = True) -> Any:
     return typed
 
 
+def _make_mask(lanes: int) -> Any:
+    def typed(
+        _: Any, gradient: Any, at: Any, values: Any, begin: Any, into: Any, position: Any
+    ) -> tuple[Signature, Any]:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            source, outputs, target = (_data(context, builder, signature, arguments, k) for k in (0, 2, 4))
+            numbers = _load(builder, source, arguments[1], gradient.dtype, False, lanes)
+            found = _load(builder, outputs, arguments[3], values.dtype, False, lanes)
+            nothing = ir.Constant(numbers.type, [0.0] * lanes if lanes > 1 else 0.0)
+            is_off = builder.fcmp_ordered("<=", found, nothing)  # not of NaN
+            _store(builder, builder.select(is_off, nothing, numbers), target, arguments[5], into.dtype, lanes)
+            return context.get_dummy_value()
+
+        return types.void(gradient, types.uint64, values, types.uint64, into, types.uint64), generate
+
+    return typed
+
+
 def _splat(builder: Any, number: Any, lanes: int) -> Any:
     if lanes == 1:
         return number
@@ -196,6 +214,47 @@ def _make_multiply(rows: int, vectors: int) -> Any:
     return typed
 
 
+def _make_sum(vectors: int, is_scaled: bool) -> Any:
+    """`vectors` sums stay in registers while the rows go by."""
+
+    def typed(_: Any, rows: Any, start: Any, dim: Any, order: Any, scales: Any, first: Any, last: Any, k: Any, into: Any) -> tuple[Signature, Any]:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            source, places, factors, out = (_data(context, builder, signature, arguments, at) for at in (0, 3, 4, 8))
+            _, start, dim, _, _, first, last, k, _ = arguments
+            sums = [cgutils.alloca_once(builder, _across(FLOAT, LANES)) for _ in range(vectors)]
+            for each in sums:
+                builder.store(_whole(FLOAT, LANES, 0), each)
+            with cgutils.for_range(builder, builder.sub(last, first)) as loop:
+                entry = builder.add(first, loop.index)
+                row = builder.load(builder.gep(places, [entry]))
+                row = row if row.type == first.type else builder.zext(row, first.type)
+                begin = builder.add(builder.add(start, builder.mul(row, dim)), k)
+                factor = _splat(builder, builder.load(builder.gep(factors, [entry])), LANES) if is_scaled else None
+                for vector, total in enumerate(sums):
+                    place = builder.add(begin, _offset(LANES * vector))
+                    numbers = _load(builder, source, place, rows.dtype, True, LANES)
+                    if factor is not None:
+                        numbers = builder.fmul(numbers, factor, flags=("contract",))
+                    builder.store(builder.fadd(builder.load(total), numbers, flags=("contract",)), total)
+            for vector, total in enumerate(sums):
+                place = builder.add(k, _offset(LANES * vector))
+                _store(builder, builder.load(total), out, place, types.float32, LANES)
+            return context.get_dummy_value()
+
+        place = types.uint64
+        return types.void(rows, place, place, order, scales, place, place, place, into), generate
+
+    return typed
+
+
+def _take_ticket(_: Any, tickets: Any) -> tuple[Signature, Any]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = _data(context, builder, signature, arguments, 0)
+        return builder.atomic_rmw("add", data, _offset(1), "seq_cst")
+
+    return types.int64(tickets), generate
+
+
 def _transpose_16(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width: Any) -> tuple[Signature, Any]:
     """Pairs of rows exchange halves, quarters and so on: 64 shuffles."""
 
@@ -236,12 +295,23 @@ def _named(name: str, typed: Any) -> Any:
 copy_16, copy_1 = _named("copy_16", _make_copy(LANES)), _named("copy_1", _make_copy(1))
 # move(source, at, into, position): into[position:][:lanes] = source[at:][:lanes], where uint16 is bf16 on either side.
 move_16, move_1 = _named("move_16", _make_copy(LANES, False)), _named("move_1", _make_copy(1, False))
+# mask_16(gradient, at, values, begin, into, position): into[position:][:16] = gradient[at:][:16], and 0 where values[begin:][:16] is not above it:
+# the gradient of relu.
+mask_16 = _named("mask_16", _make_mask(LANES))
 # multiply_RxV(a, at, step, b, begin, width, count, c, into, stride): c[into + r stride:][:16 V] = the sum over k < count of
 # a[at + r step + k] b[begin + k width:][:16 V], for R rows r; all fp32, in the order of k.
 multiply_8x1, multiply_8x2 = _named("multiply_8x1", _make_multiply(8, 1)), _named("multiply_8x2", _make_multiply(8, 2))
 multiply_4x1, multiply_4x2 = _named("multiply_4x1", _make_multiply(4, 1)), _named("multiply_4x2", _make_multiply(4, 2))
 # transpose_16(a, at, step, b, begin, width): b[begin + k width + r] = a[at + r step + k], for 16 rows r and columns k; fp32.
 transpose_16 = _named("transpose_16", _transpose_16)
+# sum_rows_V(rows, start, dim, order, scales, first, last, k, into): into[k:][:16 V] = the sum over e in first..last of
+# rows[start + order[e] * dim + k:][:16 V], in their order, in fp32; uint16 is fp16. sum_scaled_rows_V: each times scales[e].
+sum_rows_1, sum_rows_2, sum_rows_4 = (_named(f"sum_rows_{count}", _make_sum(count, False)) for count in (1, 2, 4))
+sum_scaled_rows_1, sum_scaled_rows_2, sum_scaled_rows_4 = (
+    _named(f"sum_scaled_rows_{count}", _make_sum(count, True)) for count in (1, 2, 4)
+)
+# take_ticket(tickets): tickets[0], to which it adds 1 at once: of threads that ask, each gets another number.
+take_ticket = _named("take_ticket", _take_ticket)
 # add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes], `sums` in fp32.
 add_16, add_1 = _named("add_16", _make_add(LANES)), _named("add_1", _make_add(1))
 # The same of a table's rows: uint16 is fp16.

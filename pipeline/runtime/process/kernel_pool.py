@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 LEAST_SHARE = 256  # samples: fewer are not worth a thread
+SHARES = 2  # of a thread
 Recorder = Callable[[str, Sequence[torch.Tensor]], None]
 _recorder: Recorder | None = None
 _recorded: Collection[str] = ()
@@ -26,14 +27,25 @@ def thread_pool(num_threads: int) -> ThreadPoolExecutor:
 def on_all_threads(
     kernel: Callable[..., Any], arguments: Sequence[Any], num_samples: int, least_share: int = LEAST_SHARE
 ) -> list[Any]:
-    """What kernel(*arguments, begin, end) returns on shares of the samples, on as many threads as torch has.
+    """What kernel(*arguments, begin, end) returns on shares of the samples, on as many threads as torch has, in any order.
 
-    Each sample is to be computed by itself; their number then changes no result.
+    Each sample is to be computed by itself; their number then changes no result. Threads take one share after the other: another thread
+    takes a tenth of a millisecond to wake, in which this one goes on, and one that has not begun is not waited for.
     """
-    shares = min(torch.get_num_threads(), max(num_samples // least_share, 1))
+    threads = torch.get_num_threads()
+    shares = min(threads * SHARES if threads > 1 else 1, max(num_samples // least_share, 1))
     bounds = [np.uint64(num_samples * share // shares) for share in range(shares + 1)]
-    later = [thread_pool(shares).submit(kernel, *arguments, *bound) for bound in pairwise(bounds[1:])]
-    return [kernel(*arguments, bounds[0], bounds[1]), *(result.result() for result in later)]
+    remaining = iter(list(pairwise(bounds)))  # next() is one step of the interpreter
+
+    def work() -> list[Any]:
+        return [kernel(*arguments, *bound) for bound in remaining]
+
+    others = [thread_pool(threads).submit(work) for _ in range(min(threads, shares) - 1)]
+    found = work()
+    for other in others:
+        if not other.cancel():
+            found += other.result()
+    return found
 
 
 @contextmanager

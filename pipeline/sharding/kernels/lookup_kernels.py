@@ -9,7 +9,17 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pipeline.runtime.kernels.llvm_intrinsics import LANES, add_row_1, add_row_16, copy_1, copy_16, prefetch_to_read
+from pipeline.runtime.kernels.llvm_intrinsics import (
+    LANES,
+    add_row_1,
+    add_row_16,
+    copy_1,
+    copy_16,
+    prefetch_to_read,
+    sum_rows_1,
+    sum_rows_2,
+    sum_rows_4,
+)
 from pipeline.runtime.kernels.parts import part
 
 U = np.uint64
@@ -36,13 +46,30 @@ def _prefetch(table, begin, indices, position, limit, dim):  # type: ignore[no-u
 
 
 @part()
-def _sum(table, begin, indices, factors, first, last, scale, dim, limit, sums):  # type: ignore[no-untyped-def]
+def _sum(table, begin, indices, first, last, dim, sums):  # type: ignore[no-untyped-def]
+    """sums[:dim] = the sum of the rows of indices[first:last]."""
+    k = U(0)
+    while k + U(4 * LANES) <= dim:
+        sum_rows_4(table, begin, dim, indices, sums, first, last, k, sums)
+        k += U(4 * LANES)
+    if k + U(2 * LANES) <= dim:
+        sum_rows_2(table, begin, dim, indices, sums, first, last, k, sums)
+        k += U(2 * LANES)
+    if k + U(LANES) <= dim:
+        sum_rows_1(table, begin, dim, indices, sums, first, last, k, sums)
+        k += U(LANES)
+    for number in range(k, dim):
+        sums[number] = np.float32(0)
+        for position in range(first, last):
+            add_row_1(sums, number, table, begin + U(indices[position]) * dim + number, np.float32(1))
+
+
+@part()
+def _sum_scaled(table, begin, indices, factors, first, last, scale, dim, sums):  # type: ignore[no-untyped-def]
     """sums[:dim] = scale * the rows of indices[first:last], each times its factor where there are some."""
     sums[:dim] = np.float32(0)
     whole = dim // U(LANES) * U(LANES)
     for position in range(first, last):
-        if position > first:
-            _prefetch(table, begin, indices, position + U(AHEAD), limit, dim)
         share = scale
         if len(factors):
             share = scale * factors[position]
@@ -79,20 +106,21 @@ def look_up(  # type: ignore[no-untyped-def]
                 first, last = U(offsets[bag]), U(offsets[bag + U(1)])
                 if first > last or last > U(len(indices)):
                     return False
-                if last > first:
-                    _prefetch(
-                        table, table_begin, indices, first + U(AHEAD), limit, dim
-                    )  # a neighbour's, where bags are short
                 for position in range(first, last):
                     if U(indices[position]) >= limit:  # a negative id is a large one
                         return False
+                    # A neighbour's, where bags are short.
+                    _prefetch(table, table_begin, indices, position + U(AHEAD), limit, dim)
                 target = sample * width + U(columns[feature])
                 if last - first == U(1) and not len(factors):
                     _copy(table, table_begin + U(indices[first]) * dim, out, target, dim)
-                else:
+                    continue
+                if len(factors) or is_mean:
                     scale = np.float32(1)
                     if is_mean and last > first:
                         scale = np.float32(1) / np.float32(last - first)
-                    _sum(table, table_begin, indices, factors, first, last, scale, dim, limit, sums)
-                    _copy(sums, U(0), out, target, dim)
+                    _sum_scaled(table, table_begin, indices, factors, first, last, scale, dim, sums)
+                else:
+                    _sum(table, table_begin, indices, first, last, dim, sums)
+                _copy(sums, U(0), out, target, dim)
     return True

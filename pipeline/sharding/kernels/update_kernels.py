@@ -2,9 +2,9 @@
 
 update_tables takes pooled gradients. Each row that a batch touched is updated once with the sum of its gradients, as
 FBGEMM's exact optimizers do; a row that none touched stays as it is, its moments too, unless the table's rule is for all
-rows. FBGEMM sorts the ids of every table for that; here a hash table chains the positions of each row, in their order, so
+rows. FBGEMM sorts the ids of every table for that; here a table of slots finds the rows, and the bags of each lie one after the other, in their order, so
 the sums do not depend on threads. The next rows are prefetched, for the time goes into waiting for
-memory. update_rows takes the dense gradient of many small replicated tables, which lie one after the other in fp32 arrays,
+memory. Threads take tables from one list, and large tables in parts, of which each has its own rows. update_rows takes the dense gradient of many small replicated tables, which lie one after the other in fp32 arrays,
 as FBGEMM's dense lookup has them.
 
 fp16 tables come as uint16. Their rows are computed in fp32 and rounded up or down at random, in proportion: rounding to the
@@ -31,10 +31,17 @@ from pipeline.runtime.kernels.llvm_intrinsics import (
     moment_1,
     moment_16,
     narrow,
-    prefetch_to_read,
     prefetch_to_write,
+    sum_rows_1,
+    sum_rows_2,
+    sum_rows_4,
+    sum_scaled_rows_1,
+    sum_scaled_rows_2,
+    sum_scaled_rows_4,
+    take_ticket,
     widen,
 )
+from pipeline.runtime.kernels.moves import move
 from pipeline.runtime.kernels.parts import part
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = range(5)
@@ -48,21 +55,15 @@ AHEAD = 8  # rows
 
 
 @part(fastmath=True)
-def _add(into, gradients, begin, scale, dim):  # type: ignore[no-untyped-def]
-    whole = dim // U(LANES) * U(LANES)
-    for k in range(U(0), whole, U(LANES)):
-        add_16(into, k, gradients, begin + k, scale)
-    for k in range(whole, dim):
-        add_1(into, k, gradients, begin + k, scale)
-
-
-@part(fastmath=True)
 def _subtract(into, at, gradient, scale, keep, dim):  # type: ignore[no-untyped-def]
     if keep != np.float32(1):
         for k in range(dim):
             into[at + k] *= keep
-    for k in range(dim):
-        into[at + k] -= scale * gradient[k]
+    whole = dim // U(LANES) * U(LANES)
+    for k in range(U(0), whole, U(LANES)):
+        add_16(into, at + k, gradient, k, -scale)
+    for k in range(whole, dim):
+        add_1(into, at + k, gradient, k, -scale)
 
 
 @part()
@@ -150,63 +151,111 @@ def _moment(states, at, gradient, begin, numbers, dim):  # type: ignore[no-untyp
 
 
 @part()
-def _chain(indices, begin, end, slots, rows, heads, tails, following):  # type: ignore[no-untyped-def]
-    """Distinct ids of indices[begin:end] into `rows`, and for each the chain of its positions; the number of ids."""
-    size = U(16)
-    while size < U(2) * (end - begin):
-        size *= U(2)
-    mask = size - U(1)
-    slots[:size] = -1
-    count = U(0)
-    for position in range(begin, end):
-        if position + U(AHEAD) < end:
-            prefetch_to_write(slots, ((U(indices[position + U(AHEAD)]) * HASH) >> U(32)) & mask)
-        row = indices[position]
-        slot = ((U(row) * HASH) >> U(32)) & mask
-        while slots[slot] >= 0 and rows[U(slots[slot])] != row:
-            slot = (slot + U(1)) & mask
-        following[position - begin] = -1
-        if slots[slot] < 0:
-            slots[slot] = count
-            rows[count] = row
-            heads[count] = tails[count] = position - begin
-            count += U(1)
-        else:
-            entry = U(slots[slot])
-            following[U(tails[entry])] = position - begin
-            tails[entry] = position - begin
-    return count
-
-
-@part(fastmath=True)
-def _bags(  # type: ignore[no-untyped-def]
-    offsets, factors, first_feature, last_feature, num_samples, width, columns, begin, is_mean, sources, scales
+def _own_ids(  # type: ignore[no-untyped-def]
+    indices, offsets, factors, first_bag, last_bag, is_mean, part, num_parts, ids, bags, scales
 ):  # fmt: skip
-    """For each position in a table's ids: where its bag's gradient begins, and the factor of that."""
-    for feature in range(first_feature, last_feature):
-        for sample in range(num_samples):
-            bag = feature * num_samples + sample
-            source = sample * width + U(columns[feature])
-            first, last = U(offsets[bag]), U(offsets[bag + U(1)])
-            scale = np.float32(1)
-            if is_mean and last > first:
-                scale = np.float32(1) / np.float32(last - first)
-            for position in range(first, last):
-                sources[position - begin] = source
-                scales[position - begin] = scale * factors[position] if len(factors) else scale
+    """The ids of the bags whose rows are of the part, their bags, counted from the first, and factors; their number, and the largest.
+
+    num_parts: a power of two, at most 64; a hash says of which part a row is. Arrays have room for one id more than there are.
+    """
+    count, largest, is_weighted = U(0), U(0), len(factors) > 0
+    for bag in range(first_bag, last_bag):
+        first, last = U(offsets[bag]), U(offsets[bag + U(1)])
+        scale = np.float32(1)
+        if is_mean and last > first:
+            scale = np.float32(1) / np.float32(last - first)
+        for position in range(first, last):
+            row = U(indices[position])
+            is_own = (row * HASH) >> U(58) & (num_parts - U(1)) == part
+            ids[count], bags[count] = row, bag - first_bag
+            if is_weighted:
+                scales[count] = scale * factors[position]
+            elif is_mean:
+                scales[count] = scale
+            largest = max(largest, row if is_own else U(0))
+            count += U(is_own)
+    return count, largest
 
 
 @part()
-def _buffer_sizes(tables, feature_begins, offsets, num_samples):  # type: ignore[no-untyped-def]
-    """The ids of the table that has most, and slots for a hash table of them: a power of two."""
-    longest = U(0)
-    for table in tables:
-        first, last = U(feature_begins[table]) * num_samples, U(feature_begins[table + 1]) * num_samples
-        longest = max(longest, U(offsets[last]) - U(offsets[first]))
+def _find_rows(ids, count, largest, slots, rows, counts, entries):  # type: ignore[no-untyped-def]
+    """The distinct ones of ids[:count] into `rows`, how often each occurs, and the entry of each id; the number of rows.
+
+    Where ids are small enough a row's slot is its own: those that occur often are the first ones, and stay in the cache. Else a hash table has it.
+    """
+    distinct = U(0)
+    counts[:count] = 0
+    if largest < U(4) * count:
+        slots[: largest + U(1)] = -1
+        for at in range(count):
+            row = ids[at]
+            entry = slots[row]
+            is_new = entry < 0
+            entry = np.int32(distinct) if is_new else entry
+            slots[row], rows[U(entry)], entries[at] = entry, row, entry
+            counts[U(entry)] += 1
+            distinct += U(is_new)
+        return distinct
     size = U(16)
-    while size < U(2) * longest:
+    while size < U(2) * count:
         size *= U(2)
-    return longest, size
+    mask = size - U(1)
+    slots[:size] = -1
+    for at in range(count):
+        if at + U(AHEAD) < count:
+            prefetch_to_write(slots, ((ids[at + U(AHEAD)] * HASH) >> U(32)) & mask)
+        row = ids[at]
+        slot = ((row * HASH) >> U(32)) & mask
+        while slots[slot] >= 0 and rows[U(slots[slot])] != row:
+            slot = (slot + U(1)) & mask
+        if slots[slot] < 0:
+            slots[slot] = distinct
+            rows[distinct] = row
+            distinct += U(1)
+        entries[at] = slots[slot]
+        counts[U(slots[slot])] += 1
+    return distinct
+
+
+@part()
+def _sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, factors):  # type: ignore[no-untyped-def]
+    """The bags of each row's ids one after the other in `order`, in theirs, with their factors; ends: counts, which become where each row's end."""
+    total = U(0)
+    for entry in range(distinct):
+        number = U(ends[entry])
+        ends[entry] = total
+        total += number
+    for at in range(count):
+        entry = U(entries[at])
+        place = U(ends[entry])
+        order[place] = bags[at]
+        if has_scales:
+            factors[place] = scales[at]
+        ends[entry] = place + U(1)
+
+
+@part()
+def _bring_near(gradients, width, columns, first, last, num_samples, dim, near):  # type: ignore[no-untyped-def]
+    """near [features first..last, B, dim]: their gradients, in fp32. In the batch's own they are a page apart."""
+    place = U(0)
+    for feature in range(first, last):
+        at = U(columns[feature])
+        for _ in range(num_samples):
+            move(gradients, at, near, place, dim)
+            at += width
+            place += dim
+
+
+@part()
+def _buffer_sizes(units, feature_begins, offsets, columns, num_samples):  # type: ignore[no-untyped-def]
+    """Of the units' tables, the most ids and the most numbers of gradients."""
+    longest, most = U(0), U(0)
+    for unit in range(len(units)):
+        table = U(units[unit, 0])
+        begin, end = U(feature_begins[table]), U(feature_begins[table + U(1)])
+        longest = max(longest, U(offsets[end * num_samples]) - U(offsets[begin * num_samples]))
+        most = max(most, U(columns[end] - columns[begin]) * num_samples)
+    return longest, most
 
 
 @part()
@@ -279,13 +328,34 @@ def _prefetch(values, at, count, line):  # type: ignore[no-untyped-def]
         prefetch_to_write(values, at + k)
 
 
-@part(fastmath=True)
-def _gather(gradient, gradients, position, following, sources, scales, dim):  # type: ignore[no-untyped-def]
-    """The sum of a row's gradients, along its chain of positions."""
-    gradient[:] = np.float32(0)
-    while position >= 0:
-        _add(gradient, gradients, sources[U(position)], scales[U(position)], dim)
-        position = following[U(position)]
+@part()
+def _gather(gradient, near, dim, order, factors, has_factors, first, last):  # type: ignore[no-untyped-def]
+    """gradient [dim]: the sum over a row's bags order[first:last]."""
+    k = U(0)
+    while k + U(4 * LANES) <= dim:
+        if has_factors:
+            sum_scaled_rows_4(near, U(0), dim, order, factors, first, last, k, gradient)
+        else:
+            sum_rows_4(near, U(0), dim, order, factors, first, last, k, gradient)
+        k += U(4 * LANES)
+    if k + U(2 * LANES) <= dim:
+        if has_factors:
+            sum_scaled_rows_2(near, U(0), dim, order, factors, first, last, k, gradient)
+        else:
+            sum_rows_2(near, U(0), dim, order, factors, first, last, k, gradient)
+        k += U(2 * LANES)
+    if k + U(LANES) <= dim:
+        if has_factors:
+            sum_scaled_rows_1(near, U(0), dim, order, factors, first, last, k, gradient)
+        else:
+            sum_rows_1(near, U(0), dim, order, factors, first, last, k, gradient)
+        k += U(LANES)
+    for number in range(k, dim):
+        gradient[number] = np.float32(0)
+        for entry in range(first, last):
+            add_1(
+                gradient, number, near, U(order[entry]) * dim + number, factors[entry] if has_factors else np.float32(1)
+            )
 
 
 @part()
@@ -337,6 +407,30 @@ def _mark(marks, begin, row):  # type: ignore[no-untyped-def]
     marks[begin + (row >> U(3))] |= np.uint8(U(1) << (row & U(7)))
 
 
+@part()
+def _update_rows_of(  # type: ignore[no-untyped-def]
+    near, order, scales, has_scales, rows, ends, distinct, gradient, weights, halves, is_half, states, squares, kind,
+    numbers, l2, step, begins, sizes, marks, touched,
+):  # fmt: skip
+    """Each of a unit's rows, by the sum over its bags. Parameters: as update_tables and _update_row have them."""
+    # Without these an untouched row's formulas change nothing.
+    skips, begin = kind >= ADAM or numbers[KEEP] != np.float32(1) or l2 != np.float32(0), U(0)
+    for entry in range(distinct):
+        if entry + U(AHEAD) < distinct:
+            _prefetch_row(rows[entry + U(AHEAD)], weights, halves, is_half, states, squares, kind, begins, sizes)
+        row, end = rows[entry], U(ends[entry])
+        _gather(gradient, near, sizes[0], order, scales, has_scales, begin, end)
+        begin = end
+        if skips and _largest(gradient, U(0), sizes[0]) == np.float32(0):
+            continue
+        _clip(gradient, U(0), sizes[0], numbers[MOST], numbers[NORM])
+        _update_row(row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes)
+        if len(marks):
+            _mark(marks, U(0), row)
+        if len(touched):
+            touched[row] = True
+
+
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):  # type: ignore[no-untyped-def]
     """Set the bits of all rows that a batch names, in the bitmaps of update_tables: for updates that are not its own."""
@@ -348,58 +442,55 @@ def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def update_tables(  # type: ignore[no-untyped-def]
-    tables, feature_begins, indices, offsets, factors, num_samples, gradients, width, columns, weights, halves, is_half,
+    units, tickets, feature_begins, indices, offsets, factors, num_samples, gradients, width, columns, weights, halves, is_half,
     weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
     marks, mark_begins,
 ):  # fmt: skip
-    """Update the tables whose numbers are in `tables`, in `halves` (fp16 as uint16) where `is_half`, else in `weights`.
+    """Update tables in `halves` (fp16 as uint16) where `is_half`, else in `weights`: as many of the units as no other thread takes.
 
-    Twenty-five parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
+    Twenty-six parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
 
-    feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
+    units [n, 3]: a table, and of how many parts of its rows which one is meant; tables with `every` or `marks` have one part. tickets [1]: 0 at
+    first, and the same array in all threads. feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L].
     factors: a weight for each id [L], or none [0].
     gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
     numbers: as LR and what follows it say. l2s [T]: a touched row's gradient gains l2 * its weights. every [T]: the table's
     rows, where untouched ones are updated too, as by a gradient of 0; else 0. marks: a bitmap of the updated rows for each
     table, which begins at byte mark_begins [T + 1]; empty where nobody asks for them.
     """
-    longest, size = _buffer_sizes(tables, feature_begins, offsets, num_samples)
-    slots, following = np.empty(size, np.int32), np.empty(longest, np.int32)
-    rows, heads, tails = np.empty(longest, np.int64), np.empty(longest, np.int32), np.empty(longest, np.int32)
-    sources, scales = np.empty(longest, np.uint64), np.empty(longest, np.float32)
-    for table in tables:
-        first, last = U(feature_begins[table]), U(feature_begins[table + 1])
-        begin, end = U(offsets[first * num_samples]), U(offsets[last * num_samples])
+    longest, most = _buffer_sizes(units, feature_begins, offsets, columns, num_samples)
+    slots = np.empty(U(4) * longest + U(16), np.int32)
+    rows, entries, ends = np.empty(longest + U(1), np.uint64), np.empty(longest, np.int32), np.empty(longest, np.uint32)
+    ids, bags, scales = (
+        np.empty(longest + U(1), np.uint64),
+        np.empty(longest + U(1), np.uint32),
+        np.empty(longest + U(1), np.float32),
+    )
+    order, sorted_scales, near = np.empty(longest, np.uint32), np.empty(longest, np.float32), np.empty(most, np.float32)
+    has_scales = is_mean or len(factors) > 0
+    while True:
+        unit = take_ticket(tickets)
+        if unit >= len(units):
+            return
+        table, part, num_parts = U(units[unit, 0]), U(units[unit, 1]), U(units[unit, 2])
+        first, last = U(feature_begins[table]), U(feature_begins[table + U(1)])
         dim = U(columns[first + U(1)] - columns[first])
-        state_dim = dim if kind != ROWWISE_ADAGRAD else U(1)
-        square_dim = dim if kind != ROWWISE_ADAM else U(1)
-        count = _chain(indices, begin, end, slots, rows, heads, tails, following)
-        _bags(offsets, factors, first, last, num_samples, width, columns, begin, is_mean, sources, scales)
-        gradient, touched = np.empty(dim, np.float32), np.zeros(every[table], np.bool_)
+        count, largest = _own_ids(
+            indices, offsets, factors, first * num_samples, last * num_samples, is_mean, part, num_parts, ids, bags, scales
+        )  # fmt: skip
+        distinct = _find_rows(ids, count, largest, slots, rows, ends, entries)
+        _sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, sorted_scales)
+        _bring_near(gradients, width, columns, first, last, num_samples, dim, near)
         begins = (U(weight_begins[first]), U(state_begins[first]), U(square_begins[first]))
-        sizes = (dim, state_dim, square_dim)
-        # Without these an untouched row's formulas change nothing.
-        skips = kind >= ADAM or numbers[KEEP] != np.float32(1) or l2s[table] != np.float32(0)
-        for entry in range(count):
-            if entry + U(AHEAD) < count:
-                _prefetch_row(U(rows[entry + U(AHEAD)]), weights, halves, is_half, states, squares, kind, begins, sizes)
-                source = sources[U(heads[entry + U(AHEAD)])]
-                for k in range(U(0), dim, U(LANES)):
-                    prefetch_to_read(gradients, source + k)
-            _gather(gradient, gradients, heads[entry], following, sources, scales, dim)
-            if skips and _largest(gradient, U(0), dim) == np.float32(0):
-                continue
-            row = U(rows[entry])
-            _clip(gradient, U(0), dim, numbers[MOST], numbers[NORM])
-            _update_row(
-                row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2s[table], step, begins, sizes
-            )
-            if len(marks):
-                _mark(marks, U(mark_begins[table]), row)
-            if len(touched):
-                touched[row] = True
-        if len(marks) and every[table]:
-            marks[mark_begins[table] : mark_begins[table + 1]] = 255
+        sizes = (dim, dim if kind != ROWWISE_ADAGRAD else U(1), dim if kind != ROWWISE_ADAM else U(1))
+        gradient, touched = np.empty(dim, np.float32), np.zeros(every[table], np.bool_)
+        bits_of_rows = marks[mark_begins[table] : mark_begins[table + U(1)]] if len(marks) else marks
+        _update_rows_of(
+            near, order, sorted_scales, has_scales, rows, ends, distinct, gradient, weights, halves, is_half, states, squares, kind,
+            numbers, l2s[table], step, begins, sizes, bits_of_rows, touched,
+        )  # fmt: skip
+        if every[table]:
+            bits_of_rows[:] = 255
         _update_others(
             touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2s[table], step, begins, sizes
         )

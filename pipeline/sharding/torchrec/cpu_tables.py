@@ -27,7 +27,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from pipeline.config.optimizers import all_optimizers
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.process.kernel_pool import on_all_threads, thread_pool
+from pipeline.runtime.process.kernel_pool import LEAST_SHARE, on_all_threads, thread_pool
 from pipeline.sharding.tiers.settings import TierSettings
 from pipeline.sharding.torchrec.shard_tiers import ShardTiers
 from pipeline.sharding.torchrec.update_rule import UpdateRule
@@ -42,6 +42,10 @@ KINDS = {
 POOLINGS = (PoolingMode.SUM, PoolingMode.MEAN)
 # Optimizers whose state FBGEMM allocates on GPUs alone: whether the second moment is one number a row.
 MOMENTS = {EmbOptimType.ADAM: False, EmbOptimType.PARTIAL_ROWWISE_ADAM: True}
+LEAST_SAMPLES = 32  # of a thread that looks up, however many ids they have
+SHARES = 2  # of a thread: a table with more than one of them is split
+LEAST_UNIT = 100_000  # of partition_tables' work: each part goes over all ids of its table
+MOST_SPLITS = 6  # in halves: 64 parts
 logger = get_logger(__name__)
 
 
@@ -310,10 +314,14 @@ class FastLookup:
         arguments = (
             *bags.arrays(), np.uint64(num_samples), self._columns + begin, _flat(fbgemm.weights_host), fbgemm.weights_offsets.numpy(), self._num_rows, fbgemm.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
         )  # fmt: skip
-        return all(on_all_threads(self._pool, arguments, num_samples))
+        # What is worth a thread is counted in ids.
+        least_share = (
+            LEAST_SHARE * min(len(self._num_rows) * num_samples, len(bags.indices)) // max(len(bags.indices), 1)
+        )
+        return all(on_all_threads(self._pool, arguments, num_samples, max(least_share, LEAST_SAMPLES)))
 
     def update(self, gradients: torch.Tensor, bags: Bags) -> None:
-        """Partition tables over torch's threads; each is one thread's, so their number changes no result."""
+        """By torch's threads; each row is one thread's, so their number changes no result."""
         fbgemm, rule = self._lookup, self._rule
         is_half = fbgemm.weights_precision == SparseType.FP16
         stored = _flat(fbgemm.weights_host)
@@ -331,11 +339,13 @@ class FastLookup:
         )  # fmt: skip
         first_ids = bounds[self._feature_begins * num_samples]
         dims = self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]
-        shares = partition_tables(first_ids, dims, self._every)
-        later = [thread_pool(len(shares)).submit(self._update, share, *arguments) for share in shares[1:]]
-        self._update(shares[0], *arguments)
-        for result in later:
-            result.result()
+        units = partition_tables(first_ids, dims, self._every, can_split=not len(self._marks))
+        threads, tickets = min(torch.get_num_threads(), len(units)), np.zeros(1, np.int64)
+        others = [thread_pool(threads).submit(self._update, units, tickets, *arguments) for _ in range(threads - 1)]
+        self._update(units, tickets, *arguments)
+        for other in others:
+            if not other.cancel():  # it has begun, and may still have a table in hand
+                other.result()
 
 
 def _rule_of(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> UpdateRule:
@@ -371,25 +381,29 @@ def _rows(gradients: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
 
 
 def partition_tables(
-    first_ids: np.ndarray[Any, Any], dims: np.ndarray[Any, Any], every: np.ndarray[Any, Any] | int = 0
-) -> list[np.ndarray[Any, Any]]:
-    """Tables by thread, so that none has much more to do: the largest first, each to the thread with the least (LPT).
+    first_ids: np.ndarray[Any, Any],
+    dims: np.ndarray[Any, Any],
+    every: np.ndarray[Any, Any] | int = 0,
+    can_split: bool = True,
+) -> np.ndarray[Any, Any]:
+    """Units of work for threads that take one after the other, those with most work first: [n, 3] of table, part and number of parts.
 
-    first_ids [T + 1]: where each table's ids begin; dims [T]; every [T]: rows that are updated though no id is of them.
+    first_ids [T + 1]: where each table's ids begin; dims [T]; every [T]: rows that are updated though no id is of them: such a table
+    is not split. A part is of its own rows, so no result depends on parts.
     """
-    num_threads = torch.get_num_threads()
-    if num_threads == 1:
-        return [np.arange(len(dims))]
-    work = (
-        np.diff(first_ids) * (dims + 16) + every * dims + 256
-    )  # reading a row costs about as much as 16 of its numbers
-    shares: list[list[int]] = [[] for _ in range(min(num_threads, len(work)))]
-    loads = [0] * len(shares)
-    for table in np.argsort(-work, kind="stable").tolist():
-        least = loads.index(min(loads))
-        shares[least].append(table)
-        loads[least] += int(work[table])
-    return [np.array(share, dtype=np.int64) for share in shares]
+    # Reading a row costs about as much as 16 of its numbers.
+    work = np.diff(first_ids) * (dims + 16) + every * dims + 256
+    parts = np.ones(len(work), np.int64)
+    if can_split and (threads := torch.get_num_threads()) > 1:
+        most = max(int(work.sum()) // (SHARES * threads), LEAST_UNIT)
+        wanted = np.ceil(np.log2(np.maximum(work / most, 1.0))).astype(np.int64)
+        parts = np.where(np.broadcast_to(every, work.shape) > 0, 1, 1 << np.minimum(wanted, MOST_SPLITS))
+    units = [
+        (table, part, parts[table])
+        for table in np.argsort(-work / parts, kind="stable")
+        for part in range(parts[table])
+    ]
+    return np.array(units, dtype=np.int64).reshape(-1, 3)
 
 
 class _Pooled(torch.autograd.Function):
