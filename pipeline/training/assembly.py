@@ -132,8 +132,7 @@ def build_task(resolved: ResolvedJob, device_type: str) -> TaskModel:
         use_torchrec_layers(model)
     elif device_type == "cpu":
         speed_up_stacks(model, in_bf16=trainer.precision == "bf16")
-        if trainer.precision == "fp32":
-            speed_up_linear_layers(model)
+        speed_up_linear_layers(model, in_bf16=trainer.precision == "bf16")
     task = make_task(
         job.model,
         model,
@@ -162,7 +161,7 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
     batch_size = job.trainer.micro_batch_size // context.world_size
     check_batch_fits_comms(job.comms, batch_size, plain)
     task = build_task(resolved, context.device.type)
-    if any(isinstance(module.forward, FastLinear) for module in task.modules()):
+    if job.trainer.precision == "fp32" and any(isinstance(module.forward, FastLinear) for module in task.modules()):
         logger.info("layers      fp32 products by oneDNN, for MKL multiplies at half of this CPU's rate")
     sharders = make_sharders(job.comms, job.trainer.seed)
     sparse = job.optimizer.sparse

@@ -17,6 +17,7 @@ from pipeline.runtime.process.kernel_pool import record
 
 RECORDED = "onednn_mm"  # its name where products are recorded
 LEAST_WIDTH = 8  # columns: narrower products are bound by memory, where oneDNN is no faster
+MUCH = 16  # times as wide is a gradient whose inputs are transposed in its place
 LEAST_PRODUCTS = 1 << 20  # of numbers: below, a call of oneDNN's wrapper takes longer than MKL does
 
 
@@ -33,7 +34,7 @@ def outputs(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_relu: bool = False
 ) -> torch.Tensor:
     """inputs [B, I] times weight [O, I] transposed, plus bias [O]: [B, O]."""
-    if is_for_onednn(inputs, weight, inputs.shape[-1]):
+    if is_for_onednn(inputs, weight, inputs.shape[-1]) or (is_relu and _is_bf16_for_onednn(inputs, weight)):
         if type(inputs) is not torch.Tensor:
             return _record(inputs, weight.t())
         return _multiply(inputs, weight, bias, is_relu)
@@ -48,15 +49,25 @@ def gradient_of_inputs(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Te
     return _record(gradient, weight) if type(gradient) is not torch.Tensor else _multiply(gradient, weight.t())
 
 
-def gradient_of_weight(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """[B, O] transposed times [B, I]: [O, I]. The narrower one is transposed in memory, by oneDNN's wrapper."""
+def takes_turned(gradient: torch.Tensor, inputs: torch.Tensor) -> bool:
+    """Whether gradient_of_weight wants the gradient transposed in memory as well."""
+    return is_for_onednn(gradient, inputs, len(inputs)) and MUCH * inputs.shape[1] >= gradient.shape[1]
+
+
+def gradient_of_weight(
+    gradient: torch.Tensor, inputs: torch.Tensor, turned: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B, O] transposed times [B, I]: [O, I]; turned [O, B]: the gradient transposed, where it lies there already.
+
+    The narrower one is transposed in memory, by oneDNN's wrapper where it is not `turned`: on one thread, and slowly.
+    """
     if not is_for_onednn(gradient, inputs, len(inputs)):
         return gradient.t() @ inputs
     if type(gradient) is not torch.Tensor:
         return _record(gradient.t(), inputs)
-    if 2 * inputs.shape[1] < gradient.shape[1]:
+    if turned is None and 2 * inputs.shape[1] < gradient.shape[1]:
         return _multiply(inputs.t(), gradient.t()).t()
-    return _multiply(gradient.t(), inputs.t())
+    return _multiply(gradient.t() if turned is None else turned, inputs.t())
 
 
 def is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool:
@@ -67,6 +78,20 @@ def is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool
         and first.numel() * second.numel() >= LEAST_PRODUCTS * inner
         and onednn_multiplies_faster()
     )
+
+
+def _is_bf16_for_onednn(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    """torch's bf16 products are oneDNN's too: what its own call adds is relu in the same pass. The bits are the same."""
+    return (
+        inputs.dtype == weight.dtype == torch.bfloat16
+        and min(*inputs.shape, *weight.shape) >= LEAST_WIDTH
+        and _onednn_has_bf16()
+    )
+
+
+@cache
+def _onednn_has_bf16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _record(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
