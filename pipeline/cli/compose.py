@@ -33,7 +33,9 @@ from pipeline.runtime.errors import ConfigError, did_you_mean
 Job = TypeVar("Job")
 _stored: dict[tuple[str | None, str], type] = {}  # (group, name) -> schema, of those in Hydra's store
 TAKES_A_WORD = ("experiment", "source", "run", "artifact", "registry")  # what a word without a key is taken to be for
-STAR = "__star__"  # stands for the * of tables.cat_*.embedding_dim=8 where Hydra reads keys, which may hold none
+# What Hydra's keys may not hold, and columns' names and patterns do: tables.cat_*.embedding_dim=8, tables.user id.embedding_dim=8
+SIGN = re.compile(r"[^A-Za-z0-9_.@/+~\-\[\]{}\"'$]")
+ENCODED = re.compile(r"__x([0-9a-f]+)__")
 
 
 def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str | None = None) -> Job:
@@ -193,24 +195,21 @@ def _parse_word(parser: OverridesParser, word: str, keys: Iterable[str]) -> Over
         named = next((f"{each}={word}" for each in TAKES_A_WORD if each in keys), "key=value")
         is_key = word.partition(".")[0] in keys
         raise ConfigError(f"{word!r} is no key=value; write {f'{word}=<value>' if is_key else named}")
-    key = key.replace("*", STAR)
+    key = SIGN.sub(lambda sign: f"__x{ord(sign[0]):x}__", key)
     plain = [f'{key}="{value}"'] if value == "," or not set(value) & set("[]{}'\"$,\\") else []
     for text in [key + equals + value, *plain]:
         try:
             override = parser.parse_override(text)
         except HydraException:
             continue
-        override.key_or_group, override.input_line = override.key_or_group.replace(STAR, "*"), word
+        override.key_or_group = ENCODED.sub(lambda sign: chr(int(sign[1], 16)), override.key_or_group)
+        override.input_line = word
         return override
     raise ConfigError(f"cannot read {word!r}: {_why_unreadable(*word.partition('=')[::2])}")
 
 
 def _why_unreadable(key: str, value: str) -> str:
-    section, _, inner = key.partition(".")
-    name, _, setting = inner.rpartition(".")
-    if " " in key and name:  # a column's name
-        return f"write '{section}={{{name}: {{{setting}: {value}}}}}'"
-    if not re.fullmatch(r"[\w.@/:+~*-]+", key):
+    if set(key) & set("[]{}\"'$"):
         return "a key is names and dots"
     if any(value.count(first) != value.count(last) for first, last in ("[]", "{}")) or value.count('"') % 2:
         return "a bracket or a quote in it is not closed"

@@ -46,8 +46,10 @@ def register(kind: str, name: str) -> Callable[[T], T]:
     """A decorator that makes a class or function known as `name` among the components of `kind`.
 
     Raises:
-        ConfigError: another component has that name.
+        ConfigError: another component has that name, or nothing looks for components of that kind.
     """
+    if kind not in (kinds := [*BUILT_IN, "verb"]):
+        raise ConfigError(f"register({kind!r}, {name!r}): kinds are {', '.join(kinds)}{did_you_mean(kind, kinds)}")
 
     def remember(component: T) -> T:
         known = _components.setdefault(kind, {})

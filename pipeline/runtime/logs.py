@@ -226,6 +226,12 @@ class MetricsWriter:
     def _keep_up_to(self, step: int) -> None:
         """A file that holds nothing later is left as it is."""
         kept = "".join(_lines_up_to(self.path, step) if step else [])
+        if not step and (lost := _newest_step(self.path)):
+            get_logger(__name__).warning(
+                "%s has steps up to %d, and no checkpoint of them is there: training starts from step 0, and they are dropped",
+                self.path,
+                lost,
+            )
         if not storage.exists(self.path) or storage.read_text(self.path) != kept:
             storage.publish_text(self.path, kept)
 
@@ -260,6 +266,12 @@ def _lines_up_to(path: str, step: int) -> list[str]:
     if torn := sum(number is None for number in steps):
         get_logger(__name__).warning("%s: dropped %d line(s) that were blank or cut off", path, torn)
     return [line + "\n" for line, number in zip(lines, steps, strict=True) if number is not None and number <= step]
+
+
+def _newest_step(path: str) -> int:
+    """0 where there is no file, or no step in it."""
+    lines = storage.read_text(path).splitlines() if storage.exists(path) else []
+    return max((step for line in lines if (step := _step_of(line)) is not None), default=0)
 
 
 def _step_of(line: str) -> int | None:

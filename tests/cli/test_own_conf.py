@@ -71,8 +71,11 @@ def test_what_newcomers_type_is_understood_or_told_the_cause(overlay: Path, caps
         load_config(TrainJob, ["experiment=shop", f"--config-dir={overlay}"])
     with pytest.raises(ConfigError, match=names("data=my_clicks --config-dir")):
         load_config(TrainJob, ["data=my_clicks"])
-    with pytest.raises(ConfigError, match=names("'tables={user id: {embedding_dim: 16}}'")):
-        load_config(TrainJob, [QUICKSTART, "tables.user id.embedding_dim=16"])
+    for name in ("user id", "user_id:token", "цена", "a*b", "c(d)"):
+        job = load_config(TrainJob, [QUICKSTART, f"tables.{name}.embedding_dim=16"])
+        assert job.tables[name].embedding_dim == 16
+    with pytest.raises(ConfigError, match=names("tables.user id.embeding_dim embedding_dim")):
+        load_config(TrainJob, [QUICKSTART, "tables.user id.embeding_dim=16"])
     assert split_flags(["--cfg", "job", "a=1"]) == split_flags(["a=1", "--cfg"]) == (["a=1"], {"--cfg": ""})
     with pytest.raises(ConfigError, match=names("step=best which=best")):
         load_config(EvaluateJob, ["run=x", "step=best"])

@@ -102,6 +102,11 @@ def test_a_plugin_that_cannot_be_had_is_said(override: str, message: str) -> Non
         load_config(TrainJob, [*QUICKSTART, override])
 
 
+def test_a_kind_that_nothing_looks_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'modell', 'mine'.*model, task.*verb.*did you mean 'model'"):
+        registry.register("modell", "mine")
+
+
 def test_two_components_of_one_name_are_refused(plugin: str, tmp_path: Path) -> None:
     (tmp_path / plugin / "model.py").write_text(MODEL.format(name="dlrm", kind="dlrm"))
     with pytest.raises(ConfigError, match="registers model 'dlrm', which is"):

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from pipeline.runtime.logs import MetricsWriter
+from tests.support.messages import mentions
 
 
 def _steps(folder: Path) -> list[int]:
@@ -35,15 +36,16 @@ def test_a_torn_or_blank_line_is_dropped_and_the_whole_lines_are_kept(tmp_path: 
     assert _steps(tmp_path) == [10, 20]
 
 
-def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
+def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = MetricsWriter(str(tmp_path))
     for step in (10, 20):
         writer.write("train", step, {"loss": 0.5})
     writer.close()
     MetricsWriter(str(tmp_path), resume_step=10).close()
-    assert _steps(tmp_path) == [10]
+    assert _steps(tmp_path) == [10] and not caplog.messages
     MetricsWriter(str(tmp_path)).close()
     assert _steps(tmp_path) == []
+    assert len(caplog.messages) == 1 and mentions(caplog.messages[0], "metrics.jsonl 10 no checkpoint step 0")
 
 
 @pytest.mark.parametrize("tensorboard", [True, False])
