@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from pipeline.planner.search import exact
+from pipeline.planner.search.annealing import can_anneal, improve_by_annealing
 from pipeline.planner.search.clock import WorkClock
 from pipeline.planner.search.local_search import PROVEN, improve
 from pipeline.planner.search.neighbourhoods import improve_by_programs
@@ -49,6 +50,9 @@ EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole proble
 NUM_CLIMBED = 3  # starts, the best, that are improved further
 WORTH_PROGRAMS = 0.02  # a gap from which on programs over a few ranks are tried
 PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, each by another seed, until one fits
+ANNEALINGS = 4  # times that annealing begins at most
+ANNEALED_SHARE = 0.8  # of all seconds, until when
+LEAST_GAIN = 1e-4  # of the value: less is not worth to anneal once more
 ANYHOW_SHARE = 0.6  # of the seconds that are left, for those
 
 
@@ -67,6 +71,7 @@ class SearchConfig:
     kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
     start_steps: int = 200  # of local search from each start
     local_steps: tuple[int, ...] = (3000, 4000, 6000)
+    anneal_moves: int = 20_000_000  # of tables, in each annealing
     program_rounds: int = 250  # of integer programs over a few ranks, from each start
     choice_nodes: int = 300  # of the integer program that chooses options
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
@@ -76,8 +81,8 @@ class SearchConfig:
 
 # Whether there is a plan at all, and little else.
 FIRST_PLAN = SearchConfig(
-    objective="max_rank", proposal_placements=20_000, start_steps=0, local_steps=(), program_rounds=0,
-    exact_variables=3000, exact_work=100_000,
+    objective="max_rank", proposal_placements=20_000, start_steps=0, local_steps=(), anneal_moves=0,
+    program_rounds=0,     exact_variables=3000, exact_work=100_000,
 )  # fmt: skip
 
 
@@ -134,7 +139,7 @@ class _Search:
 
     def run(self, warm_starts: Iterable[Assignment]) -> SearchResult:
         config = self.config
-        with progress("searching a plan", 5) as bar:
+        with progress("searching a plan", 6) as bar:
             program = LinearProgram(self.small, config.objective)
             relaxation = program.solve()
             if relaxation.bound_ms is None:
@@ -150,6 +155,8 @@ class _Search:
             anyhow, starts = self._place_anyhow(choices), self._place_choices(choices)
             bar.advance(1)
             self._improve(relaxation, starts)
+            bar.advance(1)
+            self._improve_by_annealing(relaxation, anyhow)
             bar.advance(1)
             self._improve_by_programs(anyhow)
             bar.advance(1)
@@ -363,6 +370,40 @@ class _Search:
         improved = Assignment(choices, found.ranks)
         self._offer("local search", improved)
         return improved
+
+    def _improve_by_annealing(self, relaxation: Relaxation, anyhow: Assignment | None) -> None:
+        """From the best plan, or the cheapest choice where none fits yet. Where the gap is small it is left out, for it takes seconds."""
+        config = self.config
+        for attempt in range(ANNEALINGS if config.anneal_moves and can_anneal() else 0):
+            start = anyhow if self.best is None else self.best
+            if start is None or self._done() or self.best_value <= self.bound * (1 + WORTH_PROGRAMS):
+                return
+            before = self.best_value
+            kept = self._worth(relaxation, HOPE, start)
+            if attempt % 2:
+                kept = self._of_kinds_in_use(kept, start)
+            found = improve_by_annealing(
+                narrow(self.problem, kept),
+                Assignment(self._within(kept, start), start.ranks),
+                config.objective,
+                moves=config.anneal_moves,
+                seed=config.seed + attempt,
+                scale_ms=min(self.best_value, 2 * self.bound),
+                stop=partial(self._used, ANNEALED_SHARE),
+            )
+            if found is not None:
+                choices = [indices[choice] for indices, choice in zip(kept, found.choices, strict=True)]
+                self._offer("annealing", Assignment(choices, found.ranks))
+            if attempt and not self.best_value < before * (1 - LEAST_GAIN):
+                return
+
+    def _of_kinds_in_use(self, kept: list[list[int]], using: Assignment) -> list[list[int]]:
+        """Of the options `kept` those whose kind has no latency, or that other tables bring anyway."""
+        used = {options[choice].kind for options, choice in zip(self.problem.tables, using.choices, strict=True)}
+        return [
+            [index for index in indices if options[index].kind in used or options[index].kind not in self.late]
+            for options, indices in zip(self.problem.tables, kept, strict=True)
+        ]
 
     def _improve_by_programs(self, anyhow: Assignment | None) -> None:
         """From the cheapest choice, even if it overfills ranks, then from the best plan: what exchanges of two shards cannot do.

@@ -1,0 +1,200 @@
+"""Improve an assignment by simulated annealing: some million changes a second, in kernels that Numba compiles.
+
+Ranks may be overfull on the way, at a price: where memory is nearly full, a better plan often lies behind many that do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.planner.search.problem import Assignment, Floats, Ranks, Rule, SearchProblem
+from pipeline.planner.search.ranks import project
+
+LEVELS = 60  # of the temperature
+SHARPNESS = (60.0, 6000.0)  # of the maxima, at first and at last, in units of one over the value
+HEAT = (1e-3, 3e-6)  # of the value: the temperature
+OVERFULL = (1.0, 50.0)  # of the value: what a whole rank's memory too much costs
+
+
+class Packed(NamedTuple):
+    """A problem as arrays. An option's number counts through all tables; its `key`: options that differ in size alone have one.
+
+    T tables, O options of all tables, S shards of all options, R ranks, H hosts, P maxima, M kinds of memory, K kinds of options
+    with a latency, W shards of an option at most.
+    """
+
+    first_option: Ranks  # [T + 1]
+    first_shard: Ranks  # [O + 1]
+    rule: Ranks  # [O]
+    kind: Ranks  # [O] -1: it has no latency
+    key: Ranks  # [O]
+    distinct: Ranks  # [O] 1: no two shards on one rank
+    cost: Floats  # [S, P]
+    memory: Floats  # [S, M]
+    capacity: Floats  # [R, M]
+    host_capacity: Floats  # [H, M]
+    latency: Floats  # [K]
+
+
+class Laid(NamedTuple):
+    """An assignment with its loads. `over` [1]: bytes beyond capacities."""
+
+    choices: Ranks  # [T] numbers of options
+    ranks: Ranks  # [T, W]
+    load: Floats  # [R, P]
+    memory: Floats  # [R, M]
+    host_memory: Floats  # [H, M]
+    used: Ranks  # [K] tables
+    over: Floats  # [1]
+    highest: Floats  # [P] what exponents are counted from
+    powers: Floats  # [R, P]
+    sums: Floats  # [P] of `powers`
+    weights: Floats  # [R] how much of the sums is a rank's, at times
+
+
+class Change(NamedTuple):
+    """What a move would do: new options and ranks of tables, and by how much the ranks and hosts that it touches change."""
+
+    count: Ranks  # [3] tables, ranks touched, hosts touched
+    tables: Ranks  # [2]
+    choices: Ranks  # [2]
+    ranks: Ranks  # [2, W]
+    touched: Ranks  # [R]
+    is_touched: Ranks  # [R]
+    load: Floats  # [R, P]
+    memory: Floats  # [R, M]
+    powers: Floats  # [R, P]
+    hosts: Ranks  # [H]
+    is_host: Ranks  # [H]
+    host_memory: Floats  # [H, M]
+    used: Ranks  # [K]
+    sums: Floats  # [P]
+
+
+def can_anneal() -> bool:
+    return find_spec("numba") is not None
+
+
+def improve_by_annealing(
+    problem: SearchProblem,
+    start: Assignment,
+    objective: str,
+    *,
+    moves: int,
+    seed: int,
+    scale_ms: float,
+    stop: Callable[[], bool],
+) -> Assignment | None:
+    """The best assignment met that fits, `start` too; None where none did. `scale_ms` is about what the value will be.
+
+    `start` may overfill ranks. The same for a seed unless `stop` cuts it short.
+    """
+    run = _Run(problem, start, objective, seed)
+    for level in range(LEVELS):
+        if stop():
+            break
+        run.go(moves // LEVELS, scale_ms, level / (LEVELS - 1))
+    return run.found()
+
+
+class _Run:
+    """`choices` and `ranks` move about, `best_choices` and `best_ranks`, of the value `best`, stay."""
+
+    def __init__(self, problem: SearchProblem, start: Assignment, objective: str, seed: int) -> None:
+        self.problem = problem
+        self.packed = pack(problem, objective)
+        self.num_shards = np.diff(self.packed.first_shard)
+        self.choices = self.packed.first_option[:-1] + np.array(start.choices)
+        self.ranks = np.zeros((len(problem.tables), int(self.num_shards.max())), dtype=np.int64)
+        for table, ranks in enumerate(start.ranks):
+            self.ranks[table, : len(ranks)] = ranks
+        self.best_choices, self.best_ranks, self.best = self.choices.copy(), self.ranks.copy(), np.array([np.inf])
+        self.seed = np.array([seed], dtype=np.uint64)
+        self.change = _no_change(self.packed, self.ranks.shape[1])
+        room = problem.capacity.max(axis=0)
+        self.unit = float(room[room > 0].min()) if (room > 0).any() else 1.0  # bytes of the scarcest memory
+        self.taken = 0
+
+    def go(self, moves: int, scale_ms: float, share: float) -> None:
+        """One level of the temperature, `share` of the way from the first to the last."""
+        from pipeline.planner.search.annealing_kernels import anneal
+
+        sharpness, heat, overfull = (low * (high / low) ** share for low, high in (SHARPNESS, HEAT, OVERFULL))
+        per_ms = sharpness * self.packed.cost.shape[1] / scale_ms
+        self.laid = self._lay(per_ms)
+        self.taken = anneal(
+            self.packed, self.laid, self.best_choices, self.best_ranks, self.change, self.problem.ranks_per_host, moves,
+            (per_ms, heat * scale_ms, overfull * scale_ms / self.unit), self.seed, self.best,
+        )  # fmt: skip
+
+    def found(self) -> Assignment | None:
+        if not np.isfinite(self.best[0]):
+            return None
+        counts = self.num_shards[self.best_choices]
+        return Assignment(
+            (self.best_choices - self.packed.first_option[:-1]).tolist(),
+            [ranks[:count].copy() for ranks, count in zip(self.best_ranks, counts, strict=True)],
+        )
+
+    def _lay(self, per_ms: float) -> Laid:
+        """Sums anew, free of rounding."""
+        problem, packed = self.problem, self.packed
+        cost, memory = np.zeros((problem.world_size, packed.cost.shape[1])), np.zeros_like(packed.capacity)
+        for choice, row in zip(self.choices.tolist(), self.ranks, strict=True):
+            shards = slice(packed.first_shard[choice], packed.first_shard[choice + 1])
+            ranks = row[: self.num_shards[choice]]
+            np.add.at(cost, ranks, packed.cost[shards])
+            np.add.at(memory, ranks, packed.memory[shards])
+        hosts = memory.reshape(problem.num_hosts, problem.ranks_per_host, -1).sum(axis=1)
+        over = np.maximum(memory - packed.capacity, 0.0).sum() + np.maximum(hosts - packed.host_capacity, 0.0).sum()
+        kinds = packed.kind[self.choices]
+        used = np.bincount(kinds[kinds >= 0], minlength=len(packed.latency))
+        highest = cost.max(axis=0)
+        powers = np.exp(per_ms * (cost - highest))
+        return Laid(
+            self.choices, self.ranks, cost, memory, hosts, used, np.array([over]), highest, powers, powers.sum(axis=0),
+            np.zeros(problem.world_size),
+        )  # fmt: skip
+
+
+def pack(problem: SearchProblem, objective: str) -> Packed:
+    options = [option for table in problem.tables for option in table]
+    kinds, rules = problem.kind_ms, list(Rule)
+    keys: dict[tuple[Rule, str, int, bool], int] = {}
+    key = [(option.rule, option.kind, option.num_shards, option.distinct_ranks) for option in options]
+    caps = problem.host_caps
+    return Packed(
+        first_option=np.cumsum([0, *map(len, problem.tables)], dtype=np.int64),
+        first_shard=np.cumsum([0, *(option.num_shards for option in options)], dtype=np.int64),
+        rule=np.array([rules.index(option.rule) for option in options]),
+        kind=np.array([list(kinds).index(option.kind) if option.kind in kinds else -1 for option in options]),
+        key=np.array([keys.setdefault(each, len(keys)) for each in key]),
+        distinct=np.array([int(option.distinct_ranks) for option in options]),
+        cost=np.concatenate([project(option, objective) for option in options]),
+        memory=np.concatenate([option.memory for option in options]),
+        capacity=problem.capacity.astype(float),
+        host_capacity=np.full((problem.num_hosts, problem.num_memories), np.inf) if caps is None else caps,
+        latency=np.array(list(kinds.values()), dtype=float),
+    )
+
+
+def _no_change(packed: Packed, widest: int) -> Change:
+    (world, tiers), maxima, hosts, kinds = (
+        packed.capacity.shape,
+        packed.cost.shape[1],
+        *map(len, (packed.host_capacity, packed.latency)),
+    )
+
+    def whole(*shape: int) -> Ranks:
+        return np.zeros(shape, dtype=np.int64)
+
+    return Change(
+        count=whole(3), tables=whole(2), choices=whole(2), ranks=whole(2, widest), touched=whole(world),
+        is_touched=whole(world), load=np.zeros((world, maxima)), memory=np.zeros((world, tiers)),
+        powers=np.zeros((world, maxima)), hosts=whole(hosts), is_host=whole(hosts), host_memory=np.zeros((hosts, tiers)),
+        used=whole(kinds), sums=np.zeros(maxima),
+    )  # fmt: skip

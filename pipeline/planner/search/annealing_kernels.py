@@ -1,0 +1,370 @@
+"""Anneal an assignment: a kernel, compiled by Numba, that tries some million changes a second.
+
+A change lays one table otherwise, or two. It is judged by a potential: of each maximum over ranks a smooth stand-in, the logarithm of
+a sum of exponentials; the latency of kinds in use; and memory beyond capacities at a price.
+The arrays are those of annealing.py, which says their shapes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from pipeline.planner.search.problem import Rule
+from pipeline.runtime.kernels.parts import part
+
+U, int64 = np.uint64, np.int64
+EVERY_RANK, ANY_RANK, ONE_HOST, WITHIN_HOST, WHOLE_HOSTS = range(len(Rule))
+SWAP, MOVE, SHARD_OTHERWISE = (
+    0.45,
+    0.70,
+    0.90,
+)  # a change is one of these below its number; else two tables exchange options
+TINY = 1e-9  # of a sum of powers: less may be rounding once its largest part is taken away
+LEAST = 1e-50  # what a sum may be multiplied by at least
+LARGEST_EXPONENT = 300.0
+LOOK_EVERY = 256  # moves between looks whether the assignment is the best so far
+
+
+@part()
+def _random(seed):  # type: ignore[no-untyped-def]
+    """In [0, 1), by splitmix64."""
+    seed[0] += U(0x9E3779B97F4A7C15)
+    mixed = seed[0]
+    mixed = (mixed ^ (mixed >> U(30))) * U(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> U(27))) * U(0x94D049BB133111EB)
+    mixed = mixed ^ (mixed >> U(31))
+    return float(mixed >> U(11)) * (1.0 / 9007199254740992.0)
+
+
+@part()
+def _below(count, seed):  # type: ignore[no-untyped-def]
+    return int64(_random(seed) * count)
+
+
+@part()
+def _num_shards(option, packed):  # type: ignore[no-untyped-def]
+    return packed.first_shard[option + 1] - packed.first_shard[option]
+
+
+@part()
+def _weigh(laid):  # type: ignore[no-untyped-def]
+    """How much of the smooth maxima each rank makes up."""
+    for rank in range(len(laid.load)):
+        weight = 0.0
+        for maximum in range(len(laid.sums)):
+            weight += laid.powers[rank, maximum] / laid.sums[maximum]
+        laid.weights[rank] = weight
+
+
+@part()
+def _is_free(option, packed):  # type: ignore[no-untyped-def]
+    return packed.rule[option] == ANY_RANK or packed.rule[option] == WITHIN_HOST
+
+
+@part()
+def _keep(index, table, change, laid, packed):  # type: ignore[no-untyped-def]
+    """Begin a table's change: as it lies."""
+    option = laid.choices[table]
+    change.tables[index] = table
+    change.choices[index] = option
+    for shard in range(_num_shards(option, packed)):
+        change.ranks[index, shard] = laid.ranks[table, shard]
+
+
+@part()
+def _may_lie(index, change, packed, local):  # type: ignore[no-untyped-def]
+    """Do a free option's shards keep its rule?"""
+    option = change.choices[index]
+    count = _num_shards(option, packed)
+    if count == 1 or not _is_free(option, packed):
+        return True
+    for shard in range(count):
+        rank = change.ranks[index, shard]
+        if packed.rule[option] == WITHIN_HOST and rank // local != change.ranks[index, 0] // local:
+            return False
+        if packed.distinct[option]:
+            for other in range(shard):
+                if change.ranks[index, other] == rank:
+                    return False
+    return True
+
+
+@part()
+def _draw_ranks(index, change, packed, local, seed):  # type: ignore[no-untyped-def]
+    """Any ranks that the option's rule permits."""
+    option = change.choices[index]
+    count, world, rule = _num_shards(option, packed), len(packed.capacity), packed.rule[option]
+    first = _below(world // local, seed) * local
+    for shard in range(count):
+        if rule == EVERY_RANK:
+            rank = shard
+        elif rule == ANY_RANK:
+            rank = _below(world, seed)
+        elif rule == WITHIN_HOST:
+            rank = first + _below(local, seed)
+        else:  # whole hosts, one after another
+            rank = (first + shard) % world
+        change.ranks[index, shard] = rank
+
+
+@part()
+def _free_shard(index, change, laid, packed, seed):  # type: ignore[no-untyped-def]
+    """Of two tables drawn the one on the slower rank, as it lies, and one of its shards; -1: it has none that is free."""
+    best, best_shard, best_weight = int64(-1), int64(-1), -1.0
+    for _ in range(2 - index):
+        table = _below(len(laid.choices), seed)
+        option = laid.choices[table]
+        if _is_free(option, packed):
+            shard = _below(_num_shards(option, packed), seed)
+            weight = laid.weights[laid.ranks[table, shard]]
+            if weight > best_weight:
+                best, best_shard, best_weight = table, shard, weight
+    if best >= 0:
+        _keep(index, best, change, laid, packed)
+    return best_shard
+
+
+@part()
+def _swap(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
+    """Free shards of two tables change ranks."""
+    one, other = (
+        _free_shard(0, change, laid, packed, seed),
+        _free_shard(1, change, laid, packed, seed),
+    )
+    if one < 0 or other < 0 or change.tables[0] == change.tables[1]:
+        return False
+    rank, there = change.ranks[0, one], change.ranks[1, other]
+    change.ranks[0, one], change.ranks[1, other] = there, rank
+    change.count[0] = 2
+    return rank != there and _may_lie(0, change, packed, local) and _may_lie(1, change, packed, local)
+
+
+@part()
+def _move(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
+    """A free shard goes to another rank, of two drawn the less loaded."""
+    shard = _free_shard(0, change, laid, packed, seed)
+    if shard < 0:
+        return False
+    rank, other = _below(len(laid.load), seed), _below(len(laid.load), seed)
+    if laid.weights[other] < laid.weights[rank]:
+        rank = other
+    if rank == change.ranks[0, shard]:
+        return False
+    change.ranks[0, shard] = rank
+    change.count[0] = 1
+    return _may_lie(0, change, packed, local)
+
+
+@part()
+def _shard_otherwise(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
+    """A table takes another option, or another host."""
+    table = _below(len(laid.choices), seed)
+    first, last = packed.first_option[table], packed.first_option[table + 1]
+    option = first + _below(last - first, seed)
+    rule = packed.rule[option]
+    if option == laid.choices[table] and (rule == EVERY_RANK or rule == ANY_RANK):
+        return False
+    change.tables[0], change.choices[0], change.count[0] = table, option, 1
+    _draw_ranks(0, change, packed, local, seed)
+    return _may_lie(0, change, packed, local)
+
+
+@part()
+def _exchange(change, laid, packed, seed):  # type: ignore[no-untyped-def]
+    """Two tables take each other's options and ranks."""
+    one, other = _below(len(laid.choices), seed), _below(len(laid.choices), seed)
+    if packed.key[laid.choices[one]] == packed.key[laid.choices[other]]:
+        return False
+    change.tables[0], change.tables[1], change.count[0] = one, other, 2
+    for index in range(2):
+        table, like = (one, other) if index == 0 else (other, one)
+        first = packed.first_option[table]
+        count = packed.first_option[table + 1] - first
+        start, found = _below(count, seed), int64(-1)
+        for step in range(count):
+            option = first + (start + step) % count
+            if packed.key[option] == packed.key[laid.choices[like]]:
+                found = option
+                break
+        if found < 0:
+            return False
+        change.choices[index] = found
+        for shard in range(_num_shards(found, packed)):
+            change.ranks[index, shard] = laid.ranks[like, shard]
+    return True
+
+
+@part()
+def _propose(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
+    kind = _random(seed)
+    if kind < SWAP:
+        return _swap(change, laid, packed, local, seed)
+    if kind < MOVE:
+        return _move(change, laid, packed, local, seed)
+    if kind < SHARD_OTHERWISE:
+        return _shard_otherwise(change, laid, packed, local, seed)
+    return _exchange(change, laid, packed, seed)
+
+
+@part()
+def _lay(option, ranks, sign, change, packed, local):  # type: ignore[no-untyped-def]
+    """Note what an option's shards add to their ranks, or take from them."""
+    first = packed.first_shard[option]
+    for shard in range(_num_shards(option, packed)):
+        rank = ranks[shard]
+        host = rank // local
+        if not change.is_touched[rank]:
+            change.is_touched[rank] = 1
+            change.touched[change.count[1]] = rank
+            change.count[1] += 1
+        if not change.is_host[host]:
+            change.is_host[host] = 1
+            change.hosts[change.count[2]] = host
+            change.count[2] += 1
+        for maximum in range(packed.cost.shape[1]):
+            change.load[rank, maximum] += sign * packed.cost[first + shard, maximum]
+        for tier in range(packed.memory.shape[1]):
+            change.memory[rank, tier] += sign * packed.memory[first + shard, tier]
+            change.host_memory[host, tier] += sign * packed.memory[first + shard, tier]
+    if packed.kind[option] >= 0:
+        change.used[packed.kind[option]] += int64(sign)
+
+
+@part()
+def _more_over(change, laid, packed):  # type: ignore[no-untyped-def]
+    """Bytes beyond capacities that the change adds."""
+    more = 0.0
+    for tier in range(packed.memory.shape[1]):
+        for index in range(change.count[1]):
+            rank = change.touched[index]
+            room = packed.capacity[rank, tier] - laid.memory[rank, tier]
+            more += max(change.memory[rank, tier] - room, 0.0) - max(-room, 0.0)
+        for index in range(change.count[2]):
+            host = change.hosts[index]
+            room = packed.host_capacity[host, tier] - laid.host_memory[host, tier]
+            more += max(change.host_memory[host, tier] - room, 0.0) - max(-room, 0.0)
+    return more
+
+
+@part()
+def _higher(change, laid, packed, per_ms):  # type: ignore[no-untyped-def]
+    """Milliseconds that the change adds to the smooth maxima and to latency."""
+    ratio, latency = 1.0, 0.0
+    for maximum in range(len(laid.sums)):
+        total = laid.sums[maximum]
+        for index in range(change.count[1]):
+            rank = change.touched[index]
+            beyond = laid.load[rank, maximum] + change.load[rank, maximum] - laid.highest[maximum]
+            power = math.exp(min(per_ms * beyond, LARGEST_EXPONENT))
+            change.powers[rank, maximum] = power
+            total += power - laid.powers[rank, maximum]
+        if total < TINY * laid.sums[maximum]:  # the largest part was taken away: what is left is rounding
+            total = 0.0
+            for rank in range(len(laid.load)):
+                total += change.powers[rank, maximum] if change.is_touched[rank] else laid.powers[rank, maximum]
+        change.sums[maximum] = total
+        ratio *= min(max(total / laid.sums[maximum], LEAST), 1.0 / LEAST)
+    for kind in range(len(packed.latency)):
+        before, after = laid.used[kind] > 0, laid.used[kind] + change.used[kind] > 0
+        latency += packed.latency[kind] * (int64(after) - int64(before))
+    return math.log(ratio) / per_ms + latency
+
+
+@part()
+def _count_from_highest(maximum, laid, per_ms):  # type: ignore[no-untyped-def]
+    highest, total = 0.0, 0.0
+    for rank in range(len(laid.load)):
+        highest = max(highest, laid.load[rank, maximum])
+    for rank in range(len(laid.load)):
+        laid.powers[rank, maximum] = math.exp(per_ms * (laid.load[rank, maximum] - highest))
+        total += laid.powers[rank, maximum]
+    laid.highest[maximum], laid.sums[maximum] = highest, total
+
+
+@part()
+def _accept(change, laid, more_over, packed, per_ms):  # type: ignore[no-untyped-def]
+    for index in range(change.count[0]):
+        table, option = change.tables[index], change.choices[index]
+        laid.choices[table] = option
+        for shard in range(_num_shards(option, packed)):
+            laid.ranks[table, shard] = change.ranks[index, shard]
+    for maximum in range(len(laid.sums)):
+        laid.sums[maximum] = change.sums[maximum]
+        for index in range(change.count[1]):
+            rank = change.touched[index]
+            laid.load[rank, maximum] += change.load[rank, maximum]
+            laid.powers[rank, maximum] = change.powers[rank, maximum]
+    for tier in range(packed.memory.shape[1]):
+        for index in range(change.count[1]):
+            laid.memory[change.touched[index], tier] += change.memory[change.touched[index], tier]
+        for index in range(change.count[2]):
+            laid.host_memory[change.hosts[index], tier] += change.host_memory[change.hosts[index], tier]
+    for kind in range(len(packed.latency)):
+        laid.used[kind] += change.used[kind]
+    laid.over[0] += more_over
+    for maximum in range(len(laid.sums)):
+        if not LEAST < laid.sums[maximum] < 1.0 / LEAST:
+            _count_from_highest(maximum, laid, per_ms)
+
+
+@part()
+def _forget(change):  # type: ignore[no-untyped-def]
+    for index in range(change.count[1]):
+        rank = change.touched[index]
+        change.is_touched[rank] = 0
+        change.load[rank] = 0.0
+        change.memory[rank] = 0.0
+    for index in range(change.count[2]):
+        change.is_host[change.hosts[index]] = 0
+        change.host_memory[change.hosts[index]] = 0.0
+    change.used[:] = 0
+    change.count[:] = 0
+
+
+@part()
+def _value(laid, packed):  # type: ignore[no-untyped-def]
+    """Milliseconds of the objective itself."""
+    value = 0.0
+    for maximum in range(len(laid.sums)):
+        highest = 0.0
+        for rank in range(len(laid.load)):
+            highest = max(highest, laid.load[rank, maximum])
+        value += highest
+    for kind in range(len(packed.latency)):
+        if laid.used[kind] > 0:
+            value += packed.latency[kind]
+    return value
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def anneal(packed, laid, best_choices, best_ranks, change, local, moves, heat, seed, best):  # type: ignore[no-untyped-def]
+    """Move `laid` about; `best` [1] is the value of the best that fits, in `best_choices` and `best_ranks`.
+
+    heat: exponents a millisecond, milliseconds of a temperature, milliseconds a byte too much. Returns how many changes were taken.
+    """
+    per_ms, temperature, per_byte = heat
+    taken = 0
+    for number in range(moves):
+        if number % LOOK_EVERY == 0:
+            _weigh(laid)
+            if laid.over[0] <= 0.0 and _value(laid, packed) < best[0]:
+                best[0] = _value(laid, packed)
+                best_choices[:] = laid.choices
+                best_ranks[:] = laid.ranks
+        change.count[0] = 0
+        if not _propose(change, laid, packed, local, seed):
+            continue
+        for index in range(change.count[0]):
+            table = change.tables[index]
+            _lay(laid.choices[table], laid.ranks[table], -1.0, change, packed, local)
+            _lay(change.choices[index], change.ranks[index], 1.0, change, packed, local)
+        more_over = _more_over(change, laid, packed)
+        higher = _higher(change, laid, packed, per_ms) + per_byte * more_over
+        if higher <= 0.0 or _random(seed) < math.exp(-higher / temperature):
+            _accept(change, laid, more_over, packed, per_ms)
+            taken += 1
+        _forget(change)
+    return taken
