@@ -26,6 +26,7 @@ def precompile() -> bool:
     _stacks()
     _dice()
     _rows_to_score()
+    _annealing()
     return True
 
 
@@ -116,6 +117,17 @@ def _rows_to_score() -> None:
 
     features = [RawFeature("listed", 2, False), RawFeature("hashed", 2, False, hash_size=2)]
     RowEncoder(RawSchema([], features, "none", "|"), {"listed": index_values([(1, ["a"])])})
+
+
+def _annealing() -> None:
+    import numpy as np
+
+    from pipeline.planner.search.annealing import Annealing
+    from pipeline.planner.search.problem import Assignment, Option, Rule, SearchProblem
+
+    table = [Option(Rule.ANY_RANK, np.ones((1, 1)), np.ones((1, 1)))]
+    problem = SearchProblem([table], np.ones((1, 1)), 1)
+    Annealing(problem, Assignment([0], [np.zeros(1, dtype=np.int64)]), "max_rank", 0).go(1, 1.0, 0.0)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from pipeline.planner.search.proposals import try_proposals
 from pipeline.planner.search.relaxation import LinearProgram
 from tests.support.examples import examples
 
-QUICK = SearchConfig(local_steps=(60, 60), program_rounds=0)
+QUICK = SearchConfig(local_steps=(60, 60), program_rounds=0, anneal_moves=0)
 GIB = float(1 << 30)
 
 

@@ -73,6 +73,7 @@ class Change(NamedTuple):
     host_memory: Floats  # [H, M]
     used: Ranks  # [K]
     sums: Floats  # [P]
+    least: Floats  # [P] of what they are multiplied by
 
 
 def can_anneal() -> bool:
@@ -93,7 +94,7 @@ def improve_by_annealing(
 
     `start` may overfill ranks. The same for a seed unless `stop` cuts it short.
     """
-    run = _Run(problem, start, objective, seed)
+    run = Annealing(problem, start, objective, seed)
     for level in range(LEVELS):
         if stop():
             break
@@ -101,7 +102,7 @@ def improve_by_annealing(
     return run.found()
 
 
-class _Run:
+class Annealing:
     """`choices` and `ranks` move about, `best_choices` and `best_ranks`, of the value `best`, stay."""
 
     def __init__(self, problem: SearchProblem, start: Assignment, objective: str, seed: int) -> None:
@@ -132,12 +133,15 @@ class _Run:
         )  # fmt: skip
 
     def found(self) -> Assignment | None:
-        if not np.isfinite(self.best[0]):
-            return None
-        counts = self.num_shards[self.best_choices]
+        return self._assignment(self.best_choices, self.best_ranks) if np.isfinite(self.best[0]) else None
+
+    def now(self) -> Assignment:
+        return self._assignment(self.choices, self.ranks)
+
+    def _assignment(self, choices: Ranks, ranks: Ranks) -> Assignment:
         return Assignment(
-            (self.best_choices - self.packed.first_option[:-1]).tolist(),
-            [ranks[:count].copy() for ranks, count in zip(self.best_ranks, counts, strict=True)],
+            (choices - self.packed.first_option[:-1]).tolist(),
+            [row[:count].copy() for row, count in zip(ranks, self.num_shards[choices], strict=True)],
         )
 
     def _lay(self, per_ms: float) -> Laid:
@@ -177,7 +181,9 @@ def pack(problem: SearchProblem, objective: str) -> Packed:
         cost=np.concatenate([project(option, objective) for option in options]),
         memory=np.concatenate([option.memory for option in options]),
         capacity=problem.capacity.astype(float),
-        host_capacity=np.full((problem.num_hosts, problem.num_memories), np.inf) if caps is None else caps,
+        host_capacity=np.full((problem.num_hosts, problem.num_memories), np.inf)
+        if caps is None
+        else np.array(caps, dtype=float),
         latency=np.array(list(kinds.values()), dtype=float),
     )
 
@@ -196,5 +202,5 @@ def _no_change(packed: Packed, widest: int) -> Change:
         count=whole(3), tables=whole(2), choices=whole(2), ranks=whole(2, widest), touched=whole(world),
         is_touched=whole(world), load=np.zeros((world, maxima)), memory=np.zeros((world, tiers)),
         powers=np.zeros((world, maxima)), hosts=whole(hosts), is_host=whole(hosts), host_memory=np.zeros((hosts, tiers)),
-        used=whole(kinds), sums=np.zeros(maxima),
+        used=whole(kinds), sums=np.zeros(maxima), least=np.zeros(maxima),
     )  # fmt: skip

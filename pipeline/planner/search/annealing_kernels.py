@@ -165,7 +165,7 @@ def _shard_otherwise(change, laid, packed, local, seed):  # type: ignore[no-unty
     first, last = packed.first_option[table], packed.first_option[table + 1]
     option = first + _below(last - first, seed)
     rule = packed.rule[option]
-    if option == laid.choices[table] and (rule == EVERY_RANK or rule == ANY_RANK):
+    if option == laid.choices[table] and rule in (EVERY_RANK, ANY_RANK):
         return False
     change.tables[0], change.choices[0], change.count[0] = table, option, 1
     _draw_ranks(0, change, packed, local, seed)
@@ -250,9 +250,34 @@ def _more_over(change, laid, packed):  # type: ignore[no-untyped-def]
 
 
 @part()
-def _higher(change, laid, packed, per_ms):  # type: ignore[no-untyped-def]
-    """Milliseconds that the change adds to the smooth maxima and to latency."""
-    ratio, latency = 1.0, 0.0
+def _later(change, laid, packed):  # type: ignore[no-untyped-def]
+    """Milliseconds of latency that the change adds."""
+    latency = 0.0
+    for kind in range(len(packed.latency)):
+        before, after = laid.used[kind] > 0, laid.used[kind] + change.used[kind] > 0
+        latency += packed.latency[kind] * (int64(after) - int64(before))
+    return latency
+
+
+@part()
+def _least_ratios(change, laid):  # type: ignore[no-untyped-def]
+    """By what each sum is multiplied at least, as if ranks that the change touches had no load; and their product."""
+    product = 1.0
+    for maximum in range(len(laid.sums)):
+        left = laid.sums[maximum]
+        for index in range(change.count[1]):
+            left -= laid.powers[change.touched[index], maximum]
+        change.least[maximum] = max(left / laid.sums[maximum], LEAST)
+        product *= change.least[maximum]
+    return product
+
+
+@part()
+def _rises_less(change, laid, most_ms, per_ms):  # type: ignore[no-untyped-def]
+    """Do the smooth maxima rise by no more than `most_ms`? Where it is clear that they do not, the remaining sums are left out."""
+    if most_ms * per_ms < -LARGEST_EXPONENT:
+        return False
+    most, ratio = math.exp(min(most_ms * per_ms, LARGEST_EXPONENT)), _least_ratios(change, laid)
     for maximum in range(len(laid.sums)):
         total = laid.sums[maximum]
         for index in range(change.count[1]):
@@ -266,11 +291,10 @@ def _higher(change, laid, packed, per_ms):  # type: ignore[no-untyped-def]
             for rank in range(len(laid.load)):
                 total += change.powers[rank, maximum] if change.is_touched[rank] else laid.powers[rank, maximum]
         change.sums[maximum] = total
-        ratio *= min(max(total / laid.sums[maximum], LEAST), 1.0 / LEAST)
-    for kind in range(len(packed.latency)):
-        before, after = laid.used[kind] > 0, laid.used[kind] + change.used[kind] > 0
-        latency += packed.latency[kind] * (int64(after) - int64(before))
-    return math.log(ratio) / per_ms + latency
+        ratio *= min(max(total / laid.sums[maximum], LEAST), 1.0 / LEAST) / change.least[maximum]
+        if ratio > most:
+            return False
+    return True
 
 
 @part()
@@ -362,8 +386,8 @@ def anneal(packed, laid, best_choices, best_ranks, change, local, moves, heat, s
             _lay(laid.choices[table], laid.ranks[table], -1.0, change, packed, local)
             _lay(change.choices[index], change.ranks[index], 1.0, change, packed, local)
         more_over = _more_over(change, laid, packed)
-        higher = _higher(change, laid, packed, per_ms) + per_byte * more_over
-        if higher <= 0.0 or _random(seed) < math.exp(-higher / temperature):
+        most_ms = -temperature * math.log(1.0 - _random(seed)) - per_byte * more_over - _later(change, laid, packed)
+        if _rises_less(change, laid, most_ms, per_ms):
             _accept(change, laid, more_over, packed, per_ms)
             taken += 1
         _forget(change)

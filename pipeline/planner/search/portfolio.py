@@ -50,6 +50,7 @@ EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole proble
 NUM_CLIMBED = 3  # starts, the best, that are improved further
 WORTH_PROGRAMS = 0.02  # a gap from which on programs over a few ranks are tried
 PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, each by another seed, until one fits
+MOVES_EACH = 8000  # of annealing, for each table and rank
 ANNEALINGS = 4  # times that annealing begins at most
 ANNEALED_SHARE = 0.8  # of all seconds, until when
 LEAST_GAIN = 1e-4  # of the value: less is not worth to anneal once more
@@ -71,7 +72,7 @@ class SearchConfig:
     kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
     start_steps: int = 200  # of local search from each start
     local_steps: tuple[int, ...] = (3000, 4000, 6000)
-    anneal_moves: int = 20_000_000  # of tables, in each annealing
+    anneal_moves: int = 20_000_000  # at most, each time that annealing begins
     program_rounds: int = 250  # of integer programs over a few ranks, from each start
     choice_nodes: int = 300  # of the integer program that chooses options
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
@@ -386,7 +387,7 @@ class _Search:
                 narrow(self.problem, kept),
                 Assignment(self._within(kept, start), start.ranks),
                 config.objective,
-                moves=config.anneal_moves,
+                moves=min(config.anneal_moves, MOVES_EACH * len(kept) * self.problem.world_size),
                 seed=config.seed + attempt,
                 scale_ms=min(self.best_value, 2 * self.bound),
                 stop=partial(self._used, ANNEALED_SHARE),
