@@ -122,12 +122,12 @@ def _rows_to_score() -> None:
 def _annealing() -> None:
     import numpy as np
 
-    from pipeline.planner.search.annealing import Annealing
+    from pipeline.planner.search.annealing import EVEN_LOADS, Annealing
     from pipeline.planner.search.problem import Assignment, Option, Rule, SearchProblem
 
     table = [Option(Rule.ANY_RANK, np.ones((1, 1)), np.ones((1, 1)))]
     problem = SearchProblem([table], np.ones((1, 1)), 1)
-    Annealing(problem, Assignment([0], [np.zeros(1, dtype=np.int64)]), "max_rank", 0).go(1, 1.0, 0.0)
+    Annealing(problem, Assignment([0], [np.zeros(1, dtype=np.int64)]), "max_rank", 0).go(1, 1.0, EVEN_LOADS, 0.0)
 
 
 def main() -> None:

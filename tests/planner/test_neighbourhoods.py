@@ -104,7 +104,7 @@ def test_the_search_takes_what_programs_find() -> None:
     tables = [[single(generator.random(3).tolist(), float(generator.random()))] for _ in range(10)]
     total = sum(float(options[0].memory[0, 0]) for options in tables) / GIB
     problem = problem_of(tables, ranks=4, room=1.05 * total / 4)
-    without = SearchConfig(local_steps=(), start_steps=0, exact_variables=0, program_rounds=0)
+    without = SearchConfig(local_steps=(), start_steps=0, exact_variables=0, program_rounds=0, anneal_moves=0)
     found = search(problem, replace(without, program_rounds=4))
     assert found.winner == "programs" and not violations(problem, found.assignment)
     assert found.score.critical_path_ms < search(problem, without).score.critical_path_ms

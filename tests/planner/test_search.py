@@ -270,7 +270,7 @@ def test_a_seed_gives_one_result() -> None:
 def test_a_warm_start_is_never_lost() -> None:
     problem = draw_problem(11, 12, 4, 2, tightness=2.0)
     best = search(problem, replace(QUICK, exact_variables=0))
-    lazy = SearchConfig(local_steps=(), exact_variables=0, program_rounds=0, proposal_placements=1)
+    lazy = SearchConfig(local_steps=(), exact_variables=0, program_rounds=0, anneal_moves=0, proposal_placements=1)
     assert search(problem, lazy).score.critical_path_ms > best.score.critical_path_ms
     result = search(problem, lazy, warm_starts=[best.assignment])
     assert result.score.critical_path_ms <= best.score.critical_path_ms

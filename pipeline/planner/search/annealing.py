@@ -15,9 +15,20 @@ from pipeline.planner.search.problem import Assignment, Floats, Ranks, Rule, Sea
 from pipeline.planner.search.ranks import project
 
 LEVELS = 60  # of the temperature
-SHARPNESS = (60.0, 6000.0)  # of the maxima, at first and at last, in units of one over the value
-HEAT = (1e-3, 3e-6)  # of the value: the temperature
-OVERFULL = (1.0, 50.0)  # of the value: what a whole rank's memory too much costs
+MOVES_EACH = 60_000  # for each table and rank
+MANY_RANKS = 64  # from here on a table that goes to every rank takes so long that fewer moves are made
+
+
+class Schedule(NamedTuple):
+    """At first and at last, on the way multiplied by the same from level to level."""
+
+    sharpness: tuple[float, float]  # of the maxima, in units of one over the value
+    heat: tuple[float, float]  # of the value: the temperature
+    overfull: tuple[float, float]  # of the value: what a whole rank's memory too much costs
+
+
+EVEN_LOADS = Schedule((30.0, 6000.0), (7e-4, 3.5e-6), (1.0, 50.0))
+FULL_RANKS = Schedule((20.0, 600.0), (1e-2, 1e-4), (1.0, 10.0))  # hot enough to pack anew what lies on ranks
 
 
 class Packed(NamedTuple):
@@ -85,7 +96,8 @@ def improve_by_annealing(
     start: Assignment,
     objective: str,
     *,
-    moves: int,
+    schedule: Schedule,
+    most_moves: int,
     seed: int,
     scale_ms: float,
     stop: Callable[[], bool],
@@ -94,12 +106,14 @@ def improve_by_annealing(
 
     `start` may overfill ranks. The same for a seed unless `stop` cuts it short.
     """
-    run = Annealing(problem, start, objective, seed)
+    annealing = Annealing(problem, start, objective, seed)
+    moves = min(most_moves, MOVES_EACH * len(problem.tables) * problem.world_size)
+    moves = int(moves * min(1.0, MANY_RANKS / problem.world_size))
     for level in range(LEVELS):
         if stop():
             break
-        run.go(moves // LEVELS, scale_ms, level / (LEVELS - 1))
-    return run.found()
+        annealing.go(moves // LEVELS, scale_ms, schedule, level / (LEVELS - 1))
+    return annealing.found()
 
 
 class Annealing:
@@ -120,11 +134,11 @@ class Annealing:
         self.unit = float(room[room > 0].min()) if (room > 0).any() else 1.0  # bytes of the scarcest memory
         self.taken = 0
 
-    def go(self, moves: int, scale_ms: float, share: float) -> None:
+    def go(self, moves: int, scale_ms: float, schedule: Schedule, share: float) -> None:
         """One level of the temperature, `share` of the way from the first to the last."""
         from pipeline.planner.search.annealing_kernels import anneal
 
-        sharpness, heat, overfull = (low * (high / low) ** share for low, high in (SHARPNESS, HEAT, OVERFULL))
+        sharpness, heat, overfull = (low * (high / low) ** share for low, high in schedule)
         per_ms = sharpness * self.packed.cost.shape[1] / scale_ms
         self.laid = self._lay(per_ms)
         self.taken = anneal(

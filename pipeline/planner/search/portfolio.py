@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from pipeline.planner.search import exact
-from pipeline.planner.search.annealing import can_anneal, improve_by_annealing
+from pipeline.planner.search.annealing import EVEN_LOADS, FULL_RANKS, Schedule, can_anneal, improve_by_annealing
 from pipeline.planner.search.clock import WorkClock
 from pipeline.planner.search.local_search import PROVEN, improve
 from pipeline.planner.search.neighbourhoods import improve_by_programs
@@ -50,10 +50,10 @@ EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole proble
 NUM_CLIMBED = 3  # starts, the best, that are improved further
 WORTH_PROGRAMS = 0.02  # a gap from which on programs over a few ranks are tried
 PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, each by another seed, until one fits
-MOVES_EACH = 8000  # of annealing, for each table and rank
-ANNEALINGS = 4  # times that annealing begins at most
-ANNEALED_SHARE = 0.8  # of all seconds, until when
-LEAST_GAIN = 1e-4  # of the value: less is not worth to anneal once more
+ANNEALINGS = 8  # times that annealing begins at most
+ENOUGH_IN_VAIN = 2  # of them in a row: then it ends
+ANNEALED_SHARE = 0.9  # of all seconds, until when
+LEAST_GAIN = 1e-4  # of the value: less counts as in vain
 ANYHOW_SHARE = 0.6  # of the seconds that are left, for those
 
 
@@ -72,7 +72,7 @@ class SearchConfig:
     kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
     start_steps: int = 200  # of local search from each start
     local_steps: tuple[int, ...] = (3000, 4000, 6000)
-    anneal_moves: int = 20_000_000  # at most, each time that annealing begins
+    anneal_moves: int = 40_000_000  # at most, each time that annealing begins
     program_rounds: int = 250  # of integer programs over a few ranks, from each start
     choice_nodes: int = 300  # of the integer program that chooses options
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
@@ -125,6 +125,7 @@ class _Search:
         self.best: Assignment | None = None
         self.best_value = np.inf
         self.winner = ""
+        self.annealed = config.anneal_moves > 0 and can_anneal()
         self.values: dict[str, float] = {}
         self.bound = 0.0
         self.tried: set[tuple[int, int, float]] = (
@@ -373,30 +374,42 @@ class _Search:
         return improved
 
     def _improve_by_annealing(self, relaxation: Relaxation, anyhow: Assignment | None) -> None:
-        """From the best plan, or the cheapest choice where none fits yet. Where the gap is small it is left out, for it takes seconds."""
-        config = self.config
-        for attempt in range(ANNEALINGS if config.anneal_moves and can_anneal() else 0):
-            start = anyhow if self.best is None else self.best
-            if start is None or self._done() or self.best_value <= self.bound * (1 + WORTH_PROGRAMS):
+        """From the best plan, or the cheapest choice where none fits yet; left out where the gap is small, for it takes seconds.
+
+        Where that choice overfills ranks, every other time begins from it, hot. Every other two times only kinds in use are tried.
+        """
+        overfull = anyhow is not None and bool(violations(self.problem, anyhow))
+        in_vain = 0
+        for attempt in range(ANNEALINGS if self.annealed else 0):
+            hot = overfull and attempt % 2 == 0
+            start = anyhow if hot or self.best is None else self.best
+            if start is None or in_vain == ENOUGH_IN_VAIN or self._is_near():
                 return
             before = self.best_value
-            kept = self._worth(relaxation, HOPE, start)
-            if attempt % 2:
-                kept = self._of_kinds_in_use(kept, start)
-            found = improve_by_annealing(
-                narrow(self.problem, kept),
-                Assignment(self._within(kept, start), start.ranks),
-                config.objective,
-                moves=min(config.anneal_moves, MOVES_EACH * len(kept) * self.problem.world_size),
-                seed=config.seed + attempt,
-                scale_ms=min(self.best_value, 2 * self.bound),
-                stop=partial(self._used, ANNEALED_SHARE),
-            )
-            if found is not None:
-                choices = [indices[choice] for indices, choice in zip(kept, found.choices, strict=True)]
-                self._offer("annealing", Assignment(choices, found.ranks))
-            if attempt and not self.best_value < before * (1 - LEAST_GAIN):
-                return
+            self._anneal(start, relaxation, FULL_RANKS if hot else EVEN_LOADS, attempt)
+            in_vain = 0 if self.best_value < before * (1 - LEAST_GAIN) else in_vain + 1
+
+    def _anneal(self, start: Assignment, relaxation: Relaxation, schedule: Schedule, attempt: int) -> None:
+        config = self.config
+        kept = self._worth(relaxation, 1.0 if schedule is FULL_RANKS else HOPE, start)
+        if attempt % 4 >= 2:
+            kept = self._of_kinds_in_use(kept, start)
+        found = improve_by_annealing(
+            narrow(self.problem, kept),
+            Assignment(self._within(kept, start), start.ranks),
+            config.objective,
+            schedule=schedule,
+            most_moves=config.anneal_moves,
+            seed=config.seed + attempt,
+            scale_ms=min(self.best_value, 2 * self.bound),
+            stop=partial(self._used, ANNEALED_SHARE),
+        )
+        if found is not None:
+            choices = [indices[choice] for indices, choice in zip(kept, found.choices, strict=True)]
+            self._offer("annealing", Assignment(choices, found.ranks))
+
+    def _is_near(self) -> bool:
+        return self._done() or self.best_value <= self.bound * (1 + WORTH_PROGRAMS)
 
     def _of_kinds_in_use(self, kept: list[list[int]], using: Assignment) -> list[list[int]]:
         """Of the options `kept` those whose kind has no latency, or that other tables bring anyway."""
@@ -411,7 +424,7 @@ class _Search:
 
         Where the gap is small the programs are left out, for they take seconds.
         """
-        if not self.config.program_rounds or self.best_value <= self.bound * (1 + WORTH_PROGRAMS):
+        if not self.config.program_rounds or self._is_near() or (self.annealed and self.best is not None):
             return
         reserved = (1 - ANYHOW_SHARE) * self.clock.remaining_s
         overfull = anyhow is not None and bool(violations(self.problem, anyhow))

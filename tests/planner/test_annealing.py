@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeline.planner.search import portfolio
+from pipeline.planner.search.annealing import EVEN_LOADS, FULL_RANKS, Annealing, improve_by_annealing
+from pipeline.planner.search.portfolio import SearchConfig, search
+from pipeline.planner.search.problem import Assignment, Rule, SearchProblem, loads, score, violations
+from pipeline.planner.search.ranks import RankState, fill
+from tests.planner.test_neighbourhoods import GIB, on_ranks, problem_of, single, spread
+from tests.planner.test_search import draw_problem
+
+pytest.importorskip("numba")
+
+
+def run(problem: SearchProblem, start: Assignment, moves: int = 60_000, seed: int = 0) -> Assignment | None:
+    return improve_by_annealing(
+        problem, start, "critical_path", schedule=FULL_RANKS, most_moves=moves, seed=seed,
+        scale_ms=score(problem, start).critical_path_ms, stop=lambda: False,
+    )  # fmt: skip
+
+
+def test_an_overfull_start_is_laid_so_that_it_fits_where_each_rank_is_full_to_the_byte() -> None:
+    sizes = [9, 8, 7, 6, 4, 3, 2, 1]  # only 9 + 1, 8 + 2, 7 + 3 and 6 + 4 fill four ranks of 10
+    problem = problem_of([[single([1.0, 2.0], size)] for size in sizes], ranks=4, room=10.0)
+    found = run(problem, on_ranks(0, 0, 1, 1, 2, 2, 3, 3))
+    assert found is not None and not violations(problem, found)
+    assert score(problem, found).critical_path_ms == pytest.approx(6.0)
+
+
+def test_where_nothing_fits_there_is_no_assignment() -> None:
+    problem = problem_of([[single([1.0], 6)] for _ in range(3)], ranks=2, room=10.0)
+    assert run(problem, on_ranks(0, 0, 1), moves=6000) is None
+
+
+@pytest.mark.parametrize("rule", [Rule.EVERY_RANK, Rule.ONE_HOST], ids=["every_rank", "one_host"])
+def test_a_table_is_sharded_otherwise_where_that_pays_for_its_collective(rule: Rule) -> None:
+    shards = 4 if rule is Rule.EVERY_RANK else 2
+
+    def best(latency: float) -> float:
+        options = [single([4.0], 1), spread([4.0 / shards], 1 / shards, shards, rule, "rows")]
+        problem = problem_of([options], 4, 10.0, latency_ms={"rows": np.array([latency])})
+        found = run(problem, on_ranks(0))
+        assert found is not None
+        return score(problem, found).critical_path_ms
+
+    assert best(0.5) == pytest.approx(4.0 / shards + 0.5)
+    assert best(3.5) == pytest.approx(4.0)
+
+
+def test_hosts_keep_their_memory() -> None:
+    tables = [[single([float(cost)], 3)] for cost in (4, 3, 2, 1)]
+    problem = problem_of(tables, 4, 10.0, host_memory=np.array([[6 * GIB, np.inf], [6 * GIB, np.inf]]))
+    found = run(problem, on_ranks(0, 0, 0, 2))
+    assert found is not None and not violations(problem, found)
+    assert score(problem, found).max_rank_ms == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("objective", ["critical_path", "max_rank"])
+@pytest.mark.parametrize("seed", range(4))
+def test_rules_are_kept_and_sums_stay_those_of_the_assignment(seed: int, objective: str) -> None:
+    """Options of all rules, some of several shards that may not share a rank, on two hosts of two ranks."""
+    problem = draw_problem(seed, 9, 4, 2, 3.0, num_phases=3, latency=1.0)
+    problem = replace(
+        problem,
+        tables=[[replace(each, distinct_ranks=seed % 2 == 1) for each in options] for options in problem.tables],
+    )
+    state = RankState(problem, objective, 1.0)
+    assert fill(state, None, list(range(9)))
+    start = state.assignment()
+    annealing = Annealing(problem, start, objective, seed)
+    for share in (0.0, 0.5, 1.0):
+        annealing.go(3000, score(problem, start).of(objective), EVEN_LOADS, share)
+        now = annealing.now()
+        assert not [broken for broken in violations(problem, now) if "rule" in broken]
+        cost, memory = loads(problem, now)
+        expected = cost.sum(axis=1, keepdims=True) if objective == "max_rank" else cost
+        np.testing.assert_allclose(annealing.laid.load, expected, atol=1e-9)
+        np.testing.assert_array_equal(annealing.laid.memory, memory)
+        over = np.maximum(memory - problem.capacity, 0.0).sum()
+        assert annealing.laid.over[0] == over
+    found = annealing.found()
+    assert found is not None and not violations(problem, found)
+    assert score(problem, found).of(objective) == pytest.approx(annealing.best[0])
+    assert score(problem, found).of(objective) <= score(problem, start).of(objective) * (1 + 1e-9)
+
+
+def test_a_seed_gives_one_result() -> None:
+    problem = draw_problem(1, 9, 4, 2, 3.0, num_phases=3, latency=1.0)
+    state = RankState(problem, "critical_path", 1.0)
+    assert fill(state, None, list(range(9)))
+    first, again = (run(problem, state.assignment(), moves=6000) for _ in range(2))
+    assert first is not None and again is not None and first.choices == again.choices
+    assert all((one == other).all() for one, other in zip(first.ranks, again.ranks, strict=True))
+
+
+def uneven() -> SearchProblem:
+    generator = np.random.default_rng(2)
+    tables = [[single(generator.random(3).tolist(), float(generator.random()))] for _ in range(24)]
+    total = sum(float(options[0].memory[0, 0]) for options in tables) / GIB
+    return problem_of(tables, ranks=4, room=1.02 * total / 4)
+
+
+WITHOUT = SearchConfig(local_steps=(), start_steps=0, exact_variables=0, program_rounds=0, anneal_moves=0)
+
+
+def test_the_search_takes_what_annealing_finds() -> None:
+    problem = uneven()
+    found = search(problem, replace(WITHOUT, anneal_moves=60_000))
+    assert found.winner == "annealing" and not violations(problem, found.assignment)
+    assert found.score.critical_path_ms < search(problem, WITHOUT).score.critical_path_ms
+
+
+def test_without_numba_the_search_does_without_annealing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portfolio, "can_anneal", lambda: False)
+    found = search(uneven(), replace(WITHOUT, anneal_moves=60_000))
+    assert "annealing" not in found.values and found.score == search(uneven(), WITHOUT).score
