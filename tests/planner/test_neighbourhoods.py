@@ -80,6 +80,14 @@ def test_a_table_is_sharded_otherwise_where_that_pays_for_its_collective(rule: R
     assert best(3.0) == pytest.approx(4.0)
 
 
+def test_ranks_whose_tables_are_all_cut_by_columns_are_left_as_they_are() -> None:
+    tables = [[spread([cost], 1, 2, Rule.ANY_RANK, "column_wise")] for cost in (3.0, 2.0, 1.0)]
+    problem = problem_of(tables, 2, 10.0)
+    start = Assignment([0, 0, 0], [np.array([0, 1])] * 3)
+    found = run(problem, start, rounds=3)
+    assert found is not None and score(problem, found) == score(problem, start)
+
+
 def test_hosts_keep_their_memory() -> None:
     tables = [[single([float(cost)], 3)] for cost in (4, 3, 2, 1)]
     problem = problem_of(tables, 4, 10.0, host_memory=np.array([[6 * GIB, np.inf], [6 * GIB, np.inf]]))

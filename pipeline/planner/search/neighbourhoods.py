@@ -90,6 +90,8 @@ class _Neighbourhoods:
         targets = highest - TARGET * (highest - mean)
         freed = self._choose_ranks()
         tables, flexible = self._choose_tables(freed)
+        if not tables:  # all that lies on these ranks is cut by columns, or lies on several hosts
+            return False
         before = self._potential(targets)
         members = self._group(tables, flexible)
         room_ms = self.room_ms if self._is_overfull() else None
