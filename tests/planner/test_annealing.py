@@ -18,7 +18,7 @@ pytest.importorskip("numba")
 
 def run(problem: SearchProblem, start: Assignment, moves: int = 60_000, seed: int = 0) -> Assignment | None:
     return improve_by_annealing(
-        problem, start, "critical_path", schedule=FULL_RANKS, most_moves=moves, seed=seed,
+        problem, start, "critical_path", schedule=FULL_RANKS, moves=moves, seed=seed,
         scale_ms=score(problem, start).critical_path_ms, stop=lambda: False,
     )  # fmt: skip
 

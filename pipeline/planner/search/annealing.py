@@ -15,8 +15,6 @@ from pipeline.planner.search.problem import Assignment, Floats, Ranks, Rule, Sea
 from pipeline.planner.search.ranks import project
 
 LEVELS = 60  # of the temperature
-MOVES_EACH = 60_000  # for each table and rank
-MANY_RANKS = 64  # from here on a table that goes to every rank takes so long that fewer moves are made
 
 
 class Schedule(NamedTuple):
@@ -97,7 +95,7 @@ def improve_by_annealing(
     objective: str,
     *,
     schedule: Schedule,
-    most_moves: int,
+    moves: int,
     seed: int,
     scale_ms: float,
     stop: Callable[[], bool],
@@ -107,8 +105,6 @@ def improve_by_annealing(
     `start` may overfill ranks. The same for a seed unless `stop` cuts it short.
     """
     annealing = Annealing(problem, start, objective, seed)
-    moves = min(most_moves, MOVES_EACH * len(problem.tables) * problem.world_size)
-    moves = int(moves * min(1.0, MANY_RANKS / problem.world_size))
     for level in range(LEVELS):
         if stop():
             break

@@ -50,6 +50,8 @@ EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole proble
 NUM_CLIMBED = 3  # starts, the best, that are improved further
 WORTH_PROGRAMS = 0.02  # a gap from which on programs over a few ranks are tried
 PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, each by another seed, until one fits
+MOVES_EACH = 60_000  # of annealing, for each table and rank; twice as many each time that follows one in vain
+MANY_RANKS = 64  # from here on a table that goes to every rank takes so long that fewer moves are made
 ANNEALINGS = 8  # times that annealing begins at most
 ENOUGH_IN_VAIN = 2  # of them in a row: then it ends
 ANNEALED_SHARE = 0.9  # of all seconds, until when
@@ -386,10 +388,15 @@ class _Search:
             if start is None or in_vain == ENOUGH_IN_VAIN or self._is_near():
                 return
             before = self.best_value
-            self._anneal(start, relaxation, FULL_RANKS if hot else EVEN_LOADS, attempt)
+            self._anneal(start, relaxation, FULL_RANKS if hot else EVEN_LOADS, attempt, self._num_moves() * 2**in_vain)
             in_vain = 0 if self.best_value < before * (1 - LEAST_GAIN) else in_vain + 1
 
-    def _anneal(self, start: Assignment, relaxation: Relaxation, schedule: Schedule, attempt: int) -> None:
+    def _num_moves(self) -> int:
+        world = self.problem.world_size
+        moves = min(self.config.anneal_moves, MOVES_EACH * len(self.problem.tables) * world)
+        return int(moves * min(1.0, MANY_RANKS / world))
+
+    def _anneal(self, start: Assignment, relaxation: Relaxation, schedule: Schedule, attempt: int, moves: int) -> None:
         config = self.config
         kept = self._worth(relaxation, 1.0 if schedule is FULL_RANKS else HOPE, start)
         if attempt % 4 >= 2:
@@ -399,7 +406,7 @@ class _Search:
             Assignment(self._within(kept, start), start.ranks),
             config.objective,
             schedule=schedule,
-            most_moves=config.anneal_moves,
+            moves=moves,
             seed=config.seed + attempt,
             scale_ms=min(self.best_value, 2 * self.bound),
             stop=partial(self._used, ANNEALED_SHARE),
