@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from pipeline.training.plan_outlook import Planned
 
 STALE = 1  # exit code of check
+FOR_PLANS_ALONE = ("planner=", "brief=", "target.", "scale_to=", "what_if=", "threads=")  # what training does not know
 logger = get_logger("pipeline.plan")  # run as a command, __name__ is another
 
 
@@ -83,6 +84,7 @@ def plan(job: PlanJob) -> PlanSummary:
     if job.target.is_set:
         job, found = _aim(job)
     resolved = resolve(job)
+    _say_without_data(resolved)
     request = build_request(resolved)
     # Imported here, for a mistake in the job must fail before torch is loaded.
     from pipeline.embeddings.describe import describe_savings, savings_of
@@ -128,6 +130,7 @@ def _aim(job: PlanJob) -> tuple[PlanJob, list[str]]:
     from pipeline.training.plan_target import at_size, describe_target, find_target, smallest, target_of
 
     def predict(other: PlanJob) -> Outlook:
+        logger.info("target      %d x %s", other.world_size, other.hardware.name)
         resolved = resolve(other)
         request = replace(build_request(resolved), suggests=False)
         return outlook_of(other, Planned(resolved, make_plan(other.planner, request)))
@@ -221,6 +224,18 @@ def resolve(job: PlanJob) -> ResolvedJob:
     return resolved
 
 
+def _say_without_data(resolved: ResolvedJob) -> None:
+    """Where there is no data set: what was assumed instead."""
+    dataset = resolved.dataset
+    if not dataset.splits:
+        logger.info(
+            "no data set at %s: planned from the config alone, %d features, %g ids a sample, lookups assumed even over rows",
+            resolved.job.data.path,
+            len(dataset.sparse_features),
+            sum(sum(table.pooling_factors) for table in resolved.tables),
+        )
+
+
 def build_request(resolved: ResolvedJob) -> PlanRequest:
     """The model on meta, its tables and hardware."""
     if resolved.job.sharding.allow_untested_versions:
@@ -232,15 +247,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
     from pipeline.training.assembly import build_task
     from pipeline.training.plan_outlook import planned_step_cost
 
-    job, dataset = resolved.job, resolved.dataset
-    if not dataset.splits:
-        lookups = sum(sum(table.pooling_factors) for table in resolved.tables)
-        logger.info(
-            "no data set at %s: planned from the config alone, %d features, %g ids a sample, lookups assumed even over rows",
-            job.data.path,
-            len(dataset.sparse_features),
-            lookups,
-        )
+    job = resolved.job
     hardware = resolve_hardware(job.hardware, job.world_size)
     if job.parallel.has_replicas:  # a host's ranks hold all tables
         hardware = resolve_hardware(job.hardware, hardware.local_world_size)
@@ -291,7 +298,7 @@ def check(path: str, job: PlanJob) -> list[str]:
 
 def train_command(summary: PlanSummary, overrides: list[str]) -> str:
     """The training that replays the plan, with the overrides that it was made with."""
-    kept = [shlex.quote(word) for word in overrides if not word.startswith(("planner=", "brief=", "target."))]
+    kept = [shlex.quote(word) for word in overrides if not word.startswith(FOR_PLANS_ALONE)]
     if any(word.startswith("target.") for word in overrides):  # what was found stands for what was asked
         kept = [word for word in kept if not word.startswith(("hardware=", "world_size="))]
         kept.append(f"hardware={summary.hardware}")

@@ -24,7 +24,10 @@ from pipeline.planner.step_time.outlook import Lever, Outlook, fullest
 from pipeline.planner.step_time.predict import StepCost, StepRequest, predict_step
 from pipeline.planner.step_time.surroundings import Saves, Surroundings, around_step, speeds_of
 from pipeline.runtime.errors import UserError
+from pipeline.runtime.logs import get_logger
 from pipeline.training.predicted_step import step_cost, step_request
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ def scaling_of(job: PlanJob, sizes: Sequence[int], make_plan: MakePlan) -> tuple
     """An outlook for each world size that a plan was found for, by the job's own global batch; why the others have none."""
     rows, skipped = [], []
     for size in sorted(sizes):
+        logger.info("scale       %d ranks", size)
         at_size = replace(job, world_size=size, planner=replace(job.planner, plan_file=_scratch(job, f"x{size}")))
         try:
             rows.append(outlook_of(at_size, make_plan(at_size)))
@@ -133,6 +137,7 @@ def scaling_of(job: PlanJob, sizes: Sequence[int], make_plan: MakePlan) -> tuple
 def levers_of(job: PlanJob, make_plan: MakePlan) -> list[Lever]:
     found = []
     for words, changed in _changes(job):
+        logger.info("what if     %s", words)
         try:
             other = changed()
             found.append(Lever(words, outlook_of(other, make_plan(other))))

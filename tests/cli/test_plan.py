@@ -125,6 +125,13 @@ def test_the_next_command_trains_with_the_plan(planned: PlanSummary) -> None:
     assert train_command(one, ["experiment=kaggle"]) == "python -m pipeline.train experiment=kaggle planner=file"
 
 
+def test_the_next_command_has_no_key_that_training_does_not_know() -> None:
+    summary = PlanSummary("plan.json", None, "search", "cpu", 1, 1, 1.0, 1.0, 1.0, "", "")
+    own = {field.name for field in fields(PlanJob)} - {field.name for field in fields(TrainJob)}
+    overrides = [f"{key}=1" if key != "target" else "target.epochs_per_day=1" for key in sorted(own)]
+    assert overrides and not own & {word.split("=")[0] for word in train_command(summary, overrides).split()}
+
+
 def test_a_plan_is_made_without_the_data_where_tables_say_their_rows(
     job: PlanJob, planned: PlanSummary, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,10 +50,10 @@ EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole proble
 NUM_CLIMBED = 3  # starts, the best, that are improved further
 WORTH_PROGRAMS = 0.02  # a gap from which on programs over a few ranks are tried
 PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, each by another seed, until one fits
-MOVES_EACH = 60_000  # of annealing, for each table and rank; twice as many each time that follows one in vain
+MOVES_EACH = 60_000  # of annealing, for each table and rank; twice as many for even loads after a time in vain
 MANY_RANKS = 64  # from here on a table that goes to every rank takes so long that fewer moves are made
 ANNEALINGS = 8  # times that annealing begins at most
-ENOUGH_IN_VAIN = 2  # of them in a row: then it ends
+ENOUGH_IN_VAIN = 3  # of them in a row: then it ends
 ANNEALED_SHARE = 0.9  # of all seconds, until when
 LEAST_GAIN = 1e-4  # of the value: less counts as in vain
 ANYHOW_SHARE = 0.6  # of the seconds that are left, for those
@@ -378,7 +378,7 @@ class _Search:
     def _improve_by_annealing(self, relaxation: Relaxation, anyhow: Assignment | None) -> None:
         """From the best plan, or the cheapest choice where none fits yet; left out where the gap is small, for it takes seconds.
 
-        Where that choice overfills ranks, every other time begins from it, hot. Every other two times only kinds in use are tried.
+        Where that choice overfills ranks, every other time begins from it, hot, with its kinds alone. Of the other times half try kinds in use alone.
         """
         overfull = anyhow is not None and bool(violations(self.problem, anyhow))
         in_vain = 0
@@ -388,7 +388,10 @@ class _Search:
             if start is None or in_vain == ENOUGH_IN_VAIN or self._is_near():
                 return
             before = self.best_value
-            self._anneal(start, relaxation, FULL_RANKS if hot else EVEN_LOADS, attempt, self._num_moves() * 2**in_vain)
+            if hot:
+                self._anneal(start, relaxation, FULL_RANKS, attempt, self._num_moves())
+            else:
+                self._anneal(start, relaxation, EVEN_LOADS, attempt, self._num_moves() * 2**in_vain)
             in_vain = 0 if self.best_value < before * (1 - LEAST_GAIN) else in_vain + 1
 
     def _num_moves(self) -> int:
@@ -399,7 +402,7 @@ class _Search:
     def _anneal(self, start: Assignment, relaxation: Relaxation, schedule: Schedule, attempt: int, moves: int) -> None:
         config = self.config
         kept = self._worth(relaxation, 1.0 if schedule is FULL_RANKS else HOPE, start)
-        if attempt % 4 >= 2:
+        if schedule is FULL_RANKS or attempt % 4 >= 2:
             kept = self._of_kinds_in_use(kept, start)
         found = improve_by_annealing(
             narrow(self.problem, kept),
