@@ -68,7 +68,7 @@ class Laid(NamedTuple):
 class Change(NamedTuple):
     """What a move would do: new options and ranks of tables, and by how much the ranks and hosts that it touches change."""
 
-    count: Ranks  # [3] tables, ranks touched, hosts touched
+    counts: Ranks  # [3] tables, ranks touched, hosts touched
     tables: Ranks  # [2]
     choices: Ranks  # [2]
     ranks: Ranks  # [2, W]
@@ -209,7 +209,7 @@ def _no_change(packed: Packed, widest: int) -> Change:
         return np.zeros(shape, dtype=np.int64)
 
     return Change(
-        count=whole(3), tables=whole(2), choices=whole(2), ranks=whole(2, widest), touched=whole(world),
+        counts=whole(3), tables=whole(2), choices=whole(2), ranks=whole(2, widest), touched=whole(world),
         is_touched=whole(world), load=np.zeros((world, maxima)), memory=np.zeros((world, tiers)),
         powers=np.zeros((world, maxima)), hosts=whole(hosts), is_host=whole(hosts), host_memory=np.zeros((hosts, tiers)),
         used=whole(kinds), sums=np.zeros(maxima), least=np.zeros(maxima),

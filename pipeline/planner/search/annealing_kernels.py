@@ -138,7 +138,7 @@ def _swap(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
         return False
     rank, there = change.ranks[0, one], change.ranks[1, other]
     change.ranks[0, one], change.ranks[1, other] = there, rank
-    change.count[0] = 2
+    change.counts[0] = 2
     return rank != there and _may_lie(0, change, packed, local) and _may_lie(1, change, packed, local)
 
 
@@ -154,7 +154,7 @@ def _move(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
     if rank == change.ranks[0, shard]:
         return False
     change.ranks[0, shard] = rank
-    change.count[0] = 1
+    change.counts[0] = 1
     return _may_lie(0, change, packed, local)
 
 
@@ -167,7 +167,7 @@ def _shard_otherwise(change, laid, packed, local, seed):  # type: ignore[no-unty
     rule = packed.rule[option]
     if option == laid.choices[table] and rule in (EVERY_RANK, ANY_RANK):
         return False
-    change.tables[0], change.choices[0], change.count[0] = table, option, 1
+    change.tables[0], change.choices[0], change.counts[0] = table, option, 1
     _draw_ranks(0, change, packed, local, seed)
     return _may_lie(0, change, packed, local)
 
@@ -178,7 +178,7 @@ def _exchange(change, laid, packed, seed):  # type: ignore[no-untyped-def]
     one, other = _below(len(laid.choices), seed), _below(len(laid.choices), seed)
     if packed.key[laid.choices[one]] == packed.key[laid.choices[other]]:
         return False
-    change.tables[0], change.tables[1], change.count[0] = one, other, 2
+    change.tables[0], change.tables[1], change.counts[0] = one, other, 2
     for index in range(2):
         table, like = (one, other) if index == 0 else (other, one)
         first = packed.first_option[table]
@@ -218,12 +218,12 @@ def _lay(option, ranks, sign, change, packed, local):  # type: ignore[no-untyped
         host = rank // local
         if not change.is_touched[rank]:
             change.is_touched[rank] = 1
-            change.touched[change.count[1]] = rank
-            change.count[1] += 1
+            change.touched[change.counts[1]] = rank
+            change.counts[1] += 1
         if not change.is_host[host]:
             change.is_host[host] = 1
-            change.hosts[change.count[2]] = host
-            change.count[2] += 1
+            change.hosts[change.counts[2]] = host
+            change.counts[2] += 1
         for maximum in range(packed.cost.shape[1]):
             change.load[rank, maximum] += sign * packed.cost[first + shard, maximum]
         for tier in range(packed.memory.shape[1]):
@@ -238,11 +238,11 @@ def _more_over(change, laid, packed):  # type: ignore[no-untyped-def]
     """Bytes beyond capacities that the change adds."""
     more = 0.0
     for tier in range(packed.memory.shape[1]):
-        for index in range(change.count[1]):
+        for index in range(change.counts[1]):
             rank = change.touched[index]
             room = packed.capacity[rank, tier] - laid.memory[rank, tier]
             more += max(change.memory[rank, tier] - room, 0.0) - max(-room, 0.0)
-        for index in range(change.count[2]):
+        for index in range(change.counts[2]):
             host = change.hosts[index]
             room = packed.host_capacity[host, tier] - laid.host_memory[host, tier]
             more += max(change.host_memory[host, tier] - room, 0.0) - max(-room, 0.0)
@@ -265,7 +265,7 @@ def _least_ratios(change, laid):  # type: ignore[no-untyped-def]
     product = 1.0
     for maximum in range(len(laid.sums)):
         left = laid.sums[maximum]
-        for index in range(change.count[1]):
+        for index in range(change.counts[1]):
             left -= laid.powers[change.touched[index], maximum]
         change.least[maximum] = max(left / laid.sums[maximum], LEAST)
         product *= change.least[maximum]
@@ -280,7 +280,7 @@ def _rises_less(change, laid, most_ms, per_ms):  # type: ignore[no-untyped-def]
     most, ratio = math.exp(min(most_ms * per_ms, LARGEST_EXPONENT)), _least_ratios(change, laid)
     for maximum in range(len(laid.sums)):
         total = laid.sums[maximum]
-        for index in range(change.count[1]):
+        for index in range(change.counts[1]):
             rank = change.touched[index]
             beyond = laid.load[rank, maximum] + change.load[rank, maximum] - laid.highest[maximum]
             power = math.exp(min(per_ms * beyond, LARGEST_EXPONENT))
@@ -310,21 +310,21 @@ def _count_from_highest(maximum, laid, per_ms):  # type: ignore[no-untyped-def]
 
 @part()
 def _accept(change, laid, more_over, packed, per_ms):  # type: ignore[no-untyped-def]
-    for index in range(change.count[0]):
+    for index in range(change.counts[0]):
         table, option = change.tables[index], change.choices[index]
         laid.choices[table] = option
         for shard in range(_num_shards(option, packed)):
             laid.ranks[table, shard] = change.ranks[index, shard]
     for maximum in range(len(laid.sums)):
         laid.sums[maximum] = change.sums[maximum]
-        for index in range(change.count[1]):
+        for index in range(change.counts[1]):
             rank = change.touched[index]
             laid.load[rank, maximum] += change.load[rank, maximum]
             laid.powers[rank, maximum] = change.powers[rank, maximum]
     for tier in range(packed.memory.shape[1]):
-        for index in range(change.count[1]):
+        for index in range(change.counts[1]):
             laid.memory[change.touched[index], tier] += change.memory[change.touched[index], tier]
-        for index in range(change.count[2]):
+        for index in range(change.counts[2]):
             laid.host_memory[change.hosts[index], tier] += change.host_memory[change.hosts[index], tier]
     for kind in range(len(packed.latency)):
         laid.used[kind] += change.used[kind]
@@ -336,16 +336,16 @@ def _accept(change, laid, more_over, packed, per_ms):  # type: ignore[no-untyped
 
 @part()
 def _forget(change):  # type: ignore[no-untyped-def]
-    for index in range(change.count[1]):
+    for index in range(change.counts[1]):
         rank = change.touched[index]
         change.is_touched[rank] = 0
         change.load[rank] = 0.0
         change.memory[rank] = 0.0
-    for index in range(change.count[2]):
+    for index in range(change.counts[2]):
         change.is_host[change.hosts[index]] = 0
         change.host_memory[change.hosts[index]] = 0.0
     change.used[:] = 0
-    change.count[:] = 0
+    change.counts[:] = 0
 
 
 @part()
@@ -378,10 +378,10 @@ def anneal(packed, laid, best_choices, best_ranks, change, local, moves, heat, s
                 best[0] = _value(laid, packed)
                 best_choices[:] = laid.choices
                 best_ranks[:] = laid.ranks
-        change.count[0] = 0
+        change.counts[0] = 0
         if not _propose(change, laid, packed, local, seed):
             continue
-        for index in range(change.count[0]):
+        for index in range(change.counts[0]):
             table = change.tables[index]
             _lay(laid.choices[table], laid.ranks[table], -1.0, change, packed, local)
             _lay(change.choices[index], change.ranks[index], 1.0, change, packed, local)
