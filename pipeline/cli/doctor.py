@@ -189,6 +189,12 @@ def report(findings: list[Finding]) -> str:
 
 
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print((__doc__ or "").strip())
+        return
+    if sys.argv[1:]:
+        print(f"error: doctor takes no words: {' '.join(sys.argv[1:])}", file=sys.stderr)
+        sys.exit(2)
     findings = diagnose()
     print(report(findings))
     sys.exit(1 if any(finding.fix for finding in findings) else 0)

@@ -109,3 +109,16 @@ def test_little_shared_memory_or_disk_is_a_finding(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 1 << 60)
     assert "remount,size=8G" in doctor._shared_memory().fix
     assert "larger disk" in doctor._disk().fix
+
+
+def test_it_explains_itself_and_takes_no_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda: pytest.fail("nothing was asked for"))
+    monkeypatch.setattr("sys.argv", ["doctor", "--help"])
+    doctor.main()
+    assert "Check whether this machine can train" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["doctor", "run=x"])
+    with pytest.raises(SystemExit) as stop:
+        doctor.main()
+    assert stop.value.code == 2 and "run=x" in capsys.readouterr().err

@@ -146,6 +146,8 @@ class _AverageOverRanks(DefaultDataParallelWrapper):
 
 
 def _log(comms: CommsConfig, exchange: HostExchange | None, fast_cpu: bool) -> None:
+    if fast_cpu and dist.get_world_size() == 1:
+        return  # nothing is exchanged
     how = "; ranks of this host exchange through shared memory" if exchange else ""
     if not fast_cpu:
         how = "; sharding.fast_cpu=false: kernels and exchanges are TorchRec's, FBGEMM's and DDP's own"
