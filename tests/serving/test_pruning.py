@@ -103,6 +103,17 @@ def test_auto_finds_a_smaller_mix_than_int8_within_its_budget(small_run: Path, t
     assert summary.sizes["tables_after"] < summary.certificate["precisions"]["int8"]["table_bytes"]
 
 
+@pytest.mark.campaign
+def test_auto_takes_no_mix_that_would_be_refused(small_run: Path, tmp_path: Path) -> None:
+    limits = ["parity.max_ne_increase=0.5", "parity.max_auc_decrease=0.2", "parity.max_score_difference=0.01"]
+    words = ["ne_budget=0.5", "parity.max_rows=1000", "parity.splits=[validation]", *limits]
+    with pytest.raises(ServingError, match=names("parity.max_score_difference 0.01")):
+        run_export(small_run, tmp_path / "smallest", "precision=int2", *words)
+    summary = run_export(small_run, tmp_path / "artifact", "precision=auto", *words)
+    assert 0 < summary.parity["validation"]["max_score_difference"] <= 0.01
+    assert summary.sizes["tables_after"] < summary.certificate["precisions"]["fp16"]["table_bytes"]
+
+
 def test_an_unknown_table_and_a_run_that_is_none_are_named(small_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ServingError, match=names("tables.cat_99 26 cat_9")):
         run_export(small_run, tmp_path / "artifact", "tables.cat_99=fp32")

@@ -38,7 +38,7 @@ def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifes
         return make_retrieval(job, source, at, _samples(job, source))
     trained, packed = source.trained, Packed()
     reference = _make_reference(job, source, at)
-    precisions = choose_precisions(reference, job.precision, job.tables, job.ne_budget)
+    precisions = choose_precisions(reference, job.precision, job.tables, job.ne_budget, job.parity)
     kept = prune_tables(trained, job.pruning)
     pack_tables(packed, at, trained, precisions, kept)
     logger.info("layers     %s, by torch.export%s", job.dense, ", then AOTInductor" if job.compiled else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.serving import AUTO, PRECISIONS
+from pipeline.config.serving import AUTO, PRECISIONS, ParityConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.quantize import nearest, row_bytes
 from pipeline.serving.artifact.reference import Reference
@@ -13,7 +13,9 @@ logger = get_logger(__name__)
 MAX_NAMED = 8
 
 
-def choose_precisions(reference: Reference, precision: str, tables: dict[str, str], ne_budget: float) -> list[str]:
+def choose_precisions(
+    reference: Reference, precision: str, tables: dict[str, str], ne_budget: float, limits: ParityConfig
+) -> list[str]:
     """One a table. `tables` is what single ones have instead of `precision`; of a compressed table so have its parts.
 
     Raises:
@@ -21,7 +23,7 @@ def choose_precisions(reference: Reference, precision: str, tables: dict[str, st
     """
     if precision != AUTO:
         return given_precisions(reference.trained, precision, tables)
-    return _said(find_mix(reference, _fixed(reference.trained, tables), ne_budget))
+    return _said(find_mix(reference, _fixed(reference.trained, tables), ne_budget, limits))
 
 
 def given_precisions(trained: TrainedModel, precision: str, tables: dict[str, str]) -> list[str]:

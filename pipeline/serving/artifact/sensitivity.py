@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from pipeline.config.serving import PRECISIONS
+from pipeline.config.serving import PRECISIONS, ParityConfig
 from pipeline.runtime.logs import progress
+from pipeline.serving.artifact.certificate import excesses
 from pipeline.serving.artifact.certification_sample import SampleBatch, labelled_rows, scores_of_targets
 from pipeline.serving.artifact.quantize import fits, row_bytes
 from pipeline.serving.artifact.reference import Reference, quantize_table
@@ -19,11 +22,15 @@ from pipeline.serving.scoring.lookup import MappedLookup, ServedFeature
 
 ROWS = 16_384  # on which single tables are measured; whole mixes are on the whole sample
 SPLIT = "validation"
+NEAR = 0.75  # of the limits of parity on AUC and single scores
 _Changes = list[tuple[slice, torch.Tensor]]  # of a batch: columns of its pooled rows, and what they become
 
 
-def find_mix(reference: Reference, fixed: dict[str, str], budget: float) -> list[str]:
-    """The smallest precisions, one a table; tables in `fixed` have theirs already. budget: of NE, on validation."""
+def find_mix(reference: Reference, fixed: dict[str, str], budget: float, limits: ParityConfig) -> list[str]:
+    """The smallest precisions, one a table; tables in `fixed` have theirs already. budget: of NE, on validation.
+
+    A mix near one of `limits` on validation is left out: it would be refused when other splits, pruning and layers come on top.
+    """
     trained = reference.trained
     sizes = [
         {name: stored.rows * row_bytes(stored.dim, name) for name in PRECISIONS if fits(stored.dim, name)}
@@ -34,11 +41,17 @@ def find_mix(reference: Reference, fixed: dict[str, str], budget: float) -> list
             for name in set(one) - {chosen}:
                 del one[name]
     losses = table_losses(reference, sizes)
+    near = replace(
+        limits,
+        max_auc_decrease=NEAR * limits.max_auc_decrease,
+        max_score_difference=NEAR * limits.max_score_difference,
+    )
     with progress("finding the smallest mix") as bar:
 
         def measure(precisions: list[str]) -> float:
             bar.advance(1)
-            return reference.parity_of(SPLIT, precisions).ne_delta
+            parity = reference.parity_of(SPLIT, precisions)
+            return math.inf if excesses({SPLIT: parity}, near) else parity.ne_delta
 
         return smallest_mix(sizes, losses, measure, budget)
 
