@@ -192,7 +192,7 @@ def predict(work: Path, size: int) -> Cost:
     return cost
 
 
-@stage("rows of 64 numbers", 250_000, 1_000_000, 4_000_000)
+@stage("rows of 64 numbers", 250_000, 2_000_000, 8_000_000)
 def export(work: Path, size: int) -> Cost:
     raw = once(work / "few_values.tsv", lambda path: _write_values(path, 50_000, 100_000))
     prepared, run, artifact = (work / f"export_{what}_{size}" for what in ("set", "run", "artifact"))
@@ -234,7 +234,7 @@ def draw(work: Path, size: int) -> Cost:
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     from pipeline.embeddings.collection import Uniform
-    from pipeline.sharding.torchrec.table_init import initialize_tables
+    from pipeline.sharding.torchrec.table_init import initialize_tables, keep_small_pages
 
     def collection(rows: int) -> EmbeddingBagCollection:
         config = EmbeddingBagConfig(num_embeddings=rows, embedding_dim=DIM, name="table", feature_names=["f"])
@@ -243,7 +243,9 @@ def draw(work: Path, size: int) -> Cost:
 
     initialize_tables(collection(1024), seed=0)  # compiles
     with counted() as cost:
-        initialize_tables(collection(size), seed=0)
+        tables = collection(size)
+        keep_small_pages(tables)  # as sharding does
+        initialize_tables(tables, seed=0)
     return cost
 
 

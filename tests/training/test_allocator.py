@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pipeline.runtime.process.huge_pages import use_small_pages
 from pipeline.training.allocator import kept_bytes
 
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
@@ -74,3 +78,18 @@ def test_tensors_that_are_not_kept_cost_few_page_faults() -> None:
         faults[setting] = int(answer.stdout)
     assert faults["0"] >= 4 * (128 << 20) // (4 << 10), faults
     assert 10 * faults[None] < faults["0"], faults
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no transparent huge pages")
+def test_tables_can_be_kept_out_of_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    with mmap.mmap(-1, 8 << 20) as memory:
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        use_small_pages(address + 100, (8 << 20) - 200)
+        middle, flags = address + (4 << 20), ""
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                is_ours = int(found[1], 16) <= middle < int(found[2], 16)
+            elif is_ours and line.startswith("VmFlags:"):
+                flags = line
+    assert "nh" in flags.split()

@@ -24,7 +24,7 @@ from pipeline.sharding.torchrec.sharding_checks import (
     check_plan_covers_tables,
     check_plan_is_exact,
 )
-from pipeline.sharding.torchrec.table_init import initialize_tables
+from pipeline.sharding.torchrec.table_init import initialize_tables, keep_small_pages
 
 # Pooled rows travel by all-to-all (table_wise, column_wise and their kin, between hosts) or by reduce-scatter (row_wise and
 # its kin, within a host); their gradients come back by all-to-all and all-gather.
@@ -107,6 +107,7 @@ def shard_model(
         torch.manual_seed(seed)
         sharded.init_parameters = True
         sharded.init_data_parallel()
+    keep_small_pages(sharded)
     if initialize:
         initialize_tables(sharded, seed)
     _log(comms, exchange, fast_cpu)

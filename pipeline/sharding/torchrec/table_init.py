@@ -23,6 +23,7 @@ from pipeline.checkpoint.first_weights import NORMAL, UNIFORM, FirstWeights
 from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.embeddings.collection import Managed, Normal, RowsOf, Uniform, Zeros
 from pipeline.runtime.kernels.philox import fill_normal, fill_uniform
+from pipeline.runtime.process.huge_pages import use_small_pages
 
 BLOCK_ROWS = 4096  # of another init_fn; changing it changes the models that a given seed initializes by it
 AT_ONCE = 1 << 22  # numbers, of what cannot be sampled where it lies: columns of a table, and fp16
@@ -44,6 +45,26 @@ def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None
     `only`: the names of those to initialize; None: all. An init_fn of other code must sample element by element: it is
     called on float32 blocks of rows.
     """
+    for config, parts in _tables(module):
+        for part in parts if only is None or config.name in only else []:
+            if isinstance(config.init_fn, RowsOf):  # its rows are a block of another table's
+                block = config.init_fn.block
+                whole = replace(config, name=block.table, num_embeddings=block.num_embeddings)
+                _fill(replace(part, row=block.first_row + part.row), whole, seed)
+            else:
+                _fill(part, config, seed)
+
+
+def keep_small_pages(module: nn.Module) -> None:
+    """Of tables inside `module` that lie in this host's memory, before they are filled."""
+    for _, parts in _tables(module):
+        for part in parts:
+            if part.values.device.type == "cpu" and not isinstance(part.values, StoredRows):
+                use_small_pages(part.values.data_ptr(), part.values.nbytes)
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[EmbeddingBagConfig, list[_Part]]]:
+    """Those that kernels of our own or TorchRec's hold, with what of them lies on this rank."""
     for child in module.modules():
         if isinstance(child, ShardedEmbeddingBagCollection):
             configs = child._embedding_bag_configs
@@ -54,14 +75,8 @@ def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None
         else:
             continue
         weights = child.state_dict()
-        for config in (config for config in configs if only is None or config.name in only):
-            for part in _local_parts(weights[f"embedding_bags.{config.name}.weight"]):
-                if isinstance(config.init_fn, RowsOf):  # its rows are a block of another table's
-                    block = config.init_fn.block
-                    whole = replace(config, name=block.table, num_embeddings=block.num_embeddings)
-                    _fill(replace(part, row=block.first_row + part.row), whole, seed)
-                else:
-                    _fill(part, config, seed)
+        for config in configs:
+            yield config, list(_local_parts(weights[f"embedding_bags.{config.name}.weight"]))
 
 
 def _local_parts(weight: torch.Tensor | ShardedTensor) -> Iterator[_Part]:
