@@ -24,7 +24,7 @@ from pipeline.planner.step_time.products import Multiplied
 from pipeline.planner.step_time.record import Operation
 from pipeline.planner.step_time.table_work import TableShape, work_of
 from pipeline.runtime.kernels.products import onednn_multiplies_faster
-from pipeline.training.allocator import LARGEST_KEPT_BYTES
+from pipeline.training.allocator import ROOMY_BYTES, kept_bytes
 from pipeline.training.calibration.probes import Probes
 from tests.planner.test_step_time import JOB, NUM_DENSE, layers_of, made_up_machine, measured, step_on
 
@@ -121,12 +121,13 @@ def test_blocks_that_are_spread_or_summed_are_kinds_of_their_own(
     assert bytes_kind(Operation(name, "forward", shapes, 8, 8, "fp32")) == kind
 
 
-def test_pooled_rows_that_the_c_library_does_not_keep_are_new_pages_each_time() -> None:
+@pytest.mark.parametrize("memory_bytes", [ROOMY_BYTES - 1, ROOMY_BYTES], ids=["little", "much"])
+def test_pooled_rows_that_the_c_library_does_not_keep_are_new_pages_each_time(memory_bytes: int) -> None:
     def new_pages(samples: int) -> float:
-        return work_of([TableShape(even(100), 128, 1.0, samples)], "sgd", 4, 1).lookup["new_page_bytes"]
+        return work_of([TableShape(even(100), 128, 1.0, samples)], "sgd", 4, 1, memory_bytes).lookup["new_page_bytes"]
 
-    most = LARGEST_KEPT_BYTES // (4 * 128)
-    assert (new_pages(most), new_pages(most + 1)) == (0.0, LARGEST_KEPT_BYTES + 4 * 128)
+    largest, _ = kept_bytes(memory_bytes)
+    assert new_pages(largest // (4 * 128)) == 0.0 and new_pages(largest // (4 * 128) + 1) == largest + 4 * 128
 
 
 def test_work_weighs_as_much_more_as_its_probe_was_slower() -> None:

@@ -58,6 +58,11 @@ class MeasuredTimes:
     def threads(self) -> int:
         return int(self.setup.partition("x")[2])
 
+    @property
+    def memory_bytes(self) -> float:
+        """A rank's share of its host's."""
+        return self._all.machine.memory_gib * 2**30 / int(self.setup.partition("x")[0])
+
     @cached_property
     def _products(self) -> ProductTimes:
         return ProductTimes([row for row in self._all.rows if row.kind in ("gemm", "bmm")])
@@ -176,7 +181,8 @@ class MeasuredTimes:
     def amounts_of(self, row: Measurement) -> dict[str, float]:
         """Of a measured `lookup` or `update`."""
         sample = TableSample(**json.loads(str(row.shape["sample"])))
-        work = work_of(sample.shapes, str(row.shape["optimizer"]), int(row.shape["number_bytes"]), self.threads)
+        optimizer, number_bytes = str(row.shape["optimizer"]), int(row.shape["number_bytes"])
+        work = work_of(sample.shapes, optimizer, number_bytes, self.threads, self.memory_bytes)
         return work.lookup if row.kind == "lookup" else work.update
 
     def table_us(self, kind: str, amounts: Mapping[str, float]) -> float:

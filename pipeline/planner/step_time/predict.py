@@ -20,7 +20,7 @@ from pipeline.planner.step_time.machine_state import at_rate, calibrated_probes,
 from pipeline.planner.step_time.measurements import Measurements
 from pipeline.planner.step_time.record import PRODUCTS, DensePart, Operation
 from pipeline.planner.step_time.shards import Placement, PlannedTables, placements_of, planned_tables
-from pipeline.planner.step_time.table_work import TableWork, work_of
+from pipeline.planner.step_time.table_work import TableShape, TableWork, work_of
 from pipeline.runtime.errors import ConfigError
 
 FLAG_BYTES = 40  # pipeline.training.agreement
@@ -128,7 +128,7 @@ def _over_all_ranks(operation: Operation) -> list[Operation]:
 def table_amounts(request: StepRequest, placements: Sequence[Placement], times: MeasuredTimes) -> dict[str, float]:
     """Those of the tables' kernels and of the collectives."""
     planned = planned_tables(placements, request.tables, request.batch_size, request.hardware.world_size)
-    works = [_work(request, shapes.shapes) for shapes in planned.ranks]
+    works = [_work(request, shapes.shapes, times.memory_bytes) for shapes in planned.ranks]
     comms = _comms_us(request, planned, times)
     # A replicated table is trained like a layer: gradients of all its rows are zeroed, averaged and applied.
     numbers = max((rank.replicated_bytes for rank in planned.ranks), default=0.0) / 4
@@ -149,9 +149,9 @@ def _split(operations: Sequence[Operation], times: MeasuredTimes) -> tuple[float
     return products, sum(times.operation_us(each) for each in operations if each.name not in multiply)
 
 
-def _work(request: StepRequest, shapes: Sequence[object]) -> TableWork:
+def _work(request: StepRequest, shapes: Sequence[TableShape], memory_bytes: float) -> TableWork:
     in_bf16 = request.precision == "bf16" and request.hardware.world_size == 1
-    return work_of(shapes, request.optimizer, 2 if in_bf16 else 4, request.threads)  # type: ignore[arg-type]
+    return work_of(shapes, request.optimizer, 2 if in_bf16 else 4, request.threads, memory_bytes)
 
 
 def _comms_us(request: StepRequest, planned: PlannedTables, times: MeasuredTimes) -> dict[str, float]:

@@ -10,9 +10,8 @@ from pipeline.config.optimizers import find_optimizer
 from pipeline.planner.step_time.frequency import Bands, power_law, touched
 
 CACHE_MIB = (1, 4, 16, 32)  # sizes of caches whose misses have a rate each
-KEPT_BYTES = (
-    64 << 20
-)  # of pooled rows: larger blocks are new pages of the kernel's each time (pipeline.training.allocator)
+# Of pooled rows: larger blocks are new pages of the kernel's each time (pipeline.training.allocator); the latter where a rank has so much memory
+KEPT_BYTES, KEPT_IN_ROOM_BYTES, ROOMY_BYTES = 64 << 20, 256 << 20, 8 << 30
 POOLED_BYTES = 8 << 20  # of pooled rows or gradients: more do not stay in the caches between kernels
 LANES = 16  # numbers that the kernels move at once; what is left over goes one by one
 # Of pipeline.sharding.torchrec.cpu_tables.partition_tables, which is said there.
@@ -60,8 +59,11 @@ class TableWork:
     update: dict[str, float]
 
 
-def work_of(tables: Sequence[TableShape], optimizer: str, number_bytes: int, threads: int) -> TableWork:
-    """Of one lookup over `tables` whose pooled rows, and gradients, have `number_bytes` a number; of the slowest thread.
+def work_of(
+    tables: Sequence[TableShape], optimizer: str, number_bytes: int, threads: int, memory_bytes: float = ROOMY_BYTES
+) -> TableWork:
+    """Of one lookup over `tables` whose pooled rows, and gradients, have `number_bytes` a number; of the slowest thread of a rank
+    whose share of its host's memory is `memory_bytes`.
 
     Layers pass through the caches between two lookups, so the first touch of a row in a batch is a miss of the small ones; of the
     last cache it is one where more frequent rows fill it. A lookup prefetches one row of each bag, the others are waited for.
@@ -82,8 +84,9 @@ def work_of(tables: Sequence[TableShape], optimizer: str, number_bytes: int, thr
         "pooled_bytes": pooled,
         "pooled_beyond_bytes": max(0.0, pooled - POOLED_BYTES),
     }
+    kept = KEPT_IN_ROOM_BYTES if memory_bytes >= ROOMY_BYTES else KEPT_BYTES
     lookup = shared | {
-        "new_page_bytes": pooled if pooled > KEPT_BYTES else 0.0,
+        "new_page_bytes": pooled if pooled > kept else 0.0,
         "sums": sum(table.samples * table.features for table in several),
         "sum_bytes": sum(table.samples * table.features * 4 * table.dim for table in several),
         "bag_ids": sum(table.ids for table in several),
