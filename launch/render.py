@@ -26,6 +26,7 @@ from launch.slurm import SlurmOptions, render_sbatch
 from launch.workload import SERVICES, WORKLOADS, Where, Workload, check_one_task, make_workload
 from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError, did_you_mean
+from pipeline.runtime.process.stdout import write_out
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,10 @@ def render(target: str, argv: list[str]) -> str:
 def main() -> None:
     argv = sys.argv[1:]
     if argv[:1] and argv[0] in _targets():
-        print(render(argv[0], argv[1:]), end="")
+        write_out(render(argv[0], argv[1:]).removesuffix("\n"))
         return
     if argv[:1] == ["chain"]:
-        print(render_chain(argv[1:]), end="")
+        write_out(render_chain(argv[1:]).removesuffix("\n"))
         return
     asked = argv[:1] in (["-h"], ["--help"])
     if argv and not asked:

@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeline.config.registry import components, load_plugins
 from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
 from pipeline.runtime.process.exit_codes import USER_ERROR
+from pipeline.runtime.process.stdout import write_out
 
 
 def verbs(plugins: list[str]) -> dict[str, str]:
@@ -59,9 +60,9 @@ def main(argv: list[str]) -> None:
         run(name)
         return
     width = max(map(len, known))
-    print("python -m pipeline <verb> key=value ...\n")
-    print(*(f"  {verb:<{width}}  {line}" for verb, line in known.items()), sep="\n")
-    print("\npython -m pipeline <verb> --help lists what a verb takes")
+    listed = [f"  {verb:<{width}}  {line}" for verb, line in known.items()]
+    ends = "python -m pipeline <verb> key=value ...\n", "\npython -m pipeline <verb> --help lists what a verb takes"
+    write_out("\n".join([ends[0], *listed, ends[1]]))
 
 
 if __name__ == "__main__":

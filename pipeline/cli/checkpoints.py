@@ -21,6 +21,7 @@ from pipeline.config.tables import table_name
 from pipeline.config.training import CheckpointConfig
 from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.stdout import write_out
 from pipeline.training.run_state import config_of, folder_of
 
 DAMAGED = 1  # exit code of verify
@@ -137,7 +138,7 @@ def run(job: CheckpointsJob) -> list[str]:
         problems = verify_checkpoints(job)
         lines = [f"step {step}: {problem or 'intact'}" for step, problem in problems.items()]
         if any(problems.values()):
-            print(*lines, sep="\n")
+            write_out("\n".join(lines))
             sys.exit(DAMAGED)
         return lines
     commands = {"list": list_checkpoints, "show": show_checkpoint, "export": export_checkpoint}

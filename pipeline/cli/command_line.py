@@ -33,12 +33,13 @@ from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
 from pipeline.runtime.masking import find_secret, mask
 from pipeline.runtime.process.exit_codes import USER_ERROR
 from pipeline.runtime.process.failures import describe_os_error, write_error_file
+from pipeline.runtime.process.stdout import write_out
 from pipeline.runtime.storage import storage
 from pipeline.training.preflight import check_geometry, check_world_sizes, validate_evaluation, validate_job
 
 __all__ = [
     "has_dataset", "load_config", "parse_command_line", "print_user_errors", "validate_evaluation", "validate_geometry",
-    "validate_train", "validate_world_sizes", "write_out",
+    "validate_train", "validate_world_sizes",
 ]  # fmt: skip
 
 Job = TypeVar("Job")
@@ -91,14 +92,6 @@ def validate_world_sizes(job: TrainJob, world_sizes: list[int]) -> None:
 def has_dataset(job: TrainJob) -> bool:
     """Whether dataset.json can be read from here."""
     return storage.is_file(storage.join(job.data.path, FILE_NAME))
-
-
-def write_out(text: str) -> None:
-    """Lines to stdout; that their reader has seen enough (`| head`) is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
 
 
 def is_rank_zero() -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from pipeline.runtime.process.stdout import write_out
 from pipeline.sharding.compat import WRITTEN_FOR  # of the standard library alone, as all this file
 
 # torch -> (torchrec, fbgemm): releases that were made for each other. Another pair shows as `undefined symbol`, or as
@@ -190,13 +191,13 @@ def report(findings: list[Finding]) -> str:
 
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print((__doc__ or "").strip())
+        write_out((__doc__ or "").strip())
         return
     if sys.argv[1:]:
         print(f"error: doctor takes no words: {' '.join(sys.argv[1:])}", file=sys.stderr)
         sys.exit(2)
     findings = diagnose()
-    print(report(findings))
+    write_out(report(findings))
     sys.exit(1 if any(finding.fix for finding in findings) else 0)
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 import pipeline
-from pipeline.cli.command_line import parse_command_line, validate_train, write_out
+from pipeline.cli.command_line import parse_command_line, validate_train
 from pipeline.cli.compose import config_folders
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, Words
@@ -38,6 +38,7 @@ from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import ConfigError, UserError, check_choice
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.runtime.masking import mask
+from pipeline.runtime.process.stdout import write_out
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.preflight import check_resolved, load_or_describe
 

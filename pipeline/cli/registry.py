@@ -22,6 +22,7 @@ from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, de
 from pipeline.retraining.promotion import add_run
 from pipeline.retraining.registry import VERSION_NAME, Registry, RegistryError
 from pipeline.runtime.errors import UserError
+from pipeline.runtime.process.stdout import write_out
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring, signing
 
@@ -130,7 +131,7 @@ def _run(job: RegistryJob) -> list[str]:
         problems = verify_versions(job)
         lines = [f"{version}: {problem or 'intact'}" for version, problem in problems.items()]
         if any(problems.values()):
-            print(*lines, sep="\n")
+            write_out("\n".join(lines))
             sys.exit(DAMAGED)
         return lines
     commands = {"list": list_versions, "history": show_history, "rollback": rollback, "unpin": unpin, "add": add}

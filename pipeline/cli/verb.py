@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from pipeline.cli.command_line import is_rank_zero, parse_command_line, print_user_errors, write_out
+from pipeline.cli.command_line import is_rank_zero, parse_command_line, print_user_errors
 from pipeline.cli.words import Command, read_words
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import register
@@ -35,6 +35,7 @@ from pipeline.runtime.process.huge_pages import use_huge_pages
 from pipeline.runtime.process.kernel_cache import find_kernel_cache
 from pipeline.runtime.process.openmp import wait_briefly
 from pipeline.runtime.process.processes import die_with_parent
+from pipeline.runtime.process.stdout import write_out
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
