@@ -135,9 +135,10 @@ class _Recorded(Checkpointer):
         return manifest
 
     def _digest(self) -> str:
-        assert self._optimizer is not None
+        optimizer = self._trained.optimizer
+        assert optimizer is not None
         local = io.BytesIO()
-        torch.save([_local(self._model.state_dict()), _local(self._optimizer.state_dict())], local)
+        torch.save([_local(self._trained.model.state_dict()), _local(optimizer.state_dict())], local)
         return hashlib.sha256(local.getvalue()).hexdigest()
 
 
