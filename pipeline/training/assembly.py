@@ -21,7 +21,7 @@ from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.models.layers.dlrm import join_lookups_to_products, use_torchrec_layers
-from pipeline.models.layers.linear_products import FastLinear, speed_up_linear_layers
+from pipeline.models.layers.linear_products import FastLinear, speed_up_crosses, speed_up_linear_layers
 from pipeline.models.layers.stack import speed_up_stacks
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.planner.constraints import TableOptimizer
@@ -132,7 +132,9 @@ def build_task(resolved: ResolvedJob, device_type: str) -> TaskModel:
         use_torchrec_layers(model)
     elif device_type == "cpu":
         speed_up_stacks(model, in_bf16=trainer.precision == "bf16")
-        speed_up_linear_layers(model, in_bf16=trainer.precision == "bf16")
+        speed_up_crosses(model)
+        if trainer.precision == "fp32":
+            speed_up_linear_layers(model)
     task = make_task(
         job.model,
         model,
@@ -161,7 +163,7 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
     batch_size = job.trainer.micro_batch_size // context.world_size
     check_batch_fits_comms(job.comms, batch_size, plain)
     task = build_task(resolved, context.device.type)
-    if job.trainer.precision == "fp32" and any(isinstance(module.forward, FastLinear) for module in task.modules()):
+    if any(isinstance(module.forward, FastLinear) for module in task.modules()):
         logger.info("layers      fp32 products by oneDNN, for MKL multiplies at half of this CPU's rate")
     sharders = make_sharders(job.comms, job.trainer.seed)
     sparse = job.optimizer.sparse

@@ -23,7 +23,6 @@ from pipeline.runtime.kernels.products import (
 from pipeline.runtime.process.kernel_pool import is_recorded, on_all_threads
 
 KERNELS = "pipeline.runtime.kernels.gradient_kernels"
-FEWEST, MOST = 1 << 15, 1 << 19  # numbers that are cast on one thread here: fewer are by torch as well
 NOTHING, LINES = np.empty(0, np.float32), np.arange(16, dtype=np.uint32)
 
 
@@ -61,7 +60,7 @@ def folded(
     count, width = gradient.shape
     if module is None or not gradient.numel() or type(gradient) is not torch.Tensor:
         masked = gradient if values is None else torch.ops.aten.threshold_backward(gradient, values, 0)
-        return masked, None, masked.sum(0, dtype=torch.float32) if sums else None
+        return masked, None, masked.sum(0) if sums else None
     if values is None and not turns and not sums:
         return gradient, None, None
     masked = gradient if values is None else torch.empty_like(gradient)
@@ -74,72 +73,28 @@ def folded(
 
 
 def _flat(values: torch.Tensor | None) -> np.ndarray[Any, Any]:
-    """All numbers of a contiguous tensor in one row, bf16 as uint16; none of None."""
-    if values is None:
-        return NOTHING
-    values = values.detach()
-    return (values if values.dtype == torch.float32 else values.view(torch.uint16)).numpy().reshape(-1)
-
-
-def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """values.to(dtype), between fp32 and bf16; of some 100,000 numbers on this thread alone, for which torch would wake another."""
-    module = kernels(KERNELS)
-    if module is None or values.dtype == dtype or not FEWEST < values.numel() <= MOST or not values.is_contiguous():
-        return values.to(dtype)
-    out = torch.empty_like(values, dtype=dtype)
-    module.cast(_flat(values), _flat(out))
-    return out
-
-
-class _CastLinear(torch.autograd.Function):
-    """The same in bf16, as autocast has it, but that the bias's gradient is summed in fp32."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_relu: bool
-    ) -> torch.Tensor:
-        narrow, factors = _cast(inputs, torch.bfloat16), _cast(weight, torch.bfloat16)
-        values = outputs(narrow, factors, None if bias is None else _cast(bias, torch.bfloat16), is_relu)
-        ctx.save_for_backward(narrow, factors, values if is_relu else None)
-        ctx.dtype = inputs.dtype
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        inputs, weight, values = ctx.saved_tensors
-        wants_inputs, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        gradient, _, total = folded(gradient.to(torch.bfloat16).contiguous(), values, False, wants_bias)
-        return (
-            (gradient @ weight).to(ctx.dtype) if wants_inputs else None,
-            _cast(gradient.t() @ inputs, torch.float32) if wants_weight else None,
-            total,
-            None,
-        )
+    """All numbers of a contiguous tensor in one row; none of None."""
+    return NOTHING if values is None else values.detach().numpy().reshape(-1)
 
 
 def linear(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_relu: bool = False
 ) -> torch.Tensor:
     """[..., I] -> [..., O], by whichever is faster here; with relu in the same pass."""
-    product = _product(inputs, weight)
-    if product is None:
+    if not _is_for_us(inputs):
         values = F.linear(inputs, weight, bias)
         return torch.relu_(values) if is_relu else values
     flat = inputs if inputs.dim() == 2 else inputs.reshape(-1, inputs.shape[-1])
-    values = product.apply(flat, weight, bias, is_relu)  # type: ignore[no-untyped-call]
+    values = _Linear.apply(flat, weight, bias, is_relu)  # type: ignore[no-untyped-call]
     return values if inputs.dim() == 2 else values.view(*inputs.shape[:-1], len(weight))
 
 
-def _product(inputs: torch.Tensor, weight: torch.Tensor) -> type[_Linear | _CastLinear] | None:
-    """None while torch.export, torch.compile or torch.fx traces, and where torch's own way is as fast: autocast's without gradients among them."""
+def _is_for_us(inputs: torch.Tensor) -> bool:
+    """Not while torch.export, torch.compile or torch.fx traces, nor under autocast, whose products are oneDNN's already."""
     is_plain = type(inputs) is torch.Tensor
     if torch.compiler.is_compiling() or not (is_plain or is_recorded(RECORDED)) or inputs.device.type != "cpu":
-        return None
-    if torch.is_autocast_enabled("cpu"):
-        fits = torch.get_autocast_dtype("cpu") == torch.bfloat16 and inputs.dtype in (torch.float32, torch.bfloat16)
-        trains = torch.is_grad_enabled() and weight.requires_grad and weight.dtype == torch.float32
-        return _CastLinear if is_plain and fits and trains else None
-    return _Linear if inputs.dtype == torch.float32 and onednn_multiplies_faster() else None
+        return False
+    return inputs.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") and onednn_multiplies_faster()
 
 
 class FastLinear:
@@ -187,9 +142,9 @@ def relu_of(layer: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
     return torch.relu_(layer(inputs))
 
 
-def speed_up_linear_layers(model: nn.Module, in_bf16: bool = False) -> int:
+def speed_up_linear_layers(model: nn.Module) -> int:
     """Replace the forward of each linear layer in `model`, where that is faster on this CPU; of how many."""
-    if not (kernels(KERNELS) if in_bf16 else onednn_multiplies_faster()):
+    if not onednn_multiplies_faster():
         return 0
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
     for layer in layers:
@@ -197,6 +152,12 @@ def speed_up_linear_layers(model: nn.Module, in_bf16: bool = False) -> int:
     for module in model.modules():
         if type(module) is Perceptron and module._activation_fn is torch.relu_:
             module.forward = FastPerceptron(module)  # type: ignore[method-assign,assignment]
-        if type(module) is LowRankCrossNet:
-            module.forward = FastCross(module)  # type: ignore[method-assign,assignment]
     return len(layers)
+
+
+def speed_up_crosses(model: nn.Module) -> int:
+    """Replace the forward of each of TorchRec's low-rank cross networks in `model`, in fp32 and bf16; of how many."""
+    networks = [module for module in model.modules() if type(module) is LowRankCrossNet]
+    for network in networks:
+        network.forward = FastCross(network)  # type: ignore[method-assign,assignment]
+    return len(networks)

@@ -9,18 +9,11 @@ import numpy as np
 from numba import njit
 
 from pipeline.runtime.kernels.llvm_intrinsics import LANES, add_16, mask_16, move_1, move_16, sum_rows_1, transpose_16
-from pipeline.runtime.kernels.moves import move
 from pipeline.runtime.kernels.parts import part
 
 U = np.uint64
 L = U(LANES)
 ROWS = 256  # samples whose sums are one block's
-
-
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def cast(source, into):  # type: ignore[no-untyped-def]
-    """All numbers of `source` into `into`, each fp32, or bf16 as uint16; to the nearest, halves to even."""
-    move(source, U(0), into, U(0), U(len(source)))
 
 
 @part()
@@ -61,7 +54,6 @@ def _fold_numbers(gradient, values, masked, turned, sums, width, count, row, beg
 def fold(gradient, values, masked, turned, sums, lines, count, width, begin, end):  # type: ignore[no-untyped-def]
     """For the blocks begin..end of ROWS samples, of matrices [count, width] that are flat; arrays of no numbers are left out.
 
-    gradient, values and masked are fp32, or bf16 as uint16; all else is fp32.
     masked = gradient where values > 0, else 0; without values it is left out. turned [width, count]: the result transposed.
     sums [blocks, width]: of the result over each block's samples. lines: 0 to 15.
     """

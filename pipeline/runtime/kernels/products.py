@@ -34,7 +34,7 @@ def outputs(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_relu: bool = False
 ) -> torch.Tensor:
     """inputs [B, I] times weight [O, I] transposed, plus bias [O]: [B, O]."""
-    if is_for_onednn(inputs, weight, inputs.shape[-1]) or (is_relu and _is_bf16_for_onednn(inputs, weight)):
+    if is_for_onednn(inputs, weight, inputs.shape[-1]):
         if type(inputs) is not torch.Tensor:
             return _record(inputs, weight.t())
         return _multiply(inputs, weight, bias, is_relu)
@@ -78,20 +78,6 @@ def is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool
         and first.numel() * second.numel() >= LEAST_PRODUCTS * inner
         and onednn_multiplies_faster()
     )
-
-
-def _is_bf16_for_onednn(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """torch's bf16 products are oneDNN's too: what its own call adds is relu in the same pass. The bits are the same."""
-    return (
-        inputs.dtype == weight.dtype == torch.bfloat16
-        and min(*inputs.shape, *weight.shape) >= LEAST_WIDTH
-        and _onednn_has_bf16()
-    )
-
-
-@cache
-def _onednn_has_bf16() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _record(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
