@@ -30,7 +30,7 @@ def on_all_threads(
     """What kernel(*arguments, begin, end) returns on shares of the samples, on as many threads as torch has, in any order.
 
     Each sample is to be computed by itself; their number then changes no result. Threads take one share after the other: another thread
-    takes a tenth of a millisecond to wake, in which this one goes on, and one that has not begun is not waited for.
+    takes a while to wake, in which this one goes on, and one that has not begun is not waited for.
     """
     threads = torch.get_num_threads()
     shares = min(threads * SHARES if threads > 1 else 1, max(num_samples // least_share, 1))
