@@ -110,16 +110,20 @@ def work_of(
     update[f"numbers_by_{optimizer}"] = sum(
         each.distinct * table.dim for each, table in zip(found, tables, strict=True)
     )
-    samples = max((table.samples for table in tables), default=0.0)
-    worth = LEAST_SHARE / max(
-        1.0, shared["ids"] / max(shared["bags"], 1.0)
-    )  # of a thread: counted in ids where bags have several
-    shares = max(1, min(threads, int(samples / max(worth, LEAST_SAMPLES))))
+    shares = _lookup_shares(tables, threads)
     work = _units([table.ids * (table.dim + ROW_WORK) + BAG_WORK for table in tables], threads)
     return TableWork(
         _of_thread(lookup, 1 / shares, shares),
         _of_thread(update, _share_of_slowest(work, threads), max(1, min(threads, len(work)))),
     )
+
+
+def _lookup_shares(tables: Sequence[TableShape], threads: int) -> int:
+    """On how many threads a lookup runs; what is worth one is counted in ids where bags have several."""
+    samples = max((table.samples for table in tables), default=0.0)
+    ids, bags = sum(table.ids for table in tables), sum(table.samples * table.features for table in tables)
+    worth = LEAST_SHARE / max(1.0, ids / max(bags, 1.0))
+    return max(1, min(threads, int(samples / max(worth, LEAST_SAMPLES))))
 
 
 def _of_thread(amounts: dict[str, float], share: float, threads: int) -> dict[str, float]:
