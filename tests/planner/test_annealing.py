@@ -118,3 +118,13 @@ def test_without_numba_the_search_does_without_annealing(monkeypatch: pytest.Mon
     monkeypatch.setattr(portfolio, "can_anneal", lambda: False)
     found = search(uneven(), replace(WITHOUT, anneal_moves=60_000))
     assert "annealing" not in found.values and found.score == search(uneven(), WITHOUT).score
+
+
+@pytest.mark.parametrize(("easy_variables", "tries"), [(10**6, 1), (0, portfolio.ENOUGH_IN_VAIN)], ids=["easy", "hard"])
+def test_annealing_in_vain_ends_sooner_where_the_integer_program_is_easy(
+    monkeypatch: pytest.MonkeyPatch, easy_variables: int, tries: int
+) -> None:
+    begun = []
+    monkeypatch.setattr(portfolio, "improve_by_annealing", lambda *_, **options: begun.append(options["moves"]))
+    found = search(uneven(), replace(WITHOUT, anneal_moves=1000, easy_variables=easy_variables))
+    assert len(begun) == tries and begun[0] <= begun[-1] and found.winner != "annealing"

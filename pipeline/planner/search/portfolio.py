@@ -53,7 +53,7 @@ PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, ea
 MOVES_EACH = 60_000  # of annealing, for each table and rank; twice as many for even loads after a time in vain
 MANY_RANKS = 64  # from here on a table that goes to every rank takes so long that fewer moves are made
 ANNEALINGS = 8  # times that annealing begins at most
-ENOUGH_IN_VAIN = 3  # of them in a row: then it ends
+ENOUGH_IN_VAIN = 3  # of them in a row: then it ends; one where the integer program of the whole problem is easy
 ANNEALED_SHARE = 0.9  # of all seconds, until when
 LEAST_GAIN = 1e-4  # of the value: less counts as in vain
 ANYHOW_SHARE = 0.6  # of the seconds that are left, for those
@@ -381,11 +381,12 @@ class _Search:
         Where that choice overfills ranks, every other time begins from it, hot, with its kinds alone. Of the other times half try kinds in use alone.
         """
         overfull = anyhow is not None and bool(violations(self.problem, anyhow))
-        in_vain = 0
+        is_easy = self.best is not None and exact.count_variables(self.small) <= self.config.easy_variables
+        in_vain, enough = 0, 1 if is_easy else ENOUGH_IN_VAIN
         for attempt in range(ANNEALINGS if self.annealed else 0):
             hot = overfull and attempt % 2 == 0
             start = anyhow if hot or self.best is None else self.best
-            if start is None or in_vain == ENOUGH_IN_VAIN or self._is_near():
+            if start is None or in_vain == enough or self._is_near():
                 return
             before = self.best_value
             if hot:
