@@ -16,7 +16,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from pipeline.config.model import LayersConfig, ModelConfig, used_tables
 from pipeline.config.registry import components
 from pipeline.config.tables import InitConfig, TableConfig
-from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
@@ -29,6 +28,7 @@ from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
 from tests.support.datasets import described_dataset
 from tests.support.exchange_paths import default_comms
+from tests.support.optimizers import ROWWISE
 
 SIZES = {"user_id": 23, "item_id": 17, "hour": 5, "genre": 7}
 NUM_DENSE, DIM, WIDEST = 3, 8, 20
@@ -47,7 +47,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "autoint": [{"hidden_layer_sizes": []}, {"dense_features": "values"}],
     "finalmlp": [{"first_context": ["user_id"], "second_context": ["item_id", "hour"], "dense_features": "values"}],
 }
-OPTIMIZERS = OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))
 CLICK_MODELS = [
     kind
     for kind, config in components("model").items()
@@ -112,7 +111,7 @@ def shard(config: ModelConfig, seed: int = 0) -> tuple[DistributedModelParallel,
     """Collective: over both kinds of features, with a table by rows, one on the last rank, and one on every rank."""
     context = init_distributed()
     task, tables = build(config, seed=seed)
-    apply_sparse_optimizer(task, OPTIMIZERS.sparse)
+    apply_sparse_optimizer(task, ROWWISE.sparse)
     sharders, plan = make_sharders(default_comms(), seed), ShardingPlan({})
     for path, module in task.named_modules():
         if isinstance(module, EmbeddingBagCollection):
@@ -125,7 +124,7 @@ def shard(config: ModelConfig, seed: int = 0) -> tuple[DistributedModelParallel,
                 device_type="cpu",
             )
     model = shard_model(task, plan, default_comms(), context, seed=seed)
-    return model, build_optimizer(model, OPTIMIZERS), context
+    return model, build_optimizer(model, ROWWISE), context
 
 
 def _placement(number: int, world_size: int) -> Any:

@@ -29,9 +29,10 @@ from pipeline.serving.scoring.dense_program import load_program
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import build_optimizer
-from tests.models.every_model import DATA, OPTIMIZERS, batch, materialize, small, tables_of
+from tests.models.every_model import DATA, batch, materialize, small, tables_of
 from tests.support.exchange_paths import default_comms
 from tests.support.messages import names
+from tests.support.optimizers import ROWWISE
 from tests.support.ranks import RankPool
 
 CLICK, ORDER = Target("click"), Target("order", mask="click")
@@ -235,7 +236,7 @@ def _steps(rank: int, kind: str) -> list[torch.Tensor]:
     context = init_distributed()
     # No batch norm: under it biases have no gradient but noise, of which Adam makes whole steps.
     task = make(kind, uncertainty_weights=True, dropout=0.0, batch_norm=False)
-    apply_sparse_optimizer(task, OPTIMIZERS.sparse)
+    apply_sparse_optimizer(task, ROWWISE.sparse)
     sharders, plan = make_sharders(default_comms(), 0), ShardingPlan({})
     for path, module in task.named_modules():
         if isinstance(module, EmbeddingBagCollection):
@@ -245,7 +246,7 @@ def _steps(rank: int, kind: str) -> list[torch.Tensor]:
                 world_size=context.world_size, device_type="cpu",
             )  # fmt: skip
     model = shard_model(task, plan, default_comms(), context, seed=0)
-    optimizer = build_optimizer(model, OPTIMIZERS)
+    optimizer = build_optimizer(model, ROWWISE)
     model.train()
     for number in range(3):
         rows = batch(number, rank=rank, world_size=context.world_size)

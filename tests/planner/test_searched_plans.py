@@ -31,8 +31,9 @@ from tests.planner.plans import assert_capacity_kept
 from tests.planner.problems import DLRMV2_ROWS, DLRMV2_SIZES, KAGGLE_ROWS, make_tables, on, request
 from tests.support.datasets import described_dataset
 from tests.support.messages import mentions, names
+from tests.support.optimizers import ROWWISE
 from tests.support.ranks import RankPool
-from tests.support.sharded_models import CARDINALITIES, OPTIMIZERS, draw_batches, train_steps
+from tests.support.sharded_models import CARDINALITIES, draw_batches, train_steps
 
 SEARCH = PlannerConfig(
     kind="search", gap_tolerance=0.0, timeout_s=600.0, plan_file="unused.json"
@@ -171,11 +172,11 @@ def _losses(rank: int, config: PlannerConfig, kinds: list[str]) -> tuple[list[fl
     tables = resolve_tables(limited, described_dataset(CARDINALITIES))
     model = DLRMConfig(dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1])
     task = make_task(model, build_model(model, tables, 2, seed=0), tables)
-    apply_sparse_optimizer(task, OPTIMIZERS.sparse)
-    asked = request(tables, on("cpu", 2, ddr_cap_gb=1.0), OPTIMIZERS.sparse.name, model=task, batch_size=16)
+    apply_sparse_optimizer(task, ROWWISE.sparse)
+    asked = request(tables, on("cpu", 2, ddr_cap_gb=1.0), ROWWISE.sparse.name, model=task, batch_size=16)
     record = make_plan(config, replace(asked, sharders=make_sharders(CommsConfig(), 0)))
     sharded = shard_model(task, record.plan, CommsConfig(), context, seed=0)
-    optimizer = build_optimizer(sharded, OPTIMIZERS)
+    optimizer = build_optimizer(sharded, ROWWISE)
     losses = train_steps(sharded, optimizer, draw_batches(rank, 2, 6))
     return losses, [(choice.name, choice.sharding_type, choice.ranks) for choice in record.tables]
 

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.data.read.batch import Batch
 from pipeline.runtime.process.comms_wait import CommsWait, waiting, working
 from pipeline.sharding.torchrec.sharder import ClockedSparseDist
 from tests.support.clicks import Clicks, labelled
+from tests.support.optimizers import ROWWISE
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyTable, batches, build
 
-CONFIG = OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))
 KINDS = ["table_wise", "row_wise", "column_wise", "data_parallel"]
 NUM_STEPS = 3
 LATEST_S = 60.0  # a rank whose wait is never counted is given up on after so long
@@ -42,7 +42,7 @@ class _OnBatches(nn.Module):
 def _steps(rank: int, pipelined: bool) -> list[tuple[str, bool]]:
     """What the training thread did in its steps, and whether the clock ran while it did: waits for work, layers' forwards."""
     tables = [TinyTable(f"t{index}", kind) for index, kind in enumerate(KINDS)]
-    model, optimizer = build(rank, tables, CONFIG, CommsConfig(shared_memory=False))
+    model, optimizer = build(rank, tables, ROWWISE, CommsConfig(shared_memory=False))
     task = _OnBatches(model.module)
     model._dmp_wrapped_module = task
     clock, seen = CommsWait(), []
@@ -107,7 +107,7 @@ def _under_ddp(clock: CommsWait, late: Callable[[], object] | None) -> None:
 
 def _through_memory(clock: CommsWait, late: Callable[[], object] | None) -> None:
     tables = [TinyTable("a"), TinyTable("b")]
-    model, _ = build(dist.get_rank(), tables, CONFIG)
+    model, _ = build(dist.get_rank(), tables, ROWWISE)
     features, labels = next(batches(tables, 1, dist.get_rank(), 2))
     with clock.clocked(nn.Identity()):
         if late:

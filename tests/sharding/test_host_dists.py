@@ -8,12 +8,12 @@ import torch
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost
 from pipeline.sharding.torchrec.sharder import ShardedTables
+from tests.support.optimizers import ROWWISE
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyTable, batches, build
 from tests.training.tiny_training import distance, train_sharded
 
 KINDS = ["table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"]
-CONFIG = OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))
 ADAGRAD = OptimizerConfig(SparseOptimizerConfig("adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))
 
 
@@ -41,7 +41,7 @@ def test_training_through_memory_equals_training_through_gloo(
 
 def test_mean_pooled_tables_too(ranks: RankPool) -> None:
     tables = [TinyTable("a", "table_wise", "mean"), TinyTable("b", "data_parallel", "mean"), TinyTable("c")]
-    assert ranks.run(2, _apart, tables, CONFIG) == [0.0, 0.0]
+    assert ranks.run(2, _apart, tables, ROWWISE) == [0.0, 0.0]
 
 
 def _dists(rank: int, comms: CommsConfig) -> list[tuple[str, bool]]:
@@ -71,7 +71,7 @@ def test_what_is_summed_or_quantized_stays_with_gloo(ranks: RankPool) -> None:
 def _of_uneven_batches(rank: int, comms: CommsConfig) -> torch.Tensor:
     """The last batch of an evaluation: one rank has fewer rows."""
     tables = [TinyTable("a"), TinyTable("b"), TinyTable("c")]
-    model, _ = build(rank, tables, CONFIG, comms)
+    model, _ = build(rank, tables, ROWWISE, comms)
     features, labels = next(iter(batches(tables, 1, 0, 1, batch_size=4 + 3 * rank)))
     with torch.no_grad():
         loss, _ = model(features, labels)

@@ -14,7 +14,7 @@ from torchrec import optim
 from torchrec.modules.embedding_configs import DataType
 
 from pipeline.config.tables import ConstraintConfig, InitConfig
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.embeddings.table import Table
 from pipeline.planner.limits import allowed_sharding_types, sharding_types_exact_for
 from pipeline.runtime.errors import ShardingError
@@ -22,22 +22,11 @@ from pipeline.sharding.torchrec import sharding_checks
 from pipeline.sharding.torchrec.sharding import shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer, tell_fbgemm
 from tests.support.messages import mentions, names
+from tests.support.optimizers import ROWWISE, SGD
 from tests.support.ranks import RankPool
-from tests.training.tiny import (
-    TABLES,
-    TinyModel,
-    TinyTable,
-    batches,
-    build,
-    context,
-    full_weights,
-    plan_of,
-    refusal_of_build,
-)
+from tests.training import tiny
+from tests.training.tiny import TABLES, TinyModel, TinyTable
 from tests.training.tiny_training import distance, train_sharded, train_unsharded
-
-SGD = OptimizerConfig(SparseOptimizerConfig("sgd", lr=8.0), DenseOptimizerConfig("adam", lr=0.01))
-ROWWISE = OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))
 
 
 def job_table(name: str, *sharding_types: str) -> Table:
@@ -66,7 +55,7 @@ def shard_columns(rank: int, allowed: list[str]) -> str:
     apply_sparse_optimizer(model, ROWWISE.sparse)
     try:
         job_tables = [job_table("a", *allowed), job_table("b")]
-        shard_model(model, plan_of(model, tables), CommsConfig(), context(rank), tables=job_tables)
+        shard_model(model, tiny.plan_of(model, tables), CommsConfig(), tiny.context(rank), tables=job_tables)
     except ValueError as error:
         return str(error)
     return ""
@@ -88,7 +77,7 @@ def refusal_of(rank: int, sparse: SparseOptimizerConfig) -> str:
     tables = [TinyTable("a")]
     model = TinyModel(tables)
     apply_sparse_optimizer(model, sparse)
-    plan: Any = plan_of(model, tables).plan[TABLES]
+    plan: Any = tiny.plan_of(model, tables).plan[TABLES]
     with pytest.raises(ShardingError) as error:
         sharding_checks.check_sharding(model.embedding_bag_collection, plan, torch.device("cpu"), fast_cpu=False)
     return str(error.value)
@@ -140,7 +129,7 @@ def refused_max_norm(rank: int) -> str:
     model = TinyModel(tables)
     _apply_optimizer_in_backward(optim.SGD, model.embedding_bag_collection.parameters(), {"lr": 0.1, "max_norm": 1.0})
     with pytest.raises(ValueError) as error:
-        shard_model(model, plan_of(model, tables), CommsConfig(), context(rank))
+        shard_model(model, tiny.plan_of(model, tables), CommsConfig(), tiny.context(rank))
     return str(error.value)
 
 
@@ -154,7 +143,7 @@ def warnings_while_building(rank: int, tables: list[TinyTable], config: Optimize
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pipeline").addHandler(handler)
     try:
-        build(rank, tables, config)
+        tiny.build(rank, tables, config)
     finally:
         logging.getLogger("pipeline").removeHandler(handler)
     return lines
@@ -186,19 +175,20 @@ def test_column_shards_under_row_wise_adagrad_are_warned_about(ranks: RankPool) 
 
 
 def test_replicated_fp16_table_does_not_get_fp16_optimizer_state(ranks: RankPool) -> None:
-    message = ranks.run(1, refusal_of_build, [TinyTable("a", "data_parallel", data_type=DataType.FP16)], ROWWISE)[0]
+    tables = [TinyTable("a", "data_parallel", data_type=DataType.FP16)]
+    message = ranks.run(1, tiny.refusal_of_build, tables, ROWWISE)[0]
     assert mentions(message, "data_parallel FP16")
 
 
 def fp16_table_trains(rank: int) -> tuple[float, torch.dtype]:
     tables = [TinyTable("a", "row_wise", data_type=DataType.FP16), TinyTable("b")]
-    model, optimizer = build(rank, tables, ROWWISE)
-    first = full_weights(model)[f"{TABLES}.embedding_bags.a.weight"]
-    for features, labels in batches(tables, 3, rank, dist.get_world_size()):
+    model, optimizer = tiny.build(rank, tables, ROWWISE)
+    first = tiny.full_weights(model)[f"{TABLES}.embedding_bags.a.weight"]
+    for features, labels in tiny.batches(tables, 3, rank, dist.get_world_size()):
         optimizer.zero_grad()
         model(features, labels)[0].backward()
         optimizer.step()
-    last = full_weights(model)[f"{TABLES}.embedding_bags.a.weight"]
+    last = tiny.full_weights(model)[f"{TABLES}.embedding_bags.a.weight"]
     return float((last - first).abs().max()), last.dtype
 
 
@@ -212,7 +202,7 @@ def shared_kwargs(rank: int) -> dict[str, float]:
     model = TinyModel(tables)
     kwargs = {"lr": 0.25}
     _apply_optimizer_in_backward(optim.SGD, model.embedding_bag_collection.parameters(), kwargs)
-    sharded = shard_model(model, plan_of(model, tables), CommsConfig(), context(rank))
+    sharded = shard_model(model, tiny.plan_of(model, tables), CommsConfig(), tiny.context(rank))
     assert {group["lr"] for group in sharded.fused_optimizer.param_groups} == {0.25}
     return kwargs
 

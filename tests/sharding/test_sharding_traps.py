@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.data.read.batch import Batch
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
@@ -24,28 +24,18 @@ from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from tests.support.messages import mentions
+from tests.support.optimizers import SGD
 from tests.support.ranks import RankPool
-from tests.training.tiny import (
-    TABLES,
-    TinyModel,
-    TinyTable,
-    batches,
-    build,
-    context,
-    full_weights,
-    plan_of,
-    refusal_of_build,
-)
-
-SGD = OptimizerConfig(SparseOptimizerConfig("sgd", lr=8.0), DenseOptimizerConfig("adam", lr=0.01))
+from tests.training import tiny
+from tests.training.tiny import TABLES, TinyModel, TinyTable
 
 
 def pooled_differences(rank: int, tables: list[TinyTable], local_size: int = 0) -> dict[str, float]:
     """By feature: how far the sharded pooled embeddings are from the unsharded ones."""
-    sharded, _ = build(rank, tables, SGD, local_size=local_size)
+    sharded, _ = tiny.build(rank, tables, SGD, local_size=local_size)
     unsharded = TinyModel(tables, torch.device("cpu"))
     initialize_tables(unsharded, 3)
-    features, _ = next(batches(tables, 1, rank, dist.get_world_size()))
+    features, _ = next(tiny.batches(tables, 1, rank, dist.get_world_size()))
     got = sharded.module.embedding_bag_collection(features)
     expected = unsharded.embedding_bag_collection(features)
     return {key: float((got[key] - expected[key]).detach().abs().max()) for key in unsharded.keys}
@@ -69,7 +59,7 @@ def test_grid_sharded_mean_is_the_mean_of_the_bag_and_not_of_each_ranks_part(ran
 
 def test_feature_of_a_row_wise_mean_table_is_not_divided_in_another_table(ranks: RankPool) -> None:
     tables = [TinyTable("a", "row_wise", "mean", ("shared",)), TinyTable("b", "table_wise", "sum", ("shared",))]
-    assert mentions(ranks.run(1, refusal_of_build, tables, SGD)[0], "MEAN shared")
+    assert mentions(ranks.run(1, tiny.refusal_of_build, tables, SGD)[0], "MEAN shared")
 
 
 def model_logits(rank: int, config: ModelConfig, kinds: list[str]) -> tuple[list[str], torch.Tensor]:
@@ -84,9 +74,9 @@ def model_logits(rank: int, config: ModelConfig, kinds: list[str]) -> tuple[list
     path, collection = next((n, m) for n, m in model.named_modules() if type(m).__name__ == "EmbeddingBagCollection")
     holder = nn.Module()
     holder.embedding_bag_collection = collection
-    plan = ShardingPlan({path: plan_of(holder, tables).plan[TABLES]})
-    sharded = shard_model(model, plan, CommsConfig(shared_memory=False), context(rank))  # in TorchRec's order
-    features, _ = next(batches(tables, 1, rank, dist.get_world_size()))
+    plan = ShardingPlan({path: tiny.plan_of(holder, tables).plan[TABLES]})
+    sharded = shard_model(model, plan, CommsConfig(shared_memory=False), tiny.context(rank))  # in TorchRec's order
+    features, _ = next(tiny.batches(tables, 1, rank, dist.get_world_size()))
     dense = torch.rand(32, 3, generator=torch.Generator().manual_seed(0)).chunk(dist.get_world_size())[rank]
     logits = sharded(dense, features).detach().reshape(-1)
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
@@ -115,7 +105,7 @@ def refused_dense_kernel(rank: int) -> str:
     tables = [TinyTable("a", "row_wise")]
     model = TinyModel(tables)  # without an optimizer TorchRec plans the dense kernel by itself
     with pytest.raises(ValueError) as error:
-        shard_model(model, plan_of(model, tables), CommsConfig(), context(rank))
+        shard_model(model, tiny.plan_of(model, tables), CommsConfig(), tiny.context(rank))
     return str(error.value)
 
 
@@ -133,8 +123,8 @@ def test_row_wise_is_offered_on_cpu() -> None:
 
 def refused_dtypes(rank: int, ids: torch.dtype, lengths: torch.dtype) -> str:
     tables = [TinyTable("a", "row_wise")]
-    model, _ = build(rank, tables, SGD)
-    features, labels = next(batches(tables, 1, rank, dist.get_world_size()))
+    model, _ = tiny.build(rank, tables, SGD)
+    features, labels = next(tiny.batches(tables, 1, rank, dist.get_world_size()))
     features = KeyedJaggedTensor(features.keys(), features.values().to(ids), lengths=features.lengths().to(lengths))
     with pytest.raises(ValueError) as error:
         model(features, labels)
@@ -156,7 +146,7 @@ def weights_on_cpu(rank: int) -> str:
     model = TinyModel(tables, torch.device("cpu"))
     apply_sparse_optimizer(model, SGD.sparse)
     with pytest.raises(ValueError) as error:
-        shard_model(model, plan_of(model, tables), CommsConfig(), context(rank))
+        shard_model(model, tiny.plan_of(model, tables), CommsConfig(), tiny.context(rank))
     return str(error.value)
 
 
@@ -166,8 +156,8 @@ def test_weights_of_a_collection_that_is_not_on_meta_are_not_dropped_silently(ra
 
 def row_wise_weights(rank: int) -> torch.Tensor:
     torch.manual_seed(0)  # one seed on all ranks, as everywhere
-    model, _ = build(rank, [TinyTable("a", "row_wise", num_embeddings=64)], SGD)
-    return full_weights(model)[f"{TABLES}.embedding_bags.a.weight"]
+    model, _ = tiny.build(rank, [TinyTable("a", "row_wise", num_embeddings=64)], SGD)
+    return tiny.full_weights(model)[f"{TABLES}.embedding_bags.a.weight"]
 
 
 def test_row_shards_of_one_seed_do_not_start_with_identical_rows(ranks_each_way: RankPool) -> None:
@@ -179,10 +169,10 @@ def test_row_shards_of_one_seed_do_not_start_with_identical_rows(ranks_each_way:
 def train_through_pipeline(rank: int) -> bool:
     """Whether the caller's batches are what they were, with the pipeline told to free their storage."""
     tables = [TinyTable("a", "table_wise"), TinyTable("b", "row_wise"), TinyTable("c", "table_wise")]
-    model, optimizer = build(rank, tables, SGD)
+    model, optimizer = tiny.build(rank, tables, SGD)
     mine = [
         Batch(torch.zeros(len(labels), 0), features, labels, torch.ones(len(labels)))
-        for features, labels in batches(tables, 4, rank, dist.get_world_size())
+        for features, labels in tiny.batches(tables, 4, rank, dist.get_world_size())
     ]
     before = [(batch.sparse_features.values().clone(), batch.sparse_features.lengths().clone()) for batch in mine]
     model._dmp_wrapped_module = BatchModel(model.module)
@@ -232,7 +222,7 @@ def raw_memory(rank: int, kind: type[nn.Module]) -> str:
         model.extra = kind(device)
         apply_sparse_optimizer(model, SGD.sparse)
         try:
-            shard_model(model, plan_of(model, tables), CommsConfig(), context(rank))
+            shard_model(model, tiny.plan_of(model, tables), CommsConfig(), tiny.context(rank))
         except ValueError as error:
             messages.append(str(error))
     return "".join(messages)
@@ -253,12 +243,12 @@ def stale_plan(rank: int, planned: list[TinyTable]) -> str:
     old = TinyModel(planned)
     apply_sparse_optimizer(old, SGD.sparse)
     with pytest.raises(ValueError) as error:
-        shard_model(model, plan_of(old, planned), CommsConfig(), context(rank))
+        shard_model(model, tiny.plan_of(old, planned), CommsConfig(), tiny.context(rank))
     return str(error.value)
 
 
 def test_shard_of_a_width_that_fbgemm_cannot_hold_is_refused(ranks: RankPool) -> None:
-    message = ranks.run(1, refusal_of_build, [TinyTable("a", embedding_dim=6)], SGD)[0]
+    message = ranks.run(1, tiny.refusal_of_build, [TinyTable("a", embedding_dim=6)], SGD)[0]
     assert mentions(message, "table_wise FBGEMM")
 
 

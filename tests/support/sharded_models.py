@@ -20,7 +20,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 
 from pipeline.config.tables import TableConfig
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig, OptimizerConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
@@ -32,15 +32,15 @@ from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
 from tests.support.datasets import described_dataset
 from tests.support.exchange_paths import default_comms
+from tests.support.optimizers import ROWWISE
 
 CARDINALITIES = {"a": 50, "b": 64, "c": 33, "d": 20}
-OPTIMIZERS = OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))
 PATH = "model.sparse_arch.embedding_bag_collection"
 
 
 def build_sharded(
     kinds: dict[str, str],
-    optimizers: OptimizerConfig = OPTIMIZERS,
+    optimizers: OptimizerConfig = ROWWISE,
     seed: int = 0,
     comms: CommsConfig | None = None,
     as_task: Callable[[nn.Module], nn.Module] | None = None,

@@ -25,21 +25,12 @@ from pipeline.training.optimizer import (
     replicated_tables,
 )
 from tests.support.messages import mentions, names
+from tests.support.optimizers import ROWWISE
 from tests.support.ranks import RankPool
-from tests.training.tiny import (
-    TABLES,
-    TinyModel,
-    TinyTable,
-    batches,
-    build,
-    context,
-    full_tensor,
-    full_weights,
-    plan_of,
-)
+from tests.training import tiny
+from tests.training.tiny import TABLES, TinyModel, TinyTable
 
 KINDS = ["table_wise", "row_wise", "data_parallel"]
-ROWWISE = OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))
 
 
 def tables_of(kinds: list[str]) -> list[TinyTable]:
@@ -47,7 +38,7 @@ def tables_of(kinds: list[str]) -> list[TinyTable]:
 
 
 def coverage_errors(rank: int) -> list[str]:
-    model, optimizer = build(rank, tables_of(KINDS), ROWWISE)
+    model, optimizer = tiny.build(rank, tables_of(KINDS), ROWWISE)
     fused, replicated, dense = (part for _, part in optimizer.optimizers)
     assert_every_parameter_has_one_optimizer(model, [fused, replicated, dense])
     again = ReplicatedTablesOptimizer(replicated_tables(model), ROWWISE.sparse)
@@ -72,7 +63,7 @@ def forgotten(rank: int) -> str:
     tables = tables_of(KINDS)
     planned = TinyModel(tables)
     apply_sparse_optimizer(planned, ROWWISE.sparse)
-    model = shard_model(TinyModel(tables), plan_of(planned, tables), CommsConfig(), context(rank))
+    model = shard_model(TinyModel(tables), tiny.plan_of(planned, tables), CommsConfig(), tiny.context(rank))
     with pytest.raises(ValueError) as error:
         build_optimizer(model, ROWWISE)
     return str(error.value)
@@ -85,13 +76,13 @@ def test_tables_sharded_without_an_optimizer_do_not_train_by_fbgemms_default(ran
 def every_parameter_moves(rank: int, sparse: str, dense: str) -> list[str]:
     config = OptimizerConfig(SparseOptimizerConfig(sparse, lr=0.5), DenseOptimizerConfig(dense, lr=0.1))
     tables = tables_of(KINDS)
-    model, optimizer = build(rank, tables, config)
-    first = full_weights(model)
-    for features, labels in batches(tables, 2, rank, dist.get_world_size()):
+    model, optimizer = tiny.build(rank, tables, config)
+    first = tiny.full_weights(model)
+    for features, labels in tiny.batches(tables, 2, rank, dist.get_world_size()):
         optimizer.zero_grad()
         model(features, labels)[0].backward()
         optimizer.step()
-    last = full_weights(model)
+    last = tiny.full_weights(model)
     return [name for name in first if torch.equal(first[name], last[name])]
 
 
@@ -104,7 +95,7 @@ def test_every_table_and_layer_moves(ranks: RankPool, sparse: str, dense: str) -
 
 def refusal(rank: int, kinds: list[str], sparse: SparseOptimizerConfig) -> str:
     with pytest.raises(ValueError) as error:
-        build(rank, tables_of(kinds), OptimizerConfig(sparse))
+        tiny.build(rank, tables_of(kinds), OptimizerConfig(sparse))
     return str(error.value)
 
 
@@ -133,9 +124,11 @@ def gradient_norm(parameters: dict[str, torch.nn.Parameter]) -> float:
 
 def clipped_norms(rank: int) -> list[tuple[float, float, float]]:
     tables = tables_of(KINDS)
-    model, optimizer = build(rank, tables, ROWWISE)
+    model, optimizer = tiny.build(rank, tables, ROWWISE)
     norms = []
-    for (features, labels), limit in zip(batches(tables, 2, rank, dist.get_world_size()), (1e-3, 1e3), strict=True):
+    for (features, labels), limit in zip(
+        tiny.batches(tables, 2, rank, dist.get_world_size()), (1e-3, 1e3), strict=True
+    ):
         optimizer.zero_grad()
         model(features, labels)[0].backward()
         table = gradient_norm(replicated_tables(model))
@@ -155,8 +148,8 @@ def test_dense_gradients_are_clipped_to_the_same_global_norm_on_all_ranks(ranks:
 
 def clipped_numbers(rank: int) -> list[float]:
     tables = tables_of(KINDS)
-    model, optimizer = build(rank, tables, ROWWISE)
-    features, labels = next(batches(tables, 1, rank, dist.get_world_size()))
+    model, optimizer = tiny.build(rank, tables, ROWWISE)
+    features, labels = next(tiny.batches(tables, 1, rank, dist.get_world_size()))
     optimizer.zero_grad()
     model(features, labels)[0].backward()
     before = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
@@ -218,7 +211,7 @@ def test_adams_kernel_alone_makes_torchs_steps_bit_for_bit(name: str) -> None:
 
 
 def run_steps(model: Any, optimizer: TrainingOptimizer, tables: list[TinyTable], rank: int, steps: range) -> None:
-    for step, (features, labels) in enumerate(batches(tables, steps.stop, rank, dist.get_world_size())):
+    for step, (features, labels) in enumerate(tiny.batches(tables, steps.stop, rank, dist.get_world_size())):
         if step in steps:
             optimizer.zero_grad()
             model(features, labels)[0].backward()
@@ -228,22 +221,22 @@ def run_steps(model: Any, optimizer: TrainingOptimizer, tables: list[TinyTable],
 def save_at_three(rank: int, path: str, kinds: list[str], config: OptimizerConfig) -> dict[str, torch.Tensor]:
     """Save after step 3; the weights after step 6."""
     tables = tables_of(kinds)
-    model, optimizer = build(rank, tables, config)
+    model, optimizer = tiny.build(rank, tables, config)
     run_steps(model, optimizer, tables, rank, range(3))
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
     run_steps(model, optimizer, tables, rank, range(3, 6))
-    return full_weights(model)
+    return tiny.full_weights(model)
 
 
 def resume(rank: int, path: str, kinds: list[str], config: OptimizerConfig) -> dict[str, torch.Tensor]:
     tables = tables_of(kinds)
-    model, optimizer = build(rank, tables, config, seed=99)
+    model, optimizer = tiny.build(rank, tables, config, seed=99)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     run_steps(model, optimizer, tables, rank, range(3, 6))
-    return full_weights(model)
+    return tiny.full_weights(model)
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -301,18 +294,18 @@ def state_shapes(rank: int, sparse: str, dense: str) -> tuple[Any, Any]:
     kinds = KINDS
     config = OptimizerConfig(SparseOptimizerConfig(sparse), DenseOptimizerConfig(dense, momentum=0.9))
     tables = tables_of(kinds)
-    model, optimizer = build(rank, tables, config)
+    model, optimizer = tiny.build(rank, tables, config)
 
     def shapes() -> dict[str, dict[str, Any]]:
         state = optimizer.state_dict()["state"]
-        return {key: {name: full_tensor(value).shape for name, value in own.items()} for key, own in state.items()}
+        return {key: {name: tiny.full_tensor(value).shape for name, value in own.items()} for key, own in state.items()}
 
     before = shapes()
-    first = full_weights(model)
+    first = tiny.full_weights(model)
     for _, part in optimizer.optimizers:
         if hasattr(part, "init_state"):
             part.init_state(set())  # what others call before they load
-    untouched = difference(first, full_weights(model)) == 0.0
+    untouched = difference(first, tiny.full_weights(model)) == 0.0
     assert untouched
     run_steps(model, optimizer, tables, rank, range(2))
     return before, shapes()
