@@ -19,7 +19,7 @@ import numpy as np
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.training import SparseOptimizerConfig
 
-# The numbers of kernels/update_kernels.py, which imports Numba.
+# The numbers of kernels/optimizer_kernels.py, which imports Numba.
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = range(5)
 
 
@@ -70,7 +70,7 @@ class UpdateRule:
         return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
 
     def numbers(self, lr: float, step: int) -> np.ndarray[Any, Any]:
-        """What the kernels take at `step`, counted from 1: float32, in the order of update_kernels.LR and what follows it."""
+        """What the kernels take at `step`, counted from 1: float32, in the order of optimizer_kernels.LR and what follows it."""
         first, second = 1 - self.beta1**step, 1 - self.beta2**step
         return np.array(
             [lr, self.eps, self.beta1, 1 - self.beta1, 1 / first, self.beta2, 1 - self.beta2, 1 / second,
