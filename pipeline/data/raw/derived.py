@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig
+from pipeline.data.raw.spelling import spell
 
 TYPES = {NUMBER: pa.float64(), TEXT: pa.string(), LIST: pa.list_(pa.string())}
 
@@ -36,7 +37,7 @@ def _read(column: pa.ChunkedArray, kind: str, null_values: Sequence[str]) -> pa.
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         raise pa.ArrowInvalid("a list where a transform reads one value a row")
     if pa.types.is_dictionary(array.type):
-        array = array.cast(pa.dictionary(pa.int32(), pa.string())).dictionary_decode()
-    texts = array.cast(pa.string())
+        array = array.dictionary_decode()
+    texts = spell(array)
     missing = pc.is_in(texts, pa.array(["", *null_values], pa.string()))
     return pc.if_else(missing, pa.scalar(None, pa.string()), texts)

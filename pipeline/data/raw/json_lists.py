@@ -6,6 +6,8 @@ import json
 
 import pyarrow as pa
 
+from pipeline.data.raw.spelling import spell_value
+
 JSON = "json"  # as data.columns.list_separator
 
 
@@ -13,10 +15,10 @@ def parse_list(cell: str | None) -> list[str] | None:
     """Its values as text; None where it is missing. Raises ValueError for anything but a list of texts, numbers and nulls."""
     if not cell:
         return None
-    values = json.loads(cell, parse_float=str, parse_int=str)
+    values = json.loads(cell, parse_int=str)
     if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
         raise ValueError(f"{cell[:80]!r} is no list of values")
-    return ["" if value is None else str(value) for value in values]
+    return [spell_value(value) or "" for value in values]
 
 
 def is_json_list(cell: str) -> bool:

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from pipeline.config.labels import LabelConfig
 from pipeline.data.raw.cells import is_number
 from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.spelling import spell
 
 
 def is_text(layout: Layout, name: str) -> bool:
@@ -24,7 +25,7 @@ def with_labels(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, st
     for name, label in layout.columns.all_labels.items():
         column = table[name]
         if label.values:
-            texts = column.cast(pa.string())
+            texts = spell(column)
             places = pc.index_in(texts, value_set=pa.array(list(label.values), pa.string()))
             unknown = pc.indices_nonzero(pc.and_(pc.is_valid(texts), pc.is_null(places)))
             reasons |= {

@@ -19,13 +19,14 @@ import pyarrow.csv
 
 from pipeline.config.labels import LabelConfig
 from pipeline.data.raw.cells import LARGEST_FLOAT32, is_number, is_time, parse_timestamps
-from pipeline.data.raw.json_lists import JSON, is_json_list, json_lists
+from pipeline.data.raw.json_lists import JSON, is_json_list, json_lists, parse_list
 from pipeline.data.raw.label_cells import is_text, label_number, wanted_text, with_labels
 from pipeline.data.raw.layout import Layout, check_columns, find_format
 from pipeline.data.raw.parquet_rows import not_text, with_text
 from pipeline.data.raw.partitions import with_partitions
 from pipeline.data.raw.sequences import cell_length, uneven, uneven_rows
 from pipeline.data.raw.source import MAX_LINE_BYTES, Block, RowReader, Source
+from pipeline.data.raw.spelling import spell_value
 from pipeline.data.raw.suspects import broken_lines, read_texts, with_numbers, with_times
 from pipeline.data.raw.weighted import bad_cell, bad_weights
 from pipeline.runtime.errors import DataError
@@ -387,11 +388,29 @@ def _typed_object(layout: Layout, schema: pa.Schema, row: Any) -> dict[str, Any]
         if value is not None and field.type == pa.float64():
             value = float(value)
         elif value is not None and field.type == pa.string():
-            value = str(value)
+            value = _spelled(field.name, value)
         elif value is not None:
-            value = [str(each) for each in value]
+            value = _listed(layout, field.name, value)
         values[field.name] = value
     return values
+
+
+def _spelled(name: str, value: Any) -> str | None:
+    """Raises ValueError for a list or an object."""
+    try:
+        return spell_value(value)
+    except ValueError as error:
+        raise ValueError(f"{name} has {error}") from None
+
+
+def _listed(layout: Layout, name: str, value: Any) -> list[str]:
+    """Of a list, or of text joined by the separator, as in the other formats. Raises ValueError for anything else."""
+    separator = layout.columns.list_separator
+    if isinstance(value, str):
+        value = (parse_list(value) if separator == JSON else value.split(separator) if value else None) or []
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is {str(value)[:80]!r}, not a list, nor text joined by {separator!r}")
+    return [_spelled(name, each) or "" for each in value]  # empty text is a missing value
 
 
 def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:

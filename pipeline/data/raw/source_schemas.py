@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pyarrow as pa
 
 from pipeline.data.raw.layout import Layout
@@ -9,31 +11,51 @@ from pipeline.data.raw.rows import open_source
 from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import DataError
 
+TEXT, WHOLE, FRACTIONS, TRUTHS = "text", "whole numbers", "fractions", "true and false"
+KINDS: dict[str, Callable[[pa.DataType], bool]] = {
+    "times": pa.types.is_temporal,
+    "decimals": pa.types.is_decimal,
+    FRACTIONS: pa.types.is_floating,
+    WHOLE: pa.types.is_integer,
+    TRUTHS: pa.types.is_boolean,
+}
+# Kinds that spell one value alike (pipeline.data.raw.spelling), but for times as fractions.
+ALIKE = {
+    TEXT: {TEXT, WHOLE, TRUTHS},
+    WHOLE: {WHOLE, TEXT, FRACTIONS},
+    FRACTIONS: {FRACTIONS, WHOLE},
+    TRUTHS: {TRUTHS, TEXT},
+}
+
 
 def check_sources(layout: Layout, sources: list[Source]) -> None:
     """Look at every source's columns before rows are read of any.
 
     Raises:
-        DataError: a needed column is missing, or has another kind of type than in the first source: 1 and 1.0 would
-            be two values of one category.
+        DataError: a needed column is missing, or has another kind of type than in a source before: the text 1.0 and the
+            number 1.0 would be two values of one category.
     """
-    first: dict[str, str] = {}
+    seen: dict[str, dict[str, str]] = {}
     for source in sources:
         reader, _ = open_source(layout, source, 1 << 16)
         with reader:
             schema = reader.schema()
             kinds = {} if schema is None else _kinds(layout, schema, source)
-        first = first or kinds
-        for name in kinds:
-            if kinds[name] != first[name]:
+        for name, kind in kinds.items():
+            before = seen.setdefault(name, {})
+            alike = ALIKE.get(kind, {kind})
+            if name == layout.columns.timestamp:
+                alike = alike - {FRACTIONS} if kind != FRACTIONS else {FRACTIONS}
+            if other := next((each for each in before if each not in alike), None):
                 raise DataError(
-                    f"{source.path}: column {name!r} holds {kinds[name]}, in {sources[0].path} {first[name]}: the same value "
-                    "would become two ids or two times; write both files with one type"
+                    f"{source.path}: column {name!r} holds {kind}, in {before[other]} {other}: the same value would become "
+                    "two ids or two times; write both files with one type"
                 )
+            before.setdefault(kind, source.path)
 
 
 def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
-    """Column -> "fractions", "times", "lists of fractions", or "values" (text and whole numbers read alike)."""
+    """Column -> a kind of values, of those that have a type: a column of nulls alone goes with every kind."""
     columns = layout.columns
     kinds = {}
     for name in (*columns.sparse, *columns.lists, *([columns.timestamp] if columns.timestamp else [])):
@@ -57,9 +79,8 @@ def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
                 f"{source.path}: column {name!r} has type {kind}, one value a row: name it under data.columns.sparse, not "
                 "multi_hot (lists, or text joined by data.columns.list_separator)"
             )
-        is_time = pa.types.is_temporal(inner)
-        is_fraction = pa.types.is_floating(inner) or pa.types.is_decimal(inner)
-        kinds[name] = "times" if is_time else "fractions" if is_fraction else "values"
+        if not pa.types.is_null(inner):
+            kinds[name] = next((kind for kind, fits in KINDS.items() if fits(inner)), TEXT)
     return kinds
 
 

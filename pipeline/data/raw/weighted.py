@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pipeline.config.columns import ColumnsConfig
 from pipeline.data.raw.cells import LARGEST_FLOAT32
 from pipeline.data.raw.json_lists import JSON, parse_list
+from pipeline.data.raw.spelling import spell
 
 MARK = ":"  # the last one of an element; what has none counts 1
 # What pyarrow's cast and Python's float() both read, as the same number.
@@ -24,7 +25,7 @@ def split_elements(elements: pa.Array) -> tuple[pa.Array, NDArray[np.float64]]:
     """[n] text, or what is read as text -> ids [n], and weights [n]: NaN where one is no finite 32-bit number."""
     if pa.types.is_dictionary(elements.type):
         elements = elements.dictionary_decode()
-    texts = pc.fill_null(elements.cast(pa.string()), "")
+    texts = pc.fill_null(spell(elements), "")
     parts = pc.split_pattern(texts, MARK, max_splits=1, reverse=True)
     has_weight = np.asarray(pc.equal(pc.list_value_length(parts), 2))
     starts = parts.offsets.to_numpy()[:-1]

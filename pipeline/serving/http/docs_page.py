@@ -27,11 +27,10 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
     columns = scorer.columns
     kinds = [
         *((name, "number") for name in columns.dense),
-        *((name, "text or whole number") for name in columns.sparse),
+        *((name, "text, a number, true or false") for name in columns.sparse),
     ]
     kinds += [
-        (name, "list of id:weight" if name in columns.weighted else "list of text or whole numbers")
-        for name in columns.lists
+        (name, "list of id:weight" if name in columns.weighted else "list of text or numbers") for name in columns.lists
     ]
     parts = [
         f"<h1>{title}</h1>",

@@ -87,9 +87,9 @@ def _score(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
 
 def _body(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
     columns = scorer.columns
-    category = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+    category = {"anyOf": [{"type": "string"}, {"type": "number"}, {"type": "boolean"}, {"type": "null"}]}
     kinds: dict[str, Any] = {name: {"type": ["number", "null"]} for name in columns.dense}
-    kinds |= {name: {"anyOf": [*category["anyOf"], {"type": "null"}]} for name in columns.sparse}
+    kinds |= dict.fromkeys(columns.sparse, category)
     several = {"type": "array", "items": category, "maxItems": limits.values_per_cell}
     kinds |= {name: {"anyOf": [several, {"type": "null"}]} for name in columns.lists}
     for name in columns.weighted:

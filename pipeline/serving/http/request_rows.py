@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import LimitsConfig
+from pipeline.data.raw.spelling import spell, spell_value
 from pipeline.runtime.errors import did_you_mean
 from pipeline.serving.scoring.column_ids import LEAST_ROWS, is_whole_number
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows
@@ -92,7 +93,7 @@ class RequestReader:
         try:
             table = table.select(self.schema.names)
             if (wanted := self._schema_of(table)) != table.schema:
-                table = table.cast(wanted)
+                table = _spelled(table, wanted).cast(wanted)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise BadRequest(422, f"a column cannot be read: {_plain(error)}") from None
         self._check_lengths(table)
@@ -138,8 +139,8 @@ class RequestReader:
 
 def _body_type(columns: ColumnsConfig, limits: LimitsConfig, more: Sequence[tuple[str, Any, Any]]) -> Any:
     """A struct that has a field for each column: msgspec then says at which row and column something is wrong."""
-    text = str | int | None
-    listed = Annotated[list[str | int], msgspec.Meta(max_length=limits.values_per_cell)] | None
+    text = str | int | float | bool | None
+    listed = Annotated[list[text], msgspec.Meta(max_length=limits.values_per_cell)] | None
     kinds = [*((name, float | None) for name in columns.dense), *((name, text) for name in columns.sparse)]
     kinds += [(name, listed) for name in columns.lists]
     row = msgspec.defstruct(
@@ -154,11 +155,13 @@ def _body_type(columns: ColumnsConfig, limits: LimitsConfig, more: Sequence[tupl
 
 
 def _reader_of(kind: pa.DataType) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Of a column's values. Whole numbers are categories too, in the spelling that prepare gives them."""
+    """Of a column's values. Numbers, true and false are categories too, in the spelling that prepare gives them."""
     if pa.types.is_string(kind):
-        return lambda column: [str(value) if type(value) is int else value for value in column]
+        return lambda column: [value if type(value) is str else spell_value(value) for value in column]
     if pa.types.is_list(kind):
-        return lambda column: [None if value is None else [str(item) for item in value] for value in column]
+        return lambda column: [
+            None if value is None else [spell_value(item) or "" for item in value] for value in column
+        ]
     return lambda column: column
 
 
@@ -166,9 +169,9 @@ def _check_type(name: str, kind: pa.DataType, wanted: pa.DataType) -> None:
     """Raises BadRequest before a record batch is read: what is not listed here is not decoded."""
     if pa.types.is_list(wanted):
         fits = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_category(kind.value_type)
-        wanted_types = "lists of text or of whole numbers"
+        wanted_types = "lists of text or of numbers"
     elif pa.types.is_string(wanted):
-        fits, wanted_types = _is_category(kind), "text or whole numbers"
+        fits, wanted_types = _is_category(kind), "text, numbers, or true and false"
     else:
         fits = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
         wanted_types = "numbers"
@@ -183,8 +186,24 @@ def _is_category(kind: pa.DataType) -> bool:
         pa.types.is_string(kind)
         or pa.types.is_large_string(kind)
         or pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_boolean(kind)
         or pa.types.is_null(kind)
     )
+
+
+def _spelled(table: pa.Table, wanted: pa.Schema) -> pa.Table:
+    """Fractions of categorical columns as text, as prepare spells them; Arrow's cast gives large ids an exponent."""
+    for number, field in enumerate(wanted):
+        column = table[number]
+        if pa.types.is_string(field.type) and pa.types.is_floating(column.type):
+            table = table.set_column(number, field.name, spell(column))
+        elif pa.types.is_list(field.type) and pa.types.is_floating(column.type.value_type):
+            lists = column.combine_chunks().cast(pa.list_(column.type.value_type))
+            mask = lists.is_null() if lists.null_count else None
+            lists = pa.ListArray.from_arrays(lists.offsets, spell(lists.values), mask=mask)
+            table = table.set_column(number, field.name, lists)
+    return table
 
 
 def refuse_compression(body: bytes) -> None:
