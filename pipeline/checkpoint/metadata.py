@@ -90,7 +90,7 @@ class _VerifiedFiles(FileSystem):
         if mode != "rb" or name not in self._manifest["files"]:
             raise DamagedError(f"{self._path}: .metadata names the file {name!r}, the manifest does not")
         where = file_path(self._path, self._manifest, name)
-        with VerifiedFile(where, self._manifest["files"][name]) as file:
+        with VerifiedFile(where, self._manifest["files"][name], keep_pages=False) as file:
             if name not in self._known:
                 check_shard(where, self._manifest, name, file.read(HEADER_BYTES))
                 file.seek(0)

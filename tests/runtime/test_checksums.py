@@ -73,6 +73,30 @@ def test_a_piece_that_was_not_written_whole_is_no_read_back_error(
         writer.write(bytes(1000))
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on its page cache")
+def test_whole_blocks_of_a_file_that_is_read_once_leave_the_page_cache_and_no_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 100)
+    path, content, dropped = str(tmp_path / "x"), os.urandom(1037), []
+    with ChecksummedWriter(path) as writer:
+        writer.write(content)
+
+    def advise(descriptor: int, begin: int, num_bytes: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_DONTNEED:
+            dropped.append((begin, num_bytes))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    with VerifiedFile(path, writer.entry()) as file:
+        assert file.read() == content and dropped == []
+    with VerifiedFile(path, writer.entry(), keep_pages=False) as file:
+        file.seek(50)  # the first block by the parts of it, the next ones at once, and the last is none that is whole
+        assert file.read() == content[50:]
+        assert sorted(dropped) == [(begin, 100) for begin in range(0, 1000, 100)]
+        file.seek(0)
+        assert file.read() == content
+
+
 class _Full:
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.fileno, self.close = file, file.fileno, file.close

@@ -176,8 +176,7 @@ class _ReadBack:
             raise DamagedError(
                 f"what was written does not read back: {self._path} does not match its checksum in bytes {begin} to {begin + size}"
             )
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, begin, size, os.POSIX_FADV_DONTNEED)
+        _drop_pages(self._descriptor, begin, size)
 
     def end(self, is_whole: bool) -> Exception | None:
         """The first that a check has raised, when all have ended; of a file that is not whole nothing is checked any more."""
@@ -188,10 +187,14 @@ class _ReadBack:
 
 
 class VerifiedFile(PositionedReader):
-    """Reads a file, local or remote, as its entry describes it. Raises DamagedError instead of handing out other bytes."""
+    """Reads a file, local or remote, as its entry describes it. Raises DamagedError instead of handing out other bytes.
 
-    def __init__(self, path: str, entry: FileEntry) -> None:
-        self.path, self._entry, self._position = path, entry, 0
+    keep_pages: else whole blocks leave the page cache as soon as they are read, and the next ones take their place there. For
+    files that nobody reads again soon: as in a save, pages that are new to the system cost more than the copy into them.
+    """
+
+    def __init__(self, path: str, entry: FileEntry, keep_pages: bool = True) -> None:
+        self.path, self._entry, self._position, self._keep_pages = path, entry, 0, keep_pages
         self._size, self._block_bytes = int(entry["size_bytes"]), int(entry["block_bytes"])
         self._blocks: OrderedDict[int, bytearray] = OrderedDict()
         if len(entry["crc32"]) != -(-self._size // self._block_bytes):
@@ -261,6 +264,8 @@ class VerifiedFile(PositionedReader):
         self._file.seek(begin + filled)
         while filled < len(block):
             filled += self._more(self._file.readinto(block[filled:]))  # type: ignore[attr-defined]
+        if self._is_local and not self._keep_pages and len(block) == self._block_bytes:
+            _drop_pages(self._file.fileno(), begin, len(block))
 
     def verify(self) -> None:
         """Read all of it, but for holes. Raises DamagedError."""
@@ -336,6 +341,11 @@ def _seek(descriptor: int, position: int, whence: int, otherwise: int) -> int:
         if error.errno == errno.ENXIO:
             return otherwise
         return position if whence == os.SEEK_DATA else otherwise  # a file system that does not say
+
+
+def _drop_pages(descriptor: int, begin: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _fill_with_zeros(block: memoryview) -> None:
