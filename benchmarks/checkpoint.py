@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +32,13 @@ import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
+from benchmarks.timings import Timing, timing
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.serving.scoring.ssd_lookup import forget_pages
 
 TABLES, DIM = 8, 64
-
-
-@dataclass
-class Figure:
-    """Seconds over the rounds, and GB/s of all ranks together at the median."""
-
-    name: str
-    median_s: float
-    least_s: float
-    most_s: float
-    gb_per_s: float
-    ratio_to_dcp: float = 0.0
-    ratio_to_dd: float = 0.0
+DCP, DD = "plain DCP", "dd"
 
 
 class Tables(nn.Module):
@@ -155,21 +144,20 @@ def work(rank: int, ranks: int, folder: str, num_bytes: int, rounds: int, store:
     dist.destroy_process_group()
 
 
-def throughput(folder: str, gib: float, rounds: int, ranks: int) -> list[Figure]:
+def throughput(folder: str, gib: float, rounds: int, ranks: int) -> list[Timing]:
     num_bytes = int(gib * 2**30)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         arguments = (ranks, name, num_bytes, rounds, f"{name}/store")
         multiprocessing.spawn(work, arguments, nprocs=ranks)  # type: ignore[attr-defined]
         seconds = json.loads(Path(f"{name}/store.json").read_text())
-    medians = {key: statistics.median(values) for key, values in seconds.items()}
-    figures = []
-    for key, values in seconds.items():
-        reads, median = "load" in key or key == "verify" or "nowhere" in key, medians[key]
-        plain = medians["dd to nowhere, from disk" if "from disk" in key else "dd, with fsync"]
-        to_dd = 0.0 if reads and "from disk" not in key else median / plain  # what lies in memory is no disk's work
-        to_dcp = medians["DCP load" if reads else "DCP save"] / median
-        figures.append(Figure(key, median, min(values), max(values), num_bytes / 1e9 / median, to_dcp, to_dd))
-    return figures
+    found = {key: timing(key, values, num_bytes) for key, values in seconds.items()}
+    for key, one in found.items():
+        reads = "load" in key or key == "verify" or "nowhere" in key
+        one.ratios[DCP] = one.median_s / found["DCP load" if reads else "DCP save"].median_s
+        if not reads or "from disk" in key:  # what lies in memory is no disk's work
+            plain = found["dd to nowhere, from disk" if "from disk" in key else "dd, with fsync"]
+            one.ratios[DD] = one.median_s / plain.median_s
+    return list(found.values())
 
 
 def seconds_to_first_step(words: list[str]) -> float:
@@ -215,13 +203,13 @@ def main() -> None:
         report["resume"] = resume(options.data, options.rounds)
         print("  ".join(f"{key} {value:.1f}" for key, value in report["resume"].items()))
     else:
-        figures = throughput(options.folder or tempfile.gettempdir(), options.gib, options.rounds, options.ranks)
-        report["throughput"] = [asdict(figure) for figure in figures]
-        for one in figures:
+        found = throughput(options.folder or tempfile.gettempdir(), options.gib, options.rounds, options.ranks)
+        report["throughput"] = [asdict(one) for one in found]
+        for one in found:
             print(
-                f"{one.name:34} {one.median_s:6.2f} s  ({one.least_s:.2f} .. {one.most_s:.2f})  {one.gb_per_s:5.2f} GB/s  "
-                f"{one.ratio_to_dcp:5.2f} x plain DCP"
-                + (f"  {one.ratio_to_dd:5.2f} of dd's time" if one.ratio_to_dd else "")
+                f"{one.name:34} {one.median_s:6.2f} s  ({one.least_s:.2f} .. {one.most_s:.2f})  "
+                f"{one.bytes_per_s / 1e9:5.2f} GB/s  {1 / one.ratios[DCP]:5.2f} x plain DCP"
+                + (f"  {one.ratios[DD]:5.2f} of dd's time" if DD in one.ratios else "")
             )
     if options.output:
         options.output.write_text(json.dumps(report, indent=1))

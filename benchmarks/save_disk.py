@@ -3,8 +3,9 @@
     python -m benchmarks.save_disk [--gib 9.7] [--rounds 3] [--folder DIR] [--beside] [--output save_disk.json]
 
 One rank holds one table of `--gib` GiB. A round takes each way once, so that a disk whose rate changes shows in all of them: dd with
-an fsync at the end, the same past the page cache (oflag=direct), a save, and a load of it. dd copies the table's own
-bytes from memory, and reads the saved file; files are forgotten by the page cache before they are read. A save is durable, read back, and
+an fsync at the end, a save, a load of it as it is and one that leaves its pages in the page cache, and dd's reading of the saved file to nowhere;
+reading and writing by dd also past the page cache (iflag=direct, oflag=direct). dd copies the table's own
+bytes from memory; files are forgotten by the page cache before they are read. A save is durable, read back, and
 verified when it ends; dd's file is durable. `--beside` adds asynchronous saves, which hold a copy of the table: the seconds for which
 training waits, and their share of five minutes. Seconds are the clock's, medians over the rounds with the least and the most; ratios are medians of
 each round's own. The disk holds two copies at most, memory one (--beside: two).
@@ -21,7 +22,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +31,8 @@ import torch
 from torch import nn
 
 from benchmarks.growth_stages import one_rank
+from benchmarks.timings import Timing, timing
+from pipeline.checkpoint import metadata
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.serving.scoring.ssd_lookup import forget_pages
@@ -37,29 +41,21 @@ DIM = 64
 RANDOM_ROWS = 1 << 20  # repeated: some disks write zeros more quickly
 CHECKPOINT_EVERY_S = 300.0
 MEMORY_FILES = "/dev/shm"
-DD, DIRECT, SAVE, LOAD, READ = "dd, fsync", "dd, direct and fsync", "save", "load", "dd to nowhere"
+DD, DIRECT, SAVE = "dd, fsync", "dd, direct and fsync", "save"
+LOAD, LOAD_KEPT = "load", "load, its pages kept"
+READ, DIRECT_READ = "dd to nowhere", "dd, direct, to nowhere"
+BESIDE = {SAVE: (DD, DIRECT), LOAD: (READ, DIRECT_READ), LOAD_KEPT: (READ, DIRECT_READ)}
 FIRST, LATER = "asynchronous save, the first", "asynchronous save, later"
 
 
 @dataclass
 class Way:
-    """Seconds by the clock, and CPU-seconds of this process and its children."""
+    """Seconds by the clock, and CPU-seconds of this process and its children: all, and the kernel's part."""
 
     name: str
     seconds: float
     cpu_seconds: float
-
-
-@dataclass
-class Figure:
-    name: str
-    median_s: float
-    least_s: float
-    most_s: float
-    gib_per_s: float
-    cpu_s: float
-    ratio: float = 0.0  # to dd's time, of the same round
-    beside: str = ""  # which dd
+    kernel_seconds: float
 
 
 class Table(nn.Module):
@@ -69,14 +65,27 @@ class Table(nn.Module):
 
 
 def timed(name: str, work: Callable[[], object]) -> Way:
-    began, cpu = time.perf_counter(), _cpu_s()
+    began, (user, kernel) = time.perf_counter(), _cpu_s()
     work()
-    return Way(name, time.perf_counter() - began, _cpu_s() - cpu)
+    seconds, (user_after, kernel_after) = time.perf_counter() - began, _cpu_s()
+    return Way(name, seconds, user_after + kernel_after - user - kernel, kernel_after - kernel)
 
 
-def _cpu_s() -> float:
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in used)
+def _cpu_s() -> tuple[float, float]:
+    """By this process's code and its children's, and by the kernel for them."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime for one in used), sum(one.ru_stime for one in used)
+
+
+@contextmanager
+def pages_kept() -> Iterator[None]:
+    """In this context a load leaves what it reads in the page cache."""
+    dropping = metadata.VerifiedFile
+    metadata.VerifiedFile = lambda path, entry, keep_pages: dropping(path, entry)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        metadata.VerifiedFile = dropping  # type: ignore[misc]
 
 
 def table_in_memory(path: str, num_rows: int) -> torch.Tensor:
@@ -92,26 +101,37 @@ def table_in_memory(path: str, num_rows: int) -> torch.Tensor:
 
 
 def dd(name: str, *words: str) -> Way:
-    return timed(name, lambda: subprocess.run(["dd", "bs=8M", "status=none", *words], check=True))
+    return timed(name, dd_words(*words))
 
 
-def one_round(folder: Path, source: str, model: Table, context: DistributedContext) -> list[Way]:
+def dd_words(*words: str) -> Callable[[], object]:
+    return lambda: subprocess.run(["dd", "bs=8M", "status=none", *words], check=True)
+
+
+def one_round(folder: Path, source: str, model: Table, context: DistributedContext, rest_s: float) -> list[Way]:
     copy, steps = folder / "copy", folder / "steps"
     found = [dd(DD, f"if={source}", f"of={copy}", "conv=fsync")]
     copy.unlink()
     checkpointer = Checkpointer(str(steps), model, None, context)  # type: ignore[arg-type]
     found.append(timed(SAVE, lambda: checkpointer.save(1)))
     file = next((steps / "step_00000001").glob("*.distcp"))
-    forget_pages(str(file))
-    found.append(timed(LOAD, lambda: checkpointer.restore(1)))
-    forget_pages(str(file))
-    found.append(dd(READ, f"if={file}", "of=/dev/null"))
-    checkpointer.close()
-    shutil.rmtree(steps)
+
+    def from_disk(name: str, work: Callable[[], object]) -> None:
+        forget_pages(str(file))
+        time.sleep(rest_s)
+        found.append(timed(name, work))
+
+    from_disk(LOAD, lambda: checkpointer.restore(1))
+    with pages_kept():
+        from_disk(LOAD_KEPT, lambda: checkpointer.restore(1))
+    from_disk(READ, dd_words(f"if={file}", "of=/dev/null"))
     try:
+        from_disk(DIRECT_READ, dd_words(f"if={file}", "of=/dev/null", "iflag=direct"))
         found.append(dd(DIRECT, f"if={source}", f"of={copy}", "oflag=direct", "conv=fsync"))
     except subprocess.CalledProcessError:
-        print("this file system writes nothing past its page cache")
+        print("this file system reads and writes nothing past its page cache")
+    checkpointer.close()
+    shutil.rmtree(steps)
     copy.unlink(missing_ok=True)
     return found
 
@@ -128,29 +148,29 @@ def beside_training(folder: Path, model: Table, context: DistributedContext, rou
     return found
 
 
-def figures(rounds: list[list[Way]], gib: float) -> list[Figure]:
-    seconds: dict[str, list[float]] = {}
-    cpu: dict[str, list[float]] = {}
+def timings(rounds: list[list[Way]], num_bytes: int) -> list[Timing]:
+    ways: dict[str, list[Way]] = {}
     for way in (way for each in rounds for way in each):
-        seconds.setdefault(way.name, []).append(way.seconds)
-        cpu.setdefault(way.name, []).append(way.cpu_seconds)
+        ways.setdefault(way.name, []).append(way)
     found = []
-    for name, values in seconds.items():
-        median = statistics.median(values)
-        found.append(Figure(name, median, min(values), max(values), gib / median, statistics.median(cpu[name])))
-        for other, plain in ((SAVE, DD), (LOAD, READ)):
-            if name == other:
-                pairs = zip(values, seconds[plain], strict=True)
-                found[-1].ratio, found[-1].beside = statistics.median(own / dds for own, dds in pairs), plain
+    for name, own in ways.items():
+        one = timing(name, [way.seconds for way in own], num_bytes)
+        one.cpu_s = statistics.median(way.cpu_seconds for way in own)
+        one.kernel_s = statistics.median(way.kernel_seconds for way in own)
+        for other in (other for other in BESIDE.get(name, ()) if other in ways):
+            pairs = zip(own, ways[other], strict=True)
+            one.ratios[other] = statistics.median(each.seconds / dds.seconds for each, dds in pairs)
+        found.append(one)
     return found
 
 
-def show(figure: Figure) -> str:
-    line = f"{figure.name:30}{figure.median_s:8.2f} s  ({figure.least_s:.2f} .. {figure.most_s:.2f})"
-    if figure.name in (FIRST, LATER):
-        return f"{line}  {100 * figure.median_s / CHECKPOINT_EVERY_S:.2f} % of five minutes   cpu {figure.cpu_s:.1f} s"
-    beside = f"  {figure.ratio:.2f} of the time of {figure.beside}" if figure.beside else ""
-    return f"{line}  {figure.gib_per_s:.2f} GiB/s   cpu {figure.cpu_s:.1f} s{beside}"
+def show(one: Timing) -> str:
+    line = f"{one.name:30}{one.median_s:8.2f} s  ({one.least_s:.2f} .. {one.most_s:.2f})"
+    if one.name in (FIRST, LATER):
+        return f"{line}  {100 * one.median_s / CHECKPOINT_EVERY_S:.2f} % of five minutes   cpu {one.cpu_s:.1f} s"
+    ratios = ", ".join(f"{ratio:.2f} of the time of {other}" for other, ratio in one.ratios.items())
+    cpu = f"cpu {one.cpu_s:.1f} s, {one.kernel_s:.1f} in the kernel"
+    return f"{line}  {one.bytes_per_s / 2**30:.2f} GiB/s   {cpu}{'  ' if ratios else ''}{ratios}"
 
 
 def main() -> None:
@@ -158,6 +178,12 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="of the table; 9.7 are 40M rows of 64 numbers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", default=None, help="where to write; default: the temporary folder")
+    parser.add_argument(
+        "--rest",
+        type=float,
+        default=0.0,
+        help="seconds before each read, in which a virtual machine hands free memory back",
+    )
     parser.add_argument("--beside", action="store_true", help="asynchronous saves as well")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -174,10 +200,10 @@ def main() -> None:
             f"{num_rows:,} rows of {DIM} numbers, {num_rows * DIM * 4 / 2**30:.2f} GiB, {options.rounds} rounds",
             flush=True,
         )
-        rounds = [one_round(folder, source, model, context) for _ in range(options.rounds)]
+        rounds = [one_round(folder, source, model, context, options.rest) for _ in range(options.rounds)]
         if options.beside:
             rounds.append(beside_training(folder, model, context, options.rounds))
-    found = figures(rounds, options.gib)
+    found = timings(rounds, num_rows * DIM * 4)
     print("\n".join(map(show, found)))
     if options.output:
         options.output.write_text(json.dumps([asdict(one) for one in found], indent=1))
