@@ -275,11 +275,22 @@ def _apply(config: DictConfig, job_type: type, override: Override) -> None:
             f"{override.input_line!r}: a job's keys are fixed, they cannot be deleted or moved; set a value"
         )
     _make_room(config, job_type, key)
+    if isinstance(value, dict):
+        value = _with_text_keys(value, str(override.input_line))
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
         hint = f"; which={value} chooses that step" if key == "step" and value in CHOSEN_STEPS else near_field(error)
         raise ConfigError(f"{override.input_line}: {first_line(error)}{hint}") from None
+
+
+def _with_text_keys(values: dict[Any, Any], line: str) -> dict[str, Any]:
+    """{1: 0, true: 1}: a job's mappings are by names, which have no quotes on the command line."""
+    texts = {}
+    for key, value in values.items():
+        spelled = re.search(rf"[{{,]\s*({re.escape(str(key))})\s*:", line, re.IGNORECASE)
+        texts[spelled[1] if spelled else str(key)] = _with_text_keys(value, line) if isinstance(value, dict) else value
+    return texts
 
 
 def _make_room(config: DictConfig, job_type: type, key: str) -> None:
@@ -362,6 +373,8 @@ def _explain_composition(error: Exception, job_type: type, groups: dict[str, lis
         if says.startswith("In 'experiment/") and match[2] in [kind.__name__ for kind in components("model").values()]:
             return f"{says}: that experiment sets the sizes of another model; choose an experiment for this one"
         return f"{says}{_near_field_of(match[1], match[2], job_type)}"
+    if match := re.search(r"(.*)Key (\S+) \((?:bool|int|float)\) is incompatible with \(str\)", text):
+        return f"{match[1]}a name is text: write it in quotes, '{match[2].lower()}' or as the data spells it"
     if match := re.search(r"Could not override '([\w/]+)'", text):
         return f"{text}{did_you_mean(match[1], groups)}"
     return re.split(r" (?:full_key:|reference_type=|object_type=)", text)[0]

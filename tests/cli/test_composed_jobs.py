@@ -32,6 +32,17 @@ def test_a_job_without_an_experiment_is_named_after_data_and_model() -> None:
     assert load_config(TrainJob, ["data=criteo_kaggle", "model=deepfm"]).run_dir == "runs/criteo_kaggle_deepfm"
 
 
+def test_names_of_a_mapping_may_look_like_numbers_and_truths(tmp_path: Path) -> None:
+    words = ["data.name=x", "data.format=csv", "data.columns.label=y", "data.columns.sparse=[a]", "source=x"]
+    for given, names_of in (("{TRUE: 1, False: 0}", ["TRUE", "False"]), ("{1: 0, -1: 1}", ["1", "-1"])):
+        values = load_config(PrepareJob, [*words, f"data.columns.label_values={given}"]).data.columns.label_values
+        assert list(values) == names_of
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "own.yaml").write_text("columns: {label: y, label_values: {true: 1, false: 0}}\n")
+    with pytest.raises(ConfigError, match=names("data/own quotes 'true'")):
+        load_config(PrepareJob, ["--config-dir", str(tmp_path), "data=own", "source=x"])
+
+
 def test_every_experiment_also_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     job = load_config(PlanJob, [QUICKSTART, "world_size=16", "hardware=h100_80gb"])
     assert type(job) is PlanJob

@@ -390,6 +390,16 @@ def test_labels_are_text_or_divided_by_a_threshold(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.parametrize(
+    "setting", [{"label_values": {"yes": 1, "no": 0}}, {"timestamp": "t"}, {"list_separator": "json"}]
+)
+def test_rows_go_to_the_quarantine_also_where_a_block_has_no_other(tmp_path: Path, setting: dict[str, Any]) -> None:
+    source = _write(tmp_path / "rows.csv", ["y,c,m,t", *["perhaps,a,?,never"] * 5])
+    columns = {"label": "y", "sparse": ["c"], "multi_hot": ["m"], **setting}
+    with pytest.raises(DataError, match=names("5 of 5 line 2 y 'perhaps'")):
+        _prepare(tmp_path, source, columns)
+
+
+@pytest.mark.parametrize(
     ("columns", "words"),
     [
         ({"label_values": {"yes": 1}}, "labels.values 1 alone"),

@@ -144,9 +144,8 @@ def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Tabl
     types |= {name: pa.dictionary(pa.int32(), pa.string()) for name in columns.sparse}
     types |= {name: pa.string() for name in layout.needed if name not in types or is_text(layout, name)}
     if not text:
-        times = {layout.time_column: pa.int64()} if layout.time_column not in (None, layout.columns.timestamp) else {}
-        types |= times
-        return pa.table({name: pa.array([], types[name]) for name in [*layout.needed, *times]})
+        table = pa.table({name: pa.array([], types[name]) for name in layout.needed})
+        return _with_timestamps(layout, with_labels(layout, _with_json_lists(layout, table)[0])[0])
     try:
         table = pa.csv.read_csv(
             pa.BufferReader(text),
