@@ -374,7 +374,8 @@ def _explain_composition(error: Exception, job_type: type, groups: dict[str, lis
             return f"{says}: that experiment sets the sizes of another model; choose an experiment for this one"
         return f"{says}{_near_field_of(match[1], match[2], job_type)}"
     if match := re.search(r"(.*)Key (\S+) \((?:bool|int|float)\) is incompatible with \(str\)", text):
-        return f"{match[1]}a name is text: write it in quotes, '{match[2].lower()}' or as the data spells it"
+        where = match[1].replace("KeyValidationError raised while composing config: ", "")
+        return f"{where}a name is text: write it in quotes, '{match[2].lower()}' or as the data spells it"
     if match := re.search(r"Could not override '([\w/]+)'", text):
         return f"{text}{did_you_mean(match[1], groups)}"
     return re.split(r" (?:full_key:|reference_type=|object_type=)", text)[0]

@@ -23,6 +23,7 @@ from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, quoted, read_words
 from pipeline.config.jobs.machine import InitJob
 from pipeline.config.jobs.prepare import InspectJob
+from pipeline.runtime import shell_words
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.exit_codes import INTERRUPTED
 
@@ -105,12 +106,13 @@ serve:
 	$(PYTHON) -m pipeline.serve artifact=artifacts/{name}
 # On windows of new rows, a folder each (docs/retraining.md): make retrain WINDOWS=windows
 WINDOWS ?= windows
+AT = $(if $(findstring ://,$(WINDOWS))$(filter /%,$(WINDOWS)),$(WINDOWS),$(CURDIR)/$(WINDOWS))
 WHEN ?= @hourly
 retrain:
 	$(PYTHON) -m pipeline.retrain $(CONF) experiment={name} source=$(WINDOWS) $(WORDS)
 # A crontab line that does it: (crontab -l; make -s schedule WHEN='*/30 * * * *') | crontab -   (Slurm, Kubernetes: python -m launch.schedule --help)
 schedule:
-	@$(PYTHON) -m launch.schedule cron --cron "$(WHEN)" --no-check-data -- --config-dir $(abspath conf) experiment={name} source=$(abspath $(WINDOWS)) $(WORDS)
+	@$(PYTHON) -m launch.schedule cron --cron "$(WHEN)" --no-check-data -- --config-dir "$(CURDIR)/conf" experiment={name} 'source="$(AT)"' $(WORDS)
 """
 
 
@@ -120,7 +122,9 @@ def init(job: InitJob) -> str:
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: give a folder that is not there yet")
     if not data.is_file():
-        raise ConfigError(f"data={data} is no file: `python -m pipeline.inspect source={job.source}` writes one")
+        raise ConfigError(
+            f"data={data} is no file: `python -m pipeline.inspect {shell_words.word('source', job.source)}` writes one"
+        )
     content = data.read_text()
     values = yaml.safe_load(content)
     if not isinstance(values, dict) or not {"name", "format"} <= values.keys():
@@ -133,7 +137,7 @@ def init(job: InitJob) -> str:
         f"conf/experiment/{name}.yaml": EXPERIMENT.format(name=name, model=_model_for(values)),
         "conf/sweep/rates.yaml": SWEEP,
         "my_model.py": MODEL,
-        "Makefile": MAKEFILE.format(name=name, source=shlex.quote(source)),
+        "Makefile": MAKEFILE.format(name=name, source=_for_make(shell_words.quoted(source))),
         ".gitignore": "datasets/\nruns/\nartifacts/\n__pycache__/\n",
     }
     for path, text in files.items():
@@ -141,7 +145,11 @@ def init(job: InitJob) -> str:
         (folder / path).write_text(text)
     width = max(map(len, files))
     listed = [f"{folder}/{path:<{width}}  {len(text.splitlines())} lines" for path, text in files.items()]
-    return "\n".join([*listed, f"next        cd {folder} && make prepare train"])
+    return "\n".join([*listed, f"next        cd {shlex.quote(str(folder))} && make prepare train"])
+
+
+def _for_make(text: str) -> str:
+    return text.replace("$", "$$").replace("#", "\\#")
 
 
 def _model_for(values: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.prepare import InspectJob
+from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
 
 
@@ -24,7 +25,7 @@ def inspect(job: InspectJob) -> str:
     proposal = propose(found, name)
     path = job.output or f"{name}.yaml"
     storage.publish_text(path, as_yaml(proposal, found))
-    return f"{as_text(proposal, found)}\nwritten to  {path}\nnext        python -m pipeline.init my_project data={path} source={job.source}"
+    return f"{as_text(proposal, found)}\nwritten to  {path}\nnext        python -m pipeline.init my_project {word('data', path)} {word('source', job.source)}"
 
 
 main = verb("inspect", InspectJob, describe=str)(inspect)

@@ -18,6 +18,7 @@ from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import to_json
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring
 from pipeline.sharding.compat import allow_untested_versions
@@ -95,7 +96,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         restored = checkpointer.restore_latest() if chosen is None else checkpointer.restore(chosen)
     if restored is None:
         raise TrainingError(
-            f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train run_dir={job.run} ..."
+            f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train {word('run_dir', job.run)} ..."
         )
     tables = describe_tables(job, restored, context.world_size // context.local_world_size)
     is_other_data = restored["data_order"]["dataset"] != dataset.fingerprint()

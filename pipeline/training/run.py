@@ -21,6 +21,7 @@ from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
 from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.sharding.compat import allow_untested_versions
@@ -285,7 +286,7 @@ def describe(summary: TrainSummary) -> str:
     lines += describe_run(summary.run_dir, summary.checkpoint, summary.throughput)
     if summary.report:
         lines.append(f"report      {summary.report}")
-    lines.append(f"next        python -m pipeline.evaluate run={summary.run_dir} split=test")
+    lines.append(f"next        python -m pipeline.evaluate {word('run', summary.run_dir)} split=test")
     return "\n".join(lines)
 
 

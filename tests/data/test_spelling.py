@@ -105,3 +105,12 @@ def test_requests_are_spelled_as_prepare_spells_files(num_rows: int) -> None:
         read = as_table(reader.read(bytes(sink.getvalue()), ARROW_TYPE))
         assert spell(read["c"]).to_pylist() == [text] * num_rows
         assert read["m"].to_pylist() == ([[text, None], None] * num_rows)[:num_rows]
+
+
+def test_large_whole_numbers_are_dense_features_in_requests_too() -> None:
+    reader = RequestReader(ColumnsConfig(label="y", dense=["x"], sparse=["c"]), LimitsConfig())
+    sent = pa.table({"x": [2**62 + 1], "c": ["a"]})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, sent.schema) as writer:
+        writer.write_table(sent)
+    assert as_table(reader.read(bytes(sink.getvalue()), ARROW_TYPE))["x"].to_pylist() == [2.0**62]

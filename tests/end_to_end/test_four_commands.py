@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from pipeline.config.jobs.machine import InitJob
 from pipeline.config.jobs.prepare import InspectJob, PrepareJob
 from pipeline.config.jobs.train import SweepJob, TrainJob
 from pipeline.data.prepare.run import prepare
+from pipeline.runtime import shell_words
 from pipeline.runtime.errors import ConfigError
 from tests.support.jobs import train_on_rank
 from tests.support.messages import names
@@ -54,6 +56,27 @@ def test_a_project_composes_and_nothing_in_it_is_overwritten(tmp_path: Path) -> 
     (tmp_path / "odd.yaml").write_text("a: 1\n")
     with pytest.raises(ConfigError, match=names("odd.yaml name format")):
         init(load_config(InitJob, [f"folder={tmp_path}/other", f"data={tmp_path}/odd.yaml", f"source={source}"]))
+
+
+def test_a_project_with_blanks_in_its_paths_has_commands_that_can_be_run(tmp_path: Path) -> None:
+    folder = tmp_path / "my shop"
+    folder.mkdir()
+    source = folder / "clicks, #1 $new.csv"
+    source.write_text("click,item\n" + "".join(f"{number % 3 == 0:d},i{number % 5}\n" for number in range(300)))
+    quoted = shell_words.word("source", source)
+    assert quoted in inspect(
+        load_config(InspectJob, [*shlex.split(quoted), f"output={folder}/data.yaml", "data_name=mine"])
+    )
+    words = [f"folder={folder}/project", f"data={folder}/data.yaml", *shlex.split(quoted)]
+    assert f"cd '{folder}/project' && make" in init(load_config(InitJob, words))
+    for windows, expected in (("windows", f"{folder}/project/windows"), ("s3://logs/clicks", "s3://logs/clicks")):
+        shown = subprocess.run(
+            ["make", "-n", "prepare", "schedule", f"WINDOWS={windows}"], cwd=folder / "project", capture_output=True, check=True, text=True
+        ).stdout.splitlines()  # fmt: skip
+        prepare, schedule = (shlex.split(line) for line in shown)
+        conf = ["--config-dir", "conf"]
+        assert load_config(PrepareJob, [f"--config-dir={folder}/project/conf", *prepare[5:]]).source == str(source)
+        assert prepare[3:5] == conf and f'source="{expected}"' in schedule and f"{folder}/project/conf" in schedule
 
 
 def test_what_is_missing_is_asked_for_and_the_file_is_inspected(

@@ -18,6 +18,7 @@ from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.runtime.errors import ServingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring, signing
 
@@ -174,4 +175,4 @@ def _ending(summary: ExportSummary) -> list[str]:
         lines.append(f"already exported to {summary.artifact}: nothing to do")
     else:
         lines.append(f"written to  {summary.artifact} ({_size(sizes['artifact'])}) in {summary.seconds:.1f} s")
-    return [*lines, f"next        python -m pipeline.serve artifact={summary.artifact}"]
+    return [*lines, f"next        python -m pipeline.serve {word('artifact', summary.artifact)}"]

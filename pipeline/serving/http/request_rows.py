@@ -193,10 +193,15 @@ def _is_category(kind: pa.DataType) -> bool:
 
 
 def _spelled(table: pa.Table, wanted: pa.Schema) -> pa.Table:
-    """Fractions of categorical columns as text, as prepare spells them; Arrow's cast gives large ids an exponent."""
+    """Fractions of categorical columns as text, as prepare spells them, and large whole numbers of dense ones: Arrow's own
+    cast gives the former an exponent and refuses the latter."""
     for number, field in enumerate(wanted):
         column = table[number]
-        if pa.types.is_string(field.type) and pa.types.is_floating(column.type):
+        if pa.types.is_floating(field.type) and pa.types.is_integer(
+            column.type
+        ):  # that no float64 is, as prepare reads it
+            table = table.set_column(number, field.name, column.cast(field.type, safe=False))
+        elif pa.types.is_string(field.type) and pa.types.is_floating(column.type):
             table = table.set_column(number, field.name, spell(column))
         elif pa.types.is_list(field.type) and pa.types.is_floating(column.type.value_type):
             lists = column.combine_chunks().cast(pa.list_(column.type.value_type))

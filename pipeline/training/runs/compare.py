@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline.checkpoint.retention import is_higher_better
 from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.shell_words import word
 from pipeline.training.runs.details import EvaluationDetails, read_details
 from pipeline.training.runs.folder import Run, describe_plan
 from pipeline.training.runs.intervals import MEASURES, Difference, difference, resampled_measures, same_rows
@@ -173,7 +174,7 @@ def read_all_details(
     """Path -> what the run's evaluation saw, of all runs or of none; and why none."""
     missing = [run.path for run in runs if (split, steps[run.path]) not in run.details]
     if missing:
-        how = f"python -m pipeline.evaluate run={missing[0]} split={split} step={steps[missing[0]]}"
+        how = f"python -m pipeline.evaluate {word('run', missing[0])} split={split} step={steps[missing[0]]}"
         return {}, [f"no intervals: {missing[0]} keeps nothing of the rows that it was measured on; {how}"]
     found = {run.path: read_details(run.details[split, steps[run.path]]) for run in runs}
     first = found[runs[0].path]
