@@ -57,10 +57,10 @@ def register(kind: str, name: str) -> Callable[[T], T]:
             raise ConfigError(
                 f'{_origin(component)} is registered as model {name!r}: give it the field `kind: str = "{name}"`'
             )
-        if name in known and _origin(known[name]) != _origin(component):
-            raise ConfigError(
-                f"{_origin(component)} registers {kind} {name!r}, which is {_origin(known[name])}; give it another name"
-            )
+        if name in known and (old := _origin(known[name])) != (new := _origin(component)):
+            if new.startswith(f"{BUILT_IN.get(kind)}."):  # a plugin may be imported before this release's own
+                old, new = new, old
+            raise ConfigError(f"{new} registers {kind} {name!r}, which is {old}; give it another name")
         known[name] = component
         return component
 
@@ -98,6 +98,11 @@ def load_plugins(packages: Iterable[str]) -> None:
     for name in packages:
         if name in _loaded:
             continue
+        if "/" in name or name.startswith(".") or name.endswith(".py"):
+            folder, _, module = name.removesuffix(".py").rpartition("/")
+            raise ConfigError(
+                f"plugins: {name!r} is a path, not the name of a module: PYTHONPATH={folder or '.'}, plugins=[{module.lstrip('.')}]"
+            )
         try:
             _import_all(name)
         except ImportError as error:

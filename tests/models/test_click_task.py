@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.runtime.errors import ConfigError
 from tests.support.clicks import Clicks, labelled
+from tests.support.messages import names
 
 
 def test_loss_is_weighted_cross_entropy_and_padding_counts_nothing() -> None:
@@ -15,3 +17,11 @@ def test_loss_is_weighted_cross_entropy_and_padding_counts_nothing() -> None:
     expected = F.binary_cross_entropy_with_logits(logits[:2], labels[:2], reduction="sum") / 3
     assert loss.item() == pytest.approx(expected.item())
     assert prediction.logits.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("output", "says"), [(torch.zeros(3, 2), "[3, 2] 3 rows"), (torch.zeros(()), "[] 3 rows"), ((torch.zeros(3),), "a tuple 3 rows")]
+)  # fmt: skip
+def test_a_model_that_does_not_give_a_logit_a_row_is_told_so(output: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=names(says)):
+        Clicks()(labelled(torch.zeros(3)), output)

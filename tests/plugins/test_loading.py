@@ -94,6 +94,8 @@ def test_an_installed_package_registers_by_its_entry_point(plugin: str, monkeypa
     ("override", "message"),
     [
         ("plugins=[no_such_plugin]", "cannot import 'no_such_plugin'.*PYTHONPATH"),
+        ("plugins=[./my/plugin]", r"PYTHONPATH=./my, plugins=\[plugin\]"),
+        ("plugins=[plugin.py]", r"PYTHONPATH=\., plugins=\[plugin\]"),
         ("plugins=no_such_plugin", r"write plugins=\[no_such_plugin\]"),
     ],
 )
@@ -109,7 +111,7 @@ def test_a_kind_that_nothing_looks_for_is_refused() -> None:
 
 def test_two_components_of_one_name_are_refused(plugin: str, tmp_path: Path) -> None:
     (tmp_path / plugin / "model.py").write_text(MODEL.format(name="dlrm", kind="dlrm"))
-    with pytest.raises(ConfigError, match="registers model 'dlrm', which is"):
+    with pytest.raises(ConfigError, match=f"^{plugin}.model.* registers model 'dlrm', which is pipeline.models.dlrm"):
         registry.load_plugins([plugin])
 
 

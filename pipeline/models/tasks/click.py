@@ -14,6 +14,7 @@ from pipeline.data.read.batch import Batch
 from pipeline.embeddings.table import Table
 from pipeline.models.tasks.click_metrics import RunningMetrics, ScoreCollector
 from pipeline.models.tasks.task import Measure
+from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
 
 
@@ -36,7 +37,7 @@ class ClickTask(nn.Module):
         super().__init__()
 
     def forward(self, logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Prediction]:
-        logits = logits.reshape(-1).float()
+        logits = logit_a_row(logits, len(batch.labels))
         loss = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.sample_weights)
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.sample_weights)
 
@@ -51,6 +52,16 @@ class ClickTask(nn.Module):
 
     def evaluation_measure(self, context: DistributedContext, batch_size: int) -> Measure:
         return ClickMeasure(context, batch_size)
+
+
+def logit_a_row(output: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[batch] float32. Raises ConfigError where a model gives anything else."""
+    if not isinstance(output, torch.Tensor) or output.numel() != num_rows:
+        given = list(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        raise ConfigError(
+            f"the model gives {given} for {num_rows} rows: its forward returns a logit a row, [{num_rows}, 1]"
+        )
+    return output.reshape(-1).float()
 
 
 class ClickMeasure:
