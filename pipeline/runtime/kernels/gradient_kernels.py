@@ -29,7 +29,7 @@ def _fold_tile(gradient, values, masked, turned, sums, lines, width, count, row,
     if len(turned):
         transpose_16(tile, U(0), L, turned, column * count + row, count)
     if len(sums):
-        sum_rows_1(tile, U(0), L, lines, tile, U(0), L, U(0), tile)
+        sum_rows_1(tile, U(0), L, lines, tile, False, U(0), L, U(0), tile)
         add_16(sums, own + column, tile, U(0), np.float32(1))
 
 

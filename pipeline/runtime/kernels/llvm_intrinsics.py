@@ -214,35 +214,43 @@ def _make_multiply(rows: int, vectors: int) -> Any:
     return typed
 
 
-def _make_sum(vectors: int, is_scaled: bool) -> Any:
-    """`vectors` sums stay in registers while the rows go by."""
+def _make_sum(vectors: int) -> Any:
+    """`vectors` sums stay in registers while the rows go by, in one of two loops: scaled or not."""
 
-    def typed(_: Any, rows: Any, start: Any, dim: Any, order: Any, scales: Any, first: Any, last: Any, k: Any, into: Any) -> tuple[Signature, Any]:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            source, places, factors, out = (_data(context, builder, signature, arguments, at) for at in (0, 3, 4, 8))
-            _, start, dim, _, _, first, last, k, _ = arguments
-            sums = [cgutils.alloca_once(builder, _across(FLOAT, LANES)) for _ in range(vectors)]
-            for each in sums:
-                builder.store(_whole(FLOAT, LANES, 0), each)
+    def typed(_: Any, rows: Any, start: Any, dim: Any, order: Any, scales: Any, is_scaled: Any, first: Any, last: Any, k: Any, into: Any) -> tuple[Signature, Any]:  # fmt: skip
+        def add_all(context: Any, builder: Any, signature: Any, arguments: Any, sums: Any, has_factors: bool) -> None:
+            source, places, factors = (_data(context, builder, signature, arguments, at) for at in (0, 3, 4))
+            _, start, dim, _, _, _, first, last, k, _ = arguments
             with cgutils.for_range(builder, builder.sub(last, first)) as loop:
                 entry = builder.add(first, loop.index)
                 row = builder.load(builder.gep(places, [entry]))
                 row = row if row.type == first.type else builder.zext(row, first.type)
                 begin = builder.add(builder.add(start, builder.mul(row, dim)), k)
-                factor = _splat(builder, builder.load(builder.gep(factors, [entry])), LANES) if is_scaled else None
+                factor = _splat(builder, builder.load(builder.gep(factors, [entry])), LANES) if has_factors else None
                 for vector, total in enumerate(sums):
                     place = builder.add(begin, _offset(LANES * vector))
                     numbers = _load(builder, source, place, rows.dtype, True, LANES)
                     if factor is not None:
                         numbers = builder.fmul(numbers, factor, flags=("contract",))
                     builder.store(builder.fadd(builder.load(total), numbers, flags=("contract",)), total)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            out, k = _data(context, builder, signature, arguments, 9), arguments[8]
+            sums = [cgutils.alloca_once(builder, _across(FLOAT, LANES)) for _ in range(vectors)]
+            for each in sums:
+                builder.store(_whole(FLOAT, LANES, 0), each)
+            with builder.if_else(arguments[5]) as (scaled, plain):
+                with scaled:
+                    add_all(context, builder, signature, arguments, sums, True)
+                with plain:
+                    add_all(context, builder, signature, arguments, sums, False)
             for vector, total in enumerate(sums):
                 place = builder.add(k, _offset(LANES * vector))
                 _store(builder, builder.load(total), out, place, types.float32, LANES)
             return context.get_dummy_value()
 
         place = types.uint64
-        return types.void(rows, place, place, order, scales, place, place, place, into), generate
+        return types.void(rows, place, place, order, scales, types.boolean, place, place, place, into), generate
 
     return typed
 
@@ -304,12 +312,9 @@ multiply_8x1, multiply_8x2 = _named("multiply_8x1", _make_multiply(8, 1)), _name
 multiply_4x1, multiply_4x2 = _named("multiply_4x1", _make_multiply(4, 1)), _named("multiply_4x2", _make_multiply(4, 2))
 # transpose_16(a, at, step, b, begin, width): b[begin + k width + r] = a[at + r step + k], for 16 rows r and columns k; fp32.
 transpose_16 = _named("transpose_16", _transpose_16)
-# sum_rows_V(rows, start, dim, order, scales, first, last, k, into): into[k:][:16 V] = the sum over e in first..last of
-# rows[start + order[e] * dim + k:][:16 V], in their order, in fp32; uint16 is fp16. sum_scaled_rows_V: each times scales[e].
-sum_rows_1, sum_rows_2, sum_rows_4 = (_named(f"sum_rows_{count}", _make_sum(count, False)) for count in (1, 2, 4))
-sum_scaled_rows_1, sum_scaled_rows_2, sum_scaled_rows_4 = (
-    _named(f"sum_scaled_rows_{count}", _make_sum(count, True)) for count in (1, 2, 4)
-)
+# sum_rows_V(rows, start, dim, order, scales, is_scaled, first, last, k, into): into[k:][:16 V] = the sum over e in first..last
+# of rows[start + order[e] * dim + k:][:16 V], in their order, in fp32, each times scales[e] if is_scaled; uint16 is fp16.
+sum_rows_1, sum_rows_2, sum_rows_4 = (_named(f"sum_rows_{count}", _make_sum(count)) for count in (1, 2, 4))
 # take_ticket(tickets): tickets[0], to which it adds 1 at once: of threads that ask, each gets another number.
 take_ticket = _named("take_ticket", _take_ticket)
 # add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes], `sums` in fp32.

@@ -16,11 +16,9 @@ from pipeline.runtime.kernels.llvm_intrinsics import (
     copy_1,
     copy_16,
     prefetch_to_read,
-    sum_rows_1,
-    sum_rows_2,
-    sum_rows_4,
 )
 from pipeline.runtime.kernels.parts import part
+from pipeline.runtime.kernels.sums import sum_rows
 
 U = np.uint64
 AHEAD = 8  # ids
@@ -43,25 +41,6 @@ def _prefetch(table, begin, indices, position, limit, dim):  # type: ignore[no-u
         at = begin + min(U(indices[position]), limit) * dim
         for k in range(U(0), dim, U(LANES)):
             prefetch_to_read(table, at + k)
-
-
-@part()
-def _sum(table, begin, indices, first, last, dim, sums):  # type: ignore[no-untyped-def]
-    """sums[:dim] = the sum of the rows of indices[first:last]."""
-    k = U(0)
-    while k + U(4 * LANES) <= dim:
-        sum_rows_4(table, begin, dim, indices, sums, first, last, k, sums)
-        k += U(4 * LANES)
-    if k + U(2 * LANES) <= dim:
-        sum_rows_2(table, begin, dim, indices, sums, first, last, k, sums)
-        k += U(2 * LANES)
-    if k + U(LANES) <= dim:
-        sum_rows_1(table, begin, dim, indices, sums, first, last, k, sums)
-        k += U(LANES)
-    for number in range(k, dim):
-        sums[number] = np.float32(0)
-        for position in range(first, last):
-            add_row_1(sums, number, table, begin + U(indices[position]) * dim + number, np.float32(1))
 
 
 @part()
@@ -121,6 +100,6 @@ def look_up(  # type: ignore[no-untyped-def]
                         scale = np.float32(1) / np.float32(last - first)
                     _sum_scaled(table, table_begin, indices, factors, first, last, scale, dim, sums)
                 else:
-                    _sum(table, table_begin, indices, first, last, dim, sums)
+                    sum_rows(table, table_begin, dim, indices, sums, False, first, last, sums)
                 _copy(sums, U(0), out, target, dim)
     return True

@@ -1,4 +1,4 @@
-"""Find the rows that a batch names, and sum each row's gradients over its bags.
+"""Find the rows that a batch names, and bring together what each row's gradient is summed from.
 
 A table of slots finds the rows. The bags of each row are then laid out one after the other, in their order, so sums do
 not depend on threads. Gradients are copied together first, for in the batch's own array they lie a page apart.
@@ -10,17 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.runtime.kernels.llvm_intrinsics import (
-    LANES,
-    add_1,
-    prefetch_to_write,
-    sum_rows_1,
-    sum_rows_2,
-    sum_rows_4,
-    sum_scaled_rows_1,
-    sum_scaled_rows_2,
-    sum_scaled_rows_4,
-)
+from pipeline.runtime.kernels.llvm_intrinsics import prefetch_to_write
 from pipeline.runtime.kernels.moves import move
 from pipeline.runtime.kernels.parts import part
 
@@ -137,33 +127,3 @@ def bring_near(gradients, width, columns, first, last, num_samples, dim, near): 
             move(gradients, at, near, place, dim)
             at += width
             place += dim
-
-
-@part()
-def gather(gradient, near, dim, order, factors, has_factors, first, last):  # type: ignore[no-untyped-def]
-    """gradient [dim]: the sum over a row's bags order[first:last]."""
-    k = U(0)
-    while k + U(4 * LANES) <= dim:
-        if has_factors:
-            sum_scaled_rows_4(near, U(0), dim, order, factors, first, last, k, gradient)
-        else:
-            sum_rows_4(near, U(0), dim, order, factors, first, last, k, gradient)
-        k += U(4 * LANES)
-    if k + U(2 * LANES) <= dim:
-        if has_factors:
-            sum_scaled_rows_2(near, U(0), dim, order, factors, first, last, k, gradient)
-        else:
-            sum_rows_2(near, U(0), dim, order, factors, first, last, k, gradient)
-        k += U(2 * LANES)
-    if k + U(LANES) <= dim:
-        if has_factors:
-            sum_scaled_rows_1(near, U(0), dim, order, factors, first, last, k, gradient)
-        else:
-            sum_rows_1(near, U(0), dim, order, factors, first, last, k, gradient)
-        k += U(LANES)
-    for number in range(k, dim):
-        gradient[number] = np.float32(0)
-        for entry in range(first, last):
-            add_1(
-                gradient, number, near, U(order[entry]) * dim + number, factors[entry] if has_factors else np.float32(1)
-            )

@@ -21,6 +21,7 @@ from numba import njit
 
 from pipeline.runtime.kernels.llvm_intrinsics import prefetch_to_write, take_ticket
 from pipeline.runtime.kernels.parts import part
+from pipeline.runtime.kernels.sums import sum_rows
 from pipeline.sharding.kernels.optimizer_kernels import (
     ADAM,
     KEEP,
@@ -42,7 +43,6 @@ from pipeline.sharding.kernels.row_kernels import (
     bring_near,
     buffer_sizes,
     find_rows,
-    gather,
     own_ids,
     sort_bags,
 )
@@ -117,7 +117,7 @@ def _update_rows_of(  # type: ignore[no-untyped-def]
         if entry + U(AHEAD) < distinct:
             _prefetch_row(rows[entry + U(AHEAD)], weights, halves, is_half, states, squares, kind, begins, sizes)
         row, end = rows[entry], U(ends[entry])
-        gather(gradient, near, sizes[0], order, scales, has_scales, begin, end)
+        sum_rows(near, U(0), sizes[0], order, scales, has_scales, begin, end, gradient)
         begin = end
         if skips and largest_size(gradient, U(0), sizes[0]) == np.float32(0):
             continue
