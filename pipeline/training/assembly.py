@@ -20,6 +20,7 @@ from pipeline.data.read.reader import ShardReader
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
+from pipeline.models.layers.bf16_weights import keep_bf16_weights
 from pipeline.models.layers.dlrm import join_lookups_to_products, use_torchrec_layers
 from pipeline.models.layers.linear_products import FastLinear, speed_up_crosses, speed_up_linear_layers
 from pipeline.models.layers.stack import speed_up_stacks
@@ -41,6 +42,7 @@ from pipeline.runtime.storage import storage
 from pipeline.sharding.torchrec.embedding_sync import replicates
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
+from pipeline.training.dense_step import can_step_copies
 from pipeline.training.preflight import table_optimizer_of
 from pipeline.training.tier_rates import tier_folder
 
@@ -194,7 +196,18 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
     )
     if context.world_size == 1 and context.device.type == "cpu":
         join_lookups_to_products(model)
+        if _takes_bf16_weights(job):
+            keep_bf16_weights(model)
     return Assembly(resolved.tables, task, model, record, replicated)
+
+
+def _takes_bf16_weights(job: TrainJob) -> bool:
+    """Whether the layers' gradients go from backward to Adam's step as they are: nothing adds them up, clips or reads them."""
+    trainer, dense = job.trainer, job.optimizer.dense
+    is_plain = trainer.gradient_accumulation_steps == 1 and not job.model.l2 and not trainer.compile
+    is_clipped = trainer.gradient_clip_norm is not None or trainer.gradient_clip_value is not None
+    in_bf16 = job.sharding.fast_cpu and trainer.precision == "bf16"
+    return in_bf16 and is_plain and not is_clipped and dense.name in ("adam", "adamw") and can_step_copies(dense.beta1)
 
 
 def _tier_folder(job: TrainJob, tables: list[Table], replicated: bool) -> str | None:

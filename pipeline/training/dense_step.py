@@ -1,21 +1,36 @@
-"""Step torch's Adam over all dense parameters by its one CPU kernel, without what torch does around it.
+"""Step Adam over all dense parameters by one CPU kernel for each type of gradients, without what torch does around it.
 
 torch's step() gathers and groups tensors by device and asks torch.compile for a graph break: several times as long as the
-kernel takes over a small model's layers. The kernel, its arguments and its numbers are torch's.
+kernel takes over a small model's layers. For fp32 gradients the kernel, its arguments and its numbers are torch's. Weights
+with a copy in bf16 (pipeline.models.layers.bf16_weights) have bf16 gradients; a kernel of our own reads these, does the same
+arithmetic, bit for bit, and writes the copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 
+from pipeline.models.layers.bf16_weights import Bf16Copy
+from pipeline.runtime.kernels.optional import kernels
+from pipeline.runtime.process.kernel_pool import on_all_threads
+
 KERNELS = {torch.optim.Adam: torch._fused_adam_, torch.optim.AdamW: torch._fused_adamw_}
+COPIES_KERNELS = "pipeline.runtime.kernels.adam_kernels"
+BLOCK, LEAST_BLOCKS = 1 << 14, 4  # numbers; blocks that are worth a thread
+Array = np.ndarray[Any, Any]
 
 
 class FusedAdamStep:
     """Of an optimizer that fits(); its state and its learning rate stay where they are."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, copies: Sequence[Bf16Copy] = ()) -> None:
+        """`copies`: of some of the optimizer's weights, where can_step_copies()."""
         self._optimizer, self._kernel = optimizer, KERNELS[type(optimizer)]
+        self._copies = list(copies)
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:
@@ -31,15 +46,67 @@ class FusedAdamStep:
     @torch.no_grad()
     def step(self) -> None:
         (group,), state = self._optimizer.param_groups, self._optimizer.state
-        weights = [weight for weight in group["params"] if weight.grad is not None]
+        copies = [copy for copy in self._copies if copy.gradient() is not None]
+        stepped = {id(copy.weight) for copy in copies}
+        weights = [weight for weight in group["params"] if weight.grad is not None and id(weight) not in stepped]
+        steps = [state[weight]["step"] for weight in (*weights, *(copy.weight for copy in copies))]
+        if steps:
+            torch._foreach_add_(steps, 1)
+        if copies:
+            _step_copies(copies, group, state, is_adamw=self._kernel is torch._fused_adamw_)
+        for copy in self._copies if len(copies) < len(self._copies) else []:
+            if id(copy.weight) not in stepped:
+                copy.forget()
         if not weights:
             return
         states = [state[weight] for weight in weights]
-        steps = [each["step"] for each in states]
-        torch._foreach_add_(steps, 1)
         beta1, beta2 = group["betas"]
         self._kernel(
             weights, [weight.grad for weight in weights], [each["exp_avg"] for each in states],
-            [each["exp_avg_sq"] for each in states], [], steps, amsgrad=False, lr=group["lr"], beta1=beta1, beta2=beta2,
-            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            [each["exp_avg_sq"] for each in states], [], steps[: len(weights)], amsgrad=False, lr=group["lr"], beta1=beta1,
+            beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
+
+
+def can_step_copies(beta1: float) -> bool:
+    """Below a half torch computes the first moment another way."""
+    return beta1 > 0.5 and kernels(COPIES_KERNELS) is not None
+
+
+def _step_copies(copies: Sequence[Bf16Copy], group: dict[str, Any], state: dict[Any, Any], is_adamw: bool) -> None:
+    module = kernels(COPIES_KERNELS)
+    assert module is not None
+    rows, gradients, numbers, known = [], [], [], {}
+    for copy in copies:
+        weight, gradient = copy.weight, copy.gradient()
+        assert gradient is not None and weight.is_contiguous()
+        gradients.append(gradient.contiguous())  # kept until the kernel has run
+        own = state[weight]
+        tensors = (weight, gradients[-1], own["exp_avg"], own["exp_avg_sq"], copy.numbers())
+        rows.append([tensor.data_ptr() for tensor in tensors])
+        step = float(own["step"])
+        if step not in known:
+            known[step] = _numbers(group, step, is_adamw)
+        numbers.append(known[step])
+    blocks = _blocks([copy.weight.numel() for copy in copies])
+    arguments = blocks, np.array(rows, np.uint64), np.array(numbers, np.float32)
+    on_all_threads(module.step_weights, arguments, len(blocks), LEAST_BLOCKS)
+    for copy, gradient in zip(copies, gradients, strict=True):
+        copy.weight.grad = gradient  # for hooks that read it
+
+
+def _numbers(group: dict[str, Any], step: float, is_adamw: bool) -> list[float]:
+    """In the order of adam_kernels.SHARE and what follows it, by torch's formulas."""
+    (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), group["weight_decay"]
+    size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    l2, keep = (0.0, 1 - lr * decay) if is_adamw else (decay, 1.0)
+    return [1 - beta1, beta2, 1 - beta2, root, group["eps"], size, l2, keep]
+
+
+def _blocks(counts: Sequence[int]) -> Array:
+    """[n, 3]: a weight, a block's first number, and how many it has."""
+    found = []
+    for weight, count in enumerate(counts):
+        first = np.arange(0, count, BLOCK)
+        found.append(np.stack([np.full_like(first, weight), first, np.minimum(count - first, BLOCK)], axis=1))
+    return np.concatenate(found)

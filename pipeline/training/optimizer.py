@@ -13,33 +13,48 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig
+from pipeline.models.layers.bf16_weights import Bf16Copy, bf16_copies
 from pipeline.runtime.errors import TrainingError
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, materialize_state
-from pipeline.training.dense_step import FusedAdamStep
+from pipeline.training.dense_step import FusedAdamStep, can_step_copies
 
 
 class DenseOptimizer(KeyedOptimizerWrapper):
     """A torch optimizer by parameter name, whose state is there before the first step."""
 
-    def __init__(self, params: dict[str, nn.Parameter], config: DenseOptimizerConfig, l2: float = 0.0) -> None:
-        """`l2` times its weights is added to the gradient of each matrix; biases and norms are vectors."""
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        config: DenseOptimizerConfig,
+        l2: float = 0.0,
+        copies: Sequence[Bf16Copy] = (),
+    ) -> None:
+        """`l2` times its weights is added to the gradient of each matrix; biases and norms are vectors.
+
+        copies: in bf16, of weights whose gradients are their copies'.
+        """
         super().__init__(params, lambda weights: _make_dense(weights, config))
-        self._weights = list(params.values())
-        self._fused = FusedAdamStep(self._optimizer) if FusedAdamStep.fits(self._optimizer) else None
+        self._weights, self._copies = list(params.values()), list(copies)
+        self._fused = FusedAdamStep(self._optimizer, copies) if FusedAdamStep.fits(self._optimizer) else None
+        self._steps_copies = self._fused is not None and not l2 and can_step_copies(config.beta1)
         self._l2, self._matrices = l2, [weight for weight in self._weights if weight.dim() > 1]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Without the profiler range of torch's, as update() is."""
         for weight in self._weights:
             weight.grad = None
+        for copy in self._copies:
+            copy.drop_gradient()
 
     def step(self, closure: Any = None) -> None:
         self.update(closure)
 
     def update(self, closure: Any = None) -> None:
         """step() without torch's wrapper, which opens a profiler range: a fiftieth of a small model's step."""
+        if self._copies and not self._steps_copies:
+            self._hand_gradients_on()
         if self._l2:
             with torch.no_grad():
                 for weight in self._matrices:
@@ -49,6 +64,15 @@ class DenseOptimizer(KeyedOptimizerWrapper):
             self._fused.step()
         else:
             self._optimizer.step(closure)
+
+    def _hand_gradients_on(self) -> None:
+        """From copies to their weights, in fp32."""
+        for copy in self._copies:
+            gradient = copy.gradient()
+            if gradient is not None:
+                copy.weight.grad = gradient.float()
+                copy.drop_gradient()
+            copy.forget()  # the step that follows is torch's
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Nothing to do; the dummy step that others need here would count as a step of Adam."""
@@ -166,7 +190,7 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig, l2
     fast_cpu = all(sharded.fast_cpu for sharded in _sharded_tables(model))
     rules = {name: rule for sharded in _sharded_tables(model) for name, rule in sharded.update_rules.items()}
     replicated = ReplicatedTablesOptimizer(tables, config.sparse, fast_cpu, rules) if tables else None
-    dense = DenseOptimizer(layers, config.dense, l2) if layers else None
+    dense = DenseOptimizer(layers, config.dense, l2, bf16_copies(model.module)) if layers else None
     parts: list[KeyedOptimizer | None] = [model.fused_optimizer, replicated, dense]
     assert_every_parameter_has_one_optimizer(model, [part for part in parts if part is not None])
     return TrainingOptimizer(model.fused_optimizer, replicated, dense, config, fast_lookups(model))

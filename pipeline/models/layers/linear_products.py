@@ -126,13 +126,17 @@ class FastCross:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         network, crossed = self._network, input
         in_one_type = input.dtype == torch.float32 and not torch.is_autocast_enabled(input.device.type)
-        for down, up, bias in zip(network.V_kernels, network.W_kernels, network.bias, strict=True):
+        for (down, up), bias in zip(self.factors(input), network.bias, strict=True):
             inner = linear(crossed, down)
             if in_one_type:
                 crossed = torch.addcmul(crossed, input, linear(inner, up, bias))
             else:  # autocast's product is bf16, the sum with the bias is not
                 crossed = input * (linear(inner, up) + bias) + crossed
         return crossed
+
+    def factors(self, input: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each layer: what maps down, and what maps up again."""
+        return list(zip(self._network.V_kernels, self._network.W_kernels, strict=True))
 
 
 def relu_of(layer: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
