@@ -25,6 +25,7 @@ def precompile() -> bool:
     _dot_products()
     _stacks()
     _dice()
+    _adam_steps()
     _rows_to_score()
     _annealing()
     return True
@@ -100,6 +101,20 @@ def _stacks() -> None:
             for dtype in (torch.float32, torch.bfloat16) if in_bf16 else (torch.float32,):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
                     stack(torch.zeros(2, 4, dtype=dtype, requires_grad=True)).sum().backward()
+
+
+def _adam_steps() -> None:
+    import torch
+
+    from pipeline.config.training import DenseOptimizerConfig
+    from pipeline.models.layers.bf16_weights import bf16_copies, keep_bf16_weights
+    from pipeline.training.optimizer import DenseOptimizer
+
+    layer = torch.nn.Linear(2, 2)
+    keep_bf16_weights(layer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(torch.zeros(2, 2)).sum().backward()
+    DenseOptimizer(dict(layer.named_parameters()), DenseOptimizerConfig(), copies=bf16_copies(layer)).update()
 
 
 def _dice() -> None:
