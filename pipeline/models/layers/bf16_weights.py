@@ -82,7 +82,7 @@ class Bf16Cross(FastCross):
         ]
 
     def factors(self, input: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        if not self._network.training or not is_training_in_bf16(input):
+        if not self.network.training or not is_training_in_bf16(input):
             return super().factors(input)
         return [(down.numbers(), up.numbers()) for down, up in self._pairs]
 

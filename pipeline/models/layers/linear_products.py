@@ -121,10 +121,10 @@ class FastCross:
     """In place of the forward of TorchRec's low-rank cross network: [B, width] -> [B, width]."""
 
     def __init__(self, network: LowRankCrossNet) -> None:
-        self._network = network
+        self.network = network
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        network, crossed = self._network, input
+        network, crossed = self.network, input
         in_one_type = input.dtype == torch.float32 and not torch.is_autocast_enabled(input.device.type)
         for (down, up), bias in zip(self.factors(input), network.bias, strict=True):
             inner = linear(crossed, down)
@@ -136,7 +136,7 @@ class FastCross:
 
     def factors(self, input: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each layer: what maps down, and what maps up again."""
-        return list(zip(self._network.V_kernels, self._network.W_kernels, strict=True))
+        return list(zip(self.network.V_kernels, self.network.W_kernels, strict=True))
 
 
 def relu_of(layer: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:

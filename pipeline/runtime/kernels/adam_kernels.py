@@ -23,11 +23,11 @@ from pipeline.runtime.kernels.llvm_intrinsics import (
     INT16,
     INT32,
     LANES,
-    across,
-    as_bf16_bits,
-    root,
-    splat,
-    whole,
+    _across,
+    _as_bf16_bits,
+    _root,
+    _splat,
+    _whole,
 )
 
 U = np.uint64
@@ -51,15 +51,15 @@ def _make_step(lanes: int) -> Any:
 
     def typed(_: Any, weight: Any, gradient: Any, mean: Any, spread: Any, copy: Any, share: Any, square_decay: Any, square_share: Any, correction: Any, eps: Any, size: Any, l2: Any, keep: Any) -> tuple[Signature, Any]:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            floats, halves = across(FLOAT, lanes), across(INT16, lanes)
+            floats, halves = _across(FLOAT, lanes), _across(INT16, lanes)
             kinds = (floats, halves, floats, floats, halves)
             places = [builder.inttoptr(at, kind.as_pointer()) for at, kind in zip(arguments[:5], kinds, strict=True)]
             share, square_decay, square_share, correction, eps, size, l2, keep = (
-                splat(builder, number, lanes) for number in arguments[5:]
+                _splat(builder, number, lanes) for number in arguments[5:]
             )
             weight, mean, spread = (builder.load(places[k], align=4) for k in (WEIGHT, MEAN, SPREAD))
-            short = builder.zext(builder.load(places[GRADIENT], align=2), across(INT32, lanes))
-            gradient = builder.bitcast(builder.shl(short, whole(INT32, lanes, 16)), floats)
+            short = builder.zext(builder.load(places[GRADIENT], align=2), _across(INT32, lanes))
+            gradient = builder.bitcast(builder.shl(short, _whole(INT32, lanes, 16)), floats)
             gradient = _fma(builder, weight, l2, gradient, lanes)
             weight = builder.fmul(weight, keep)
             mean = _fma(builder, share, builder.fsub(gradient, mean), mean, lanes)
@@ -68,11 +68,11 @@ def _make_step(lanes: int) -> Any:
                 spread = _fma(builder, square, gradient, builder.fmul(square_decay, spread), lanes)
             else:  # torch's compiler joins the other two, in what it does number by number
                 spread = _fma(builder, square_decay, spread, builder.fmul(square, gradient), lanes)
-            length = builder.fadd(builder.fdiv(root(builder, spread, lanes), correction), eps)
+            length = builder.fadd(builder.fdiv(_root(builder, spread, lanes), correction), eps)
             weight = builder.fsub(weight, builder.fdiv(builder.fmul(size, mean), length))
             for number, place in ((weight, WEIGHT), (mean, MEAN), (spread, SPREAD)):
                 builder.store(number, places[place], align=4)
-            builder.store(builder.trunc(as_bf16_bits(builder, weight, lanes), halves), places[COPY], align=2)
+            builder.store(builder.trunc(_as_bf16_bits(builder, weight, lanes), halves), places[COPY], align=2)
             return context.get_dummy_value()
 
         return types.void(*[types.uint64] * 5, *[types.float32] * 8), generate

@@ -18,15 +18,15 @@ from pipeline.runtime.kernels.llvm_intrinsics import (
     FLOAT,
     INT32,
     LANES,
+    _across,
+    _as_bf16_bits,
     _data,
     _load,
     _named,
     _offset,
+    _splat,
     _store,
-    across,
-    as_bf16_bits,
-    splat,
-    whole,
+    _whole,
 )
 
 DOT = "llvm.x86.avx512bf16.dpbf16ps.512"  # sums + the products of pairs, in fp32
@@ -52,7 +52,7 @@ def _across_row(builder: Any, begin: Any, index: Any, is_bf16: bool) -> Any:
     scalar = INT32 if is_bf16 else FLOAT
     value = builder.load(builder.gep(builder.bitcast(begin, scalar.as_pointer()), [index]), align=2 if is_bf16 else 4)
     nothing = ir.Constant(ir.VectorType(scalar, LANES), ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(nothing, value, INT32(0)), nothing, whole(INT32, LANES, 0))
+    return builder.shuffle_vector(builder.insert_element(nothing, value, INT32(0)), nothing, _whole(INT32, LANES, 0))
 
 
 def _make_product(rows: int, vectors: int) -> Any:
@@ -67,7 +67,7 @@ def _make_product(rows: int, vectors: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             left, right, starts, out = (_data(context, builder, signature, arguments, k) for k in (0, 3, 7, 11))
             _, at, step, _, begin, width, count, _, first, start_step, floor, _, into, stride = arguments
-            kind = across(FLOAT, LANES)
+            kind = _across(FLOAT, LANES)
             sums = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
             for row, totals in enumerate(sums):
                 begins_at = builder.add(first, builder.mul(start_step, _offset(row)))
@@ -91,7 +91,7 @@ def _make_product(rows: int, vectors: int) -> Any:
                     number = _across_row(builder, row_begin, loop.index, is_bf16)
                     for total, factor in zip(totals, factors, strict=True):
                         builder.store(_multiplied(builder, builder.load(total), number, factor, is_bf16), total)
-            least = splat(builder, floor, LANES)
+            least = _splat(builder, floor, LANES)
             for row, totals in enumerate(sums):
                 place = builder.add(into, builder.mul(stride, _offset(row)))
                 for vector, total in enumerate(totals):
@@ -118,8 +118,8 @@ def _lay_16(_: Any, source: Any, at: Any, step: Any, into: Any, position: Any) -
             _store(builder, first, target, position, types.float32, LANES)
             return context.get_dummy_value()
         second = _load(builder, rows, builder.add(at, step), types.float32, False, LANES)
-        low, high = (as_bf16_bits(builder, numbers, LANES) for numbers in (first, second))
-        pairs = builder.or_(low, builder.shl(high, whole(INT32, LANES, 16)))
+        low, high = (_as_bf16_bits(builder, numbers, LANES) for numbers in (first, second))
+        pairs = builder.or_(low, builder.shl(high, _whole(INT32, LANES, 16)))
         place = builder.bitcast(builder.gep(target, [position]), ir.VectorType(INT32, LANES).as_pointer())
         builder.store(pairs, place, align=4)
         return context.get_dummy_value()

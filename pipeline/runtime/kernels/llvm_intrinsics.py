@@ -18,12 +18,12 @@ LANES = 16
 FLOAT, HALF, INT32, INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
 
 
-def across(kind: Any, lanes: int) -> Any:
+def _across(kind: Any, lanes: int) -> Any:
     return ir.VectorType(kind, lanes) if lanes > 1 else kind
 
 
-def whole(kind: Any, lanes: int, value: int) -> Any:
-    return ir.Constant(across(kind, lanes), [value] * lanes if lanes > 1 else value)
+def _whole(kind: Any, lanes: int, value: int) -> Any:
+    return ir.Constant(_across(kind, lanes), [value] * lanes if lanes > 1 else value)
 
 
 def _data(context: Any, builder: Any, signature: Any, arguments: Any, position: int) -> Any:
@@ -31,7 +31,7 @@ def _data(context: Any, builder: Any, signature: Any, arguments: Any, position: 
 
 
 def _pointer(builder: Any, data: Any, index: Any, kind: Any, lanes: int) -> Any:
-    return builder.bitcast(builder.gep(data, [index]), across(kind, lanes).as_pointer())
+    return builder.bitcast(builder.gep(data, [index]), _across(kind, lanes).as_pointer())
 
 
 def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes: int) -> Any:
@@ -40,9 +40,9 @@ def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes
         return builder.load(_pointer(builder, data, index, FLOAT, lanes), align=4)
     bits = builder.load(_pointer(builder, data, index, INT16, lanes), align=2)
     if is_table:
-        return builder.fpext(builder.bitcast(bits, across(HALF, lanes)), across(FLOAT, lanes))
-    wide = builder.shl(builder.zext(bits, across(INT32, lanes)), whole(INT32, lanes, 16))
-    return builder.bitcast(wide, across(FLOAT, lanes))
+        return builder.fpext(builder.bitcast(bits, _across(HALF, lanes)), _across(FLOAT, lanes))
+    wide = builder.shl(builder.zext(bits, _across(INT32, lanes)), _whole(INT32, lanes, 16))
+    return builder.bitcast(wide, _across(FLOAT, lanes))
 
 
 def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes: int) -> None:
@@ -50,18 +50,18 @@ def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes:
     if dtype == types.float32:
         builder.store(numbers, _pointer(builder, data, index, FLOAT, lanes), align=4)
         return
-    short = builder.trunc(as_bf16_bits(builder, numbers, lanes), across(INT16, lanes))
+    short = builder.trunc(_as_bf16_bits(builder, numbers, lanes), _across(INT16, lanes))
     builder.store(short, _pointer(builder, data, index, INT16, lanes), align=2)
 
 
-def as_bf16_bits(builder: Any, numbers: Any, lanes: int) -> Any:
+def _as_bf16_bits(builder: Any, numbers: Any, lanes: int) -> Any:
     """fp32 -> bf16 in the lower half of 32 bits."""
-    bits = builder.bitcast(numbers, across(INT32, lanes))
-    sixteen = whole(INT32, lanes, 16)
-    odd = builder.and_(builder.lshr(bits, sixteen), whole(INT32, lanes, 1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, whole(INT32, lanes, 0x7FFF))), sixteen)
+    bits = builder.bitcast(numbers, _across(INT32, lanes))
+    sixteen = _whole(INT32, lanes, 16)
+    odd = builder.and_(builder.lshr(bits, sixteen), _whole(INT32, lanes, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _whole(INT32, lanes, 0x7FFF))), sixteen)
     is_nan = builder.fcmp_unordered("uno", numbers, numbers)
-    return builder.select(is_nan, whole(INT32, lanes, 0x7FC0), rounded)
+    return builder.select(is_nan, _whole(INT32, lanes, 0x7FC0), rounded)
 
 
 def _make_copy(lanes: int, is_table: bool = True) -> Any:
@@ -95,18 +95,18 @@ def _make_mask(lanes: int) -> Any:
     return typed
 
 
-def splat(builder: Any, number: Any, lanes: int) -> Any:
+def _splat(builder: Any, number: Any, lanes: int) -> Any:
     if lanes == 1:
         return number
-    nothing = ir.Constant(across(FLOAT, lanes), ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(nothing, number, INT32(0)), nothing, whole(INT32, lanes, 0))
+    nothing = ir.Constant(_across(FLOAT, lanes), ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(nothing, number, INT32(0)), nothing, _whole(INT32, lanes, 0))
 
 
 def _make_add(lanes: int, is_table: bool = False) -> Any:
     def typed(_: Any, into: Any, at: Any, source: Any, begin: Any, scale: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             sums, data = (_data(context, builder, signature, arguments, position) for position in (0, 2))
-            factor = splat(builder, arguments[4], lanes)
+            factor = _splat(builder, arguments[4], lanes)
             numbers = _load(builder, data, arguments[3], source.dtype, is_table, lanes)
             before = _load(builder, sums, arguments[1], into.dtype, False, lanes)
             # In one rounding where the CPU can: "contract".
@@ -127,7 +127,7 @@ def _blend(builder: Any, before: Any, decay: Any, value: Any, share: Any) -> Any
     )
 
 
-def root(builder: Any, numbers: Any, lanes: int) -> Any:
+def _root(builder: Any, numbers: Any, lanes: int) -> Any:
     name = f"llvm.sqrt.v{lanes}f32" if lanes > 1 else "llvm.sqrt.f32"  # llvmlite names intrinsics of scalars only
     kind = ir.FunctionType(numbers.type, [numbers.type])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
@@ -138,7 +138,7 @@ def _make_moment(lanes: int) -> Any:
     def typed(_: Any, moments: Any, at: Any, gradient: Any, k: Any, decay: Any, share: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             stored, fresh = (_data(context, builder, signature, arguments, position) for position in (0, 2))
-            decay, share = (splat(builder, number, lanes) for number in arguments[4:])
+            decay, share = (_splat(builder, number, lanes) for number in arguments[4:])
             numbers = _load(builder, fresh, arguments[3], types.float32, False, lanes)
             before = _load(builder, stored, arguments[1], types.float32, False, lanes)
             moment = _blend(builder, before, decay, numbers, share)
@@ -159,7 +159,7 @@ def _make_adam(lanes: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             means, spreads, fresh = (_data(context, builder, signature, arguments, position) for position in (0, 1, 4))
             decay, share, square_decay, square_share, scale, eps = (
-                splat(builder, number, lanes) for number in arguments[6:]
+                _splat(builder, number, lanes) for number in arguments[6:]
             )
             numbers = _load(builder, fresh, arguments[5], types.float32, False, lanes)
             mean = _load(builder, means, arguments[2], types.float32, False, lanes)
@@ -168,7 +168,7 @@ def _make_adam(lanes: int) -> Any:
             spread = _blend(builder, spread, square_decay, builder.fmul(numbers, numbers), square_share)
             _store(builder, mean, means, arguments[2], types.float32, lanes)
             _store(builder, spread, spreads, arguments[3], types.float32, lanes)
-            length = builder.fadd(root(builder, builder.fmul(spread, scale), lanes), eps)
+            length = builder.fadd(_root(builder, builder.fmul(spread, scale), lanes), eps)
             _store(builder, builder.fdiv(mean, length), fresh, arguments[5], types.float32, lanes)
             return context.get_dummy_value()
 
@@ -185,7 +185,7 @@ def _make_multiply(rows: int, vectors: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             left, right, out = (_data(context, builder, signature, arguments, position) for position in (0, 3, 7))
             _, at, step, _, begin, width, count, _, into, stride = arguments
-            kind = across(FLOAT, LANES)
+            kind = _across(FLOAT, LANES)
             sums = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
             for each in (each for row in sums for each in row):
                 builder.store(ir.Constant(kind, [0.0] * LANES), each)
@@ -197,7 +197,7 @@ def _make_multiply(rows: int, vectors: int) -> Any:
                     for vector in range(vectors)
                 ]
                 for row_begin, totals in zip(begins, sums, strict=True):
-                    number = splat(builder, _load(builder, row_begin, loop.index, types.float32, False, 1), LANES)
+                    number = _splat(builder, _load(builder, row_begin, loop.index, types.float32, False, 1), LANES)
                     for total, factor in zip(totals, factors, strict=True):
                         product = builder.fmul(number, factor, flags=("contract",))
                         builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
@@ -226,7 +226,7 @@ def _make_sum(vectors: int) -> Any:
                 row = builder.load(builder.gep(places, [entry]))
                 row = row if row.type == first.type else builder.zext(row, first.type)
                 begin = builder.add(builder.add(start, builder.mul(row, dim)), k)
-                factor = splat(builder, builder.load(builder.gep(factors, [entry])), LANES) if has_factors else None
+                factor = _splat(builder, builder.load(builder.gep(factors, [entry])), LANES) if has_factors else None
                 for vector, total in enumerate(sums):
                     place = builder.add(begin, _offset(LANES * vector))
                     numbers = _load(builder, source, place, rows.dtype, True, LANES)
@@ -236,9 +236,9 @@ def _make_sum(vectors: int) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             out, k = _data(context, builder, signature, arguments, 9), arguments[8]
-            sums = [cgutils.alloca_once(builder, across(FLOAT, LANES)) for _ in range(vectors)]
+            sums = [cgutils.alloca_once(builder, _across(FLOAT, LANES)) for _ in range(vectors)]
             for each in sums:
-                builder.store(whole(FLOAT, LANES, 0), each)
+                builder.store(_whole(FLOAT, LANES, 0), each)
             with builder.if_else(arguments[5]) as (scaled, plain):
                 with scaled:
                     add_all(context, builder, signature, arguments, sums, True)
