@@ -125,6 +125,10 @@ def write_entries(path: Path, blocks: list[list[list[tuple[str, int]]]]) -> None
     pq.write_table(pa.Table.from_pylist(rows, schema=ENTRIES_SCHEMA), path)
 
 
+def memory_limit(engine: duckdb.DuckDBPyConnection) -> object:
+    return engine.execute("SELECT current_setting('memory_limit')").fetchone()
+
+
 @pytest.mark.parametrize("most_values", [3, 2], ids=["at_once", "one_after_the_other"])
 def test_ids_come_from_training_blocks_only_and_map_every_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_values: int
@@ -143,7 +147,10 @@ def test_ids_come_from_training_blocks_only_and_map_every_entry(
                   for feature, parts in read_counts(counts)}  # fmt: skip
         rank_values(batches(ranked[0], 2), IdsConfig(), 5, str(tmp_path / "0.parquet"))
         outputs = [(str(tmp_path / "ids"), 7), (str(tmp_path / "none"), 0), (str(tmp_path / "more"), 3)]
-        map_entries(engine, entries, {0: str(tmp_path / "0.parquet")}, [1], outputs, str(tmp_path / "ids.parquet"))
+        before = memory_limit(engine)
+        table = str(tmp_path / "ids.parquet")
+        map_entries(engine, entries, {0: str(tmp_path / "0.parquet")}, [1], outputs, table, 200 << 20)
+        assert memory_limit(engine) == before
     assert not list(tmp_path.glob("ids.parquet*"))
     assert ranked == {0: [("x", 2), ("y", 2), ("z", 1)], 1: [("17", 5), ("3", 2)]}
     assert [np.fromfile(path, np.int32).tolist() for path, _ in outputs] == [[1, 2, 17, 2, 3, 17, 3], [], [0, 3, 5]]

@@ -123,7 +123,7 @@ def _write_dataset(
         boundaries = replace(boundaries, sampling=features.negative_sampling)
         blocks = blocks_of(files, boundaries)
         shared_rows = count_shared_rows(config.split, blocks, engine) if features.row_hashes else {}
-        sparse = give_ids(engine, features, files, blocks, boundaries, resources.staging, base)
+        sparse = give_ids(engine, features, files, blocks, boundaries, resources, base)
         in_buckets = learn_buckets(engine, features, blocks, boundaries, resources.staging, base)
     sparse += in_buckets
     transforms = learn_transforms(features, blocks, boundaries, base)
@@ -145,10 +145,11 @@ def give_ids(
     files: list[StagedFile],
     blocks: list[BlockRows],
     boundaries: Boundaries,
-    staging: str,
+    resources: Resources,
     base: BaseVocabulary | None,
 ) -> list[SparseFeature]:
     """The features with their statistics; beside each staged file the id behind every entry of it."""
+    staging = resources.staging
     counts_path = os.path.join(staging, "counts.parquet")
     training = count_training(blocks, boundaries, features, os.path.join(staging, "recounted.parquet"))
     num_rows = sum(block.per_split[0] for block in blocks)
@@ -167,7 +168,8 @@ def give_ids(
     vocabularies = {n: os.path.join(staging, f.vocabulary) for n, f in sparse.items() if f.vocabulary}
     hashed = [n for n, feature in sparse.items() if not feature.vocabulary]
     outputs = [(file.ids_path, file.num_entries) for file in files if file.block_rows]
-    map_entries(engine, entries, vocabularies, hashed, outputs, os.path.join(staging, "ids.parquet"))
+    table = os.path.join(staging, "ids.parquet")
+    map_entries(engine, entries, vocabularies, hashed, outputs, table, resources.engine_bytes)
     return [sparse[number] for number in range(len(features.sparse))]
 
 
