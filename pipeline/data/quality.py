@@ -20,7 +20,10 @@ def ranked_groups(scores: NDArray[np.floating], labels: NDArray[np.number]) -> t
     order = np.argsort(scores)[::-1]
     ordered = scores[order]
     ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
-    positives = labels[order].astype(np.int64).cumsum()[ends]
+    del ordered
+    ranked = labels[order]
+    del order
+    positives = ranked.cumsum(dtype=np.int64)[ends]
     return np.diff(positives, prepend=0).astype(np.float64), np.diff(ends + 1, prepend=0).astype(np.float64)
 
 

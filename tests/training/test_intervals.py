@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import warnings
 from dataclasses import replace
 
@@ -61,6 +62,18 @@ def test_a_planted_difference_of_two_thousandths_of_ne_is_found() -> None:
         planted.append(np.mean([m.metrics["ne"] for m in models[3:]]) - np.mean([m.metrics["ne"] for m in models[:3]]))
         assert _is_called(models, "ne")
     assert np.mean(planted) == pytest.approx(0.002, abs=0.0005)
+
+
+def test_a_row_takes_less_than_ten_float64_while_rows_are_summed() -> None:
+    draw, num_rows = np.random.default_rng(4), 1 << 16
+    labels, logits = draw.integers(0, 2, num_rows).astype(np.uint8), draw.normal(size=num_rows).astype(np.float32)
+    tracemalloc.start()
+    try:
+        summarize_rows(np.arange(num_rows, dtype=np.int32) // 100, logits, labels, num_rows // 100 + 1)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10 * 8 * num_rows
 
 
 def test_linear_terms_of_auc_follow_the_auc_of_resampled_rows() -> None:

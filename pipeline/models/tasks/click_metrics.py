@@ -152,6 +152,8 @@ class ScoreCollector:
 
 def gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Tensor:
     """Collective: all ranks' 1-D tensors one after the other on rank 0, an empty tensor elsewhere."""
+    if context.world_size == 1:
+        return local.cpu()
     size = torch.tensor([len(local)], device=context.device)
     sizes = [torch.zeros_like(size) for _ in range(context.world_size)]
     dist.all_gather(sizes, size)

@@ -96,19 +96,16 @@ def summarize_rows(
     blocks: NDArray[np.integer], logits: NDArray[np.floating], labels: NDArray[np.integer], num_blocks: int
 ) -> tuple[Blocks, list[Bin]]:
     """Of rows [n] in any order: their blocks in [0, num_blocks), logits and labels 0 or 1."""
-    predictions = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
-    losses, order = log_losses(logits, labels.astype(np.float64)), np.argsort(logits, kind="stable")
+    order = np.argsort(logits, kind="stable")
 
     def per_block(values: Floats | None) -> Floats:
         return np.bincount(blocks, weights=values, minlength=num_blocks).astype(np.float64)
 
-    sums = Blocks(
-        rows=per_block(None),
-        labels=per_block(labels.astype(np.float64)),
-        predictions=per_block(predictions),
-        loss=per_block(losses),
-        auc_term=per_block(auc_terms(logits, labels, order)),
-    )
+    # One column of float64 after the other: of 2**24 rows each takes 128 MiB.
+    auc_term = per_block(auc_terms(logits, labels, order))
+    loss = per_block(log_losses(logits, labels.astype(np.float64)))
+    predictions = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
+    sums = Blocks(per_block(None), per_block(labels.astype(np.float64)), per_block(predictions), loss, auc_term)
     bins = [
         Bin(len(rows), float(predictions[rows].mean()), float(labels[rows].mean()))
         for rows in np.array_split(order, min(NUM_BINS, len(order)))
@@ -125,22 +122,31 @@ def auc_terms(logits: NDArray[np.floating], labels: NDArray[np.integer], order: 
     ordered, positive = logits[order], labels[order] > 0
     num_positive = int(positive.sum())
     num_negative = len(positive) - num_positive
-    terms = np.zeros(len(order))
     if not num_positive or not num_negative:
-        return terms
+        return np.zeros(len(order))
     ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, len(ordered))
     tie_of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
 
-    def share_below(of_class: NDArray[np.bool_], count: int) -> Floats:
-        """[n]: the share of a class that scores lower, those that score the same counted half."""
-        up_to = np.cumsum(of_class)[ends - 1].astype(np.float64)
-        below: Floats = ((np.concatenate([[0.0], up_to[:-1]]) + up_to) / 2 / count)[tie_of]
-        return below
+    del ordered
 
-    above_negatives = share_below(~positive, num_negative)
-    area = float(above_negatives[positive].mean())
-    below_positives = 1.0 - share_below(positive, num_positive)
-    terms[order] = np.where(positive, (above_negatives - area) / num_positive, (below_positives - area) / num_negative)
+    def shares_below(of_class: NDArray[np.bool_], count: int, rows: NDArray[np.bool_]) -> Floats:
+        """Of `rows`: the share of a class that scores lower, those that score the same counted half."""
+        up_to: Floats = np.cumsum(of_class, dtype=np.float64)[ends - 1]
+        below = up_to.copy()
+        below[1:] += up_to[:-1]
+        del up_to
+        below /= 2
+        below /= count
+        shares: Floats = below[tie_of[rows]]
+        return shares
+
+    above_negatives = shares_below(~positive, num_negative, positive)
+    area = float(above_negatives.mean())
+    terms = np.empty(len(order))
+    terms[order[positive]] = (above_negatives - area) / num_positive
+    del above_negatives
+    below_positives = 1.0 - shares_below(positive, num_positive, ~positive)
+    terms[order[~positive]] = (below_positives - area) / num_negative
     return terms
 
 
