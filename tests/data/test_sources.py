@@ -256,6 +256,36 @@ def test_rows_are_divided_at_dates(tmp_path: Path) -> None:
         _prepare(tmp_path / "late", source, columns, split=late)
     with pytest.raises(ConfigError, match=names("validation_from date")):
         SplitConfig(kind="date")
+    with pytest.raises(DataError, match=names("validation_from=2026-01-01 test_from")):  # of a column of small numbers
+        _prepare(tmp_path / "dates", source, columns, split=SplitConfig(kind="date", validation_from="2026-01-01"))
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_what_is_no_time_goes_to_the_quarantine_in_every_format(tmp_path: Path, kind: str) -> None:
+    """Fractions of seconds, words, and dates beside whole numbers, which are of another unit."""
+    for name, times, bad in (
+        ("numbers", ["1000", "1001", "1002", "1003.5", "never", "2026-01-01"], 3),
+        ("dates", ["2026-01-03", "2026-01-02T10:00:00Z", "2026-01-02", "1003", "x"], 2),
+    ):
+        if kind == "csv":  # there either kind is a time by itself, and a column of both is refused as a whole
+            times, bad = [each.rstrip("Z") for each in times if each not in ("2026-01-01", "1003")], bad - 1
+        table = pa.table({"y": [0] * len(times), "c": ["a"] * len(times), "t": times})
+        source = tmp_path / f"{name}.{kind}"
+        if kind == "parquet":
+            pq.write_table(table, source)
+        elif kind == "csv":
+            _write(source, ["y,c,t", *(f"0,a,{each}" for each in times)])
+        else:
+            _write(source, [json.dumps(row) for row in table.to_pylist()])
+        columns = {"label": "y", "sparse": ["c"], "timestamp": "t"}
+        settings: dict[str, Any] = {"split": SplitConfig(kind="time"), "max_quarantined_fraction": 0.6}
+        dataset = _prepare(tmp_path / name, source, columns, format=kind, **settings).dataset
+        assert (dataset.accepted_rows, dataset.quarantined_rows) == (len(times) - bad, bad)
+    pq.write_table(pa.table({"y": [0], "c": ["a"], "t": [1003.5]}), tmp_path / "fractions.parquet")
+    with pytest.raises(DataError, match=names("1 of 1 t 1003.5 time")):
+        _prepare(
+            tmp_path / "fractions", tmp_path / "fractions.parquet", columns, format="parquet", split=settings["split"]
+        )
 
 
 @pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet"])

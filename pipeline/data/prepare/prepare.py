@@ -36,6 +36,7 @@ from pipeline.data.prepare.splits import (
     Boundaries,
     TrainingCounts,
     blocks_of,
+    check_dates,
     count_training,
     find_boundaries,
 )
@@ -122,6 +123,8 @@ def _write_dataset(
         boundaries = find_boundaries(config.split, files, engine, [source.split for source in sources])
         boundaries = replace(boundaries, sampling=features.negative_sampling)
         blocks = blocks_of(files, boundaries)
+        held_out = sum(sum(block.per_split[1:]) for block in blocks)
+        check_dates(config.split, sum(block.num_rows for block in blocks), held_out)
         shared_rows = count_shared_rows(config.split, blocks, engine) if features.row_hashes else {}
         sparse = give_ids(engine, features, files, blocks, boundaries, resources, base)
         in_buckets = learn_buckets(engine, features, blocks, boundaries, resources.staging, base)

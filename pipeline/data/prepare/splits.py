@@ -240,6 +240,15 @@ def blocks_of_file(file: StagedFile, boundaries: Boundaries, first_row: int) -> 
     return blocks
 
 
+def check_dates(config: SplitConfig, num_rows: int, num_held_out: int) -> None:
+    """Raises DataError where no row is as late as `validation_from`: a date is later than all whole numbers of seconds."""
+    if config.kind == "date" and not num_held_out:
+        raise DataError(
+            f"none of {num_rows:,} rows is from data.split.validation_from={config.validation_from} on. Where the timestamp column has "
+            "whole numbers, such as seconds since 1970, give validation_from and test_from as such; else give an earlier time"
+        )
+
+
 def check_rows_to_train_on(found: bool, num_rows: int) -> None:
     """Raises DataError unless a row is `found`."""
     if not found:

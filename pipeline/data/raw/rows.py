@@ -329,12 +329,17 @@ def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
         if not is_text(layout, name):
             table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
     categorical = [*layout.columns.sparse, *layout.columns.lists]
-    table = _with_timestamps(layout, with_text(table, categorical))
+    table = with_text(table, categorical)
+    raw_times = table[layout.columns.timestamp] if layout.columns.timestamp else None
+    table, no_times = with_times(layout, table)
     garbled = not_text(table, categorical)
     if not garbled:
         table, garbled = _with_json_lists(layout, table)
     table, unknown = with_labels(layout, table)
     garbled |= unknown
+    if raw_times is not None:
+        for row in no_times:
+            garbled.setdefault(row, f"{layout.columns.timestamp} is {raw_times[row].as_py()!r}, not a time")
     reasons = {**_invalid_rows(layout, table), **garbled}
     kept = np.delete(np.arange(block.num_rows), sorted(reasons))
     readable = [name for name in table.column_names if name in layout.numbers]

@@ -16,7 +16,9 @@ import pyarrow.csv
 
 from pipeline.data.raw.cells import is_time, parse_timestamps
 from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.spelling import spell
 
+WHOLE = re.compile(r"\s*[+-]?\d+\s*", re.ASCII)
 NUMBER = r"^\s*([+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(?i:inf|infinity)|(?i:nan))\s*$"
 
 
@@ -102,6 +104,15 @@ def with_numbers(table: pa.Table, names: list[str]) -> tuple[pa.Table, set[int]]
     return table, found
 
 
+def _times_of(texts: pa.Array) -> pa.Array:
+    """Of times, with a zone or without one."""
+    try:
+        return parse_timestamps(texts)
+    except pa.ArrowInvalid:
+        alone = {text: parse_timestamps(pa.array([text]))[0].as_py() for text in texts.unique().to_pylist() if text}
+        return pa.array([alone.get(text) for text in texts.to_pylist()], pa.int64())
+
+
 def with_times(layout: Layout, table: pa.Table) -> tuple[pa.Table, set[int]]:
     """The column of times as int64, and the rows where it holds none; null there."""
     name = layout.columns.timestamp
@@ -114,12 +125,16 @@ def with_times(layout: Layout, table: pa.Table) -> tuple[pa.Table, set[int]]:
     try:
         times = parse_timestamps(column)
     except pa.ArrowInvalid:
+        column = spell(column)
         texts = column.to_pylist()
         good = np.array([text is not None and is_time(text) for text in texts], dtype=bool)
+        # Whole numbers are of a unit that dates are not: one column has either.
+        whole = np.array([text is not None and WHOLE.fullmatch(text) is not None for text in texts], dtype=bool)
+        good &= whole if 2 * (good & whole).sum() > good.sum() else ~whole
         found = set(np.flatnonzero(~good).tolist())
         times = pa.nulls(len(texts), pa.int64())
         if good.any():
-            times = parse_timestamps(pc.if_else(pa.array(good), column, None))
+            times = _times_of(pc.if_else(pa.array(good), column, None))
     if layout.time_column != name:
         return table.append_column(layout.time_column, times), found
     return table.set_column(table.schema.get_field_index(name), name, times), found

@@ -48,7 +48,7 @@ from pipeline.data.prepare.errors import engine_errors
 from pipeline.data.prepare.given_splits import count_shared_rows
 from pipeline.data.prepare.hints import find_hints
 from pipeline.data.prepare.limit import refuse
-from pipeline.data.prepare.splits import Boundaries, boundaries_of, check_rows_to_train_on, times_at
+from pipeline.data.prepare.splits import Boundaries, boundaries_of, check_dates, check_rows_to_train_on, times_at
 from pipeline.data.prepare.standardize import names_to_learn, transform_from
 from pipeline.data.prepare.vocabulary import sql_text
 from pipeline.data.prepare.write_dataset import Prepared, assemble_dataset, describe_feature, move_out
@@ -133,6 +133,7 @@ def _divide(recipe: Recipe, engine: Engine, files: list[FileSummary], boundaries
     items = [FileToDivide(file.folder, boundaries, first) for file, first in zip(files, first_rows, strict=False)]
     divided = engine.map("dividing rows", divide_file, items, [float(file.num_rows) for file in files])
     check_rows_to_train_on(any(file.per_split[0] for file in divided), first_rows[-1])
+    check_dates(recipe.config.split, first_rows[-1], sum(sum(file.per_split[1:]) for file in divided))
     return divided
 
 
