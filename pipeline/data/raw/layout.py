@@ -197,7 +197,12 @@ def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
         has = (
             f"It has {', '.join(map(_shown, names[:60]))}; correct data.columns"
             if names
-            else "No column was found in it; correct data.format"
+            else "No column was found in it; "
+            + (
+                "jsonl has an object a line: jq -c '.[]' makes that of a list"
+                if layout.format == "jsonl"
+                else "correct data.format"
+            )
         )
         hint = ", or let a quoted glob as source leave this file out" if len(missing) == len(layout.needed) else ""
         if (

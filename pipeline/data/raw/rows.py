@@ -95,6 +95,11 @@ def parse_text(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedR
     if table is None:
         raise DataError(
             f"lines {block.first_line} to {block.first_line + block.num_rows - 1} cannot be read, and none of them alone is at fault"
+            + (
+                f": is {layout.columns.timestamp} a whole number in some and a date in others?"
+                if layout.time_column
+                else ""
+            )
         )
     quarantined = [
         QuarantinedRow(block.first_line + i, reason, lines[i].decode(errors="replace")[:MAX_TEXT_CHARACTERS])
@@ -162,7 +167,8 @@ def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Tabl
         )
         table, garbled = _with_json_lists(layout, table)
         table, unknown = with_labels(layout, table)
-        return None if garbled or unknown else _with_timestamps(layout, table)
+        table, no_times = with_times(layout, table)
+        return None if garbled or unknown or no_times else table
     except pa.ArrowInvalid:
         return None
 
