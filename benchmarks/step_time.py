@@ -49,7 +49,7 @@ from pipeline.training.assembly import build_task
 from pipeline.training.calibration.clock import PASSES, Bench, fastest
 from pipeline.training.calibration.dense import measure_dense
 from pipeline.training.calibration.jobs import InMemoryTraining, SmallJob, small_jobs
-from pipeline.training.calibration.run import Setup, Work, run_on_ranks
+from pipeline.training.calibration.run import Setup, Work, run_in_turns
 from pipeline.training.calibration.tables import measure_tables
 from pipeline.training.predicted_step import step_cost, step_request
 
@@ -94,27 +94,38 @@ class Compared:
         return self.predicted_ms / self.measured_ms
 
 
-def run_jobs(jobs: list[tuple[str, str, SmallJob]], bench: Bench, setup: Setup, context: DistributedContext) -> None:
+def run_jobs(
+    jobs: list[tuple[str, str, SmallJob]], bench: Bench, setup: Setup, context: DistributedContext
+) -> Iterator[None]:
     """Collective: (name, group, job) each, one after the other, in passes as calibrate makes them."""
-    for number, (what, group, job) in itertools.product(range(PASSES), jobs):
-        try:
-            training = InMemoryTraining(job, context, bench.is_by_cpu)
-        except UserError as error:
-            if not number:
-                print(f"{what}: left out, {str(error).splitlines()[0]}", flush=True)
-            continue
-        took, spread, beside = training.run(ROUNDS, STEPS)
-        bench.add("job", {"what": what, "group": group, "spec": json.dumps(job.to_json())}, took, spread, beside)
-    bench.rows = fastest(bench.rows)
+    fresh = Bench(setup.name, clock=bench.clock, agree=bench.agree)
+    for number in range(PASSES):
+        for what, group, job in jobs:
+            try:
+                training = InMemoryTraining(job, context, bench.is_by_cpu)
+            except UserError as error:
+                if not number:
+                    print(f"{what}: left out, {str(error).splitlines()[0]}", flush=True)
+                continue
+            took, spread, beside = training.run(ROUNDS, STEPS)
+            fresh.add("job", {"what": what, "group": group, "spec": json.dumps(job.to_json())}, took, spread, beside)
+        yield
+    bench.rows += fastest(fresh.rows)
 
 
-def run_kernels(seconds: float, bench: Bench, setup: Setup, context: DistributedContext) -> None:
+def run_kernels(seconds: float, bench: Bench, setup: Setup, context: DistributedContext) -> Iterator[None]:
     """Collective: kernels of fresh shapes."""
     fresh = Bench(setup.name, clock=bench.clock, agree=bench.agree)
     for _ in range(PASSES):
         measure_dense(fresh, seconds / 2 / PASSES, SEED + 7)
         measure_tables(fresh, seconds / 2 / PASSES, SEED + 7)
+        yield
     bench.rows += [row for row in fastest(fresh.rows) if row.kind in KERNELS]
+
+
+def run_all(works: list[Work], bench: Bench, setup: Setup, context: DistributedContext) -> Iterator[None]:
+    for work in works:
+        yield from work(bench, setup, context)
 
 
 def jobs_of(seed: int, setup: str, setups: list[str], part: int, parts: int) -> list[tuple[str, str, SmallJob]]:
@@ -143,7 +154,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     found: list[Timed] = []
     busy = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(options.setups):
+        turns: list[tuple[Setup, Work]] = []
+        for name in options.setups:
             ranks, threads = map(int, name.split("x"))
             works: list[Work] = [
                 partial(run_jobs, jobs_of(options.seed, name, options.setups, part, parts))
@@ -151,12 +163,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             works += [partial(run_kernels, options.kernels)] if options.kernels else []
             plans = plans_of(options.seed, options.plans, options.calibration)
             works += [partial(run_jobs, plans)] if options.plans and ranks > 1 else []
-            for index, work in enumerate(works):
-                own = Path(folder) / f"{number}.{index}"
-                own.mkdir()
-                rows, others = run_on_ranks(Setup(ranks, threads, MOST_S, SEED, str(own), options.clock == "cpu"), work)
-                busy = max(busy, others)
-                found += map(_timed, rows.rows)
+            setup = Setup(ranks, threads, MOST_S, SEED, folder, options.clock == "cpu")
+            turns.append((setup, partial(run_all, works)))
+        for rows, others in run_in_turns(turns):
+            busy = max(busy, others)
+            found += map(_timed, rows.rows)
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": asdict(this_machine()),

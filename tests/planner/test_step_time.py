@@ -213,7 +213,7 @@ def test_what_no_kernel_has_is_learnt_from_whole_steps() -> None:
     draw, rows = random.Random(1), []
     for _ in range(12):
         amounts = {name: draw.uniform(50, 3000) for name in (*COUNTS, *FACTORS)} | {"constant": 1.0}
-        us = 200 + 2 * amounts["operations"] + 0.1 * amounts["samples"] + sum(amounts[name] for name in FACTORS)
+        us = 200 + 2 * amounts["operations"] + 20 * amounts["multiplied"] + sum(amounts[name] for name in FACTORS)
         rows.append(Measurement("job", "1x1", {**amounts}, us))
     model = fit_host(rows)
     assert model.error < 0.03 and model.rates["operations"] == pytest.approx(2, rel=0.15)

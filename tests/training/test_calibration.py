@@ -20,6 +20,7 @@ from pipeline.training.calibration.clock import Bench, fastest
 from pipeline.training.calibration.job_steps import JobSteps
 from pipeline.training.calibration.jobs import SmallJob
 from pipeline.training.calibration.run import calibrate, default_setups
+from pipeline.training.predicted_step import record_layers
 from tests.planner.test_step_time import made_up_machine
 from tests.support.messages import names
 from tests.support.ranks import RankPool
@@ -85,7 +86,7 @@ def test_a_small_job_steps_by_the_trainer_itself_and_says_what_its_kernels_shoul
     (found,) = ranks.run(1, _amounts_of_a_job)
     job = found[0]
     assert job["us"] > 0 and json.loads(job["spec"])["batch"] == 16
-    assert job["constant"] == 1.0 and job["samples"] == 16 and job["features"] == 2
+    assert job["constant"] == 1.0 and job["features"] == 2 and job["multiplied"] == 0
     assert all(job[name] > 0 for name in ("operations", "products", "moves", "lookup", "update"))
 
 
@@ -113,3 +114,17 @@ def test_a_calibration_measures_every_kind_on_one_rank_and_on_two(tmp_path: Path
         "job",
     }
     assert all(row.us > 0 for row in table.rows)
+
+
+def _recorded_names(rank: int) -> list[str]:
+    context = DistributedContext(rank, 2, rank, 2, torch.device("cpu"), "gloo")
+    job = SmallJob([20, 30], [1, 2], dim=8, batch=16, kind="deepfm", model={"hidden_layer_sizes": [8]})
+    return [each.name for each in record_layers(job.resolve(context.world_size), 16, 2, "cpu").operations]
+
+
+def test_a_norm_over_all_ranks_is_recorded_on_ranks_that_train_as_where_a_plan_is_made(ranks: RankPool) -> None:
+    """Else a calibration would learn from other operations than a prediction counts."""
+    job = SmallJob([20, 30], [1, 2], dim=8, batch=16, kind="deepfm", model={"hidden_layer_sizes": [8]})
+    alone = [each.name for each in record_layers(job.resolve(2), 16, 2, "cpu").operations]
+    assert "native_batch_norm" in alone
+    assert ranks.run(2, _recorded_names) == [alone, alone]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline.runtime.process.comms_wait import waiting
+from pipeline.runtime.process.exchanging import num_exchanging_ranks
 
 
 class BatchNorm(nn.Module):
@@ -37,7 +38,7 @@ class BatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(width))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.training and dist.is_initialized() and dist.get_world_size() > 1:
+        if self.training and num_exchanging_ranks() > 1:
             return _over_all_ranks(self, rows)
         normalized = F.batch_norm(
             rows.float(),

@@ -13,6 +13,7 @@ from torch import nn
 from pipeline.models.layers.batch_norm import BatchNorm, gather_statistics
 from pipeline.runtime.kernels.optional import kernels
 from pipeline.runtime.process.comms_wait import waiting
+from pipeline.runtime.process.exchanging import num_exchanging_ranks
 from pipeline.runtime.process.kernel_pool import on_all_threads
 
 
@@ -93,7 +94,7 @@ class _BentByKernels(torch.autograd.Function):
         on_all_threads(compiled.gradient_sums, [*inputs, _array(sums)], blocks, least_share=1)
         total = sums.double().sum(dim=0).float()
         over_rows, to_alpha = total[:2].contiguous(), total[2]
-        if ctx.count and _num_ranks() > 1:
+        if ctx.count and num_exchanging_ranks() > 1:
             with waiting():
                 dist.all_reduce(over_rows)
         level, slope = over_rows / ctx.count if ctx.count else torch.zeros_like(over_rows)
@@ -114,15 +115,11 @@ def _statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     of_blocks, divisor = means.double(), max(len(rows), 1)
     mean = (sizes * of_blocks).sum(dim=0) / divisor
     about = squares.double().sum(dim=0) + (sizes * (of_blocks - mean).square()).sum(dim=0)
-    if _num_ranks() == 1:
+    if num_exchanging_ranks() == 1:
         return mean.float(), (about / divisor).float(), float(len(rows))
     own = torch.cat([torch.tensor([float(len(rows))]), mean.float(), about.float()])
     found, variance, count = gather_statistics(own)
     return found, variance, float(count)
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _num_blocks(rows: torch.Tensor, compiled: ModuleType) -> int:

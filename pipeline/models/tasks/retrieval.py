@@ -23,6 +23,7 @@ from pipeline.models.tasks.task import Measure
 from pipeline.models.user_item import TwoTowerConfig
 from pipeline.runtime.process.comms_wait import waiting
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.runtime.process.exchanging import num_exchanging_ranks
 
 NO_ITEM = -1  # of padding and quarantined rows
 
@@ -163,7 +164,7 @@ class LogFrequency(nn.Module):
 
 def gather_rows(local: torch.Tensor) -> torch.Tensor:
     """Collective: every rank's [B, ...], one after the other; gradients of all ranks come back to whose rows they are."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_exchanging_ranks() == 1:
         return local
     return _Gathered.apply(local)  # type: ignore[no-any-return,no-untyped-call]
 

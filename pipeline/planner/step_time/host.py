@@ -17,8 +17,8 @@ from pipeline.planner.step_time.measurements import Measurement, Measurements
 from pipeline.planner.step_time.rates import fit_rates
 
 FACTORS = ("products", "moves", "lookup", "update", "comms")  # microseconds that the kernels should take
-COUNTS = ("constant", "operations", "handed", "samples", "features", "shardings")
-DRAWN = 0.3  # a rate twice as high as expected counts as a job that is so far off
+COUNTS = ("constant", "operations", "multiplied", "handed", "features", "shardings")
+DRAWN = 0.2  # a rate twice as high as expected counts as a job that is so far off
 
 
 @dataclass(frozen=True)

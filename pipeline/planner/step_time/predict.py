@@ -98,8 +98,9 @@ def layer_amounts(request: StepRequest, times: MeasuredTimes) -> dict[str, float
     amounts = {
         "constant": 1.0,
         "operations": float(sum(not each.is_view and each.name not in NOTHING for each in operations)),
+        # Each product is a call of its library, on numbers and weights that no cache holds by then.
+        "multiplied": float(sum(each.name in PRODUCTS for each in operations)),
         "handed": float(sum(map(_is_handed, operations))) if request.threads > 1 else 0.0,
-        "samples": float(request.batch_size),
         "features": float(sum(len(table.feature_names) for table in request.tables)),
     }
     for name in ("forward", "backward", "optimizer"):

@@ -60,6 +60,10 @@ def recording(recorder: Recorder, kernels: Collection[str]) -> Iterator[None]:
         _recorder, _recorded = before
 
 
+def is_recording() -> bool:
+    return _recorder is not None
+
+
 def is_recorded(kernel: str) -> bool:
     return _recorder is not None and kernel in _recorded
 

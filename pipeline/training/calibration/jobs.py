@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pipeline.config.data import DataConfig
 from pipeline.config.jobs.train import TrainJob
@@ -32,6 +33,7 @@ from pipeline.training.trainer import Trainer
 
 NUM_BATCHES = 24
 WARM_UP = 2  # rounds: the first ones meet memory for the first time, and oneDNN prepares its products
+LEAST_STEPS, ROUND_S = 4, 0.08  # of a round: long steps repeat themselves well enough with few
 PLAN_S = 2.0
 NUM_DENSE = 13
 ENDLESS = 10**6
@@ -162,16 +164,24 @@ class InMemoryTraining:
     def run(self, rounds: int, steps: int) -> tuple[float, float, dict[str, float]]:
         """Median seconds of a step over the rounds, their spread, and what the probes took before and after, in microseconds.
 
-        Two rounds before, and each one's first step, are not timed.
+        Two rounds before, and each one's first step, are not timed; of long steps a round has fewer than `steps`.
         """
         for _ in range(WARM_UP):
-            self._round(steps)
+            steps = self._steps_of(ROUND_S, self._round(steps), steps)
         before = self._probes.measure()
         took, spread = median_and_spread([self._round(steps) for _ in range(rounds)])
         after = self._probes.measure()
         return took, spread, {name: (us + after[name]) / 2 for name, us in before.items()}
 
+    def _steps_of(self, seconds: float, step_s: float, most: int) -> int:
+        """Collective: as many as rank 0 says."""
+        steps = torch.tensor([max(min(LEAST_STEPS, most), min(most, int(seconds / step_s)))])
+        if self._context.world_size > 1:
+            dist.broadcast(steps, 0)
+        return int(steps)
+
     def _round(self, steps: int) -> float:
+        """Seconds of a step."""
         job = self.resolved.job
         parts = TrainingParts(
             model=self.assembly.model,

@@ -1,4 +1,4 @@
-"""Run a calibration: every setup in processes of its own, one a rank, and put what they measured into one table."""
+"""Run a calibration: every setup in processes of its own, one a rank, by turns, and put what they measured into one table."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.config.jobs.machine import CalibrateJob
@@ -38,11 +40,12 @@ SHARES = {
     "jobs": 0.39,
 }  # of a setup's seconds; the remainder goes to starting and storage
 LEFT_OUT = (1,)  # of the passes, by the jobs: so there are more of them
-START_S = 8.0  # imports, compiled kernels
+START_S = 6.0  # a setup: imports, compiled kernels
 ENDS_AFTER, GRACE_S = 6.0, 240.0  # budgets, and seconds on a machine that others use: then a rank has hung
 SEED = 16
 logger = get_logger(__name__)
-Work: TypeAlias = "Callable[[Bench, Setup, DistributedContext], None]"
+# Each `yield` ends a turn: then another setup's ranks work.
+Work: TypeAlias = "Callable[[Bench, Setup, DistributedContext], Iterator[None]]"
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,11 @@ def calibrate(job: CalibrateJob) -> Measurements:
     reference: list[float] = []
     busy = 0.0
     with tempfile.TemporaryDirectory() as folder:
+        works = []
         for name in setups:
             ranks, threads = map(int, name.split("x"))
-            setup = Setup(ranks, threads, seconds, SEED + job.seed, folder, job.clock == "cpu")
-            found, others = run_on_ranks(setup, measure)
+            works.append((Setup(ranks, threads, seconds, SEED + job.seed, folder, job.clock == "cpu"), measure))
+        for name, (found, others) in zip(setups, run_in_turns(works), strict=True):
             rows += found.rows
             reference += [found.reference[0]] if not reference else []
             busy = max(busy, others)
@@ -111,36 +115,69 @@ def default_setups(cores: int) -> list[str]:
     return list(dict.fromkeys(("1x1", f"1x{cores}", f"{ranks}x{cores // ranks}")))
 
 
-def run_on_ranks(setup: Setup, work: Work) -> tuple[Found, float]:
-    """`work` in a process a rank: what rank 0 measured, and the cores that other programs took. `work` is a module's function.
+def run_in_turns(works: Sequence[tuple[Setup, Work]]) -> list[tuple[Found, float]]:
+    """Each setup's work in a process a rank, a turn of one setup after that of another: what rank 0 measured, and the cores
+    that other programs took meanwhile. A work is a module's function.
+
+    A rented machine is slower for a minute now and then. By turns that minute is one pass of every setup, and the other
+    passes make up for it.
 
     Raises:
         TrainingError: a rank has ended, or was silent for long.
     """
-    context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    processes = []
-    for rank in range(setup.ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_run_rank, args=(rank, setup, work, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        for pipe in pipes:
-            _receive(pipe, setup)
-        load = Load()  # what starting takes is not measured
-        for pipe in pipes:
+    with ExitStack() as stack:
+        setups = [stack.enter_context(_Ranks(setup, work)) for setup, work in works]
+        for each in setups:
+            each.wait_until_ready()
+        while working := [each for each in setups if each.found is None]:
+            for each in working:
+                each.take_turn()
+    return [(each.found, each.busy_s / max(each.seconds, 1e-9)) for each in setups if each.found is not None]
+
+
+class _Ranks:
+    """The processes of one setup, which wait but for their turns."""
+
+    def __init__(self, setup: Setup, work: Work) -> None:
+        self.found: Found | None = None
+        self.busy_s = self.seconds = 0.0
+        self._setup, self._work = setup, work
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+
+    def __enter__(self) -> _Ranks:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self._setup.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run_rank, args=(rank, self._setup, self._work, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        return self
+
+    def wait_until_ready(self) -> None:
+        """What starting takes is not measured."""
+        self._receive()
+
+    def take_turn(self) -> None:
+        load, started = Load(), time.monotonic()
+        for pipe in self._pipes:
             pipe.send("go")
-        found = [_receive(pipe, setup) for pipe in pipes]
-        others = load.busy_cores()
-        assert isinstance(found[0], Found)
-        return found[0], others
-    finally:
-        for pipe in pipes:
+        first = self._receive()[0]
+        seconds = time.monotonic() - started
+        self.busy_s, self.seconds = self.busy_s + load.busy_cores() * seconds, self.seconds + seconds
+        if first is not None:
+            assert isinstance(first, Found)
+            self.found = first
+
+    def _receive(self) -> list[object]:
+        return [_receive(pipe, self._setup) for pipe in self._pipes]
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
             pipe.close()
-        for process in processes:
+        for process in self._processes:
             process.join(5)
             if process.is_alive():
                 process.kill()
@@ -177,7 +214,9 @@ def _run_rank(rank: int, setup: Setup, work: Work, pipe: Connection) -> None:
     bench = Bench(setup.name, clock=clock, agree=_agree if setup.ranks > 1 else bool)
     pipe.send("ready")
     pipe.recv()
-    work(bench, setup, context)
+    for _ in work(bench, setup, context):
+        pipe.send(None)
+        pipe.recv()
     pipe.send(Found(bench.rows, bench.reference))
     dist.destroy_process_group()
 
@@ -192,8 +231,8 @@ def _agree(wanted: bool) -> bool:
     return bool(answer[0])
 
 
-def measure(bench: Bench, setup: Setup, context: DistributedContext) -> None:
-    """Collective: all kinds, under one setup, in passes."""
+def measure(bench: Bench, setup: Setup, context: DistributedContext) -> Iterator[None]:
+    """Collective: all kinds, under one setup, in passes, a turn each."""
     from pipeline.training.calibration.clock import PASSES, fastest
     from pipeline.training.calibration.collectives import measure_collectives
     from pipeline.training.calibration.dense import measure_dense
@@ -209,6 +248,8 @@ def measure(bench: Bench, setup: Setup, context: DistributedContext) -> None:
         measure_collectives(bench, context)
         if number not in LEFT_OUT:
             jobs.measure(SHARES["jobs"] * seconds * PASSES / (PASSES - len(LEFT_OUT)))
+        if number < PASSES - 1:
+            yield
     bench.rows = jobs.amounts(fastest(bench.rows))
     if setup.name == "1x1":
         measure_storage(bench, setup.folder)
