@@ -6,34 +6,15 @@ import numpy as np
 import pytest
 
 from pipeline.planner.search import portfolio
-from pipeline.planner.search.annealing import EVEN_LOADS, FULL_RANKS, Annealing, improve_by_annealing
+from pipeline.planner.search.annealing import EVEN_LOADS, Annealing
 from pipeline.planner.search.portfolio import SearchConfig, search
-from pipeline.planner.search.problem import Assignment, Rule, SearchProblem, loads, score, violations
+from pipeline.planner.search.problem import Rule, SearchProblem, loads, score, violations
 from pipeline.planner.search.ranks import RankState, fill
 from tests.planner.test_neighbourhoods import GIB, on_ranks, problem_of, single, spread
+from tests.planner.test_overfull_starts import anneal as run
 from tests.planner.test_search import draw_problem
 
 pytest.importorskip("numba")
-
-
-def run(problem: SearchProblem, start: Assignment, moves: int = 60_000, seed: int = 0) -> Assignment | None:
-    return improve_by_annealing(
-        problem, start, "critical_path", schedule=FULL_RANKS, moves=moves, seed=seed,
-        scale_ms=score(problem, start).critical_path_ms, stop=lambda: False,
-    )  # fmt: skip
-
-
-def test_an_overfull_start_is_laid_so_that_it_fits_where_each_rank_is_full_to_the_byte() -> None:
-    sizes = [9, 8, 7, 6, 4, 3, 2, 1]  # only 9 + 1, 8 + 2, 7 + 3 and 6 + 4 fill four ranks of 10
-    problem = problem_of([[single([1.0, 2.0], size)] for size in sizes], ranks=4, room=10.0)
-    found = run(problem, on_ranks(0, 0, 1, 1, 2, 2, 3, 3))
-    assert found is not None and not violations(problem, found)
-    assert score(problem, found).critical_path_ms == pytest.approx(6.0)
-
-
-def test_where_nothing_fits_there_is_no_assignment() -> None:
-    problem = problem_of([[single([1.0], 6)] for _ in range(3)], ranks=2, room=10.0)
-    assert run(problem, on_ranks(0, 0, 1), moves=6000) is None
 
 
 @pytest.mark.parametrize("rule", [Rule.EVERY_RANK, Rule.ONE_HOST], ids=["every_rank", "one_host"])
@@ -97,11 +78,11 @@ def test_a_seed_gives_one_result() -> None:
     assert all((one == other).all() for one, other in zip(first.ranks, again.ranks, strict=True))
 
 
-def uneven() -> SearchProblem:
+def uneven(tightness: float = 1.02) -> SearchProblem:
     generator = np.random.default_rng(2)
     tables = [[single(generator.random(3).tolist(), float(generator.random()))] for _ in range(24)]
     total = sum(float(options[0].memory[0, 0]) for options in tables) / GIB
-    return problem_of(tables, ranks=4, room=1.02 * total / 4)
+    return problem_of(tables, ranks=4, room=tightness * total / 4)
 
 
 WITHOUT = SearchConfig(local_steps=(), start_steps=0, exact_variables=0, program_rounds=0, anneal_moves=0)
@@ -120,11 +101,16 @@ def test_without_numba_the_search_does_without_annealing(monkeypatch: pytest.Mon
     assert "annealing" not in found.values and found.score == search(uneven(), WITHOUT).score
 
 
-@pytest.mark.parametrize(("easy_variables", "tries"), [(10**6, 1), (0, portfolio.ENOUGH_IN_VAIN)], ids=["easy", "hard"])
-def test_annealing_in_vain_ends_sooner_where_the_integer_program_is_easy(
-    monkeypatch: pytest.MonkeyPatch, easy_variables: int, tries: int
+@pytest.mark.parametrize(
+    ("easy_variables", "tightness", "tries"),
+    [(10**6, 3.0, 1), (0, 3.0, portfolio.ENOUGH_IN_VAIN), (10**6, 1.02, portfolio.ENOUGH_IN_VAIN)],
+    ids=["easy", "hard", "easy_in_scarce_memory"],
+)
+def test_annealing_in_vain_ends_sooner_where_the_integer_program_is_easy_and_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, easy_variables: int, tightness: float, tries: int
 ) -> None:
     begun = []
     monkeypatch.setattr(portfolio, "improve_by_annealing", lambda *_, **options: begun.append(options["moves"]))
-    found = search(uneven(), replace(WITHOUT, anneal_moves=1000, easy_variables=easy_variables))
+    config = replace(WITHOUT, anneal_moves=1000, easy_variables=easy_variables)
+    found = search(uneven(tightness), config)
     assert len(begun) == tries and begun[0] <= begun[-1] and found.winner != "annealing"

@@ -41,19 +41,6 @@ def on_ranks(*ranks: int) -> Assignment:
     return Assignment([0] * len(ranks), [np.array([rank]) for rank in ranks])
 
 
-def test_an_overfull_start_is_laid_so_that_it_fits_where_each_rank_is_full_to_the_byte() -> None:
-    sizes = [9, 8, 7, 6, 4, 3, 2, 1]  # only 9 + 1, 8 + 2, 7 + 3 and 6 + 4 fill four ranks of 10
-    problem = problem_of([[single([1.0, 2.0], size)] for size in sizes], ranks=4, room=10.0)
-    found = run(problem, on_ranks(0, 0, 1, 1, 2, 2, 3, 3))
-    assert found is not None and not violations(problem, found)
-    assert score(problem, found).critical_path_ms == pytest.approx(6.0)
-
-
-def test_where_nothing_fits_there_is_no_assignment() -> None:
-    problem = problem_of([[single([1.0], 6)] for _ in range(3)], ranks=2, room=10.0)
-    assert run(problem, on_ranks(0, 0, 1), rounds=3) is None
-
-
 def test_full_ranks_change_three_tables_at_once() -> None:
     """A table of 4 GiB for two of 2: any exchange of two tables of other sizes overfills a rank."""
     tables = [[single([cost], size)] for cost, size in [(6, 4), (6, 4), (2, 2), (2, 2), (1, 2), (1, 2)]]

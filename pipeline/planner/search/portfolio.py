@@ -53,7 +53,7 @@ PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, ea
 MOVES_EACH = 60_000  # of annealing, for each table and rank; twice as many for even loads after a time in vain
 MANY_RANKS = 64  # from here on a table that goes to every rank takes so long that fewer moves are made
 ANNEALINGS = 8  # times that annealing begins at most
-ENOUGH_IN_VAIN = 3  # of them in a row: then it ends; one where the integer program of the whole problem is easy
+ENOUGH_IN_VAIN = 3  # of them in a row: then it ends; one where the integer program of the whole problem is easy and memory is not scarce
 ANNEALED_SHARE = 0.9  # of all seconds, until when
 LEAST_GAIN = 1e-4  # of the value: less counts as in vain
 ANYHOW_SHARE = 0.6  # of the seconds that are left, for those
@@ -382,7 +382,7 @@ class _Search:
         """
         overfull = anyhow is not None and bool(violations(self.problem, anyhow))
         is_easy = self.best is not None and exact.count_variables(self.small) <= self.config.easy_variables
-        in_vain, enough = 0, 1 if is_easy else ENOUGH_IN_VAIN
+        in_vain, enough = 0, 1 if is_easy and not overfull else ENOUGH_IN_VAIN
         for attempt in range(ANNEALINGS if self.annealed else 0):
             hot = overfull and attempt % 2 == 0
             start = anyhow if hot or self.best is None else self.best
