@@ -25,7 +25,7 @@ from pipeline.data.prepare import prepare as preparation
 from pipeline.data.prepare.limit import most_rows_to_come
 from pipeline.data.prepare.run import PrepareSummary, describe, prepare
 from pipeline.data.raw import rows as raw_rows
-from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.layout import Layout, check_columns
 from pipeline.data.raw.source import Block, Source, find_sources
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.serving.artifact.package import schema_of
@@ -156,6 +156,13 @@ def test_a_file_without_a_header_and_files_with_other_orders_of_columns_are_read
     _write(days / "day_2.csv", ["c,extra,y,x", "b,9,0,1"])
     dataset = _prepare(tmp_path / "days", days, columns, dense_transform="none").dataset
     assert _rows(tmp_path / "days", dataset) == {"y": [1, 0], "x": [2.5, 1.0], "c": [1, 2]}
+
+
+def test_a_column_that_a_model_wants_is_named_as_such() -> None:
+    for label, fix in (("y", "correct data.columns"), ("", "rename them in it to what the model was trained on")):
+        layout = Layout(ColumnsConfig(label=label, sparse=["city"]), "csv")
+        with pytest.raises(DataError, match=names(f"'city' 'City' {fix}")):
+            check_columns(layout, ("y", "City"), "rows.csv")
 
 
 def test_what_is_wrong_with_a_whole_file_is_said(tmp_path: Path) -> None:

@@ -194,8 +194,14 @@ def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
     if missing:
         near = {name: did_you_mean(name, names).lstrip("; ") for name in missing[:5]}
         listed = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in near.items())
+        # Rows without a label are to be scored, by a model whose columns stay what they are.
+        fix = (
+            "correct data.columns"
+            if layout.columns.all_labels
+            else "rename them in it to what the model was trained on"
+        )
         has = (
-            f"It has {', '.join(map(_shown, names[:60]))}; correct data.columns"
+            f"It has {', '.join(map(_shown, names[:60]))}; {fix}"
             if names
             else "No column was found in it; "
             + (
