@@ -36,7 +36,8 @@ from pipeline.planner.limits import sharding_types_exact_for
 from pipeline.planner.plan_codec import decode_record, encode_record, load_plan, read_plan
 from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms, show_bytes
 from pipeline.planner.request import PlanRequest, Problem, build_problem, fingerprint_of
-from pipeline.planner.search.portfolio import FIRST_PLAN, Infeasible, SearchConfig
+from pipeline.planner.search.incumbent import Infeasible, SearchConfig
+from pipeline.planner.search.portfolio import FIRST_PLAN
 from pipeline.planner.search.problem import Floats
 from pipeline.planner.search.shortfall import least_shortfall
 from pipeline.planner.searcher import PHASES, PlanPrice, build_search_problem, enumerate_options, search_options

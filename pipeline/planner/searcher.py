@@ -18,7 +18,8 @@ from pipeline.planner.hardware import Hardware
 from pipeline.planner.infeasible import table_bytes
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.planner.search.clock import WorkClock
-from pipeline.planner.search.portfolio import SearchConfig, SearchResult, search
+from pipeline.planner.search.incumbent import SearchConfig
+from pipeline.planner.search.portfolio import SearchResult, search
 from pipeline.planner.search.problem import Assignment, Floats, Option, Rule, SearchProblem
 from pipeline.planner.search.refine import refine
 from pipeline.runtime.logs import get_logger

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.planner.search import portfolio
+from pipeline.planner.search import restarts
 from pipeline.planner.search.annealing import EVEN_LOADS, Annealing
-from pipeline.planner.search.portfolio import SearchConfig, search
+from pipeline.planner.search.incumbent import SearchConfig
+from pipeline.planner.search.portfolio import search
 from pipeline.planner.search.problem import Rule, SearchProblem, loads, score, violations
 from pipeline.planner.search.ranks import RankState, fill
 from tests.planner.test_neighbourhoods import GIB, on_ranks, problem_of, single, spread
@@ -96,21 +97,21 @@ def test_the_search_takes_what_annealing_finds() -> None:
 
 
 def test_without_numba_the_search_does_without_annealing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portfolio, "can_anneal", lambda: False)
+    monkeypatch.setattr(restarts, "can_anneal", lambda: False)
     found = search(uneven(), replace(WITHOUT, anneal_moves=60_000))
     assert "annealing" not in found.values and found.score == search(uneven(), WITHOUT).score
 
 
 @pytest.mark.parametrize(
     ("easy_variables", "tightness", "tries"),
-    [(10**6, 3.0, 1), (0, 3.0, portfolio.ENOUGH_IN_VAIN), (10**6, 1.02, portfolio.ENOUGH_IN_VAIN)],
+    [(10**6, 3.0, 1), (0, 3.0, restarts.ENOUGH_IN_VAIN), (10**6, 1.02, restarts.ENOUGH_IN_VAIN)],
     ids=["easy", "hard", "easy_in_scarce_memory"],
 )
 def test_annealing_in_vain_ends_sooner_where_the_integer_program_is_easy_and_there_is_room(
     monkeypatch: pytest.MonkeyPatch, easy_variables: int, tightness: float, tries: int
 ) -> None:
     begun = []
-    monkeypatch.setattr(portfolio, "improve_by_annealing", lambda *_, **options: begun.append(options["moves"]))
+    monkeypatch.setattr(restarts, "improve_by_annealing", lambda *_, **options: begun.append(options["moves"]))
     config = replace(WITHOUT, anneal_moves=1000, easy_variables=easy_variables)
     found = search(uneven(tightness), config)
     assert len(begun) == tries and begun[0] <= begun[-1] and found.winner != "annealing"

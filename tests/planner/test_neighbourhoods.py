@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipeline.planner.search.incumbent import SearchConfig
 from pipeline.planner.search.neighbourhoods import improve_by_programs
-from pipeline.planner.search.portfolio import SearchConfig, search
+from pipeline.planner.search.portfolio import search
 from pipeline.planner.search.problem import Assignment, Option, Rule, SearchProblem, score, violations
 from pipeline.planner.search.ranks import RankState
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.planner.search import exact
-from pipeline.planner.search.portfolio import Infeasible, SearchConfig, SearchResult, search
+from pipeline.planner.search.incumbent import Infeasible, SearchConfig
+from pipeline.planner.search.portfolio import SearchResult, search
 from pipeline.planner.search.problem import (
     OBJECTIVES,
     Assignment,

@@ -21,7 +21,7 @@ from pipeline.planner.plan_codec import encode_record, write_plan
 from pipeline.planner.planner import make_plan
 from pipeline.planner.record import PlanRecord
 from pipeline.planner.request import PlanRequest
-from pipeline.planner.search.portfolio import SearchConfig
+from pipeline.planner.search.incumbent import SearchConfig
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model

@@ -1,0 +1,141 @@
+"""Hold the best assignment of a search, the bound, the clock, and the options that can still be worth trying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.planner.search import exact
+from pipeline.planner.search.clock import WorkClock
+from pipeline.planner.search.local_search import PROVEN
+from pipeline.planner.search.problem import (
+    Assignment,
+    SearchProblem,
+    dominates,
+    narrow,
+    score,
+    violations,
+    worth_trying,
+)
+from pipeline.planner.search.relaxation import Relaxation
+
+HOPE = 0.3  # of the gap: what an option may cost beside the cheapest for local search to try it
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """`seconds`, of CPU, is an outer stop (see WorkClock); all else counts work, the same on every machine.
+
+    The search ends once the gap is `gap_tolerance` at most, but not before TorchRec's proposals were tried.
+    """
+
+    objective: str = "critical_path"
+    seed: int = 0
+    seconds: float = 60.0
+    gap_tolerance: float = PROVEN
+    proposal_placements: int = 300_000  # of shards, in TorchRec's proposals
+    kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
+    start_steps: int = 200  # of local search from each start
+    local_steps: tuple[int, ...] = (3000, 4000, 6000)
+    anneal_moves: int = 40_000_000  # at most, each time that annealing begins
+    program_rounds: int = 250  # of integer programs over a few ranks, from each start
+    choice_nodes: int = 300  # of the integer program that chooses options
+    easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
+    exact_variables: int = 8000  # a larger one is not tried
+    exact_work: int = 1_500_000  # nodes times variables
+
+
+class Infeasible(Exception):
+    """`proven`: no assignment keeps the capacities; else none was found."""
+
+    def __init__(self, proven: bool) -> None:
+        super().__init__("no assignment exists" if proven else "no assignment was found")
+        self.proven = proven
+
+
+class Incumbent:
+    """What all methods of a search share."""
+
+    def __init__(self, problem: SearchProblem, config: SearchConfig) -> None:
+        self.problem, self.config = problem, config
+        self.clock = WorkClock(config.seconds)
+        self.cut_short = False
+        self.best: Assignment | None = None
+        self.best_value = np.inf
+        self.winner = ""
+        self.values: dict[str, float] = {}
+        self.bound = 0.0
+        self.late = problem.kind_ms
+        self.worthwhile = worth_trying(problem)
+        if not all(self.worthwhile):
+            raise Infeasible(proven=True)
+        self.kept = self.worthwhile
+        self.small = narrow(problem, self.kept)
+        self.twins = [group for group in exact.equal_tables(problem) if len(group) > 1]
+
+    def out_of_time(self) -> bool:
+        late = self.clock.has_used()
+        self.cut_short = self.cut_short or late
+        return late
+
+    def used(self, share: float) -> bool:
+        late = self.clock.has_used(share)
+        self.cut_short = self.cut_short or late
+        return late
+
+    def done(self) -> bool:
+        return self.near_enough() or self.out_of_time()
+
+    def near_enough(self) -> bool:
+        return self.best_value <= self.bound * (1 + max(PROVEN, self.config.gap_tolerance))
+
+    def offer(self, member: str, assignment: Assignment) -> None:
+        """Keep an assignment of the whole problem if it is valid and the best so far."""
+        if violations(self.problem, assignment):
+            return
+        value = score(self.problem, assignment).of(self.config.objective)
+        self.values[member] = min(value, self.values.get(member, np.inf))
+        if value < self.best_value:
+            self.best, self.best_value, self.winner = assignment, value, member
+
+    def value(self, assignment: Assignment) -> float:
+        return score(self.problem, assignment).of(self.config.objective)
+
+    def worth(self, relaxation: Relaxation, share: float, using: Assignment) -> list[list[int]]:
+        """Options that by the relaxation's prices cost no more than a share of the gap, and those in use."""
+        assert relaxation.bound_ms is not None
+        ceiling = max(0.0, self.best_value * (1 + 1e-6) - relaxation.bound_ms) * share
+        used = [
+            indices[choice]
+            for indices, choice in zip(self.worthwhile, self.within(self.worthwhile, using), strict=True)
+        ]
+        kept = [
+            [index for index, extra in zip(indices, raises, strict=True) if extra <= ceiling or index == own]
+            for indices, raises, own in zip(self.worthwhile, relaxation.raises_ms, used, strict=True)
+        ]
+        for group in self.twins:  # equal tables keep the same options, so that they stay equal
+            union = sorted({index for table in group for index in kept[table]})
+            for table in group:
+                kept[table] = union
+        return kept
+
+    def narrow(self, relaxation: Relaxation) -> None:
+        """Forget the options that no plan better than the best one can have."""
+        if self.best is not None and relaxation.bound_ms is not None:
+            self.kept = self.worth(relaxation, 1.0, self.best)
+            self.small = narrow(self.problem, self.kept)
+
+    def within(self, kept: list[list[int]], whole: Assignment) -> list[int]:
+        """The choices among options `kept`: one that was left out gives way to one as good."""
+        choices = []
+        for options, indices, choice in zip(self.problem.tables, kept, whole.choices, strict=True):
+            if choice not in indices:
+                choice = next(other for other in indices if dominates(options[other], options[choice], self.late))
+            choices.append(indices.index(choice))
+        return choices
+
+    def whole(self, small: Assignment) -> Assignment:
+        return Assignment(
+            [indices[choice] for indices, choice in zip(self.kept, small.choices, strict=True)], small.ranks
+        )

@@ -1,0 +1,125 @@
+"""Begin annealing, or programs over a few ranks, again and again: from the best plan, or from a choice that overfills ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pipeline.planner.search import exact
+from pipeline.planner.search.annealing import EVEN_LOADS, FULL_RANKS, Schedule, can_anneal, improve_by_annealing
+from pipeline.planner.search.incumbent import HOPE, Incumbent
+from pipeline.planner.search.local_search import PROVEN
+from pipeline.planner.search.neighbourhoods import improve_by_programs
+from pipeline.planner.search.problem import (
+    Assignment,
+    narrow,
+    violations,
+)
+from pipeline.planner.search.ranks import RankState
+from pipeline.planner.search.relaxation import Relaxation
+
+WORTH_PROGRAMS = 0.02  # a gap from which on programs over a few ranks are tried
+PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, each by another seed, until one fits
+MOVES_EACH = 60_000  # of annealing, for each table and rank; twice as many for even loads after a time in vain
+MANY_RANKS = 64  # from here on a table that goes to every rank takes so long that fewer moves are made
+ANNEALINGS = 8  # times that annealing begins at most
+ENOUGH_IN_VAIN = 3  # of them in a row: then it ends; one where the integer program of the whole problem is easy and memory is not scarce
+ANNEALED_SHARE = 0.9  # of all seconds, until when
+LEAST_GAIN = 1e-4  # of the value: less counts as in vain
+ANYHOW_SHARE = 0.6  # of the seconds that are left, for those
+
+
+class Restarts:
+    def __init__(self, state: Incumbent) -> None:
+        self.state = state
+        self.annealed = state.config.anneal_moves > 0 and can_anneal()
+
+    def improve_by_annealing(self, relaxation: Relaxation, anyhow: Assignment | None) -> None:
+        """From the best plan, or the cheapest choice where none fits yet; left out where the gap is small, for it takes seconds.
+
+        Where that choice overfills ranks, every other time begins from it, hot, with its kinds alone. Of the other times half try kinds in use alone.
+        """
+        overfull = anyhow is not None and bool(violations(self.state.problem, anyhow))
+        is_easy = (
+            self.state.best is not None and exact.count_variables(self.state.small) <= self.state.config.easy_variables
+        )
+        in_vain, enough = 0, 1 if is_easy and not overfull else ENOUGH_IN_VAIN
+        for attempt in range(ANNEALINGS if self.annealed else 0):
+            hot = overfull and attempt % 2 == 0
+            start = anyhow if hot or self.state.best is None else self.state.best
+            if start is None or in_vain == enough or self._is_near():
+                return
+            before = self.state.best_value
+            if hot:
+                self._anneal(start, relaxation, FULL_RANKS, attempt, self._num_moves())
+            else:
+                self._anneal(start, relaxation, EVEN_LOADS, attempt, self._num_moves() * 2**in_vain)
+            in_vain = 0 if self.state.best_value < before * (1 - LEAST_GAIN) else in_vain + 1
+
+    def _num_moves(self) -> int:
+        world = self.state.problem.world_size
+        moves = min(self.state.config.anneal_moves, MOVES_EACH * len(self.state.problem.tables) * world)
+        return int(moves * min(1.0, MANY_RANKS / world))
+
+    def _anneal(self, start: Assignment, relaxation: Relaxation, schedule: Schedule, attempt: int, moves: int) -> None:
+        config = self.state.config
+        kept = self.state.worth(relaxation, 1.0 if schedule is FULL_RANKS else HOPE, start)
+        if schedule is FULL_RANKS or attempt % 4 >= 2:
+            kept = self._of_kinds_in_use(kept, start)
+        found = improve_by_annealing(
+            narrow(self.state.problem, kept),
+            Assignment(self.state.within(kept, start), start.ranks),
+            config.objective,
+            schedule=schedule,
+            moves=moves,
+            seed=config.seed + attempt,
+            scale_ms=min(self.state.best_value, 2 * self.state.bound),
+            stop=partial(self.state.used, ANNEALED_SHARE),
+        )
+        if found is not None:
+            choices = [indices[choice] for indices, choice in zip(kept, found.choices, strict=True)]
+            self.state.offer("annealing", Assignment(choices, found.ranks))
+
+    def _is_near(self) -> bool:
+        return self.state.done() or self.state.best_value <= self.state.bound * (1 + WORTH_PROGRAMS)
+
+    def _of_kinds_in_use(self, kept: list[list[int]], using: Assignment) -> list[list[int]]:
+        """Of the options `kept` those whose kind has no latency, or that other tables bring anyway."""
+        used = {options[choice].kind for options, choice in zip(self.state.problem.tables, using.choices, strict=True)}
+        return [
+            [index for index in indices if options[index].kind in used or options[index].kind not in self.state.late]
+            for options, indices in zip(self.state.problem.tables, kept, strict=True)
+        ]
+
+    def improve_by_programs(self, anyhow: Assignment | None) -> None:
+        """From the cheapest choice, even if it overfills ranks, then from the best plan: what exchanges of two shards cannot do.
+
+        Where the gap is small the programs are left out, for they take seconds.
+        """
+        if not self.state.config.program_rounds or self._is_near() or (self.annealed and self.state.best is not None):
+            return
+        reserved = (1 - ANYHOW_SHARE) * self.state.clock.remaining_s
+        overfull = anyhow is not None and bool(violations(self.state.problem, anyhow))
+        for attempt in range(PROGRAMS_ANYHOW if overfull else 0):
+            if anyhow is None or self.state.done() or self._run_programs(anyhow, attempt, reserved):
+                break
+        if self.state.best is not None and not self.state.done():
+            self._run_programs(self.state.best, PROGRAMS_ANYHOW, 0.0)
+
+    def _run_programs(self, start: Assignment, attempt: int, reserved_s: float) -> bool:
+        """Whether they found a plan that fits."""
+        config, small = self.state.config, narrow(self.state.problem, self.state.worthwhile)
+        found = improve_by_programs(
+            RankState(small, config.objective, min(self.state.best_value, 2 * self.state.bound)),
+            Assignment(self.state.within(self.state.worthwhile, start), start.ranks),
+            rounds=config.program_rounds,
+            seed=config.seed + attempt,
+            enough=self.state.bound * (1 + max(PROVEN, config.gap_tolerance)),
+            remaining_s=partial(self._remaining_beyond, reserved_s),
+        )
+        if found is not None:
+            choices = [indices[choice] for indices, choice in zip(self.state.worthwhile, found.choices, strict=True)]
+            self.state.offer("programs", Assignment(choices, found.ranks))
+        return found is not None
+
+    def _remaining_beyond(self, reserved_s: float) -> float:
+        return 0.0 if self.state.out_of_time() else self.state.clock.remaining_s - reserved_s
