@@ -90,7 +90,8 @@ def _step_copies(copies: Sequence[Bf16Copy], group: dict[str, Any], state: dict[
         numbers.append(known[step])
     blocks = _blocks([copy.weight.numel() for copy in copies])
     arguments = blocks, np.array(rows, np.uint64), np.array(numbers, np.float32)
-    on_all_threads(module.step_weights, arguments, len(blocks), LEAST_BLOCKS)
+    with torch.profiler.record_function("Adam, bf16 copies"):
+        on_all_threads(module.step_weights, arguments, len(blocks), LEAST_BLOCKS)
     for copy, gradient in zip(copies, gradients, strict=True):
         copy.weight.grad = gradient  # for hooks that read it
 

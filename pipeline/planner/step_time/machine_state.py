@@ -1,12 +1,14 @@
 """Set what a machine's cores and memory did while a job was measured beside what they did while kernels were.
 
 A rented machine's rate changes within minutes, for others share its processor. Four small operations are timed before and after each job
-(training.calibration.probes): what they took then, beside the least that they took in the calibration, is how much slower the machine was.
+(training.calibration.probes): what they took then, beside what they took at the median of the calibration's jobs, is how much slower the machine
+was. At that median it is as fast as it mostly is, so that is the rate of a prediction for nowhere in particular.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 
 from pipeline.planner.step_time.measurements import Measurements
 
@@ -24,8 +26,10 @@ PROBE_OF = {
 
 
 def calibrated_probes(measurements: Measurements, setup: str) -> dict[str, float]:
-    """Microseconds, by probe; empty for calibrations of before there were any."""
-    return {str(row.shape["what"]): row.us for row in measurements.of("probe", setup)}
+    """Microseconds, by probe, at the median of the setup's jobs; empty for calibrations of before there were any."""
+    beside = [row.beside for row in measurements.of("job", setup)]
+    names = dict.fromkeys(name for probes in beside for name in probes)
+    return {name: median(probes[name] for probes in beside if name in probes) for name in names}
 
 
 def slowdown(beside: Mapping[str, float], calibrated: Mapping[str, float]) -> dict[str, float]:
