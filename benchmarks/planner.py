@@ -42,8 +42,9 @@ from pipeline.planner.collectives import links_of
 from pipeline.planner.constraints import build_constraints, place_tables
 from pipeline.planner.cost_model import CostModel, wire_of
 from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, usable_bytes
+from pipeline.planner.found_plan import rank_loads
 from pipeline.planner.hardware import Hardware, build_topology
-from pipeline.planner.planner import make_plan, rank_loads
+from pipeline.planner.planner import make_plan
 from pipeline.planner.record import critical_path_ms
 from pipeline.planner.request import PlanRequest
 from pipeline.runtime.logs import configure_logging, get_logger
