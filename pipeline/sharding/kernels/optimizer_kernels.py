@@ -88,34 +88,14 @@ def _adam(states, squares, at, square_at, gradient, begin, numbers, dim):  # typ
     whole = dim // U(LANES) * U(LANES)
     for k in range(U(0), whole, U(LANES)):
         adam_16(
-            states,
-            squares,
-            at + k,
-            square_at + k,
-            gradient,
-            begin + k,
-            first_decay,
-            first_share,
-            decay,
-            share,
-            scale,
-            eps,
-        )
+            states, squares, at + k, square_at + k, gradient, begin + k,
+            first_decay, first_share, decay, share, scale, eps,
+        )  # fmt: skip
     for k in range(whole, dim):
         adam_1(
-            states,
-            squares,
-            at + k,
-            square_at + k,
-            gradient,
-            begin + k,
-            first_decay,
-            first_share,
-            decay,
-            share,
-            scale,
-            eps,
-        )
+            states, squares, at + k, square_at + k, gradient, begin + k,
+            first_decay, first_share, decay, share, scale, eps,
+        )  # fmt: skip
 
 
 @part()
