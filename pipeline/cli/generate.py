@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.prepare import GenerateJob
-from pipeline.runtime.shell_words import word
+from pipeline.runtime.shell_words import command, word
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def generate(job: GenerateJob) -> GenerateSummary:
         num_rows = job.data.synthetic.num_rows
         names = job.data.columns if job.data.format == "tsv" else None
         synthetic.write_source(job.data.synthetic, job.output, job.threads, names)
-    next_command = f"python -m pipeline.prepare data={job.data.name} {word('source', job.output)}"
+    next_command = f"{command('prepare')} data={job.data.name} {word('source', job.output)}"
     return GenerateSummary(job.output, num_rows, time.monotonic() - started, next_command)
 
 

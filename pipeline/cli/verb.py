@@ -72,16 +72,28 @@ class Verb(Generic[Job, Result]):
 
     def main(self) -> None:
         """Compose the job of sys.argv, run it, and print on rank 0 what came of it. Ends the process on every error."""
+        try:
+            job = self._read_job()
+        except KeyboardInterrupt:
+            _say("\ninterrupted")
+            sys.exit(INTERRUPTED)
+        if job is not None:
+            self._run_as_process(job)
+
+    def _read_job(self) -> Job | None:
+        """None where a command that needs none was run."""
         self._prepare_process()
         with print_user_errors():
             words = read_words(sys.argv[1:], self.commands, self.default)
             command = next((command for command in self.commands if command.name == words.command), None)
             if command is not None and command.run is not None and "--help" not in words.flags:
                 command.run(words)
-                return
+                return None
         takes_command = any(field.name == "command" for field in fields(self.job))  # type: ignore[arg-type]
         overrides = words.overrides() if takes_command else words.remaining()
-        job = parse_command_line(self.job, self.doc, overrides, self.validate)
+        return parse_command_line(self.job, self.doc, overrides, self.validate)
+
+    def _run_as_process(self, job: Job) -> None:
         rank = int(os.environ.get("RANK", "0"))
         logs = getattr(job, "logger", None)
         configure_logging(rank, logs.format if isinstance(logs, LoggerConfig) else "text")

@@ -14,6 +14,7 @@ from typing import Any, Dict, List, Optional
 
 from pipeline.config.labels import LabelConfig
 from pipeline.runtime.errors import DataError, did_you_mean
+from pipeline.runtime.shell_words import command
 from pipeline.runtime.storage import storage
 
 FILE_NAME = "dataset.json"
@@ -241,7 +242,7 @@ def load_dataset(folder: str) -> Dataset:
     if not storage.is_file(path):
         raise DataError(
             f"there is no {FILE_NAME} in {folder!r}: prepare it first with "
-            "`python -m pipeline.prepare data=<name> source=<file, folder or glob>`, or set data.path"
+            f"`{command('prepare')} data=<name> source=<file, folder or glob>`, or set data.path"
         )
     return Dataset.from_json(storage.read_text(path))
 

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from collections.abc import Sequence
 
 PLAIN = re.compile(r"[\w./:@%+-]+", re.ASCII)
 
 
 def word(key: str, value: object) -> str:
     return f"{key}={quoted(str(value))}"
+
+
+def command(verb: str, words: Sequence[str] | None = None) -> str:
+    """`python -m pipeline.<verb>` with the --config-dir of this process' command line, without which a user's own options are
+    not found. `words`: those of the command line."""
+    given = list(sys.argv[1:] if words is None else words)
+    flag: list[str] = []
+    for number, each in enumerate(given):
+        if each == "--config-dir":
+            flag = given[number : number + 2]
+        elif each.startswith("--config-dir="):
+            flag = [each]
+    return shlex.join(["python", "-m", f"pipeline.{verb}", *flag])
 
 
 def quoted(text: str) -> str:

@@ -21,6 +21,7 @@ from pipeline.planner.limits import check_batch_fits_comms, check_widths
 from pipeline.planner.plan_file import find_plan_file
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.shell_words import command
 from pipeline.runtime.storage import storage
 from pipeline.training.data_order import check_run_folder
 
@@ -78,7 +79,7 @@ def load_or_describe(job: TrainJob) -> Dataset:
         return describe_dataset(job.data, rows_of_features(expand_patterns(job.tables, columns_of(job.data).sparse)))
     raise TrainingError(
         f"there is no {FILE_NAME} in {path!r}: prepare the data set with "
-        f"`python -m pipeline.prepare data={job.data.name} source=<file, folder or glob>`, or set data.path"
+        f"`{command('prepare')} data={job.data.name} source=<file, folder or glob>`, or set data.path"
     )
 
 

@@ -24,9 +24,10 @@ from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare import prepare as preparation
 from pipeline.data.prepare.limit import most_rows_to_come
 from pipeline.data.prepare.run import PrepareSummary, describe, prepare
+from pipeline.data.prepare.time_units import count_units
 from pipeline.data.raw import rows as raw_rows
 from pipeline.data.raw.layout import Layout, check_columns
-from pipeline.data.raw.source import Block, Source, find_sources
+from pipeline.data.raw.source import Block, Source, TextReader, find_sources
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.serving.artifact.package import schema_of
 from pipeline.serving.scoring.column_lists import ColumnLists
@@ -468,3 +469,69 @@ def test_a_label_of_text_says_which_key_reads_it(tmp_path: Path) -> None:
     pq.write_table(pa.table({"y": ["yes", "no"], "c": ["a", "b"]}), source)
     with pytest.raises(DataError, match=names("'y' string data.columns.label_values={yes:")):
         _prepare(tmp_path, source, {"label": "y", "sparse": ["c"]}, format="parquet")
+
+
+def _times(tmp_path: Path, name: str, times: Sequence[object]) -> None:
+    _write(tmp_path / name, ["y,c,t", *(f"{n % 2},a,{time}" for n, time in enumerate(times))])
+
+
+def test_times_in_two_units_are_refused_and_a_few_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns, split = {"label": "y", "sparse": ["c"], "timestamp": "t"}, SplitConfig(kind="time")
+    seconds = range(1764000000, 1764000030)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    _times(folder, "1.csv", seconds)
+    for name, times in {"2.csv": [each * 1000 for each in seconds], "3.csv": ["2026-01-01"] * 4}.items():
+        _times(folder, name, times)
+        unit = "milliseconds" if name == "2.csv" else "microseconds"
+        with pytest.raises(DataError, match=names(f"=t 30 seconds 1.csv {len(times)} {unit} {name}")):
+            _prepare(tmp_path / name, folder, columns, split=split)
+        (folder / name).unlink()
+    _times(folder, "2.csv", [seconds[0] * 1000])
+    with caplog.at_level("WARNING"):
+        summary = _prepare(tmp_path / "few", folder, columns, split=split, max_quarantined_fraction=0.05)
+    assert summary.dataset.accepted_rows == 31 and mentions(caplog.text, "=t 30 seconds 1 milliseconds 2.csv")
+
+
+def test_numbers_that_are_no_epochs_have_no_unit() -> None:
+    assert count_units(np.array([0, 17, 10**11, 5 * 10**13, -(10**9)])) == {}
+    assert count_units(np.array([], np.int64)) == {}
+    assert count_units(np.array([1_764_000_000, 3, 1_764_000_000_000_000_000])) == {"seconds": 1, "nanoseconds": 1}
+
+
+@pytest.mark.parametrize("kind", [pa.time32("ms"), pa.duration("s")], ids=["time of day", "span"])
+def test_a_time_without_a_date_is_no_timestamp(tmp_path: Path, kind: pa.DataType) -> None:
+    source = tmp_path / "rows.parquet"
+    times = pa.array([1, 2], pa.int32() if kind == pa.time32("ms") else pa.int64()).cast(kind)
+    pq.write_table(pa.table({"y": [0, 1], "c": ["a", "b"], "t": times}), source)
+    columns = {"label": "y", "sparse": ["c"], "timestamp": "t"}
+    with pytest.raises(DataError, match=names(f"'t' {kind} date")):
+        _prepare(tmp_path, source, columns, format="parquet", split=SplitConfig(kind="time"))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["unix", "windows"])
+def test_empty_lines_at_the_end_of_a_file_are_no_rows(tmp_path: Path, end: str) -> None:
+    lines = ["y,c", *(f"{n % 2},v{n}" for n in range(9))]
+    for name, text in {"plain": "", "one": end, "many": end * 40}.items():
+        path = tmp_path / f"{name}.csv"
+        path.write_bytes((end.join([*lines, ""]) + text).encode())
+        for block_bytes in (1, 7, 64, 1 << 16):
+            with TextReader(find_sources(str(path))[0], block_bytes) as reader:
+                reader.header()
+                read = list(reader.blocks())
+            assert b"".join(block.text for block in read) == end.join([*lines[1:], ""]).encode()
+            assert sum(block.num_rows for block in read) == 9
+            assert [block.first_row for block in read] == [0, *np.cumsum([block.num_rows for block in read])[:-1]]
+    path.write_bytes(b"y,c\n0,a\n\n1,b\n\n")
+    columns = {"label": "y", "sparse": ["c"]}
+    dataset = _prepare(tmp_path, path, columns, max_quarantined_fraction=0.5).dataset
+    assert (dataset.accepted_rows, dataset.quarantined_rows) == (2, 1)  # in the middle one may be a lost row
+
+
+def test_lines_that_end_in_a_carriage_return_alone_are_named(tmp_path: Path) -> None:
+    source = tmp_path / "rows.csv"
+    source.write_bytes(b"y,c\r0,a\r1,b\r")
+    with pytest.raises(DataError, match=names("rows.csv 2 carriage tr '\\r' '\\n'")):
+        _prepare(tmp_path, source, {"label": "y", "sparse": ["c"]})

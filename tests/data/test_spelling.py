@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,24 @@ def test_large_whole_numbers_are_dense_features_in_requests_too() -> None:
     with pa.ipc.new_stream(sink, sent.schema) as writer:
         writer.write_table(sent)
     assert as_table(reader.read(bytes(sink.getvalue()), ARROW_TYPE))["x"].to_pylist() == [2.0**62]
+
+
+def test_dates_and_decimals_are_read_in_requests_as_in_files(tmp_path: Path) -> None:
+    """A request that is sent as the Parquet rows were written has the values that the vocabularies hold."""
+    rows = pa.table({
+        "y": [1, 0], "x": pa.array([Decimal("1.50"), None]), "b": [True, False],
+        "day": [date(2026, 11, 1), date(2026, 11, 2)], "price": pa.array([Decimal("9.90"), Decimal("-1.00")]),
+        "days": pa.array([[date(2026, 11, 3)], []]),
+    })  # fmt: skip
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    columns = {"label": "y", "dense": ["x", "b"], "sparse": ["day", "price"], "multi_hot": ["days"]}
+    _prepare(tmp_path, tmp_path / "rows.parquet", columns, format="parquet")
+    sent, sink = rows.drop_columns("y"), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, sent.schema) as writer:
+        writer.write_table(sent)
+    reader = RequestReader(ColumnsConfig(**columns), LimitsConfig())
+    read = as_table(reader.read(bytes(sink.getvalue()), ARROW_TYPE)).to_pydict()
+    assert (read["x"], read["b"]) == ([1.5, None], [1.0, 0.0])
+    for name in ("day", "price"):
+        assert set(read[name]) == _vocabulary(tmp_path, name).keys()
+    assert {value for values in read["days"] for value in values} == _vocabulary(tmp_path, "days").keys()

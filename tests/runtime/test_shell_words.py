@@ -7,7 +7,7 @@ import shlex
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from pipeline.runtime.shell_words import word
+from pipeline.runtime.shell_words import command, word
 
 ODD = ["my shop/clicks, new.csv", "it's.csv", 'a "b".csv', "a$HOME.csv", "dt=1/a(1)#b;c&d!.csv", "[a,b].csv", "{x}.csv"]
 
@@ -21,3 +21,10 @@ def test_a_word_is_read_back_by_shell_and_hydra(path: str) -> None:
 
 def test_a_plain_path_stays_as_it_is() -> None:
     assert word("run", "runs/shop") == "run=runs/shop"
+
+
+def test_a_command_has_the_config_folder_of_the_one_that_names_it() -> None:
+    assert command("prepare", ["data=shop"]) == "python -m pipeline.prepare"
+    for words in (["--config-dir", "my conf", "data=shop"], ["data=shop", "--config-dir", "my conf"]):
+        assert command("prepare", words) == "python -m pipeline.prepare --config-dir 'my conf'"
+    assert command("train", ["--config-dir=conf"]) == "python -m pipeline.train --config-dir=conf"

@@ -10,6 +10,7 @@ from pipeline.config.data import DataConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, FrequencyCurve, SparseFeature, listed_labels
 from pipeline.data.raw.layout import columns_of
 from pipeline.runtime.errors import DataError
+from pipeline.runtime.shell_words import command
 
 
 def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
@@ -61,4 +62,4 @@ def _absence(config: DataConfig) -> str:
 
 
 def _prepare(config: DataConfig) -> str:
-    return f"prepare the data set with `python -m pipeline.prepare data={config.name} source=<file, folder or glob>`, or set data.path"
+    return f"prepare the data set with `{command('prepare')} data={config.name} source=<file, folder or glob>`, or set data.path"

@@ -42,6 +42,7 @@ from pipeline.data.prepare.splits import (
 )
 from pipeline.data.prepare.staging import StagedFile, stage_source
 from pipeline.data.prepare.standardize import learn_transforms
+from pipeline.data.prepare.time_units import check_time_units
 from pipeline.data.prepare.vocabulary import (
     count_values,
     map_entries,
@@ -107,6 +108,7 @@ def stage_sources(
     rows, quarantined = sum(file.num_source_rows for file in files), sum(file.num_quarantined for file in files)
     worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]
     refuse(config, quarantined, rows, worst[0] if worst else "")
+    check_time_units(config, sources, files)
     return files
 
 

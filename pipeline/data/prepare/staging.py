@@ -20,8 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.transforms import described
-from pipeline.data.prepare.encode import EncodedBlock, Features, encode_block
+from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, EncodedBlock, Features, encode_block
 from pipeline.data.prepare.parallel import map_ordered
+from pipeline.data.prepare.time_units import count_units
 from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
@@ -48,6 +49,7 @@ class StagedFile:
     num_values: list[list[int]] = field(default_factory=list)
     num_lookups: list[list[int]] = field(default_factory=list)
     num_negative: dict[str, int] = field(default_factory=dict)  # see EncodedBlock
+    num_times: dict[str, int] = field(default_factory=dict)  # see count_units
     ids_folder: str = ""  # where that is not the file's own
 
     @property
@@ -241,8 +243,12 @@ class _Writer:
         staged.block_rows.append(encoded.rows.num_rows)
         staged.num_values.append(encoded.num_values)
         staged.num_lookups.append(encoded.num_lookups)
-        for name, count in encoded.num_negative.items():
-            staged.num_negative[name] = staged.num_negative.get(name, 0) + count
+        found = [(staged.num_negative, encoded.num_negative)]
+        if TIMESTAMP_COLUMN in encoded.rows.schema.names:
+            found.append((staged.num_times, count_units(encoded.rows[TIMESTAMP_COLUMN].to_numpy())))
+        for counts, more in found:
+            for name, count in more.items():
+                counts[name] = counts.get(name, 0) + count
 
     def _entry_table(self, encoded: EncodedBlock) -> pa.Table:
         num_entries = len(encoded.values)

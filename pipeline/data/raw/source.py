@@ -184,6 +184,14 @@ def _refuse_no_text(file: IO[bytes], source: Source) -> None:
             raise DataError(f"{source.path} is {what}, and is read as text: {cure}")
 
 
+def _end_of_rows(text: bytes, stop: int) -> int:
+    """Of text[:stop], behind the last line that is not empty, its end included; 0 where there is none."""
+    if stop > 2 and not text.endswith((b"\n\n", b"\n\r\n"), 0, stop):
+        return stop
+    rows = text[:stop].rstrip(b"\r\n")
+    return text.find(b"\n", len(rows), stop) + 1 or stop if rows else 0
+
+
 class TextReader:
     """The lines of a text file, plain or .gz. `position` is how many of the file's bytes were read."""
 
@@ -214,13 +222,19 @@ class TextReader:
             line = bytes(self._stream.readline(MAX_LINE_BYTES)).removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
             raise DataError(f"{self._source.path} begins with an empty line, or is empty: the first names the columns")
+        if num_returns := line.rstrip(b"\r\n").count(b"\r"):
+            raise DataError(
+                f"{self._source.path} has {num_returns:,} carriage returns inside its first line, which names the columns. Lines that end "
+                "in a carriage return alone, as old Macs write them, are not read: convert them by tr '\\r' '\\n' <old >new"
+            )
         return line
 
     def blocks(self) -> Iterator[Block]:
-        """At most about `block_bytes` and MAX_BLOCK_ROWS lines each."""
+        """At most about `block_bytes` and MAX_BLOCK_ROWS lines each; empty lines at the file's end are none."""
         remainder = b""
         while chunk := self._read():
-            cut = chunk.rfind(b"\n") + 1
+            # Empty lines behind the last row may be the file's last: they wait for what follows.
+            cut = _end_of_rows(chunk, chunk.rfind(b"\n") + 1)
             if not cut and len(remainder) + len(chunk) > MAX_LINE_BYTES:
                 raise DataError(
                     f"{self._source.path} has no line end for {MAX_LINE_BYTES >> 20} MiB after line {self._line}: "
@@ -231,8 +245,8 @@ class TextReader:
                 remainder = chunk[cut:]
             else:
                 remainder += chunk
-        if remainder:
-            yield from self._cut(remainder)
+        if end := _end_of_rows(remainder, len(remainder)):
+            yield from self._cut(remainder[:end])
 
     def _read(self) -> bytes:
         with self._whole_gzip():

@@ -79,6 +79,11 @@ def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
                 f"{source.path}: column {name!r} has type {kind}, one value a row: name it under data.columns.sparse, not "
                 "multi_hot (lists, or text joined by data.columns.list_separator)"
             )
+        if name == columns.timestamp and (pa.types.is_time(inner) or pa.types.is_duration(inner)):
+            raise DataError(
+                f"{source.path}: column {name!r} has type {kind}, {'a span' if pa.types.is_duration(inner) else 'a time of day'} without "
+                "a date: name a column of dates, of times with their date, or of whole numbers under data.columns.timestamp"
+            )
         if not pa.types.is_null(inner):
             kinds[name] = next((kind for kind, fits in KINDS.items() if fits(inner)), TEXT)
     return kinds

@@ -171,9 +171,14 @@ def _check_type(name: str, kind: pa.DataType, wanted: pa.DataType) -> None:
         fits = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_category(kind.value_type)
         wanted_types = "lists of text or of numbers"
     elif pa.types.is_string(wanted):
-        fits, wanted_types = _is_category(kind), "text, numbers, or true and false"
+        fits, wanted_types = _is_category(kind), "text, numbers, dates, or true and false"
     else:
-        fits = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
+        fits = any(
+            check(kind)
+            for check in (
+                pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean, pa.types.is_null
+            )
+        )  # fmt: skip
         wanted_types = "numbers"
     if not fits:
         raise BadRequest(422, f"column {name!r} has type {kind}: give {wanted_types}")
@@ -187,6 +192,8 @@ def _is_category(kind: pa.DataType) -> bool:
         or pa.types.is_large_string(kind)
         or pa.types.is_integer(kind)
         or pa.types.is_floating(kind)
+        or pa.types.is_decimal(kind)
+        or pa.types.is_date(kind)
         or pa.types.is_boolean(kind)
         or pa.types.is_null(kind)
     )

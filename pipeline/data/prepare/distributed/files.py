@@ -40,6 +40,7 @@ class FileSummary:
     num_quarantined: int
     first_quarantined: str
     num_negative: dict[str, int]
+    num_times: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def stage_file(recipe: Recipe, source_of_number: tuple[int, Source]) -> FileSumm
     staged = load_staged(folder)
     return FileSummary(
         folder, number, staged.num_rows, staged.num_source_rows, staged.num_quarantined, staged.first_quarantined,
-        staged.num_negative,
+        staged.num_negative, staged.num_times,
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ from pipeline.data.prepare.hints import find_hints
 from pipeline.data.prepare.limit import refuse
 from pipeline.data.prepare.splits import Boundaries, boundaries_of, check_dates, check_rows_to_train_on, times_at
 from pipeline.data.prepare.standardize import names_to_learn, transform_from
+from pipeline.data.prepare.time_units import check_time_units
 from pipeline.data.prepare.vocabulary import sql_text
 from pipeline.data.prepare.write_dataset import Prepared, assemble_dataset, describe_feature, move_out
 from pipeline.data.raw.source import Source
@@ -112,6 +113,7 @@ def _refuse_many(config: DataConfig, sources: list[Source], files: list[FileSumm
     rows, quarantined = sum(file.num_source_rows for file in files), sum(file.num_quarantined for file in files)
     worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]
     refuse(config, quarantined, rows, worst[0] if worst else "")
+    check_time_units(config, sources, files)
 
 
 def _find_boundaries(
