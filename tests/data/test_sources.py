@@ -535,3 +535,24 @@ def test_lines_that_end_in_a_carriage_return_alone_are_named(tmp_path: Path) -> 
     source.write_bytes(b"y,c\r0,a\r1,b\r")
     with pytest.raises(DataError, match=names("rows.csv 2 carriage tr '\\r' '\\n'")):
         _prepare(tmp_path, source, {"label": "y", "sparse": ["c"]})
+
+
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "jsonl", "parquet"])
+def test_an_empty_file_among_others_has_no_rows(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder, columns = tmp_path / "rows", {"label": "y", "sparse": ["c"]}
+    folder.mkdir()
+    table = pa.table({"y": [0, 1], "c": ["a", "b"]})
+    lines = [json.dumps(row) for row in table.to_pylist()] if kind == "jsonl" else ["y,c", "0,a", "1,b"]
+    text = "\n".join([*lines, ""]).encode()
+    for name, content in (("1", b""), ("2", text)):
+        path = folder / f"{name}.{kind}"
+        if kind == "parquet":
+            pq.write_table(table if content else table.slice(0, 0), path)
+        else:
+            path.write_bytes(gzip.compress(content) if kind.endswith(".gz") else content)
+    with caplog.at_level("WARNING"):
+        dataset = _prepare(tmp_path, folder, columns, format=kind.partition(".")[0]).dataset
+    assert (dataset.accepted_rows, dataset.quarantined_rows) == (2, 0)
+    assert mentions(caplog.text, f"1.{kind} no rows")
+    with pytest.raises(DataError, match="no row was accepted"):
+        _prepare(tmp_path / "alone", folder / f"1.{kind}", columns, format=kind.partition(".")[0])

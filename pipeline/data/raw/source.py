@@ -216,12 +216,12 @@ class TextReader:
         """Text has no types."""
 
     def header(self) -> bytes:
-        """The first line, which then is in no block."""
+        """The first line, which then is in no block; empty where the file is."""
         self._line += 1
         with self._whole_gzip():
             line = bytes(self._stream.readline(MAX_LINE_BYTES)).removeprefix(b"\xef\xbb\xbf")
-        if not line.strip():
-            raise DataError(f"{self._source.path} begins with an empty line, or is empty: the first names the columns")
+        if line and not line.strip():
+            raise DataError(f"{self._source.path} begins with an empty line: the first names the columns")
         if num_returns := line.rstrip(b"\r\n").count(b"\r"):
             raise DataError(
                 f"{self._source.path} has {num_returns:,} carriage returns inside its first line, which names the columns. Lines that end "

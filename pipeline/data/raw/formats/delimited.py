@@ -24,7 +24,10 @@ class DelimitedText(Format):
         reader = TextReader(source, block_bytes)
         if layout.header is not None:
             return reader, layout.header
-        return reader, tuple(split_cells(layout, reader.header().decode(errors="replace").rstrip("\r\n")))
+        line = reader.header()
+        if not line:  # a part without rows, as Spark and Hive leave them, has no header either
+            return reader, tuple(layout.needed)
+        return reader, tuple(split_cells(layout, line.decode(errors="replace").rstrip("\r\n")))
 
     def parse(self, layout: Layout, names: tuple[str, ...], block: Block) -> ParsedRows:
         from pipeline.data.raw.rows import parse_text

@@ -31,7 +31,7 @@ class JsonLines(Format):
                 names |= dict.fromkeys(_object(line))
             except ValueError:
                 continue  # the quarantine's
-        return TextReader(source, block_bytes), tuple(names)
+        return TextReader(source, block_bytes), tuple(names if block else layout.needed)
 
     def parse(self, layout: Layout, names: tuple[str, ...], block: Block) -> ParsedRows:
         from pipeline.data.raw.rows import parse_objects
