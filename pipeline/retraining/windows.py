@@ -15,11 +15,15 @@ from datetime import UTC, datetime, timedelta
 from pipeline.config.data import DataConfig
 from pipeline.config.retraining import WindowsConfig
 from pipeline.runtime.errors import RetrainingError
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import atomic, storage
 
 READY, WAITING, LATE = "ready", "waiting", "late"
 MAX_GAP = 10_000  # windows missing in a row: then the pattern or the length is wrong
 UNITS = {"s": 1, "ms": 1000, "us": 1_000_000}
+CLOCKS_DIFFER_S = 86_400  # and zones: a time may be so much later than this machine's clock
+FIRST_SECOND = -62_135_596_800  # of the year 1
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,11 @@ def find_windows(
         RetrainingError: there is nothing at `source` that is a window.
     """
     first = parse_time(config.first) if config.first else None
-    list_them = _partitions if config.kind == "partitions" else _spans
-    found = list_them(config, source, data, max(filter(None, (after, first)), default=None))
+    begin = max(filter(None, (after, first)), default=None)
+    if config.kind == "partitions":
+        found = _partitions(config, source, data, begin)
+    else:
+        found = _spans(config, source, data, begin, now)
     skipped = set(done)
     windows = _with_gaps([window for window in found if first is None or window.begin >= first], config)
     return [_judged(window, config, data, now) for window in windows if window.name not in skipped]
@@ -143,7 +150,9 @@ def _lacks(window: Window, config: WindowsConfig, data: DataConfig) -> str:
     return ""
 
 
-def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime | None) -> list[Window]:
+def _spans(
+    config: WindowsConfig, source: str, data: DataConfig, after: datetime | None, now: datetime
+) -> list[Window]:
     """Windows of a growing source: cut at multiples of the length, the newest of them still open."""
     from pipeline.data.prepare.vocabulary import open_engine
 
@@ -158,6 +167,7 @@ def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime
             f"source={source} has no row with a time in windows.timestamp_column={config.timestamp_column}"
         )
     windows = []
+    rows = _without_strays(config, source, rows, now)
     newest = max(int(span) for span, _ in rows)
     for span, count in rows:
         begin = datetime.fromtimestamp(int(span) * seconds, UTC)
@@ -166,6 +176,31 @@ def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime
             why = f"{count:,} of at least {config.min_rows:,} rows"
         windows.append(Window(time_name(begin), begin, begin + _length(config), source, why=why))
     return [window for window in windows if after is None or window.begin >= after]
+
+
+def _without_strays(
+    config: WindowsConfig, source: str, rows: list[tuple[int, int]], now: datetime
+) -> list[tuple[int, int]]:
+    """(span, count) without times that are still to come, or that no date has: one garbled row would end the newest window.
+
+    Raises:
+        RetrainingError: nothing is left.
+    """
+    seconds = int(config.length_hours * 3600)
+    latest = now.timestamp() + max(seconds, CLOCKS_DIFFER_S)
+    sound = [(span, count) for span, count in rows if FIRST_SECOND <= span * seconds <= latest]
+    if len(sound) == len(rows):
+        return sound
+    count = sum(count for _, count in rows) - sum(count for _, count in sound)
+    span = next(span for span, _ in reversed(rows) if not FIRST_SECOND <= span * seconds <= latest)
+    text = (
+        f"{count:,} rows of {source} have a time in windows.timestamp_column={config.timestamp_column} that is no date up to now, "
+        f"{now:%Y-%m-%d %H:%M} UTC; one is {span * seconds:,} s after 1970"
+    )
+    if not sound:
+        raise RetrainingError(f"{text}. Is windows.timestamp_unit={config.timestamp_unit} right, and this machine's clock?")
+    logger.warning("%s. They are in no window", text)
+    return sound
 
 
 def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target: str) -> str:

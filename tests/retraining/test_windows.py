@@ -12,7 +12,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.retraining import WindowsConfig
 from pipeline.retraining.windows import LATE, READY, WAITING, Window, extract_rows, find_windows
 from pipeline.runtime.errors import RetrainingError
-from tests.support.messages import names
+from tests.support.messages import mentions, names
 
 CRITEO = DataConfig(name="clicks")
 CSV = DataConfig(name="clicks", format="csv", columns=ColumnsConfig(label="click", dense=["x"], sparse=["a"]))
@@ -92,6 +92,27 @@ def test_a_growing_file_is_cut_by_its_timestamps(tmp_path: Path, times: list[str
     assert len(lines) == 3 and "00" in lines[1] and "v,1" in lines[2]  # text stays as it was written
     source.write_text("")
     assert extract_rows(found[0], config, CSV, str(tmp_path / "work")) == path  # begun: it stays what it was
+
+
+def test_times_that_are_no_date_up_to_now_make_and_end_no_window(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Among rows of the hour that is still open: one in milliseconds, one that is to come, and what is no time at all."""
+    source, hour = tmp_path / "rows.csv", 1762214400
+    config = WindowsConfig(kind="timestamps", timestamp_column="time", length_hours=1)
+    now = datetime(2025, 11, 4, 1, 30, tzinfo=UTC)
+
+    def found(*times: object) -> list[tuple[str, str]]:
+        source.write_text("click,x,a,time\n" + "".join(f"1,0,v,{time}\n" for time in times))
+        return [(one.name, one.state) for one in find_windows(config, str(source), CSV, now, None, ())]
+
+    strays = (hour * 1000, hour + 10**8, -(10**15), 10**18, "infinity", "-infinity", "never", "")
+    expected = [("2025-11-04T00:00", READY), ("2025-11-04T01:00", WAITING)]
+    with caplog.at_level("WARNING"):
+        assert found(hour, hour + 3600, *strays) == expected
+    assert mentions(caplog.text, "4 rows rows.csv =time 1970")
+    with pytest.raises(RetrainingError, match=names("2 rows windows.timestamp_unit=s =time clock")):
+        found(hour * 1000, (hour + 3600) * 1000)
 
 
 def test_a_window_is_named_as_a_folder() -> None:
