@@ -150,9 +150,7 @@ def _lacks(window: Window, config: WindowsConfig, data: DataConfig) -> str:
     return ""
 
 
-def _spans(
-    config: WindowsConfig, source: str, data: DataConfig, after: datetime | None, now: datetime
-) -> list[Window]:
+def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime | None, now: datetime) -> list[Window]:
     """Windows of a growing source: cut at multiples of the length, the newest of them still open."""
     from pipeline.data.prepare.vocabulary import open_engine
 
@@ -198,7 +196,9 @@ def _without_strays(
         f"{now:%Y-%m-%d %H:%M} UTC; one is {span * seconds:,} s after 1970"
     )
     if not sound:
-        raise RetrainingError(f"{text}. Is windows.timestamp_unit={config.timestamp_unit} right, and this machine's clock?")
+        raise RetrainingError(
+            f"{text}. Is windows.timestamp_unit={config.timestamp_unit} right, and this machine's clock?"
+        )
     logger.warning("%s. They are in no window", text)
     return sound
 
